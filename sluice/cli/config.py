@@ -14,8 +14,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.run.up import split_arguments
-from sluice.cli.terminal import output_console, print_table
+from sluice.cli.terminal import output_console, print_table, split_arguments
 from sluice.config.catalogue.entry import ABSENT, KeyStatus
 from sluice.config.check import CheckReport, check_report, remarks
 from sluice.config.explain import (

@@ -1,4 +1,4 @@
-"""`sluice data`: published data sets to verl's format, and a look at what a file holds."""
+"""`sluice data`: convert published data sets to verl's format, and inspect files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sluice.cli.terminal import output_console, print_table, printable
+from sluice.cli.terminal import output_console, print_line, print_table, printable, progress_bars
 from sluice.data.inspection import (
     QUANTILES,
     Inspection,
@@ -37,7 +36,9 @@ from sluice.vision.image_limits import DEFAULT_LIMITS
 
 
 def token_counter(folder: Path) -> MeasureTokens:
-    """A function from messages to tokens, a generation prompt included, as the rollout counts.
+    """Return a function that counts the tokens of messages as the rollout does.
+
+    The count includes the generation prompt.
 
     Args:
         folder: a model or tokenizer directory.
@@ -81,7 +82,7 @@ _QUANTILE_NAMES = tuple(
 
 
 def print_inspection(console: Console, file: str, columns: str, found: Inspection) -> None:
-    """Prints all findings, problems last."""
+    """Print all findings, problems last."""
     facts = [
         ("rows", str(found.num_rows)),
         ("columns", columns),
@@ -101,7 +102,7 @@ def print_inspection(console: Console, file: str, columns: str, found: Inspectio
 
 
 def inspection_as_json(file: str, columns: list[str], found: Inspection) -> dict[str, object]:
-    """The same as one object."""
+    """Return all findings as one object."""
     return {
         "file": file,
         "columns": columns,
@@ -120,16 +121,16 @@ def inspection_as_json(file: str, columns: list[str], found: Inspection) -> dict
 
 
 def print_prepared(console: Console, output: str, made: Prepared) -> None:
-    """One line of what was written, and what was left out."""
+    """Print what was written and what was left out."""
     left_out = [
         *([f"{made.num_duplicates} duplicates"] if made.num_duplicates else []),
         *([f"{made.num_bad} unusable rows"] if made.num_bad else []),
     ]
     tail = f", left out {' and '.join(left_out)}" if left_out else ""
     line = f"{output}: {made.num_written} rows of {made.num_read} read{tail}"
-    console.print(printable(line), soft_wrap=True, markup=False)
+    print_line(console, printable(line))
     for problem in made.problems:
-        console.print(printable(f"  {problem}"), soft_wrap=True, markup=False)
+        print_line(console, printable(f"  {problem}"))
 
 
 def _sources(found: Inspection) -> list[tuple[str, str, str]]:
@@ -156,7 +157,7 @@ def _print_lengths(console: Console, found: Inspection) -> None:
 
 
 def _by_characters(found: Inspection) -> tuple[str, Lengths]:
-    """What the histogram shows without a tokenizer."""
+    """Return the unit and lengths of the histogram without a tokenizer."""
     return "characters", found.characters
 
 
@@ -209,23 +210,23 @@ SetName = Literal["dapo-math-17k", "aime-2024", "math-500", "gsm8k", "geo3k", "d
 data_commands = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Prepare data sets for training and inspect them; nothing is downloaded.\n\n"
+    help="Prepare data sets for training, and inspect them. Nothing is downloaded.\n\n"
     "\b\nExample:\n  sluice data inspect train.parquet",
 )
 
 
 @data_commands.command("prepare")
-def prepare_set(  # noqa: PLR0913 - one parameter an option
-    name: Annotated[SetName, typer.Argument(help="What the input files are.")],
+def prepare_set(  # noqa: PLR0913 - one parameter per option
+    name: Annotated[SetName, typer.Argument(help="The data set of the input files.")],
     *,
     inputs: Annotated[
-        list[Path], typer.Option("--input", help="File as published; repeat for several, in order.")
+        list[Path], typer.Option("--input", help="A file as published; repeatable, in order.")
     ],
     output: Annotated[Path, typer.Option("--output", help="Folder to write to.")],
     split: Annotated[
-        str | None, typer.Option(help="Name of the split; none: the usual one of the set.")
+        str | None, typer.Option(help="Name of the split; none: the usual one of the data set.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows to write at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum of rows to write.")] = None,
     deduplicate: Annotated[
         bool, typer.Option("--deduplicate", help="Leave out rows with the same prompt and answer.")
     ] = False,
@@ -233,19 +234,20 @@ def prepare_set(  # noqa: PLR0913 - one parameter an option
         bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used.")
     ] = False,
     data_source: Annotated[
-        str | None, typer.Option(help="What routes rows to a scorer; none: the set's name.")
+        str | None,
+        typer.Option(help="Name that routes rows to a scorer; none: that of the data set."),
     ] = None,
     instruction: Annotated[
-        str | None, typer.Option(help="Text beside every question in place of the set's own.")
+        str | None, typer.Option(help="Text beside every question, in place of the data set's own.")
     ] = None,
     prompt_field: Annotated[
-        str, typer.Option(help="jsonl: field with the question, unless rows are in verl's format.")
+        str, typer.Option(help="jsonl: field with the question; ignored for rows in verl's format.")
     ] = "prompt",
     answer_field: Annotated[
-        str, typer.Option(help="jsonl: field with the right answer, likewise.")
+        str, typer.Option(help="jsonl: field with the right answer; ignored likewise.")
     ] = "answer",
 ) -> None:
-    """Turn files as they were published into a Parquet file in verl's format.
+    """Convert published files into a Parquet file in verl's format.
 
     \b
     Examples:
@@ -281,7 +283,7 @@ def inspect(
     file: Annotated[Path, typer.Argument(help="A .parquet, .json or .jsonl file.")],
     *,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Model folder; prompts are then measured in tokens too.")
+        Path | None, typer.Option(help="Model folder; measures prompts in tokens too.")
     ] = None,
     head: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 0,
     prompt_key: Annotated[str, typer.Option(help="Column with the messages.")] = "prompt",
@@ -291,9 +293,9 @@ def inspect(
     image_key: Annotated[str, typer.Option(help="Column with images, if there is one.")] = "images",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Count what a file holds: data sources and their scorers, lengths, copies, unusable rows.
+    """Summarize a file: data sources with their scorers, lengths, duplicates, unusable rows.
 
-    Images are read, and must be within the limits that sluice.limits has by default.
+    Images are read, and must respect the default limits of sluice.limits.
     The exit code is 1 if a row cannot be used.
 
     \b
@@ -322,15 +324,7 @@ def inspect(
 
 @contextmanager
 def _progress(task: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error where that is a terminal; the function advances it by rows."""
-    console = Console(stderr=True)
-    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(
-        *shown,
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bars:
+    """Show a bar on standard error; yield a function that advances it by rows."""
+    with progress_bars(Console(stderr=True), is_transient=True) as bars:
         bar = bars.add_task(task, total=total)
         yield lambda rows: bars.advance(bar, rows)

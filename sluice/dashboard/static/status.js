@@ -60,5 +60,5 @@ function waitText({ wait, awaited, health }) {
   if (longest && longest.seconds >= MIN_REPORTED_S) {
     return `${longest.peer}: ${longest.phase}, for ${duration(longest.seconds)}`;
   }
-  return "nobody for longer than a second";
+  return "no service for longer than a second";
 }

@@ -122,7 +122,7 @@ def test_nothing_is_replaced_without_force(tmp_path: Path, made: tuple[Path, str
 
 @pytest.mark.parametrize("host", ["trainer.lab:7001", "two words", "zürich", "[fd00::1]:1"])
 def test_what_is_no_host_is_refused(host: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no name or address; write it without a port"):
+    with pytest.raises(ConfigError, match="is not a name or address; write it without a port"):
         certs(tmp_path / "c", "--host", host)
     assert not (tmp_path / "c").exists()
 

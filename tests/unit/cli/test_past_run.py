@@ -1,4 +1,4 @@
-"""What commands say of a run that does not go on."""
+"""The commands on a run that is not active."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def secured(folder: Path, *, ended: bool) -> Path:
 
 
 @pytest.mark.parametrize("why", [(), ("--why",)])
-def test_a_finished_run_is_told_of_without_its_certificates(
+def test_a_finished_run_is_shown_without_its_certificates(
     tmp_path: Path, why: tuple[str, ...]
 ) -> None:
     result = CliRunner().invoke(commands, ["status", *why, str(secured(tmp_path, ended=True))])
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{tmp_path}: finished after 2 steps; held-out accuracy")
-    assert "note: its services could not have been asked" in result.stderr
+    assert "note: its services could not be asked" in result.stderr
     assert "sluice.security.ca_file = '/gone' is no file" in result.stderr
 
 
@@ -96,5 +96,5 @@ def test_a_run_without_a_single_step_has_no_accuracy(tmp_path: Path) -> None:
 
 
 async def test_commands_that_need_it_running_refuse_with_the_same_words(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match=r"the run does not go on\.\n.*finished after 2 steps"):
+    with pytest.raises(NotReadyError, match=r"the run is not active\.\n.*finished after 2 steps"):
         await ask_run(past(tmp_path, ended=True))

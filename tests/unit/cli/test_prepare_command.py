@@ -54,12 +54,12 @@ def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> No
     assert location.config.sluice.run_dir == str(run_dir)
 
 
-def test_preparing_again_leaves_a_run_that_goes_on_alone_and_begins_one_that_ended(
+def test_preparing_again_leaves_an_active_run_alone_and_begins_one_after_it_ended(
     tmp_path: Path,
 ) -> None:
     job = model_and_data(tmp_path / "job")
     assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
-    assert "the run goes on" in prepare("--run-dir", tmp_path / "run", *job)
+    assert "the run continues" in prepare("--run-dir", tmp_path / "run", *job)
     SharedRun(tmp_path / "run").end(Ending("trainer", ()))
     assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
 
@@ -70,13 +70,13 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
     accounts = run_dir / ACCOUNTS_NAME
     accounts.write_text("{}", encoding="utf-8")
     prepare("--run-dir", run_dir, *job)
-    assert accounts.is_file(), "the run goes on, and what it wrote stays"
+    assert accounts.is_file(), "the run is active, and its files stay"
     SharedRun(run_dir).end(Ending("trainer", ()))
     prepare("--run-dir", run_dir, *job)
     assert not accounts.exists()
 
 
-def test_a_run_that_goes_on_keeps_its_configuration_and_anew_begins_another(
+def test_an_active_run_keeps_its_configuration_and_restart_begins_another(
     tmp_path: Path,
 ) -> None:
     job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
@@ -84,11 +84,12 @@ def test_a_run_that_goes_on_keeps_its_configuration_and_anew_begins_another(
     assert "stays" not in prepare("--run-dir", run_dir, *job, "data.train_batch_size=8")
     reported = prepare("--run-dir", run_dir, *job, "data.train_batch_size=16")
     assert "stays as it is" in reported
-    assert "--anew" in reported
+    assert "--restart" in reported
     assert locate_run(run_dir).config.data.train_batch_size == 8
-    again = prepare("--anew", "--run-dir", run_dir, *job, "data.train_batch_size=16")
-    assert "the run begins" in again
-    assert locate_run(run_dir).config.data.train_batch_size == 16
+    for option, size in (("--restart", 16), ("--anew", 32)):  # its name, and its old name
+        again = prepare(option, "--run-dir", run_dir, *job, f"data.train_batch_size={size}")
+        assert "the run begins" in again
+        assert locate_run(run_dir).config.data.train_batch_size == size
 
 
 def test_a_file_of_settings_is_read_and_a_wrong_one_writes_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli.run.up import split_arguments
+from sluice.cli.terminal import split_arguments
 from sluice.client.run_address import locate_run
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config

@@ -1,4 +1,4 @@
-"""`sluice up` in a folder where a run has been, or goes on."""
+"""`sluice up` in the folder of a finished or active run."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def left(folder: Path) -> list[str]:
     return [file.name for file in (folder / FOLDER).iterdir()]
 
 
-async def test_a_folder_where_a_run_goes_on_is_refused_and_stays_as_it_is(
+async def test_the_folder_of_an_active_run_is_refused_and_stays_as_it_is(
     tmp_path: Path, config: RunConfig
 ) -> None:
     processes = Processes()
     async with launch_service(tmp_path, processes, ReplicaScale(processes, replica)):
-        with pytest.raises(ConfigError, match="another run goes on in this folder"):
+        with pytest.raises(ConfigError, match="another run is active in this folder"):
             await start(config, tmp_path)
     assert left(tmp_path) == ["rollout-0.json"]
     assert (tmp_path / ACCOUNTS_NAME).exists()
