@@ -14,7 +14,7 @@ from sluice.client.run_address import locate_run
 from sluice.config.loading.loader import load_config
 from sluice.launch.network_layout import CONFIG_NAME, KINDS, SERVICE_PORTS
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.quickstart.arithmetic import task_named
+from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.quickstart.settings import QuickstartFacts
 from sluice.report.run_record import ACCOUNTS_NAME
@@ -117,7 +117,7 @@ def test_with_secure_everything_asks_for_certificates_and_tokens_made_once(tmp_p
 def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = task_named("quickstart")
+    task = TASKS["quickstart"]
 
     def make(directory: Path, **_: object) -> QuickstartAssets:
         model_and_data(directory)

@@ -15,7 +15,6 @@ from sluice.quickstart.arithmetic import (
     Task,
     Wording,
     split_problems,
-    task_named,
 )
 
 QUICKSTART = TASKS["quickstart"]
@@ -98,8 +97,3 @@ def test_the_seed_decides_the_problems() -> None:
 def test_more_held_out_problems_than_the_space_bears_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_held_out: 5000"):
         split_problems(QUICKSTART, 0, 100, 5000)
-
-
-def test_an_unknown_task_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"'sums'.*quickstart, stretch"):
-        task_named("sums")

@@ -102,7 +102,7 @@ def test_a_run_that_was_never_validated_has_no_summary(tmp_path: Path) -> None:
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     file = run_folder(tmp_path) / "metrics.jsonl"
     file.write_text(file.read_text() + '{"step": 3, \n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: no JSON object"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: not a JSON object"):
         read_run(tmp_path)
 
 
