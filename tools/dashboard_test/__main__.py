@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         try:
             problems = _use(training, path, options, phases)
-        except Exception as error:  # noqa: BLE001 - Playwright's errors are told like ours
+        except Exception as error:  # noqa: BLE001 - Playwright's errors are reported like ours
             problems = [f"{type(error).__name__}: {error}"]
         finally:
             training.end()
@@ -114,7 +114,7 @@ def _afterwards(user: ClickThrough, page: Page, phases: Phases) -> None:
         user.see_the_end()
     with phases.phase("pictures"):
         user.picture("overview")
-        user.picture("books", "#books")
+        user.picture("accounting", "#accounting")
         page.emulate_media(color_scheme="dark")
         user.picture("overview-dark")
 

@@ -42,18 +42,19 @@ class ClickThrough:
         _need(page.locator("#fleet-table tbody tr").count() >= 1, "the fleet is empty")
 
     def see_a_step_done(self) -> None:
-        """The step rises by itself."""
+        """The step increases without a reload."""
         before = int(self._page.locator("#fact-step").inner_text().split(" ")[0].replace(",", ""))
         self._until(_STEP_ABOVE, before + 1)
 
     def see_the_charts(self) -> None:
         """Every chart is an image with words; the table of one opens and has rows."""
         page = self._page
-        self._until("document.querySelectorAll('.chart svg[aria-label]').length >= 8")
+        self._until("document.querySelectorAll('.chart .plot[aria-label]').length >= 8")
         page.get_by_text("Data of “Mean reward of trained groups”").click()
         page.get_by_role("table", name="Mean reward of trained groups").wait_for()
         self._until("document.querySelectorAll('#chart-reward tbody tr').length >= 1")
         page.get_by_text("Data of “Mean reward of trained groups”").click()
+        _need(page.locator(".chart canvas").count() >= 8, "a chart is empty")
 
     def find_all_wrong_groups(self) -> None:
         """The list holds only those once they are asked for."""

@@ -16,8 +16,8 @@ let begun = -Infinity, latest = -Infinity, sum = 0;
 new PerformanceObserver((list) => {
   for (const entry of list.getEntries()) {
     if (entry.hadRecentInput) continue;
-    const goesOn = entry.startTime - latest < 1000 && entry.startTime - begun < 5000;
-    if (!goesOn) { begun = entry.startTime; sum = 0; }
+    const isSameWindow = entry.startTime - latest < 1000 && entry.startTime - begun < 5000;
+    if (!isSameWindow) { begun = entry.startTime; sum = 0; }
     latest = entry.startTime;
     sum += entry.value;
     window.layoutShift = Math.max(window.layoutShift, sum);

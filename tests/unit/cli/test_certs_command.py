@@ -1,4 +1,4 @@
-"""`sluice certs`: what it writes makes a run that is let in by itself and lets in its clients."""
+"""`sluice certs`: its files let services reach each other, and clients reach them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_is_no_host_is_refused(host: str, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_a_machine_without_the_package_is_told_what_to_install(
+def test_without_the_package_the_error_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "sluice.security.development_ca", raising=False)

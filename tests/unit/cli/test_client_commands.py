@@ -112,7 +112,7 @@ def test_a_deadline_is_an_error(run: Path, replica: TokenReplica) -> None:
     assert isinstance(shown.exception, DeadlineError)
 
 
-def test_watched_prompts_are_told_of_to_their_end(run: Path, tmp_path: Path) -> None:
+def test_watched_prompts_are_shown_to_their_end(run: Path, tmp_path: Path) -> None:
     file = rows(tmp_path / "prompts.jsonl", PROMPT, {**PROMPT, "prompt_id": "bad"})
     shown = sluice("submit", file, "--run", str(run), "--watch")
     assert shown.exit_code == 1  # one was refused

@@ -157,7 +157,7 @@ def spoil(folder: Path, name: str, content: bytes | None) -> None:
         *((name, b"no certificate") for name in ("ca.pem", "service.pem")),
     ],
 )
-def test_files_that_services_refuse_are_made_again_also_while_a_run_goes_on(
+def test_files_that_services_refuse_are_made_again_also_while_a_run_is_active(
     tmp_path: Path, name: str, content: bytes | None, run_is_active: bool
 ) -> None:
     folder = made(tmp_path / "certs")
@@ -169,7 +169,7 @@ def test_files_that_services_refuse_are_made_again_also_while_a_run_goes_on(
 
 
 @pytest.mark.parametrize("name", ["client.key", "client.token", "client.pem"])
-def test_clients_files_are_made_again_only_when_no_run_goes_on(tmp_path: Path, name: str) -> None:
+def test_clients_files_are_made_again_only_without_an_active_run(tmp_path: Path, name: str) -> None:
     folder = made(tmp_path / "certs")
     spoil(folder, name, b"no certificate" if name == "client.pem" else None)
     before = contents(folder)

@@ -69,15 +69,15 @@ async def test_the_folder_of_an_active_run_is_refused_and_stays_as_it_is(
     assert not (tmp_path / CONFIG_NAME).exists()
 
 
-def test_a_run_that_finds_no_room_leaves_targets_of_another_alone(
+def test_a_run_that_finds_no_resources_leaves_targets_of_another_alone(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_capacity(*_: object) -> None:
-        raise ConfigError("no room")
+        raise ConfigError("no resources")
 
     monkeypatch.setattr(up, "ray_plan", no_capacity)
     monkeypatch.setattr(up, "check_config", lambda _: None)  # files and the rest are there
-    with pytest.raises(ConfigError, match="no room"):
+    with pytest.raises(ConfigError, match="no resources"):
         up.start_run(config, Console(file=StringIO()), logs=False, ray=RayOptions())
     assert left(tmp_path) == ["rollout-0.json"]
 

@@ -1,4 +1,4 @@
-"""Who is behind what a run waits for, told from what each service says."""
+"""The service that holds up a run, found from the waits of all services."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_of_a_fleet_that_answers_it_is_whom_most_waits_are_for() -> None:
     assert explain([reward(*waits), replica(0), replica(1)]).root == "rollout-0"
 
 
-def test_services_that_wait_for_each_other_are_told_as_far_as_they_differ() -> None:
+def test_of_services_that_wait_for_each_other_each_is_named_once() -> None:
     found = explain([trainer(FOR_BATCH), reward(Waiting(TRAINER, "announcing a policy", 39.0))])
     assert found.root == REWARD
 
