@@ -34,6 +34,128 @@ from sluice.types import ChatMessage
 from sluice.vision.image_files import images_of_row
 from sluice.vision.image_limits import DEFAULT_LIMITS
 
+BAR_COLUMNS = 40
+NO_SCORER = "none"
+_HEAD_CHARACTERS = 400
+_QUANTILE_NAMES = tuple(
+    {0.0: "least", 0.5: "median", 1.0: "most"}.get(q, f"{q:.0%}") for q in QUANTILES
+)
+SetName = Literal["dapo-math-17k", "aime-2024", "math-500", "gsm8k", "geo3k", "dianjin", "jsonl"]
+
+data_commands = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Prepare data sets for training, and inspect them. Nothing is downloaded.\n\n"
+    "\b\nExample:\n  sluice data inspect train.parquet",
+)
+
+
+@data_commands.command("prepare")
+def prepare_set(  # noqa: PLR0913 - one parameter per option
+    name: Annotated[SetName, typer.Argument(help="The data set of the input files.")],
+    *,
+    inputs: Annotated[
+        list[Path], typer.Option("--input", help="A file as published; repeatable, in order.")
+    ],
+    output: Annotated[Path, typer.Option("--output", help="Folder to write to.")],
+    split: Annotated[
+        str | None, typer.Option(help="Name of the split; none: the usual one of the data set.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum of rows to write.")] = None,
+    deduplicate: Annotated[
+        bool, typer.Option("--deduplicate", help="Leave out rows with the same prompt and answer.")
+    ] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used.")
+    ] = False,
+    data_source: Annotated[
+        str | None,
+        typer.Option(help="Name that routes rows to a scorer; none: that of the data set."),
+    ] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="Text beside every question, in place of the data set's own.")
+    ] = None,
+    prompt_field: Annotated[
+        str, typer.Option(help="jsonl: field with the question; ignored for rows in verl's format.")
+    ] = "prompt",
+    answer_field: Annotated[
+        str, typer.Option(help="jsonl: field with the right answer; ignored likewise.")
+    ] = "answer",
+) -> None:
+    """Convert published files into a Parquet file in verl's format.
+
+    \b
+    Examples:
+      sluice data prepare dapo-math-17k --input dapo-math-17k.parquet --output data --deduplicate
+      sluice data prepare gsm8k --input test.parquet --output data --split test
+      sluice data prepare jsonl --input mine.jsonl --output data --data-source math_dapo
+    """
+    published = PUBLISHED_SETS[name]
+    split = split or published.split
+    stem = inputs[0].stem if name == "jsonl" else name
+    order = Preparation(
+        name,
+        tuple(inputs),
+        output / f"{stem}-{split}.parquet",
+        Wishes(
+            split,
+            data_source or published.data_source or stem,
+            instruction,
+            prompt_field,
+            answer_field,
+        ),
+        limit,
+        deduplicate,
+        skip_bad,
+    )
+    with _progress("preparing", None) as advance:
+        made = prepare(order, lambda _num_read: advance(1))
+    print_prepared(output_console(), str(order.output), made)
+
+
+@data_commands.command("inspect")
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .parquet, .json or .jsonl file.")],
+    *,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Model folder; measures prompts in tokens too.")
+    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 0,
+    prompt_key: Annotated[str, typer.Option(help="Column with the messages.")] = "prompt",
+    reward_fn_key: Annotated[
+        str, typer.Option(help="Column that routes a row to its scorer.")
+    ] = "data_source",
+    image_key: Annotated[str, typer.Option(help="Column with images, if there is one.")] = "images",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Summarize a file: data sources with their scorers, lengths, duplicates, unusable rows.
+
+    Images are read, and must respect the default limits of sluice.limits.
+    The exit code is 1 if a row cannot be used.
+
+    \b
+    Example:
+      sluice data inspect train.parquet --tokenizer models/Qwen3-8B --head 2
+    """
+    columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
+    files = open_prompt_files([str(file)], columns, config_key="FILE")
+    measure = None if tokenizer is None else token_counter(tokenizer)
+    with _progress("reading", files.num_rows) as advance:
+        found = inspect_files(
+            files,
+            measure_tokens=measure,
+            check_row=partial(images_of_row, limits=DEFAULT_LIMITS),
+            num_head=head,
+            on_rows=advance,
+        )
+    names = check_raw_file(file)
+    if as_json:
+        typer.echo(json.dumps(inspection_as_json(str(file), names, found), sort_keys=True))
+    else:
+        print_inspection(output_console(), str(file), ", ".join(names), found)
+    if found.num_bad:
+        raise typer.Exit(1)
+
 
 def token_counter(folder: Path) -> MeasureTokens:
     """Return a function that counts the tokens of messages as the rollout does.
@@ -71,14 +193,6 @@ def token_counter(folder: Path) -> MeasureTokens:
         return len(tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
     return count
-
-
-BAR_COLUMNS = 40
-NO_SCORER = "none"
-_HEAD_CHARACTERS = 400
-_QUANTILE_NAMES = tuple(
-    {0.0: "least", 0.5: "median", 1.0: "most"}.get(q, f"{q:.0%}") for q in QUANTILES
-)
 
 
 def print_inspection(console: Console, file: str, columns: str, found: Inspection) -> None:
@@ -203,123 +317,6 @@ def _named_quantiles(lengths: Lengths) -> Mapping[str, int]:
 
 def _share(count: int, total: int) -> str:
     return f"{count} ({count / total:.1%})" if count else "0"
-
-
-SetName = Literal["dapo-math-17k", "aime-2024", "math-500", "gsm8k", "geo3k", "dianjin", "jsonl"]
-
-data_commands = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Prepare data sets for training, and inspect them. Nothing is downloaded.\n\n"
-    "\b\nExample:\n  sluice data inspect train.parquet",
-)
-
-
-@data_commands.command("prepare")
-def prepare_set(  # noqa: PLR0913 - one parameter per option
-    name: Annotated[SetName, typer.Argument(help="The data set of the input files.")],
-    *,
-    inputs: Annotated[
-        list[Path], typer.Option("--input", help="A file as published; repeatable, in order.")
-    ],
-    output: Annotated[Path, typer.Option("--output", help="Folder to write to.")],
-    split: Annotated[
-        str | None, typer.Option(help="Name of the split; none: the usual one of the data set.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum of rows to write.")] = None,
-    deduplicate: Annotated[
-        bool, typer.Option("--deduplicate", help="Leave out rows with the same prompt and answer.")
-    ] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used.")
-    ] = False,
-    data_source: Annotated[
-        str | None,
-        typer.Option(help="Name that routes rows to a scorer; none: that of the data set."),
-    ] = None,
-    instruction: Annotated[
-        str | None, typer.Option(help="Text beside every question, in place of the data set's own.")
-    ] = None,
-    prompt_field: Annotated[
-        str, typer.Option(help="jsonl: field with the question; ignored for rows in verl's format.")
-    ] = "prompt",
-    answer_field: Annotated[
-        str, typer.Option(help="jsonl: field with the right answer; ignored likewise.")
-    ] = "answer",
-) -> None:
-    """Convert published files into a Parquet file in verl's format.
-
-    \b
-    Examples:
-      sluice data prepare dapo-math-17k --input dapo-math-17k.parquet --output data --deduplicate
-      sluice data prepare gsm8k --input test.parquet --output data --split test
-      sluice data prepare jsonl --input mine.jsonl --output data --data-source math_dapo
-    """
-    published = PUBLISHED_SETS[name]
-    split = split or published.split
-    stem = inputs[0].stem if name == "jsonl" else name
-    order = Preparation(
-        name,
-        tuple(inputs),
-        output / f"{stem}-{split}.parquet",
-        Wishes(
-            split,
-            data_source or published.data_source or stem,
-            instruction,
-            prompt_field,
-            answer_field,
-        ),
-        limit,
-        deduplicate,
-        skip_bad,
-    )
-    with _progress("preparing", None) as advance:
-        made = prepare(order, lambda _num_read: advance(1))
-    print_prepared(output_console(), str(order.output), made)
-
-
-@data_commands.command("inspect")
-def inspect(
-    file: Annotated[Path, typer.Argument(help="A .parquet, .json or .jsonl file.")],
-    *,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Model folder; measures prompts in tokens too.")
-    ] = None,
-    head: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 0,
-    prompt_key: Annotated[str, typer.Option(help="Column with the messages.")] = "prompt",
-    reward_fn_key: Annotated[
-        str, typer.Option(help="Column that routes a row to its scorer.")
-    ] = "data_source",
-    image_key: Annotated[str, typer.Option(help="Column with images, if there is one.")] = "images",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Summarize a file: data sources with their scorers, lengths, duplicates, unusable rows.
-
-    Images are read, and must respect the default limits of sluice.limits.
-    The exit code is 1 if a row cannot be used.
-
-    \b
-    Example:
-      sluice data inspect train.parquet --tokenizer models/Qwen3-8B --head 2
-    """
-    columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
-    files = open_prompt_files([str(file)], columns, config_key="FILE")
-    measure = None if tokenizer is None else token_counter(tokenizer)
-    with _progress("reading", files.num_rows) as advance:
-        found = inspect_files(
-            files,
-            measure_tokens=measure,
-            check_row=partial(images_of_row, limits=DEFAULT_LIMITS),
-            num_head=head,
-            on_rows=advance,
-        )
-    names = check_raw_file(file)
-    if as_json:
-        typer.echo(json.dumps(inspection_as_json(str(file), names, found), sort_keys=True))
-    else:
-        print_inspection(output_console(), str(file), ", ".join(names), found)
-    if found.num_bad:
-        raise typer.Exit(1)
 
 
 @contextmanager

@@ -11,9 +11,28 @@ import numpy.typing as npt
 from sluice.dashboard.step_history import StepHistory
 
 FEWEST_POINTS = 4
-
 Values = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
+_CURVES = {
+    "reward": "critic/rewards/mean",
+    "staleness_mean": "train/staleness_mean",
+    "staleness_max": "train/staleness_max",
+    "tokens_per_s": "rollout/tokens_per_s",
+    "trainer_idle": "trainer/idle_share",
+    "rollout_idle": "rollout/idle_share",
+    "step_s": "timing_s/step",
+}
+# Summed over the steps so far.
+_TOTALS = ("generated_tokens", "trained_tokens")
+COMPOSITION = {
+    "kept": ("kept",),
+    "all_right": ("all_right",),
+    "all_wrong": ("all_wrong",),
+    "stale": ("stale",),
+    "failed": ("failed",),
+    "other": ("uniform", "surplus"),
+}
+"""Parts of a column of groups, each with the metrics ``train/groups_<name>`` that it sums."""
 
 
 def kept_points(values: Values, most: int) -> Indexes:
@@ -68,28 +87,6 @@ def bucket_sums(values: Values, edges: Indexes) -> Values:
     running = np.concatenate([[0.0], np.cumsum(np.nan_to_num(values))])
     sums: Values = running[edges[1:]] - running[edges[:-1]]
     return sums
-
-
-_CURVES = {
-    "reward": "critic/rewards/mean",
-    "staleness_mean": "train/staleness_mean",
-    "staleness_max": "train/staleness_max",
-    "tokens_per_s": "rollout/tokens_per_s",
-    "trainer_idle": "trainer/idle_share",
-    "rollout_idle": "rollout/idle_share",
-    "step_s": "timing_s/step",
-}
-# Summed over the steps so far.
-_TOTALS = ("generated_tokens", "trained_tokens")
-COMPOSITION = {
-    "kept": ("kept",),
-    "all_right": ("all_right",),
-    "all_wrong": ("all_wrong",),
-    "stale": ("stale",),
-    "failed": ("failed",),
-    "other": ("uniform", "surplus"),
-}
-"""Parts of a column of groups, each with the metrics ``train/groups_<name>`` that it sums."""
 
 
 def curve_points(history: StepHistory, most: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ _FEW_KEPT = 0.05
 _RESIDUAL = 0.02
 _AT_REST = frozenset({"paused", "finished"})
 _COMING, _LEAVING = "pending", "draining"
+_RECENT_STEPS = 20
 
 
 class RunVerdict(StrEnum):
@@ -124,9 +125,6 @@ def _composition(recent: Mapping[str, float]) -> Iterator[str]:
         yield f"{failed:.0%} of the groups of the last steps failed"
     if kept < _FEW_KEPT:
         yield f"only {kept:.1%} of the groups of the last steps were mixed"
-
-
-_RECENT_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,37 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _INDEX = "index.html"
+_POLICY = (
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "img-src 'self'",
+    "connect-src 'self'",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    # No script can assign text as markup, not even ours.
+    "require-trusted-types-for 'script'",
+    "trusted-types 'none'",
+)
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": "; ".join(_POLICY),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+}
+"""Headers of every answer. Texts of models and prompts are hostile."""
+_SCHEME = "bearer "
+MOST_POINTS, USUAL_POINTS = 2000, 400
+MOST_GROUPS, USUAL_GROUPS = 100, 25
+MOST_TEXT_CHARS = 200
+_MOST_SHOWN = 40
+_NumberT = TypeVar("_NumberT", int, float)
+Query = Mapping[str, str]
+_EXCERPT_CHARS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +84,6 @@ def page_files() -> Mapping[str, PageFile]:
 def etag_of(body: bytes) -> str:
     """Return a quoted digest of the bytes."""
     return f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-
-
-_POLICY = (
-    "default-src 'none'",
-    "script-src 'self'",
-    "style-src 'self'",
-    "img-src 'self'",
-    "connect-src 'self'",
-    "base-uri 'none'",
-    "form-action 'none'",
-    "frame-ancestors 'none'",
-    # No script can assign text as markup, not even ours.
-    "require-trusted-types-for 'script'",
-    "trusted-types 'none'",
-)
-HEADERS: Mapping[str, str] = {
-    "Content-Security-Policy": "; ".join(_POLICY),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
-}
-"""Headers of every answer. Texts of models and prompts are hostile."""
-
-_SCHEME = "bearer "
 
 
 def is_loopback_name(host: str) -> bool:
@@ -112,15 +116,6 @@ def admits(tokens: TokenSource | None, authorization: str) -> bool:
     if not authorization.lower().startswith(_SCHEME):
         return False
     return role_of(tokens.tokens(), authorization[len(_SCHEME) :].strip()) is not None
-
-
-MOST_POINTS, USUAL_POINTS = 2000, 400
-MOST_GROUPS, USUAL_GROUPS = 100, 25
-MOST_TEXT_CHARS = 200
-_MOST_SHOWN = 40
-_NumberT = TypeVar("_NumberT", int, float)
-
-Query = Mapping[str, str]
 
 
 def parse_points(query: Query) -> int:
@@ -217,9 +212,6 @@ def _parsed(query: Query, name: str, parse: Callable[[str], _NumberT]) -> _Numbe
 
 def _shown(text: str) -> str:
     return repr(text[:_MOST_SHOWN])
-
-
-_EXCERPT_CHARS = 160
 
 
 def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:

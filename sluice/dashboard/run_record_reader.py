@@ -21,6 +21,8 @@ from sluice.dashboard.step_history import StalenessCounts, StepHistory
 logger = logging.getLogger(__name__)
 
 _ResultT = TypeVar("_ResultT")
+LOOK_EVERY_S = 1.0
+LOOKED_AT_S = 15.0
 
 
 class ReadingThread:
@@ -70,10 +72,6 @@ class ReadingThread:
             is_defect = not isinstance(error, OSError)
             logger.warning("%s of the run %s: %s", self.name, problem, error, exc_info=is_defect)
         self._is_broken = True
-
-
-LOOK_EVERY_S = 1.0
-LOOKED_AT_S = 15.0
 
 
 class RunRecordReader:

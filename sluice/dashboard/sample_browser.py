@@ -30,6 +30,9 @@ _ROW = np.dtype(
     ]
 )
 _FIRST_CAPACITY = 1024
+SEARCH_S = 1.0
+READ_S = 0.5
+_LOOK_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +186,6 @@ def _entry(row: np.void) -> IndexEntry:
         outcome=_OUTCOMES[int(row["outcome"])],
         mean_score=float(row["score"]),
     )
-
-
-SEARCH_S = 1.0
-READ_S = 0.5
-_LOOK_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)

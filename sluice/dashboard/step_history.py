@@ -34,11 +34,13 @@ COLUMNS = (
     "timing_s/step",
 )
 """The metrics that are kept of each step: 8 bytes a number."""
-
 _ACCOUNTS = "accounts/"
 _decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
+_GROUPS_NAME = "groups.jsonl"
+_TRAINED = "trained"
+MOST_BARS = 64
 
 
 class StepHistory:
@@ -130,11 +132,6 @@ class StepHistory:
             if name.startswith(_ACCOUNTS) and value is not None
         }
         self.accounts = accounting or self.accounts
-
-
-_GROUPS_NAME = "groups.jsonl"
-_TRAINED = "trained"
-MOST_BARS = 64
 
 
 class _Ended(msgspec.Struct):

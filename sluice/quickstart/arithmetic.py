@@ -29,6 +29,19 @@ ANSWER_REQUEST = " End with 'Answer: N'."
 SLIP = 10
 DATA_SOURCE = "math_dapo"
 ROW_GROUP_ROWS = 1024
+# The columns of DAPO-Math.
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        (
+            "extra_info",
+            pa.struct([("index", pa.int64()), ("split", pa.string()), ("num_terms", pa.int64())]),
+        ),
+    ]
+)
 
 
 class Wording(StrEnum):
@@ -270,21 +283,6 @@ def make_dialogues(
     """Yield one worked answer for each problem, in order."""
     for problem in problems:
         yield Dialogue(problem, work_out(problem, rng, wrong_step_rate))
-
-
-# The columns of DAPO-Math.
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        (
-            "extra_info",
-            pa.struct([("index", pa.int64()), ("split", pa.string()), ("num_terms", pa.int64())]),
-        ),
-    ]
-)
 
 
 def to_row(problem: Problem, index: int, split: str) -> dict[str, object]:

@@ -51,52 +51,6 @@ FORMAT_VERSION = 2
 STAMP_NAME = "prepared.json"
 
 
-def settings_digest(settings: dict[str, Any]) -> str:
-    """Return the SHA-256 of the settings as canonical JSON."""
-    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def write_stamp(
-    directory: Path, settings: dict[str, Any], files: Iterable[Path], facts: dict[str, Any]
-) -> None:
-    """Record the settings, a digest of each file, and the facts about them."""
-    stamp = {
-        "settings_digest": settings_digest(settings),
-        "settings": settings,
-        "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
-        "facts": facts,
-    }
-    draft = directory / f"{STAMP_NAME}.draft"
-    draft.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, directory / STAMP_NAME)
-
-
-def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the recorded facts; ``None`` if a file or the settings differ from the stamp's."""
-    try:
-        stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
-        if stamp["settings_digest"] != settings_digest(settings):
-            return None
-        for name, digest in stamp["files"].items():
-            if _file_digest(directory / name) != digest:
-                return None
-        facts: dict[str, Any] = stamp["facts"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        # An unreadable stamp counts as none: the files are made again.
-        return None
-    return facts
-
-
-def remove_stamp(directory: Path) -> None:
-    """Remove the stamp, before any stamped file changes."""
-    (directory / STAMP_NAME).unlink(missing_ok=True)
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class QuickstartAssets:
     """The quickstart's files. `model_dir` holds model and tokenizer."""
@@ -142,6 +96,52 @@ def prepare(
     write_stamp(directory, stamped, [*files, assets.train_file, assets.val_file], asdict(facts))
     logger.info("made quickstart files in %s in %.1f s", directory, facts.seconds)
     return assets
+
+
+def settings_digest(settings: dict[str, Any]) -> str:
+    """Return the SHA-256 of the settings as canonical JSON."""
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def write_stamp(
+    directory: Path, settings: dict[str, Any], files: Iterable[Path], facts: dict[str, Any]
+) -> None:
+    """Record the settings, a digest of each file, and the facts about them."""
+    stamp = {
+        "settings_digest": settings_digest(settings),
+        "settings": settings,
+        "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
+        "facts": facts,
+    }
+    draft = directory / f"{STAMP_NAME}.draft"
+    draft.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, directory / STAMP_NAME)
+
+
+def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the recorded facts; ``None`` if a file or the settings differ from the stamp's."""
+    try:
+        stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
+        if stamp["settings_digest"] != settings_digest(settings):
+            return None
+        for name, digest in stamp["files"].items():
+            if _file_digest(directory / name) != digest:
+                return None
+        facts: dict[str, Any] = stamp["facts"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        # An unreadable stamp counts as none: the files are made again.
+        return None
+    return facts
+
+
+def remove_stamp(directory: Path) -> None:
+    """Remove the stamp, before any stamped file changes."""
+    (directory / STAMP_NAME).unlink(missing_ok=True)
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _task_named(name: str) -> Task | ShapesTask:

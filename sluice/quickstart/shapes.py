@@ -20,6 +20,19 @@ BOARD = 3
 MOST_SHAPES = 4
 # The slip of the largest count is one more than there can be.
 _COUNTS = tuple(str(count) for count in range(MOST_SHAPES + 2))
+CELL_PIXELS = 16
+SIDE_PIXELS = BOARD * CELL_PIXELS
+_HALF = 5
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("images", pa.list_(pa.struct([("bytes", pa.binary())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string())])),
+    ]
+)
 
 
 class Colour(StrEnum):
@@ -131,9 +144,6 @@ def _question(
     return ShapeQuestion(scene, text, answer, slip)
 
 
-CELL_PIXELS = 16
-SIDE_PIXELS = BOARD * CELL_PIXELS
-_HALF = 5
 _PAINT = {
     Colour.RED: (220, 40, 40),
     Colour.GREEN: (30, 160, 60),
@@ -164,21 +174,6 @@ def _draw(draw: ImageDraw.ImageDraw, shape: PlacedShape, paint: tuple[int, int, 
             draw.rectangle(box, fill=paint)
         case Outline.TRIANGLE:
             draw.polygon([(x, y - _HALF), (x - _HALF, y + _HALF), (x + _HALF, y + _HALF)], paint)
-
-
-# The columns of Geometry3k for verl: `bytes` is an encoded file, and the user's message holds
-# ``<image>`` where the picture belongs.
-
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("images", pa.list_(pa.struct([("bytes", pa.binary())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string())])),
-    ]
-)
 
 
 def to_row(question: ShapeQuestion, index: int, split: str) -> dict[str, object]:

@@ -18,6 +18,21 @@ from sluice.security.token_file import write_private
 
 _TOKEN_BYTES = 32
 _LONGEST_VALIDITY_DAYS = 3650
+CERTIFICATES = "certs"
+"""The folder of a run's certificates, in the run's folder."""
+_DAYS = 365
+_RENEWED_BEFORE = datetime.timedelta(days=30)
+_AUTHORITY_KEY = "ca.key"
+_SERVICE = {
+    "ca_file": "ca.pem",
+    "cert_file": "service.pem",
+    "key_file": "service.key",
+    "token_file": "service.tokens",
+}
+_CLIENT = ("client.pem", "client.key", "client.token")
+_FOR_CLIENTS = "ca.pem, client.pem, client.key and client.token"
+_Files = dict[str, bytes | None]
+"""Contents by name; None: the file does not exist."""
 
 
 def certs(
@@ -136,25 +151,6 @@ export SLUICE_KEY_FILE={_quoted(folder / "client.key")}
 export SLUICE_TOKEN_FILE={_quoted(folder / "client.token")}
 
 ca.key signs further certificates; no service needs it, so keep it elsewhere or delete it"""
-
-
-CERTIFICATES = "certs"
-"""The folder of a run's certificates, in the run's folder."""
-
-_DAYS = 365
-_RENEWED_BEFORE = datetime.timedelta(days=30)
-_AUTHORITY_KEY = "ca.key"
-_SERVICE = {
-    "ca_file": "ca.pem",
-    "cert_file": "service.pem",
-    "key_file": "service.key",
-    "token_file": "service.tokens",
-}
-_CLIENT = ("client.pem", "client.key", "client.token")
-_FOR_CLIENTS = "ca.pem, client.pem, client.key and client.token"
-
-_Files = dict[str, bytes | None]
-"""Contents by name; None: the file does not exist."""
 
 
 def security_settings(folder: Path) -> list[str]:
