@@ -77,6 +77,12 @@ def _use(training: Training, path: str, options: argparse.Namespace, phases: Pha
             say(f"{watch.num_requests} requests, {len(watch.problems)} problems: {watch.problems}")
     with phases.phase("end of the run"):
         training.wait(options.patience)
+    with _page(path) as page:
+        watch = PageWatch(page)
+        page.goto(training.report.as_uri())
+        with phases.phase("the exported page"):
+            ClickThrough(page, options.pictures).read_the_report()
+        problems += watch.problems
     with training.page_afterwards(options.patience) as url, _page(path) as page:
         watch = PageWatch(page)
         page.goto(url)

@@ -192,3 +192,11 @@ def test_the_script_of_an_exported_page_is_a_valid_classic_script(tmp_path: Path
     texts = {path.name: path.read_text(encoding="utf-8") for path in STATIC.glob("*.js")}
     (tmp_path / "script.cjs").write_text(bundle(texts), encoding="utf-8")
     subprocess.run(["node", "--check", "script.cjs"], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_the_vendored_library_names_its_version_and_comes_with_its_licence() -> None:
+    library = (STATIC / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    licence = (STATIC / "uPlot.LICENSE.txt").read_text(encoding="utf-8")
+    (version,) = re.findall(r"uPlot \(v([\d.]+)\)", library)
+    assert licence.startswith(f"uPlot {version} ")
+    assert "The MIT License" in licence
