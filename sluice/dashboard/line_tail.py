@@ -41,7 +41,7 @@ class Taken:
 
 
 class LineTail:
-    """Returns each line of a file once, in bounded pieces.
+    """The new lines of a file, each once, in bounded pieces.
 
     Args:
         path: the file; it may not exist yet.

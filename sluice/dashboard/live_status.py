@@ -69,7 +69,7 @@ class LiveAnswer:
 
 
 class LiveStatus:
-    """Asks the services of a run; all browsers share the answers.
+    """The state of a run from its services; all browsers share the answers.
 
     Args:
         run_dir: the run's folder.
@@ -161,7 +161,8 @@ class LiveStatus:
                 location.trainer, location.reward, credentials=location.credentials
             )
             self._monitor = await self._stack.enter_async_context(monitor)
-            self._location, self._config_stamp = location, stamp
+            self._location = location
+            self._config_stamp = stamp
         return self._monitor, self._location
 
 

@@ -63,7 +63,7 @@ class _Known:
 
 
 class SampleFiles:
-    """Looks for new samples in the folders of a run.
+    """The files with samples in the folders of a run.
 
     Files of the archive grow. Dumps are replaced whole; they are read only while their folder
     changes, and for `_SETTLED_S` afterwards.

@@ -116,7 +116,7 @@ class _OpenGroup:
 
 
 class GroupReader:
-    """Finds the groups in the lines of one file, which come in any pieces.
+    """The groups in the lines of one file, which may come in any pieces.
 
     Rows of a dump belong together if they follow each other with the same ``uid``, or, without
     one, with the same prompt.

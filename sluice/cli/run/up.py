@@ -47,7 +47,7 @@ _LAUNCHER_ANSWERS_S = 3.0
 
 
 class Where(StrEnum):
-    """Where a run is started."""
+    """The place to start a run."""
 
     LOCAL = "local"
     RAY = "ray"

@@ -177,7 +177,7 @@ def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:
 
 
 class LiveView:
-    """Follows one run until cancelled.
+    """The view of one run, until cancelled.
 
     Args:
         console: where to show it.

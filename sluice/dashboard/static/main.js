@@ -1,4 +1,4 @@
-// Ask for what changed, and show it; nothing while nobody looks at the tab.
+// Ask for changes and show them, while the tab is visible.
 
 import { showAccounts } from "./accounts.js";
 import { ask, isExported, RefusedError, setToken } from "./api.js";
