@@ -1,12 +1,22 @@
 """Keep one replica registered with the trainer, and report whether its engine answers and has
 weights.
+
+Consumes: the engine's load. Waits for: the trainer, and weights for as long as it takes.
+Unblocked by: the trainer's answers or their deadlines, and a version that serves. Produces: a
+registration, a heartbeat in each interval, and one named answer of the health service. On failure:
+the replica tries a lost trainer again without end, as it may restart, and registers again with a
+trainer that does not know it; a broken engine's error ends the replica. On shutdown: one last
+heartbeat reports that the replica drains; the server then answers that nothing serves.
+
+A short absence of the trainer is normal: it starts after its replicas and, at the end of a run,
+leaves before them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import math
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -14,74 +24,71 @@ from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.messages import replica_to_proto
-from sluice.concurrency.waits import Wait, waiting_for
-from sluice.errors import DeadlineError, NotFoundError, PeerError, SluiceError
+from sluice.errors import DeadlineError, NotFoundError, PeerError
 from sluice.rpc.client import unary_call
+from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
+logger = logging.getLogger(__name__)
+
 _PROBE_INTERVAL_S = 1.0
+_HEALTH_INTERVAL_S = 0.5
+_RETRY_INTERVAL_S = 0.5
+_WARNS_AFTER_S = 10.0
+_FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, most_s=_RETRY_INTERVAL_S, patience_s=math.inf)
 
 
 class ProbedEngine(Protocol):
-    """What is asked; see `Engine`."""
+    """The part of `Engine` that a heartbeat needs."""
 
     async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop."""
+        """Answer from inside the engine's loop."""
         ...
 
 
 class EngineHeartbeat:
-    """Asks an engine for ever.
+    """Repeated probes of an engine.
 
     Args:
-        engine: which.
-        interval_s: between an answer and the next question.
+        engine: the engine.
+        interval_s: from an answer to the next probe.
     """
 
     def __init__(self, engine: ProbedEngine, interval_s: float = _PROBE_INTERVAL_S) -> None:
-        self._engine, self._interval_s = engine, interval_s
+        self._engine = engine
+        self._interval_s = interval_s
         self._turns = 1  # it has started
 
     @property
     def turns(self) -> int:
-        """Answers so far, the start included."""
+        """Return the answers so far, the start included."""
         return self._turns
 
     async def run(self) -> None:
-        """Never returns."""
+        """Probe without end."""
         while True:
             await self._engine.probe()
             self._turns += 1
             await asyncio.sleep(self._interval_s)
 
 
-# Has health say, under a name of its own, whether this replica has weights to draw with.
-#
-# Consumes: the engine's load. Waits for: weights, for as long as the trainer takes. Unblocked
-# by: a version that serves; it looks every so often. Produces: one named answer of health. On
-# failure: a broken engine's error ends the replica. On shutdown: cancelled; the server then
-# answers that nothing serves.
-#
-# The process as a whole is healthy before that: it has to be kept, and found, while it waits.
-
-_HEALTH_INTERVAL_S = 0.5
-
-
 class NotifyHealth(Protocol):
-    """Where the answer goes; see `RpcServer.set_named`."""
+    """Takes the health answer; see `RpcServer.set_named`."""
 
     def __call__(self, *, serving: bool) -> Awaitable[None]:
-        """What health answers from now on."""
+        """Set what health answers from now on."""
         ...
 
 
 class WeightsHealth:
-    """Looks for ever.
+    """The health service's answer, under a name of its own, whether the replica has weights.
+
+    The process as a whole is healthy before that: it must be kept, and found, while it waits.
 
     Args:
-        load: the engine's latest counters.
-        tell: takes each change, the first answer included.
+        load: returns the engine's latest counters.
+        notify: takes each change, the first answer included.
         interval_s: between two looks.
     """
 
@@ -91,11 +98,13 @@ class WeightsHealth:
         notify: NotifyHealth,
         interval_s: float = _HEALTH_INTERVAL_S,
     ) -> None:
-        self._load, self._notify, self._interval_s = load, notify, interval_s
+        self._load = load
+        self._notify = notify
+        self._interval_s = interval_s
         self._reported: bool | None = None
 
     async def run(self) -> None:
-        """Never returns."""
+        """Look without end."""
         while True:
             has_weights = self._load().version is not None
             if has_weights is not self._reported:
@@ -104,31 +113,15 @@ class WeightsHealth:
             await asyncio.sleep(self._interval_s)
 
 
-# Keeps one replica registered with the trainer.
-#
-# Consumes the engine's load; waits for the trainer; unblocked by its answers or their deadlines;
-# produces a registration and a heartbeat an interval; a lost trainer is tried again for ever (it
-# may restart), a trainer that does not know the replica is registered with anew; on shutdown one
-# last heartbeat says that the replica is draining.
-#
-# A trainer that is away for a moment is no news: it starts after its replicas and, at the end of
-# a run, leaves before them.
-
-logger = logging.getLogger(__name__)
-
-_RETRY_INTERVAL_S = 0.5
-_NEWS_AFTER_S = 10.0
-
-
 class Registration:
-    """Registers and sends heartbeats until cancelled.
+    """One replica's registration and heartbeats.
 
     Args:
         stub: the trainer.
-        replica: who we are.
-        layout_digest: digest of the names, dtypes and shapes of our weights.
-        load: the engine's latest counters.
-        turns: questions that the engine's loop has answered; 0: nobody counts.
+        replica: this process.
+        layout_digest: digest of the names, dtypes and shapes of its weights.
+        load: returns the engine's latest counters.
+        turns: returns the probes that the engine's loop has answered; 0: nobody counts.
     """
 
     def __init__(
@@ -139,29 +132,38 @@ class Registration:
         load: Callable[[], EngineLoad],
         turns: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._stub, self._replica, self._layout_digest = stub, replica, layout_digest
-        self._load, self._turns = load, turns
-        self._absence = _Absence()
+        self._stub = stub
+        self._replica = replica
+        self._layout_digest = layout_digest
+        self._load = load
+        self._turns = turns
 
     async def run(self) -> None:
-        """Never returns; raises InvalidRequestError when the trainer refuses the replica."""
+        """Stay registered without end.
+
+        Raises:
+            InvalidRequestError: the trainer refuses the replica.
+        """
         while True:
+            retries = Retries(
+                _FOREVER, "trainer", retries_on=is_absence, warns_after_s=_WARNS_AFTER_S
+            )
+            interval_s = await retries.call(self._register)
             try:
-                interval_s = await self._register()
-                self._absence.end()
-                await self._beat(interval_s)
+                while True:
+                    await self._send_heartbeat(draining=False)
+                    await asyncio.sleep(interval_s)
             except NotFoundError:
                 logger.info("the trainer does not know this replica; registering again")
             except (PeerError, DeadlineError) as error:
-                self._absence.keep_waiting(error)
-                await asyncio.sleep(_RETRY_INTERVAL_S)
+                logger.debug("registering again after a failed heartbeat: %s", error)
 
     async def announce_drain(self) -> None:
-        """Tells the trainer that this replica is going away; a lost trainer need not know."""
+        """Report that this replica leaves. A trainer that is away need not know."""
         try:
             await self._send_heartbeat(draining=True)
         except (NotFoundError, PeerError, DeadlineError) as error:
-            logger.debug("the trainer was not told of the drain: %s", error)
+            logger.debug("the drain was not reported to the trainer: %s", error)
 
     async def _register(self) -> float:
         answer = await unary_call(
@@ -176,11 +178,6 @@ class Registration:
         )
         logger.info("registered as %s", self._replica.name)
         return answer.heartbeat_interval_seconds
-
-    async def _beat(self, interval_s: float) -> None:
-        while True:
-            await self._send_heartbeat(draining=False)
-            await asyncio.sleep(interval_s)
 
     async def _send_heartbeat(self, *, draining: bool) -> None:
         load = self._load()
@@ -207,27 +204,3 @@ class Registration:
             peer="trainer",
             phase="sending a heartbeat",
         )
-
-
-class _Absence:
-    """How long the trainer has been out of reach; told once, when it has lasted."""
-
-    def __init__(self) -> None:
-        self._since_s: float | None = None
-        self._is_reported = False
-        self._wait: Wait | None = None
-
-    def keep_waiting(self, error: SluiceError) -> None:
-        now_s = time.monotonic()
-        self._since_s = now_s if self._since_s is None else self._since_s
-        self._wait = self._wait or waiting_for("trainer", "coming back into reach")
-        if now_s - self._since_s >= _NEWS_AFTER_S and not self._is_reported:
-            logger.warning("trainer out of reach for %g s, trying on: %s", _NEWS_AFTER_S, error)
-            self._is_reported = True
-
-    def end(self) -> None:
-        if self._is_reported:
-            logger.info("the trainer is back")
-        if self._wait is not None:
-            self._wait.end()
-        self._since_s, self._is_reported, self._wait = None, False, None

@@ -20,11 +20,7 @@ import torch
 from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
-from services.trainer.fleet.replica_client import (
-    ReplicaClient,
-    ReplicaCounterCalls,
-    RewardCounterCalls,
-)
+from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
@@ -142,7 +138,9 @@ async def _lead(config: RunConfig) -> None:
         state, fleet = reported.state, reported.fleet
         record = await _open_record(config, trained.begins.replaces_after, reported.history)
         stack.push_async_callback(record.close)
-        publisher = _publisher(config, trained, credentials, reported)
+        replicas = ReplicaChannels(message_mb(config) << 20, credentials)
+        stack.push_async_callback(replicas.close)
+        publisher = _publisher(config, trained, replicas, reported)
         stack.push_async_callback(publisher.close)
         port.release()
         await _serve(config, fleet, state, credentials, stack)
@@ -152,10 +150,8 @@ async def _lead(config: RunConfig) -> None:
         await stack.enter_async_context(live_page(config))
         # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
         stack.push_async_callback(state.finish)
-        replicas = ReplicaCounterCalls(credentials)
-        stack.push_async_callback(replicas.close)
         accounting = RunAccountant(
-            fleet, state, ask_replica=replicas.ask, ask_reward=RewardCounterCalls(stub).ask
+            fleet, state, ask_replica=replicas.counters, ask_reward=reward.counters
         )
         parts = LoopParts(trained.policy, reward, publisher, record, accounting, fleet, state)
         resumed = trained.begins.checkpoint
@@ -186,7 +182,7 @@ def _warn(config: RunConfig) -> None:
 
 
 async def _run_loop(
-    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaCounterCalls
+    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaChannels
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
@@ -205,7 +201,7 @@ async def _expire_silent(fleet: Fleet) -> None:
 
 
 async def _refresh_accounting(
-    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaCounterCalls
+    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaChannels
 ) -> None:
     """Takes the books also while a step lasts, for status calls."""
     while True:
@@ -297,7 +293,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
 
 
 def _publisher(
-    config: RunConfig, trained: _Trained, credentials: Credentials, reported: TrainerMetrics
+    config: RunConfig, trained: _Trained, replicas: ReplicaChannels, reported: TrainerMetrics
 ) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
@@ -319,11 +315,7 @@ def _publisher(
 
     def connect(replica: ReplicaInfo) -> ReplicaClient:
         return ReplicaClient(
-            replica,
-            max_message_bytes=message_mb(config) << 20,
-            timeout_s=weights.timeout_s,
-            transfer_timeout_s=transfer_timeout_s,
-            credentials=credentials,
+            replica, replicas, timeout_s=weights.timeout_s, transfer_timeout_s=transfer_timeout_s
         )
 
     return WeightPublisher(

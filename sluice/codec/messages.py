@@ -10,7 +10,6 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
 from sluice.api.common.v1 import common_pb2 as common
-from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import (
     MAX_NUMBER,
     check_count,
@@ -23,7 +22,7 @@ from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.concurrency.watchdog import still_seconds
 from sluice.config.addresses import split_host_port
 from sluice.errors import ConfigError, InvalidRequestError
-from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.types import ReplicaInfo
 from sluice.vision.image_limits import ImageLimits, check_images
 
 if TYPE_CHECKING:
@@ -62,54 +61,6 @@ def replica_from_proto(message: common.Replica) -> ReplicaInfo:
         )
     return ReplicaInfo(
         message.name, message.instance_id, message.address, message.slots, message.ranks or 1
-    )
-
-
-def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
-    """Encodes what a member needs to join."""
-    return weights.JoinGroupRequest(
-        epoch=spec.epoch,
-        host=spec.host,
-        port=spec.port,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        backend=spec.backend,
-        bucket_bytes=spec.bucket_bytes,
-        timeout_seconds=spec.timeout_s,
-        tensors=[
-            weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.tensors
-        ],
-        plan_digest=spec.plan_digest,
-        store_key=spec.store_key,
-        ranks=spec.ranks,
-    )
-
-
-def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpec:
-    """Decodes what a member needs to join.
-
-    Raises:
-        InvalidRequestError: rank, ranks and world size do not fit together.
-    """
-    ranks = message.ranks or 1
-    if not 1 <= message.rank <= message.world_size - ranks:
-        raise InvalidRequestError(
-            f"rank {message.rank} of {message.world_size} for a receiver of {ranks}: receivers "
-            "have 1 to world_size - 1"
-        )
-    return TransferGroupSpec(
-        epoch=message.epoch,
-        host=message.host,
-        port=message.port,
-        rank=message.rank,
-        world_size=message.world_size,
-        backend=message.backend,
-        bucket_bytes=message.bucket_bytes,
-        timeout_s=message.timeout_seconds,
-        tensors=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in message.tensors),
-        plan_digest=message.plan_digest,
-        store_key=message.store_key,
-        ranks=ranks,
     )
 
 

@@ -7,13 +7,61 @@ from collections.abc import Sequence
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import MAX_NUMBER, check_name, check_range, check_text, shortened
 from sluice.errors import InvalidRequestError
-from sluice.types import TensorSpec
+from sluice.types import TensorSpec, TransferGroupSpec
 
 MAX_WORLD_SIZE = 65536
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 4096, 2**34
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_HOST_BYTES, MAX_REASON_BYTES = 255, 4000
 STORE_KEY_BYTES = 32
+
+
+def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
+    """Encodes what a member needs to join."""
+    return weights.JoinGroupRequest(
+        epoch=spec.epoch,
+        host=spec.host,
+        port=spec.port,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        backend=spec.backend,
+        bucket_bytes=spec.bucket_bytes,
+        timeout_seconds=spec.timeout_s,
+        tensors=[
+            weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.tensors
+        ],
+        plan_digest=spec.plan_digest,
+        store_key=spec.store_key,
+        ranks=spec.ranks,
+    )
+
+
+def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpec:
+    """Decodes what a member needs to join.
+
+    Raises:
+        InvalidRequestError: rank, ranks and world size do not fit together.
+    """
+    ranks = message.ranks or 1
+    if not 1 <= message.rank <= message.world_size - ranks:
+        raise InvalidRequestError(
+            f"rank {message.rank} of {message.world_size} for a receiver of {ranks}: receivers "
+            "have 1 to world_size - 1"
+        )
+    return TransferGroupSpec(
+        epoch=message.epoch,
+        host=message.host,
+        port=message.port,
+        rank=message.rank,
+        world_size=message.world_size,
+        backend=message.backend,
+        bucket_bytes=message.bucket_bytes,
+        timeout_s=message.timeout_seconds,
+        tensors=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in message.tensors),
+        plan_digest=message.plan_digest,
+        store_key=message.store_key,
+        ranks=ranks,
+    )
 
 
 def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) -> None:

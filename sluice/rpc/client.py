@@ -1,4 +1,4 @@
-"""Call peers: stubs, channels that find frozen peers, deadline and retries from the table,
+"""Call peers: stubs, channels that notice frozen peers, deadlines and retries from the table, and
 errors of our own.
 """
 
@@ -16,56 +16,54 @@ from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
-from sluice.rpc.auth import AUTHORIZATION
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.metadata import call_options
-from sluice.rpc.policy import CALL_POLICIES
+from sluice.rpc.metadata import AUTHORIZATION, call_options
+from sluice.rpc.policy import CALL_POLICIES, message_limits
 from sluice.rpc.status import CLASS_KEY, RPC_ERRORS, error_of
 from sluice.security.token_file import TokenSource
 
 
 def rollout_stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
-    """A replica's sampling calls."""
+    """Return a replica's sampling calls."""
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
     return cast("rollout_pb2_grpc.RolloutServiceAsyncStub", stub)
 
 
 def weight_sync_stub(channel: grpc.aio.Channel) -> weights_pb2_grpc.WeightSyncServiceAsyncStub:
-    """A replica's weight updates."""
+    """Return a replica's weight updates."""
     stub = weights_pb2_grpc.WeightSyncServiceStub(channel)
     return cast("weights_pb2_grpc.WeightSyncServiceAsyncStub", stub)
 
 
 def reward_stub(channel: grpc.aio.Channel) -> reward_pb2_grpc.RewardServiceAsyncStub:
-    """The reward service."""
+    """Return the calls of the reward service."""
     stub = reward_pb2_grpc.RewardServiceStub(channel)
     return cast("reward_pb2_grpc.RewardServiceAsyncStub", stub)
 
 
 def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
-    """The trainer."""
+    """Return the calls of the trainer."""
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     return cast("trainer_pb2_grpc.TrainerServiceAsyncStub", stub)
 
 
-# A channel whose every call bears the token that counts at that moment.
-#
-# gRPC's own call credentials work only over TLS, and its client interceptors wrap the call
-# objects; this adds one header and passes on what the channel returns.
-
-# ruff: noqa: ANN401
+# ruff: noqa: ANN401 - grpc.aio.Channel is typed with Any
 
 
 class BearingChannel(grpc.aio.Channel):
-    """A channel that presents a token. The caller closes it.
+    """A channel that presents a token in each call. The caller closes it.
+
+    gRPC's own call credentials work only over TLS, and its client interceptors wrap the call
+    objects. This class adds one header and returns what the channel returns.
 
     Args:
         channel: does the work; closed with this one.
-        source: the token that is presented is its first.
+        source: its first token at the time of a call is presented.
     """
 
     def __init__(self, channel: grpc.aio.Channel, source: TokenSource) -> None:
-        self._channel, self._source = channel, source
+        self._channel = channel
+        self._source = source
 
     async def __aenter__(self) -> Self:
         await self._channel.__aenter__()
@@ -75,35 +73,35 @@ class BearingChannel(grpc.aio.Channel):
         await self._channel.__aexit__(*error)
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes the channel."""
+        """Close the channel."""
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """The connection's state."""
+        """Return the connection's state."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Waits for another state."""
+        """Wait for another state."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Waits for a connection."""
+        """Wait for a connection."""
         await self._channel.channel_ready()
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """A method with a token on each call."""
+        """Return a method that sends the token."""
         return self._bearing(self._channel.unary_unary(*arguments, **options))
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """A method with a token on each call."""
+        """Return a method that sends the token."""
         return self._bearing(self._channel.unary_stream(*arguments, **options))
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """A method with a token on each call."""
+        """Return a method that sends the token."""
         return self._bearing(self._channel.stream_unary(*arguments, **options))
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """A method with a token on each call."""
+        """Return a method that sends the token."""
         return self._bearing(self._channel.stream_stream(*arguments, **options))
 
     def _bearing(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,25 +116,14 @@ _KEEPALIVE_MS = 10_000
 _PING_TIMEOUT_MS = 5_000
 
 
-def message_limits(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Channel arguments that bound messages both ways."""
-    return [
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
-    ]
-
-
 def open_channel(
     address: str, *, max_message_bytes: int, credentials: Credentials = OPEN
 ) -> grpc.aio.Channel:
-    """A channel to `address` (host:port). The caller closes it.
-
-    `grpc.keepalive_timeout_ms` below a minute has no effect by itself; `ping_timeout_ms` is the
-    timer that counts, so both are set.
-    """
+    """Return a channel to `address` (host:port). The caller closes it."""
     options: list[tuple[str, int | str]] = [
         *message_limits(max_message_bytes),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        # Below a minute the keepalive timeout has no effect without the ping timeout.
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -172,7 +159,7 @@ class UnaryMethod(Protocol[RequestT, ResponseT]):
         timeout: float | None = None,
         metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> Awaitable[ResponseT]:
-        """Starts the call."""
+        """Start the call."""
         ...
 
 
@@ -190,15 +177,15 @@ async def unary_call(
     phase: str,
     deadline_s: float | None = None,
 ) -> ResponseT:
-    """Calls a unary method.
+    """Call a unary method and return its answer.
 
     Args:
         method: the stub's method.
         request: the message.
         name: ``Service/Method``, a key of `CALL_POLICIES`.
-        peer: who is called, for errors.
-        phase: what for, for errors ("taking a batch").
-        deadline_s: seconds per attempt; none: the table's.
+        peer: the called process, for errors.
+        phase: the purpose of the call, for errors ("taking a batch").
+        deadline_s: seconds per try; None: the table's.
 
     Raises:
         SluiceError: as mapped by `sluice.rpc.status`.
@@ -227,10 +214,10 @@ async def stream_call(
     phase: str,
     deadline_s: float | None = None,
 ) -> AsyncGenerator[ResponseT, None]:
-    """Calls a server-streaming method and yields its messages; leaving early cancels the call.
+    """Call a server-streaming method and yield its messages. Leaving early cancels the call.
 
-    Consume it inside `contextlib.aclosing`. Arguments and errors as for `unary_call`; streams are
-    never retried.
+    Consume it inside `contextlib.aclosing`. Arguments and errors are those of `unary_call`; streams
+    are never retried.
     """
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
     call = method(request, timeout=seconds, **call_options())

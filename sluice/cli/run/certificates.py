@@ -317,12 +317,12 @@ def _why_of_no_use(
     """The first of `names` that is no certificate, or is valid for no longer than `needed`."""
     if not _can_read_certificates():
         return None
-    from sluice.security.development_ca import end_of_validity
+    from sluice.security.certificates import ends_of_validity
 
     now = datetime.datetime.now(datetime.UTC)
     for name in names:
         try:
-            end = end_of_validity(files[name] or b"")
+            end = ends_of_validity(files[name] or b"")[0]
         except ValueError as error:
             return f"{folder / name} is no certificate ({error})"
         if end - now <= needed:

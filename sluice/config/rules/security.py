@@ -11,13 +11,19 @@ from sluice.config.addresses import advertised_host, is_loopback
 from sluice.config.run import RunConfig
 from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
 from sluice.errors import ConfigError
-from sluice.security.certificates import CertificateError, TlsFiles, check_pair, check_served_name
+from sluice.security.certificates import (
+    MISSING_PACKAGE,
+    CertificateError,
+    TlsFiles,
+    can_read_dates,
+    check_pair,
+    check_served_name,
+)
 from sluice.security.token_file import Role, read_tokens
 
 SECURITY_KEY = "sluice.security"
 TOKEN_KEY = f"{SECURITY_KEY}.token_file"
 _TEXT_FIELDS = (*FILE_FIELDS, "server_name")
-_FILE_BY_SUBJECT = {"cert": "cert_file", "key": "key_file", "ca": "ca_file"}
 
 
 def run_security_problems(config: RunConfig) -> list[str]:
@@ -99,6 +105,8 @@ def _missing(security: SecurityConfig, *, for_server: bool) -> list[str]:
             problems.append(
                 f"{SECURITY_KEY}.{name} = {path!r} cannot be read by this user; give it the right"
             )
+    if for_server and security.tls != "off" and not can_read_dates():
+        problems.append(f"{SECURITY_KEY}.tls = {security.tls} needs {MISSING_PACKAGE}")
     if security.tls == "off":
         problems += [
             f"{SECURITY_KEY}.{name} = {getattr(security, name)!r} has no effect with "
@@ -128,8 +136,8 @@ def _certificate_problems(security: SecurityConfig, host: str | None) -> Iterato
             name = security.server_name or host
             check_served_name(files, name, mutual=security.tls == "mtls")
     except CertificateError as error:
-        field = _FILE_BY_SUBJECT[error.is_about]
-        yield f"{SECURITY_KEY}.{field} = {getattr(security, field)!r} {error}"
+        path = getattr(security, error.field)
+        yield f"{SECURITY_KEY}.{error.field} = {path!r} {error}"
 
 
 def _token_problems(security: SecurityConfig, *, for_server: bool) -> Iterator[str]:

@@ -172,10 +172,10 @@ def test_a_wait_is_warned_of_at_first_and_then_ever_more_rarely(
 
 def test_a_warning_tells_how_many_wait_how_long_and_why(caplog: pytest.LogCaptureFixture) -> None:
     held, clock = holding("ab")
-    assert "room: 1; nothing got on for 0 s; the service says: no room for a" in caplog.text
+    assert "capacity: 1; no progress for 0 s; the service: no room for a" in caplog.text
     clock.now_s += 40.0
     held.hold(PromptEvent("c", "refused", None, (), "full\n\x1b[2J", True))
-    assert "room: 3; nothing got on for 40 s; the service says: full  [2J" in caplog.text
+    assert "capacity: 3; no progress for 40 s; the service: full  [2J" in caplog.text
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 

@@ -14,9 +14,10 @@ from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import logprobs_from_bytes, token_ids_from_bytes
-from sluice.codec.messages import group_spec_from_proto, replica_from_proto
+from sluice.codec.messages import replica_from_proto
 from sluice.codec.reward import train_batch_from_bytes, train_batch_from_proto
 from sluice.codec.rollout import chat_messages_from_proto, rollout_from_proto, sampling_from_proto
+from sluice.codec.weights import group_spec_from_proto
 from sluice.errors import InvalidRequestError
 
 STOP = common.FINISH_REASON_STOP

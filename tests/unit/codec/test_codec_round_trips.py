@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.codec import fields as arrays
-from sluice.codec import messages, reward, rollout
+from sluice.codec import messages, reward, rollout, weights
 from sluice.types import (
     ChatMessage,
     PromptEnd,
@@ -77,7 +77,7 @@ def test_a_replica_comes_back(value: ReplicaInfo, version: int) -> None:
 
 @given(transfer_groups())
 def test_a_transfer_group_comes_back(value: TransferGroupSpec) -> None:
-    assert messages.group_spec_from_proto(messages.group_spec_to_proto(value)) == value
+    assert weights.group_spec_from_proto(weights.group_spec_to_proto(value)) == value
 
 
 @given(st.lists(st.builds(ChatMessage, st.sampled_from(["system", "user"]), words), min_size=1))

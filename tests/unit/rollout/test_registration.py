@@ -15,7 +15,7 @@ from services.rollout.engines.protocol import EngineLoad
 from services.rollout.registration import Registration
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.errors import InvalidRequestError, NotFoundError, SluiceError
-from sluice.rpc import client
+from sluice.rpc import client, retries
 from sluice.rpc.status import status_of
 from sluice.types import ReplicaInfo
 
@@ -76,8 +76,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(registration, "time", clock)
-    for module in (registration, client):
+    monkeypatch.setattr(retries, "time", clock)
+    for module in (registration, retries, client):
         monkeypatch.setattr(module, "asyncio", clock)
     return clock
 
@@ -152,8 +152,10 @@ async def test_a_long_absence_is_told_once_and_so_is_its_end(
         await play(Trainer(), *[("register", AWAY)] * 120, ("register", True))
     reported = [record.message for record in caplog.records]
     assert len(reported) == 3
-    assert reported[0].startswith("trainer out of reach for 10 s, trying on: trainer: failed while")
-    assert sorted(reported[1:]) == ["registered as rollout-0", "the trainer is back"]
+    assert reported[0].startswith(
+        "trainer out of reach for 10 s, trying again: trainer: failed while"
+    )
+    assert sorted(reported[1:]) == ["registered as rollout-0", "trainer is back"]
 
 
 async def test_a_refused_replica_ends_with_the_trainers_reason(clock: Clock) -> None:

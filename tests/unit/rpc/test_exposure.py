@@ -30,8 +30,8 @@ def test_everything_else_may_be_reached_from_elsewhere(host: str) -> None:
 @pytest.mark.parametrize(
     ("credentials", "reported"),
     [
-        (OPEN, "whoever does can steer the run .* set sluice.security.tls=mtls or sluice.security"),
-        (Credentials(is_encrypted=True), "whoever does can steer the run"),
+        (OPEN, "can then steer the run .* set sluice.security.tls=mtls or sluice.security"),
+        (Credentials(is_encrypted=True), "can then steer the run"),
         (Credentials(tokens=ACCEPTED), "tokens and data travel unencrypted; set sluice.security"),
         (Credentials(is_encrypted=True, asks_certificate=True), None),
         (Credentials(is_encrypted=True, tokens=ACCEPTED), None),

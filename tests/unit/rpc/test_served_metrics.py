@@ -21,7 +21,8 @@ from sluice.rpc import metrics as module
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.credentials import CERTIFICATE_ENDS, service_credentials
 from sluice.rpc.metrics import ProcessName, process_readings, served_metrics
-from sluice.security.development_ca import DevelopmentCa, end_of_validity
+from sluice.security.certificates import ends_of_validity
+from sluice.security.development_ca import DevelopmentCa
 from sluice.telemetry import process
 from sluice.telemetry.metrics import InstrumentReading, gauge
 from sluice.telemetry.process import DiskSpace
@@ -209,5 +210,5 @@ def test_the_end_of_the_certificates_that_a_service_has_loaded_is_told(
         Path(given[file]).unlink()
     found = reported(tmp_path)
     signer = authority("ours").itself.certificate
-    assert found[name, "cert_file"] == end_of_validity(signed).timestamp()
-    assert found[name, "ca_file"] == end_of_validity(signer).timestamp()
+    assert found[name, "cert_file"] == ends_of_validity(signed)[0].timestamp()
+    assert found[name, "ca_file"] == ends_of_validity(signer)[0].timestamp()

@@ -62,11 +62,11 @@ def test_only_absence_is_worth_another_try(error: SluiceError, is_retried: bool)
 
 def test_a_passed_deadline_names_the_whole_time() -> None:
     clock = Clock()
-    retries = Retries(RetryPolicy(), ends_s=5.0, clock=clock)
-    assert retries.remaining_s("fleet", "generating", 5.0) == 5.0
+    retries = Retries(RetryPolicy(), "fleet", "generating", deadline_s=5.0, clock=clock)
+    assert retries.remaining_s() == 5.0
     clock.now_s = 5.0
     with pytest.raises(DeadlineError, match="fleet: no answer within 5 s while generating"):
-        retries.remaining_s("fleet", "generating", 5.0)
+        retries.remaining_s()
 
 
 FULL = ExhaustedError("4352 samples would be under way")
@@ -74,17 +74,17 @@ FULL = ExhaustedError("4352 samples would be under way")
 
 async def test_a_full_service_is_asked_until_the_deadline_whatever_the_patience() -> None:
     clock = Clock()
-    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), ends_s=100.0, clock=clock)
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), deadline_s=100.0, clock=clock)
     for clock.now_s in (0.0, 9.0, 30.0, 99.0):
         await retries.wait_after(FULL)
     clock.now_s = 100.0
-    with pytest.raises(DeadlineError, match=r"within 60 s .*ended with: 4352 samples"):
-        retries.remaining_s("fleet", "generating", 60.0)
+    with pytest.raises(DeadlineError, match=r"within 100 s .*ended with: 4352 samples"):
+        retries.remaining_s()
 
 
 async def test_waiting_for_room_is_no_part_of_the_patience_for_other_failures() -> None:
     clock = Clock()
-    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), ends_s=1000.0, clock=clock)
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), deadline_s=1000.0, clock=clock)
     for clock.now_s in (0.0, 5.0, 50.0):
         await retries.wait_after(FULL)
     for clock.now_s in (60.0, 69.0):
@@ -109,17 +109,17 @@ async def test_a_full_service_without_a_deadline_is_borne_for_the_patience() -> 
 
 async def test_no_patience_is_no_second_try_for_a_full_service_either() -> None:
     with pytest.raises(ExhaustedError, match="4352"):
-        await Retries(RetryPolicy(patience_s=0.0), ends_s=1e12).wait_after(FULL)
+        await Retries(RetryPolicy(patience_s=0.0), deadline_s=1e12).wait_after(FULL)
 
 
 async def test_a_failure_that_something_came_after_is_not_told_at_the_deadline() -> None:
     clock = Clock()
-    retries = Retries(RetryPolicy(first_s=0.0), ends_s=5.0, clock=clock)
+    retries = Retries(RetryPolicy(first_s=0.0), deadline_s=5.0, clock=clock)
     await retries.wait_after(FULL)
     retries.got_on()
     clock.now_s = 5.0
     with pytest.raises(DeadlineError) as reported:
-        retries.remaining_s("fleet", "generating", 5.0)
+        retries.remaining_s()
     assert "4352" not in str(reported.value)
 
 
