@@ -1,4 +1,4 @@
-"""Values that several protos share: replicas, images, chat template arguments, waits."""
+"""Values that several protos share: replicas, images, chat template arguments and waits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 MAX_REPLICA_RANKS = 1024
-"""Devices of one replica, each a rank of transfer groups."""
+"""Devices of one replica. Each is a rank of a transfer group."""
 
 
 def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replica:
-    """Encodes a replica and the version it serves (ignored when registering)."""
+    """Encode a replica and its policy version (ignored in a registration)."""
     return common.Replica(
         name=replica.name,
         instance_id=replica.instance_id,
@@ -46,7 +46,7 @@ def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replic
 
 
 def replica_from_proto(message: common.Replica) -> ReplicaInfo:
-    """Decodes a replica.
+    """Decode a replica.
 
     Raises:
         InvalidRequestError: name, instance, address or slots are missing, or there are more
@@ -69,7 +69,7 @@ _MAX_ADDRESS_BYTES = 300
 
 
 def check_replica(replica: common.Replica, field: str) -> None:
-    """Names, an address of the form host:port and slots. Raises InvalidRequestError."""
+    """Check names, address (host:port) and slots. Raise InvalidRequestError."""
     check_name(f"{field}.name", replica.name)
     check_name(f"{field}.instance_id", replica.instance_id)
     check_range(f"{field}.slots", replica.slots, 1, MAX_SLOTS)
@@ -78,7 +78,7 @@ def check_replica(replica: common.Replica, field: str) -> None:
 
 
 def check_replicas(replicas: Sequence[common.Replica]) -> None:
-    """Each as `check_replica`, no name twice, not too many. Raises InvalidRequestError."""
+    """Check each replica, their number, and unique names. Raise InvalidRequestError."""
     check_count("replicas", replicas, MAX_REPLICAS)
     seen: set[str] = set()
     for index, replica in enumerate(replicas):
@@ -105,7 +105,7 @@ def _check_address(field: str, address: str) -> None:
 
 
 def check_chat_images(prompt: common.ChatPrompt, limits: ImageLimits) -> None:
-    """Images of a prompt to generate from: within the limits, one for each mark.
+    """Check the images of a prompt to generate from: within the limits, one for each mark.
 
     Raises:
         InvalidRequestError: names the image, the value and the remedy.
@@ -117,7 +117,7 @@ def check_chat_images(prompt: common.ChatPrompt, limits: ImageLimits) -> None:
 def check_submitted_images(
     request: reward.SubmitPromptsRequest, limits: ImageLimits | None
 ) -> None:
-    """Images of a prompt to train on, as `check_chat_images`.
+    """Check the images of a prompt to train on, as `check_chat_images`.
 
     Args:
         request: the prompt.
@@ -138,7 +138,7 @@ def check_submitted_images(
 
 
 def check_taken_images(group: reward.TrainGroup, images: Sequence[bytes]) -> None:
-    """As many images for a group of a batch as it said. Raises InvalidRequestError."""
+    """Check the number of images for a group of a batch. Raise InvalidRequestError."""
     if len(images) != group.num_images:
         raise InvalidRequestError(
             f"group {group.prompt_id}: {len(images)} images came for the {group.num_images} that "
@@ -147,19 +147,19 @@ def check_taken_images(group: reward.TrainGroup, images: Sequence[bytes]) -> Non
 
 
 MAX_TEMPLATE_KWARGS_BYTES = 1 << 16
-# A message's numbers are doubles, which hold no larger integer.
+# A Struct's numbers are doubles, which hold no larger integer exactly.
 _LARGEST_INTEGER = 1 << 53
-# Each level is several of a message, of which protobuf reads 100.
+# Each level takes several levels of a message, and protobuf reads 100.
 _MAX_LEVELS = 16
 _FIELD = "chat_template_kwargs"
 _JSON_TYPES = (bool, int, float, str, list, tuple, Mapping, type(None))
 
 
 def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
-    """Encodes arguments; none for none at all.
+    """Encode arguments; return None for an empty mapping.
 
     Raises:
-        InvalidRequestError: a value is no JSON, lies too deep, or there are too many bytes.
+        InvalidRequestError: a value is no JSON, is nested too deep, or there are too many bytes.
     """
     if not values:
         return None
@@ -177,7 +177,7 @@ def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
 
 
 def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
-    """Decodes the arguments of a conversation; whole numbers are integers, 1.0 like 1.
+    """Decode the arguments of a conversation. Whole numbers become integers, 1.0 like 1.
 
     Raises:
         InvalidRequestError: too many bytes or levels, or a number that is not finite.
@@ -196,7 +196,7 @@ def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
 
 
 def _with_integers(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """A template that counts or prints must find the number that was sent."""
+    # A template that counts or prints needs the integer that was sent; a Struct holds a double.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
@@ -211,23 +211,23 @@ def _check_size(struct: Struct) -> None:
         )
 
 
-def _check_levels(value: object, place: str, levels: int) -> None:
+def _check_levels(value: object, path: str, levels: int) -> None:
     if not isinstance(value, _JSON_TYPES):
         raise InvalidRequestError(
-            f"{place}: a {type(value).__name__}; give texts, finite numbers, lists, mappings"
+            f"{path}: a {type(value).__name__}; give texts, finite numbers, lists, mappings"
         )
     if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
         raise InvalidRequestError(
-            f"{place}: {shortened(value)}; give whole numbers up to 2**53 either way, or a text"
+            f"{path}: {shortened(value)}; give whole numbers up to 2**53 either way, or a text"
         )
     inner: list[tuple[str, object]] = []
     if isinstance(value, Mapping):
-        inner = [(f"{place}.{str(key)[:60]}", each) for key, each in value.items()]
+        inner = [(f"{path}.{str(key)[:60]}", each) for key, each in value.items()]
     elif isinstance(value, list | tuple):
-        inner = [(place, each) for each in value]
+        inner = [(path, each) for each in value]
     if inner and not levels:
         raise InvalidRequestError(
-            f"{_FIELD}: {shortened(place)} lies more than {_MAX_LEVELS} levels deep; send less deep"
+            f"{_FIELD}: {shortened(path)} is nested more than {_MAX_LEVELS} levels deep; flatten it"
         )
     for name, each in inner:
         _check_levels(each, name, levels - 1)
@@ -240,8 +240,7 @@ _MOST_WAITS = 64
 class WaitReport:
     """A process's waits, the longest first.
 
-    `still_s` are seconds without progress although there is work; ``None``: there is none, or
-    nobody looks.
+    `still_s`: seconds without progress although there is work; ``None``: no work, or no watchdog.
     """
 
     waits: tuple[Waiting, ...]
@@ -249,7 +248,7 @@ class WaitReport:
 
 
 def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport:
-    """This process's waits, and `further` ones that only its service knows."""
+    """Encode this process's waits, and `further` ones that only its service knows."""
     waits = merged_waits((*further, *WAITS.snapshot()), _MOST_WAITS)
     return common.WaitReport(
         waits=[
@@ -267,7 +266,7 @@ def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport
 
 
 def wait_report_from_proto(message: common.WaitReport) -> WaitReport:
-    """As it was sent."""
+    """Decode a report of waits."""
     waits = (Waiting(w.peer, w.phase, w.seconds, w.count, w.task) for w in message.waits)
     still_s = message.still_seconds if message.HasField("still_seconds") else None
     return WaitReport(tuple(waits), still_s)

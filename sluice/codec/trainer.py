@@ -1,4 +1,4 @@
-"""What calls of the trainer service must fulfil. Each function raises InvalidRequestError."""
+"""Checks of calls to the trainer. Each function raises InvalidRequestError."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _TOKEN_COUNTS = (
 
 
 def check_register(request: trainer.RegisterReplicaRequest) -> None:
-    """A replica with a name, an address and a possible number of slots."""
+    """Check the replica and the digest of its weights' layout."""
     check_replica(request.replica, "replica")
     check_name("weights_layout_digest", request.weights_layout_digest)
 
 
 def check_heartbeat(request: trainer.HeartbeatRequest) -> None:
-    """Counters that can be added up: finite, not negative, of few states."""
+    """Check that counters can be added up: finite, not negative, of few states."""
     check_name("name", request.name)
     check_name("instance_id", request.instance_id)
     check_finite("busy_seconds", request.busy_seconds)
@@ -52,12 +52,12 @@ def check_heartbeat(request: trainer.HeartbeatRequest) -> None:
 
 
 def check_watch(request: trainer.WatchStepsRequest) -> None:
-    """From a step that can be."""
+    """Check the first step."""
     check_range("from_step", request.from_step, 0, MAX_NUMBER)
 
 
 def check_watchers(num_open: int, most: int) -> None:
-    """Room for another stream. Raises ExhaustedError."""
+    """Raise ExhaustedError if no further stream may open."""
     if num_open >= most:
         raise ExhaustedError(
             f"{num_open} WatchSteps calls are open, the most that sluice.limits.max_watchers "
@@ -66,7 +66,7 @@ def check_watchers(num_open: int, most: int) -> None:
 
 
 def check_pause(request: trainer.PauseRequest, holders: Collection[str]) -> None:
-    """A holder among few, and a lease that ends.
+    """Check the holder's name, their number, and the lease's length.
 
     Raises:
         ExhaustedError: too many others hold the run.
@@ -86,10 +86,10 @@ def check_pause(request: trainer.PauseRequest, holders: Collection[str]) -> None
 
 
 def check_resume(request: trainer.ResumeRequest) -> None:
-    """A holder as in `check_pause`."""
+    """Check the holder's name."""
     check_name("holder", request.holder, may_be_empty=True)
 
 
 def check_stop(request: trainer.StopRequest) -> None:
-    """A reason that fits a log line."""
+    """Check that the reason fits a log line."""
     check_text("reason", request.reason, MAX_REASON_BYTES)

@@ -1,4 +1,4 @@
-"""What calls that steer weight transfers must fulfil. Each function raises InvalidRequestError."""
+"""Calls that steer weight transfers: encode, decode and check them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STORE_KEY_BYTES = 32
 
 
 def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
-    """Encodes what a member needs to join."""
+    """Encode what a member needs to join."""
     return weights.JoinGroupRequest(
         epoch=spec.epoch,
         host=spec.host,
@@ -37,7 +37,7 @@ def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
 
 
 def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpec:
-    """Decodes what a member needs to join.
+    """Decode what a member needs to join.
 
     Raises:
         InvalidRequestError: rank, ranks and world size do not fit together.
@@ -65,9 +65,9 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
 
 
 def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) -> None:
-    """A group that can be formed, of as many numbers as the model has.
+    """Check a group, and that its tensors are this replica's weights. Raise InvalidRequestError.
 
-    The plan of a transfer is as long as its weights are large, so it is not made for others.
+    A transfer plan grows with the weights, so a replica makes none for other weights.
     """
     check_range("epoch", request.epoch, 0, MAX_NUMBER)
     check_name("host", request.host)
@@ -89,21 +89,20 @@ def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) 
     _check_tensors(request.tensors, layout)
 
 
-def check_stage(request: weights.StageUpdateRequest) -> None:
-    """An epoch and a version that can be."""
+def check_stage(request: weights.StageUpdateRequest | weights.CommitUpdateRequest) -> None:
+    """Check epoch and version. Raise InvalidRequestError."""
     check_range("epoch", request.epoch, 0, MAX_NUMBER)
     check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
 
 
 def check_commit(request: weights.CommitUpdateRequest) -> None:
-    """As `check_stage`, and a digest."""
-    check_range("epoch", request.epoch, 0, MAX_NUMBER)
-    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
+    """Check epoch, version and digest. Raise InvalidRequestError."""
+    check_stage(request)
     check_name("digest", request.digest)
 
 
 def check_abort(request: weights.AbortUpdateRequest) -> None:
-    """An epoch that can be, and a reason that fits the log."""
+    """Check epoch and reason. Raise InvalidRequestError."""
     check_range("epoch", request.epoch, 0, MAX_NUMBER)
     check_text("reason", request.reason, MAX_REASON_BYTES)
 
@@ -120,6 +119,5 @@ def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[Tenso
         if expected is None or list(expected) != list(tensor.shape):
             raise InvalidRequestError(
                 f"tensors: {shortened(tensor.name)} of shape {shortened(tensor.shape[:8])} is "
-                f"none of this replica's weights; give "
-                "trainer and replicas the same model"
+                "none of this replica's weights; give trainer and replicas the same model"
             )

@@ -22,7 +22,7 @@ QUOTA_REFUSALS = EventCounts()
 
 
 def short_method(path: str) -> str:
-    """Return ``Service/Method`` of a gRPC path such as ``/sluice.api.reward.v1.RewardService/Score``."""
+    """Return ``Service/Method`` of a path such as ``/sluice.api.reward.v1.RewardService/Score``."""
     service, _, method = path.removeprefix("/").partition("/")
     return f"{service.rpartition('.')[2]}/{method}"
 
@@ -59,7 +59,7 @@ def expect_no_tls() -> None:
 
 
 def handshake_remedy(details: str) -> str:
-    """Return the remedy for an UNAVAILABLE status with these details; empty if TLS is not the cause."""
+    """Return the remedy for UNAVAILABLE with these details; empty: TLS is not at fault."""
     if _run_has_no_tls:
         return ""
     for sign, remedy in _REMEDY_BY_SIGN:

@@ -93,8 +93,8 @@ def check_served_name(files: TlsFiles, name: str, *, mutual: bool) -> None:
     )
     try:
         for _ in range(_MOST_FLIGHTS):
-            # The server learns of a refusal only from what it reads after its own handshake, so both
-            # ends must finish in the same round.
+            # The server learns of a refusal only from what it reads after its own handshake, so
+            # both ends must finish in the same round.
             if not [end for end in ends if not _advance(end)]:
                 return
     except ssl.SSLCertVerificationError as error:

@@ -1,4 +1,4 @@
-"""Bearer tokens: their file and the role of each. Also writes files that only the owner can read."""
+"""Bearer tokens: their file and the role of each. Also write files that only the owner can read."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ async def test_two_who_hold_a_run_at_once_have_a_hold_each() -> None:
 async def test_a_step_that_does_not_end_is_a_deadline_and_the_run_goes_on() -> None:
     trainer = ScriptedTrainer(step=1, steps_to_hold=10**9)
     async with monitored(trainer) as monitor:
-        with pytest.raises(DeadlineError, match=r"trainer: .* waiting for the step under way"):
+        with pytest.raises(DeadlineError, match=r"trainer: .* waiting for the present step"):
             async with monitor.held(0.3):
                 pass
     assert trainer.controls == ["pause", "resume"]

@@ -148,4 +148,6 @@ async def test_a_service_that_refuses_our_token_is_not_called_silent(tmp_path: P
     refused, silent = services
     assert (refused.name, refused.is_refused, silent.is_refused) == (TRAINER, True, False)
     assert "no bearer token came" in refused.failure
-    assert explain(services).cause.startswith("trainer: refused while saying what it waits for: no")
+    assert explain(services).cause.startswith(
+        "trainer: refused while reporting what it waits for: no"
+    )

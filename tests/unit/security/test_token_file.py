@@ -48,7 +48,7 @@ def test_a_file_that_turned_bad_leaves_the_last_tokens_and_is_told_once(
     for clock.now_s in (1.0, 2.0, 3.0):
         assert secrets_of(source) == [OLD]
     (reported,) = caplog.messages
-    assert reported.startswith("the tokens read before still count: key = ")
+    assert reported.startswith("the tokens read before stay valid: key = ")
 
 
 def test_a_file_that_is_replaced_is_read(tmp_path: Path) -> None:
