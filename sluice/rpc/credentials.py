@@ -36,7 +36,7 @@ class CertificateEnds:
     Attributes:
         by_file: the end by the field of `sluice.security` that names the file. `cert_file` is a
             chain, so its first certificate to end counts. `ca_file` may hold several authorities,
-            any of which may be the one in use, so its last one to end counts.
+            and any may be the one in use, so its last one to end counts.
     """
 
     def __init__(self) -> None:

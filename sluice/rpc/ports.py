@@ -24,7 +24,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(split_host_port(host)[0], port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise _refused(host, port, error) from error
-    # A name may stand for addresses of both families, one of which the machine does not have.
+    # A name may stand for addresses of both families, and the machine may lack one family.
     failure = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     for family, kind, protocol, _, address in found:
         try:

@@ -75,7 +75,7 @@ def handshake_remedy(details: str) -> str:
 
 
 CLASS_KEY = "sluice-error"
-# Details travel as percent-encoded metadata, of which peers take 8 KiB.
+# Details travel as percent-encoded metadata, and peers accept 8 KiB of metadata.
 _LONGEST_DETAILS_BYTES = 2000
 
 _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (

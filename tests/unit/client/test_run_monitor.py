@@ -55,7 +55,7 @@ class SlowTrainer(ScriptedTrainer):
             await asyncio.Event().wait()
 
 
-async def test_steps_go_on_after_the_last_when_a_call_reaches_its_own_deadline(
+async def test_steps_continue_after_the_last_when_a_call_reaches_its_own_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(CALL_POLICIES, "TrainerService/WatchSteps", CallPolicy(deadline_s=2.0))
@@ -123,7 +123,7 @@ async def test_two_who_hold_a_run_at_once_have_a_hold_each() -> None:
     assert trainer.phase != PAUSED
 
 
-async def test_a_step_that_does_not_end_is_a_deadline_and_the_run_goes_on() -> None:
+async def test_a_step_that_does_not_end_is_a_deadline_and_the_run_resumes() -> None:
     trainer = ScriptedTrainer(step=1, steps_to_hold=10**9)
     async with monitored(trainer) as monitor:
         with pytest.raises(DeadlineError, match=r"trainer: .* waiting for the present step"):

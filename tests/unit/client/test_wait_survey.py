@@ -92,7 +92,7 @@ async def running(replicas: dict[str, str]) -> AsyncIterator[tuple[str, str]]:
         yield one, two
 
 
-async def test_every_service_tells_its_waits_and_a_silent_one_is_told_of(tmp_path: Path) -> None:
+async def test_every_service_reports_its_waits_and_a_silent_one_is_listed(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # takes connections, says nothing
         silent = f"127.0.0.1:{frozen.getsockname()[1]}"
         add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server

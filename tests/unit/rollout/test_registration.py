@@ -100,7 +100,7 @@ async def play(trainer: Trainer, *script: tuple[str, Any]) -> None:
         running.cancel()
 
 
-async def test_a_replica_registers_and_then_sends_its_load_in_the_interval_it_was_told(
+async def test_a_replica_registers_and_then_sends_its_load_in_the_trainers_interval(
     clock: Clock,
 ) -> None:
     trainer = Trainer()
@@ -129,7 +129,7 @@ async def test_a_trainer_that_does_not_know_the_replica_gets_a_new_registration(
     assert clock.slept == []
 
 
-async def test_a_lost_trainer_is_registered_with_anew_when_it_is_back(clock: Clock) -> None:
+async def test_a_replica_registers_again_when_a_lost_trainer_is_back(clock: Clock) -> None:
     trainer = Trainer()
     away = [("register", AWAY)] * 9
     await play(trainer, ("register", True), ("heartbeat", AWAY), *away, ("register", True))
@@ -144,10 +144,10 @@ async def test_a_trainer_that_starts_a_little_later_is_no_news(
     assert [record.message for record in caplog.records] == ["registered as rollout-0"]
 
 
-async def test_a_long_absence_is_told_once_and_so_is_its_end(
+async def test_a_long_absence_is_logged_once_and_so_is_its_end(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Each registration is tried three times by itself.
+    # Each registration makes three tries.
     with caplog.at_level(logging.INFO):
         await play(Trainer(), *[("register", AWAY)] * 120, ("register", True))
     reported = [record.message for record in caplog.records]

@@ -27,7 +27,7 @@ class Clock:
 GONE = PeerError("reward", "scoring", "gone")
 
 
-async def test_patience_ends_with_the_failure_itself_and_begins_anew_when_something_came() -> None:
+async def test_patience_ends_with_the_failure_itself_and_progress_starts_it_again() -> None:
     clock = Clock()
     retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
     for clock.now_s in (0.0, 9.0):
@@ -82,7 +82,7 @@ async def test_a_full_service_is_asked_until_the_deadline_whatever_the_patience(
         retries.remaining_s()
 
 
-async def test_waiting_for_room_is_no_part_of_the_patience_for_other_failures() -> None:
+async def test_waiting_for_capacity_is_no_part_of_the_patience_for_other_failures() -> None:
     clock = Clock()
     retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), deadline_s=1000.0, clock=clock)
     for clock.now_s in (0.0, 5.0, 50.0):
@@ -112,7 +112,7 @@ async def test_no_patience_is_no_second_try_for_a_full_service_either() -> None:
         await Retries(RetryPolicy(patience_s=0.0), deadline_s=1e12).wait_after(FULL)
 
 
-async def test_a_failure_that_something_came_after_is_not_told_at_the_deadline() -> None:
+async def test_the_deadline_does_not_name_a_failure_before_progress() -> None:
     clock = Clock()
     retries = Retries(RetryPolicy(first_s=0.0), deadline_s=5.0, clock=clock)
     await retries.wait_after(FULL)

@@ -61,14 +61,14 @@ async def calls() -> AsyncIterator[ReplicaChannels]:
     await calls.close()
 
 
-async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaChannels) -> None:
+async def test_a_replica_reports_all_counters_of_the_accounting(calls: ReplicaChannels) -> None:
     async with serving(Replica()) as info:
         reported = await calls.counters(info)
     seconds = {"idle": 1.5, "generating": 2.5}
     assert reported.counters == ReplicaCounters(100, 7, 3, 4.0, seconds, 20, 2)
 
 
-async def test_the_books_do_not_wait_for_an_engines_step(calls: ReplicaChannels) -> None:
+async def test_counters_do_not_wait_for_an_engines_step(calls: ReplicaChannels) -> None:
     replica = Replica()
     async with serving(replica) as info:
         await calls.counters(info)
