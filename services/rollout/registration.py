@@ -1,15 +1,5 @@
 """Keep one replica registered with the trainer, and report whether its engine answers and has
 weights.
-
-Consumes: the engine's load. Waits for: the trainer, and weights for as long as it takes.
-Unblocked by: the trainer's answers or their deadlines, and a version that serves. Produces: a
-registration, a heartbeat in each interval, and one named answer of the health service. On failure:
-the replica tries a lost trainer again without end, as it may restart, and registers again with a
-trainer that does not know it; a broken engine's error ends the replica. On shutdown: one last
-heartbeat reports that the replica drains; the server then answers that nothing serves.
-
-A short absence of the trainer is normal: it starts after its replicas and, at the end of a run,
-leaves before them.
 """
 
 from __future__ import annotations
@@ -30,65 +20,68 @@ from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
-logger = logging.getLogger(__name__)
-
 _PROBE_INTERVAL_S = 1.0
-_HEALTH_INTERVAL_S = 0.5
-_RETRY_INTERVAL_S = 0.5
-_WARNS_AFTER_S = 10.0
-_FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, most_s=_RETRY_INTERVAL_S, patience_s=math.inf)
 
 
 class ProbedEngine(Protocol):
-    """The part of `Engine` that a heartbeat needs."""
+    """What is asked; see `Engine`."""
 
     async def probe(self) -> EngineLoad:
-        """Answer from inside the engine's loop."""
+        """Answers from inside the engine's loop."""
         ...
 
 
 class EngineHeartbeat:
-    """Repeated probes of an engine.
+    """Asks an engine for ever.
 
     Args:
-        engine: the engine.
-        interval_s: from an answer to the next probe.
+        engine: which.
+        interval_s: between an answer and the next question.
     """
 
     def __init__(self, engine: ProbedEngine, interval_s: float = _PROBE_INTERVAL_S) -> None:
-        self._engine = engine
-        self._interval_s = interval_s
+        self._engine, self._interval_s = engine, interval_s
         self._turns = 1  # it has started
 
     @property
     def turns(self) -> int:
-        """Return the answers so far, the start included."""
+        """Answers so far, the start included."""
         return self._turns
 
     async def run(self) -> None:
-        """Probe without end."""
+        """Never returns."""
         while True:
             await self._engine.probe()
             self._turns += 1
             await asyncio.sleep(self._interval_s)
 
 
+# Has health say, under a name of its own, whether this replica has weights to draw with.
+#
+# Consumes: the engine's load. Waits for: weights, for as long as the trainer takes. Unblocked
+# by: a version that serves; it looks every so often. Produces: one named answer of health. On
+# failure: a broken engine's error ends the replica. On shutdown: cancelled; the server then
+# answers that nothing serves.
+#
+# The process as a whole is healthy before that: it has to be kept, and found, while it waits.
+
+_HEALTH_INTERVAL_S = 0.5
+
+
 class NotifyHealth(Protocol):
-    """Takes the health answer; see `RpcServer.set_named`."""
+    """Where the answer goes; see `RpcServer.set_named`."""
 
     def __call__(self, *, serving: bool) -> Awaitable[None]:
-        """Set what health answers from now on."""
+        """What health answers from now on."""
         ...
 
 
 class WeightsHealth:
-    """The health service's answer, under a name of its own, whether the replica has weights.
-
-    The process as a whole is healthy before that: it must be kept, and found, while it waits.
+    """Looks for ever.
 
     Args:
-        load: returns the engine's latest counters.
-        notify: takes each change, the first answer included.
+        load: the engine's latest counters.
+        tell: takes each change, the first answer included.
         interval_s: between two looks.
     """
 
@@ -98,13 +91,11 @@ class WeightsHealth:
         notify: NotifyHealth,
         interval_s: float = _HEALTH_INTERVAL_S,
     ) -> None:
-        self._load = load
-        self._notify = notify
-        self._interval_s = interval_s
+        self._load, self._notify, self._interval_s = load, notify, interval_s
         self._reported: bool | None = None
 
     async def run(self) -> None:
-        """Look without end."""
+        """Never returns."""
         while True:
             has_weights = self._load().version is not None
             if has_weights is not self._reported:
@@ -113,8 +104,23 @@ class WeightsHealth:
             await asyncio.sleep(self._interval_s)
 
 
+logger = logging.getLogger(__name__)
+
+_RETRY_INTERVAL_S = 0.5
+_WARNS_AFTER_S = 10.0
+_FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, most_s=_RETRY_INTERVAL_S, patience_s=math.inf)
+
+
 class Registration:
     """One replica's registration and heartbeats.
+
+    Consumes: the engine's load. Waits for: the trainer. Unblocked by: its answers or their
+    deadlines. Produces: a registration, and a heartbeat in each interval. On failure: it tries a
+    lost trainer again without end, since the trainer may restart, and registers again with one that
+    does not know the replica. On shutdown: one last heartbeat reports that the replica drains.
+
+    A short absence of the trainer is normal: it starts after its replicas and, at the end of a run,
+    leaves before them.
 
     Args:
         stub: the trainer.
@@ -157,6 +163,7 @@ class Registration:
                 logger.info("the trainer does not know this replica; registering again")
             except (PeerError, DeadlineError) as error:
                 logger.debug("registering again after a failed heartbeat: %s", error)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def announce_drain(self) -> None:
         """Report that this replica leaves. A trainer that is away need not know."""
