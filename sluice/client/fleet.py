@@ -130,7 +130,8 @@ class ClientFleet:
                 raise
             random.shuffle(found)  # or many clients with one request each would choose the same
             self._replicas = tuple(found)
-            self._asked_s, self._counted_in_load = self._clock(), dict(self._under_way)
+            self._asked_s = self._clock()
+            self._counted_in_load = dict(self._under_way)
 
     @contextmanager
     def occupied(self, address: str, num_samples: int) -> Iterator[None]:

@@ -147,7 +147,8 @@ class RefusedPrompts:
     def take_due(self) -> str | None:
         """Release the prompt to send again now and return its id; ``None``: there is none."""
         if not self._refusals:
-            self._capacity, self._lucky_capacity = 0, 0
+            self._capacity = 0
+            self._lucky_capacity = 0
             return None
         now_s = self._clock()
         if self._capacity > 0:

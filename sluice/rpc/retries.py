@@ -161,7 +161,9 @@ class Retries:
 
     def got_on(self) -> None:
         """Note progress: failures count from the beginning."""
-        self._since_s, self._num_pauses, self._last = None, 0, None
+        self._since_s = None
+        self._num_pauses = 0
+        self._last = None
         self._end_absence(is_back=True)
 
     def answered(self) -> None:
@@ -198,7 +200,7 @@ class Retries:
         Args:
             error: what the last try failed with.
             progress: asked before the next try, which waits until the peer answers it. A new value
-                starts the patience again.
+                starts the patience again, which otherwise also covers the tries themselves.
             began_s: when the last try began. Its duration counts as pause, so that a call that
                 used up its own deadline is repeated at once.
 
@@ -211,7 +213,8 @@ class Retries:
         if self._answered_s is not None and now_s - self._answered_s >= self.policy.patience_s:
             self.got_on()  # a try that ran for so long is no failure in a row
         before = self._last if self._answered_s is None else None
-        self._answered_s, self._last = None, error
+        self._answered_s = None
+        self._last = error
         if not self._is_worth_another_try(error):
             if isinstance(error, DeadlineError) and before is not None:
                 raise error from before  # no peer even accepted the try that it passed in
@@ -234,7 +237,8 @@ class Retries:
     def _note_progress(self, seen: object) -> None:
         if seen != self._seen:
             self.got_on()
-            self._seen, self._since_s = seen, self.clock()
+            self._seen = seen
+            self._since_s = self.clock()  # patience runs from here, not from the next failure
             advance()
 
     async def _pause(self, error: SluiceError, elapsed_s: float, progress: Progress | None) -> None:
@@ -273,13 +277,13 @@ class Retries:
         away_s = 0.0 if self._since_s is None else now_s - self._since_s
         if away_s >= self.warns_after_s and not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "%s out of reach for %g s, trying again: %s", self.peer, self.warns_after_s, error
-            )
+            duration = f" for {self.warns_after_s:g} s" if self.warns_after_s else ""
+            logger.warning("%s out of reach%s, trying again: %s", self.peer, duration, error)
 
     def _end_absence(self, *, is_back: bool) -> None:
         if self._wait is not None:
             self._wait.end()
         if self._has_warned and is_back:
             logger.info("%s is back", self.peer)
-        self._wait, self._has_warned = None, False
+        self._wait = None
+        self._has_warned = False

@@ -213,11 +213,20 @@ class RewardClient:
         """
         request = reward.EvaluateRequest(policy_version=version, examples=examples)
         phase = f"evaluating version {version}"
+        retries = Retries(
+            _patience(self._absence_s),
+            _PEER,
+            phase,
+            retries_on=_is_restart,
+            most_failures=_MOST_EVALUATIONS,
+            warns_after_s=0.0,
+        )
 
         async def progress() -> str:
             return f"{generated_tokens()} {await self._progress()}"
 
         async def evaluated() -> reward.EvaluateResponse:
+            retries.got_on()  # patience is for an absence; a validation may take any time
             return await while_progressing(
                 self._call(self._stub.Evaluate, request, phase),
                 progress,
@@ -227,14 +236,6 @@ class RewardClient:
                 phase=phase,
             )
 
-        retries = Retries(
-            _patience(self._absence_s),
-            _PEER,
-            phase,
-            retries_on=_is_restart,
-            most_failures=_MOST_EVALUATIONS,
-            warns_after_s=0.0,
-        )
         answer = await retries.call(evaluated, self._progress)
         return ValidationReport(
             dict(answer.metrics),

@@ -10,6 +10,7 @@ from sluice.errors import (
     ExhaustedError,
     HandshakeError,
     NotReadyError,
+    PeerDefectError,
     PeerError,
     SluiceError,
 )
@@ -135,3 +136,48 @@ async def test_a_deadline_that_passed_before_a_try_was_taken_up_is_caused_by_the
     with pytest.raises(DeadlineError) as caught:
         await retries.wait_after(late)
     assert caught.value.__cause__ is (None if resumed else full)
+
+
+async def test_progress_of_the_peer_starts_the_patience_again_and_standstill_ends_it() -> None:
+    clock, seen = Clock(), iter([1, 2, 2, 2])
+
+    async def fail() -> None:
+        clock.now_s += 6.0
+        raise GONE
+
+    async def progress() -> object:
+        return next(seen)
+
+    retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), "reward", "filling", clock=clock)
+    with pytest.raises(DeadlineError, match=r"reward: no answer within 10 s while filling; .*gone"):
+        await retries.call(fail, progress)
+    assert clock.now_s == 24.0  # two tries with progress, then two without
+
+
+async def test_a_peer_that_does_not_answer_is_not_called_until_it_does() -> None:
+    answers: list[object] = [None, None, "up"]
+    tries: list[int] = []
+
+    async def fail_once() -> int:
+        tries.append(len(answers))
+        if len(tries) == 1:
+            raise GONE
+        return len(tries)
+
+    async def progress() -> object:
+        return answers.pop(0)
+
+    assert await Retries(RetryPolicy(first_s=0.0)).call(fail_once, progress) == 2
+    assert tries == [3, 0]
+
+
+async def test_too_many_defects_in_a_row_are_the_last_error() -> None:
+    broken, tries = PeerDefectError("reward", "scoring", "INTERNAL"), []
+
+    async def fail() -> None:
+        tries.append(1)
+        raise GONE if len(tries) == 2 else broken
+
+    with pytest.raises(PeerDefectError):
+        await Retries(RetryPolicy(first_s=0.0), most_defects=3).call(fail)
+    assert len(tries) == 5

@@ -55,6 +55,9 @@ class Stub:
             self.requests.setdefault(method, []).append(request)
             answers = self.answers[method]
             given = answers.pop(0) if len(answers) > 1 else answers[0]
+            if isinstance(given, float):  # the call fails after so many seconds
+                self._clock.now_s += given
+                given = UNAVAILABLE
             if isinstance(given, SluiceError):
                 code, details, trailer = status_of(given)
                 trailing = grpc.aio.Metadata(*trailer)
@@ -357,6 +360,15 @@ async def test_an_evaluation_whose_service_has_died_is_asked_for_again_once_it_i
     assert evaluation.generated_tokens == 7
     assert len(stub.requests["Evaluate"]) == 2
     assert len(stub.requests["AnnouncePolicy"]) == 2
+
+
+async def test_an_evaluation_that_ran_for_long_is_asked_for_again_whenever_the_service_dies(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["Evaluate"] = [0.0, 900.0, 900.0, reward_pb2.EvaluateResponse()]
+    stub.answers["GetStatus"] = [status(policy_version=3)]
+    await client.evaluate(3, 0, no_tokens)
+    assert len(stub.requests["Evaluate"]) == 4
 
 
 async def test_an_evaluation_that_kills_the_service_every_time_is_an_error(
