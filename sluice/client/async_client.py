@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +22,7 @@ from sluice.client.generation_types import (
 )
 from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run
-from sluice.client.run_monitor import RunMonitor, RunSnapshot
+from sluice.client.run_monitor import RunCalls, RunSnapshot
 from sluice.client.scoring import MOST_CALLS, ScoreItem, score_items
 from sluice.client.submission import submit_prompts
 from sluice.errors import ConfigError
@@ -52,7 +52,6 @@ class AsyncClient:
         self._address = address
         self._policy = policy
         self._channels = ServiceChannels(address, name)
-        self._monitors = set[RunMonitor]()
         self._score_calls = asyncio.Semaphore(MOST_CALLS)
         self._lookup = FleetLookup(address, self._channels)
         self._generation = ResumableGeneration(ClientFleet(self._lookup), self._channels, policy)
@@ -82,8 +81,6 @@ class AsyncClient:
     async def close(self) -> None:
         """End all calls and connections. Their callers get `asyncio.CancelledError`."""
         await self._channels.close()
-        for monitor in list(self._monitors):
-            await monitor.close()
 
     def stream(
         self,
@@ -190,33 +187,21 @@ class AsyncClient:
         Raises:
             PeerError, DeadlineError: the trainer does not answer.
         """
-        async with self._monitor() as monitor:
-            return await monitor.snapshot()
+        return await self._run().snapshot()
 
     async def steps(
         self, from_step: int = 0
     ) -> AsyncGenerator[tuple[int, Mapping[str, float]], None]:
         """Yield finished steps with their metrics until the run ends (0: from now on)."""
-        async with self._monitor() as monitor, aclosing(monitor.steps(from_step)) as steps:
+        async with aclosing(self._run().steps(from_step)) as steps:
             async for step in steps:
                 yield step
 
-    @asynccontextmanager
-    async def _monitor(self) -> AsyncGenerator[RunMonitor, None]:
+    def _run(self) -> RunCalls:
         self._channels.check_open()
         if self._address.trainer is None:
             raise ConfigError("client: no address of a trainer; give it, or the run's folder")
-        async with RunMonitor(
-            self._address.trainer,
-            self._reward(),
-            max_message_bytes=self._address.max_message_bytes,
-            credentials=self._address.credentials,
-        ) as monitor:
-            self._monitors.add(monitor)
-            try:
-                yield monitor
-            finally:
-                self._monitors.discard(monitor)
+        return RunCalls(self._channels, self._address.trainer, self._reward())
 
     def _reward(self) -> str:
         if self._address.reward is None:

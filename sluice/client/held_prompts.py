@@ -12,6 +12,7 @@ became full, and all open ones after a broken call, add one try each.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from sluice.rpc.retries import RetryPolicy
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 30.0
-_LONGEST_PAUSE_S = 3600.0
+_FIRST_WARNING_PAUSE_S = 30.0
+_LONGEST_WARNING_PAUSE_S = 3600.0
 _MOST_CHARACTERS = 500
 
 
@@ -31,43 +32,6 @@ _LEAST_PAUSE_S = 0.05
 _LEAST_SHARE = 0.5
 _FOLLOW_A_LUCKY_ONE = 2
 _MOST_DOUBLINGS = 32
-
-
-class HoldWarnings:
-    """Warnings of held prompts: at the first one, then after 30 s, 1, 2, ... 60 minutes.
-
-    The growing pauses keep the log readable for a submission that advances in small steps.
-    """
-
-    def __init__(self) -> None:
-        self._next_s: float | None = None
-        self._pause_s = _FIRST_PAUSE_S
-
-    def held(self, num_held: int, detail: str, now_s: float, full_for_s: float) -> None:
-        """Note a refused prompt that waits, and warn if a warning is due.
-
-        Args:
-            num_held: prompts that wait, including this one.
-            detail: the service's reason.
-            now_s: seconds, monotonic.
-            full_for_s: seconds since a prompt was accepted or ended, or since the first refusal.
-        """
-        if self._next_s is not None:
-            if now_s < self._next_s:
-                return
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        self._next_s = now_s + self._pause_s
-        logger.warning(
-            "prompts that wait for capacity: %d; no progress for %.0f s; the service: %s",
-            num_held,
-            full_for_s,
-            _on_one_line(detail),
-        )
-
-
-def _on_one_line(detail: str) -> str:
-    # A terminal may show it.
-    return "".join(c if c.isprintable() else " " for c in detail[:_MOST_CHARACTERS])
 
 
 class RefusedPrompts:
@@ -97,7 +61,8 @@ class RefusedPrompts:
         self._num_pauses = 0
         self._next_pause_ends_s = 0.0
         self._full_since_s: float | None = None
-        self._warnings = HoldWarnings()
+        self._next_warning_s = -math.inf
+        self._warning_pause_s = _FIRST_WARNING_PAUSE_S / 2
 
     def __len__(self) -> int:
         return len(self._refusals)
@@ -113,7 +78,7 @@ class RefusedPrompts:
         self._sent_on_luck.discard(refusal.prompt_id)
         self._refusals[refusal.prompt_id] = refusal
         if not self._gives_up or now_s - self._full_since_s < self._policy.patience_s:
-            self._warnings.held(len(self), refusal.detail, now_s, now_s - self._full_since_s)
+            self._warn(refusal.detail, now_s, now_s - self._full_since_s)
             return ()
         given_up = tuple(self._refusals.values())
         self._refusals.clear()
@@ -176,3 +141,21 @@ class RefusedPrompts:
         pause_s = min(self._policy.first_s * 2.0**self._num_pauses, self._policy.most_s)
         # Clients that found a service full together must not come back together.
         return max(pause_s, _LEAST_PAUSE_S) * random.uniform(_LEAST_SHARE, 1.0)
+
+    def _warn(self, detail: str, now_s: float, full_for_s: float) -> None:
+        """Warn at the first held prompt, then after 30 s, 1, 2, ... 60 minutes.
+
+        The growing pauses keep the log readable for a submission that advances in small steps.
+        """
+        if now_s < self._next_warning_s:
+            return
+        self._warning_pause_s = min(2 * self._warning_pause_s, _LONGEST_WARNING_PAUSE_S)
+        self._next_warning_s = now_s + self._warning_pause_s
+        # A terminal may show the service's text, so it must be printable.
+        printable = "".join(c if c.isprintable() else " " for c in detail[:_MOST_CHARACTERS])
+        logger.warning(
+            "prompts that wait for capacity: %d; no progress for %.0f s; the service: %s",
+            len(self),
+            full_for_s,
+            printable,
+        )

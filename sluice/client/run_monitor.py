@@ -13,13 +13,14 @@ from typing import Self
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.client.channels import ServiceChannels
+from sluice.client.run_address import RunAddress
 from sluice.concurrency.deadlines import deadline, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.client import (
     RequestT,
     ResponseT,
     UnaryMethod,
-    open_channel,
     reward_stub,
     stream_call,
     trainer_stub,
@@ -86,46 +87,19 @@ class ValidationResult:
     metrics: Mapping[str, float]
 
 
-class RunMonitor:
-    """Calls that look at a run, pause it and validate it. Close it, or use it as a context manager.
+class RunCalls:
+    """Calls that look at a run, pause it and validate it, over open channels.
 
     Args:
+        channels: to the services.
         trainer: host:port of the trainer.
         reward: host:port of the reward service.
-        max_message_bytes: largest message either way.
-        credentials: what both are shown; see `sluice.rpc.credentials.client_credentials`.
     """
 
-    def __init__(
-        self,
-        trainer: str,
-        reward: str,
-        *,
-        max_message_bytes: int = 64 << 20,
-        credentials: Credentials = OPEN,
-    ) -> None:
-        self._channels = [
-            open_channel(address, max_message_bytes=max_message_bytes, credentials=credentials)
-            for address in (trainer, reward)
-        ]
-        self._trainer = trainer_stub(self._channels[0])
-        self._reward = reward_stub(self._channels[1])
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """End the calls and close the connections."""
-        for channel in self._channels:
-            await channel.close()
+    def __init__(self, channels: ServiceChannels, trainer: str, reward: str) -> None:
+        self._channels = channels
+        self._trainer = trainer_stub(channels.to(trainer))
+        self._reward = reward_stub(channels.to(reward))
 
     async def snapshot(self) -> RunSnapshot:
         """Return the present state, without a reward service that does not answer.
@@ -318,6 +292,43 @@ class RunMonitor:
         except (DeadlineError, PeerError):
             return None
         return dict(status.prompts_by_end), status.groups_kept, dict(status.statistics)
+
+
+class RunMonitor(RunCalls):
+    """The same calls over channels of its own. Close it, or use it as a context manager.
+
+    Args:
+        trainer: host:port of the trainer.
+        reward: host:port of the reward service.
+        max_message_bytes: largest message either way.
+        credentials: what both are shown; see `sluice.rpc.credentials.client_credentials`.
+    """
+
+    def __init__(
+        self,
+        trainer: str,
+        reward: str,
+        *,
+        max_message_bytes: int = 64 << 20,
+        credentials: Credentials = OPEN,
+    ) -> None:
+        address = RunAddress(credentials=credentials, max_message_bytes=max_message_bytes)
+        super().__init__(ServiceChannels(address, ""), trainer, reward)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the calls and close the connections."""
+        await self._channels.close()
 
 
 def _replica(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:
