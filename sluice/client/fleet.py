@@ -26,7 +26,9 @@ from sluice.errors import (
 from sluice.rpc.client import reward_stub, rollout_stub, trainer_stub, unary_call
 from sluice.rpc.retries import own_deadline_is_failure
 
+# Requests within this time share one look-up.
 _FRESH_S = 2.0
+# A failed replica comes last for this time.
 _SUSPECT_S = 10.0
 
 
@@ -60,6 +62,7 @@ def choose_replica(
     """
 
     def rank(each: FleetReplica) -> tuple[bool, int, float]:
+        # The reported load includes this client's samples of that time. Count those of now instead.
         of_others = max(each.slots_busy - counted_in_load.get(each.address, 0), 0)
         load = (of_others + under_way.get(each.address, 0)) / max(each.slots, 1)
         turn = full.index(each.address) + 1 if each.address in full else 0
@@ -109,7 +112,7 @@ class ClientFleet:
             self._replicas, self._under_way, self._counted_in_load, self._failed_s.keys(), full
         )
         if chosen is None:
-            self._asked_s = None
+            self._asked_s = None  # the next request asks again
             raise NotReadyError("no replica serves; see `sluice status`, and try again in a moment")
         return chosen
 

@@ -47,6 +47,7 @@ from sluice.rpc.retries import Retries, RetryPolicy
 from sluice.types import ChatMessage, FinishReason, Rollout, TokenIds
 
 _SEED_BITS = 63
+# A failed replica costs at most the tokens of this interval.
 _PARTIAL_INTERVAL_MS = 500
 
 
@@ -168,6 +169,7 @@ class GenerationProgress:
             sample.grown.adopt(ended)
             return
         del self._open[ended.sample_index]
+        # Deltas may lack text, such as that of a character which two replicas share.
         if self._every_token and ended.text.startswith(sample.sent_text):
             rest = ended.text[len(sample.sent_text) :]
             yield from [_text_alone(ended, rest)] if rest else []
@@ -240,6 +242,7 @@ def _token_ids(prompt: Prompt) -> TokenIds:
 
 
 _PHASE = "generating"
+# A call without a deadline of the caller ends after a week.
 _LONGEST_S = 604_800.0
 _PEER = "the fleet"
 
@@ -312,6 +315,7 @@ class ResumableGeneration:
                     async for message in messages:
                         for event in progress.take(message, address, moved_because):
                             yield event
+            # A replica that drains ends its samples as aborted; another one continues them.
             if progress.num_open:
                 got = progress.num_tokens - known
                 detail = f"it ended {progress.num_open} samples early, {got} tokens on"

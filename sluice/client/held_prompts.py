@@ -116,6 +116,7 @@ class RefusedPrompts:
             self._lucky_capacity = 0
             return None
         now_s = self._clock()
+        # Free capacity is certain after an outcome, likely after a lucky try, else a guess.
         if self._capacity > 0:
             self._capacity -= 1
         elif self._lucky_capacity > 0:

@@ -145,6 +145,7 @@ class RunCalls:
         """
         holder = str(uuid.uuid4())
         await self._lease(holder)
+        # The block's own error must not leave inside the group of the task that renews the lease.
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -113,6 +113,7 @@ class _Grading:
         self._retries = retries
         self._calls = calls
         self._outcomes: list[Scored | Failed | None] = [None] * len(items)
+        # Ranges of indexes; `_take` splits them into calls.
         self._waiting = deque([range(len(items))] if items else [])
         self._most_items = ITEMS_PER_CALL
         self._num_senders = 0
@@ -180,6 +181,7 @@ class _Grading:
         elif num_items == 1:
             raise error
         else:
+            # Halving finds the number of items that the scorers manage within the deadline.
             self._most_items = min(self._most_items, num_items // 2)
             try:
                 # A service that hangs altogether is no slow scorer.

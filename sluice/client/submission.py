@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 RECEIPTS = ("accepted", "refused")
+# Open prompts: they keep a service busy, and a broken call repeats them all.
 _WINDOW = 1024
 # A share of what a service takes of all clients (512 MiB unless configured otherwise).
 _IMAGE_WINDOW_BYTES = 64 << 20
@@ -212,6 +213,7 @@ class OpenPrompts:
         """
         self._num_calls += 1
         call = self._num_calls
+        # The call repeats every open prompt, so held ones need no other try.
         self._held.forget()
         self._unanswered = set(self._open)
         self._changed.set()
@@ -232,6 +234,7 @@ class OpenPrompts:
             elif self._is_exhausted and not self._unanswered and not self._held:
                 return None
             else:
+                # Receipts, outcomes and fresh prompts set the event.
                 self._changed.clear()
                 await self._change(self._held.wait_s())
         return None
@@ -265,7 +268,9 @@ class OpenPrompts:
                 return None
             if call != self._num_calls:
                 return None  # the latest call sends it
-            prompt_id, self._pending = encoded.request.prompt_id[:_ECHOED_CHARACTERS], None
+            # Events have the shortened id, so it is the key here, too.
+            prompt_id = encoded.request.prompt_id[:_ECHOED_CHARACTERS]
+            self._pending = None
             if prompt_id not in self._open:
                 self._open[prompt_id] = encoded
                 self._image_bytes += encoded.image_bytes

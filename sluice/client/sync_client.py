@@ -135,6 +135,7 @@ class Client:
                 "from another one, or use AsyncClient"
             )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        # An interrupt of this thread, such as Ctrl-C, must end the call in the other one.
         try:
             return future.result()
         except BaseException:

@@ -102,6 +102,7 @@ async def survey_waits(
         credentials: what the services ask of callers.
     """
     marks = {_MARKED_AS.get(m.name, m.name): m for m in process_marks(run_dir, since_s)}
+    # Two rounds: the answers of the first name the replicas.
     first = await _ask_all({TRAINER: trainer, REWARD: reward}, timeout_s, credentials)
     replicas = _replicas(first.values(), marks)
     addresses = {name: replica.address for name, replica in replicas.items()}

@@ -239,6 +239,7 @@ def check_announcement(request: reward.AnnouncePolicyRequest) -> None:
     check_replicas(request.replicas)
     progress = request.resume_from
     check_range("resume_from.low_water", progress.low_water, 0, MAX_NUMBER)
+    # Rising positions need no sorting, and none occurs twice.
     before = progress.low_water - 1
     for position in progress.ended_above:
         if not before < position <= MAX_NUMBER:

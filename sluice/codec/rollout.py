@@ -171,6 +171,7 @@ def chat_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[Ch
     return tuple(ChatMessage(m.role, m.content) for m in messages)
 
 
+# Bounds on what one request may cost a replica before it generates anything.
 MAX_SAMPLE_INDEX = 1023
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_LINGER_MS = 60_000
@@ -204,6 +205,7 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
             "token a sample, or 0 for no bound"
         )
     check_stops("sampling.stop", request.sampling.stop)
+    # Partials of other samples would be decoded for nothing.
     if len(request.partials) > len(indexes):
         raise InvalidRequestError(
             f"partials: {len(request.partials)} given for {len(indexes)} samples; send at most one "

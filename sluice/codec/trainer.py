@@ -19,6 +19,7 @@ from sluice.errors import ExhaustedError, InvalidRequestError
 MAX_HOLDERS = 64
 MAX_LEASE_S = 7 * 24 * 3600.0
 MAX_REASON_BYTES = 2000
+# Each state becomes a metric, so their number is bounded.
 _MAX_STATES = 16
 _TOKEN_COUNTS = (
     "generated_tokens",

@@ -141,6 +141,7 @@ def _sampled_tokens(
     ids: Sequence[int], logprobs: Sequence[float], text: str
 ) -> tuple[SampledToken, ...]:
     """Return tokens that came together. Their text belongs to the last one."""
+    # Tokens inside a character have no text of their own.
     last = len(ids) - 1
     return tuple(
         SampledToken(token, logprob, text if index == last else "")

@@ -94,6 +94,7 @@ class Callers:
         Raises:
             ExhaustedError: this caller, or all callers together, have too many.
         """
+        # The key's own bound comes first, so that an error names the option that was exceeded.
         of_key = None if name == KEYLESS else name
         with (
             self._of_each.held(of_key, num_choices),
@@ -303,6 +304,7 @@ class _EventStream:
             raise PeerError(_CALLER, _TAKING, "it has gone") from error
 
     async def _started(self) -> web.StreamResponse:
+        # Pieces of several choices come at once, and the first one sends the headers.
         async with self._starting:
             if self._response is None:
                 headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -367,7 +369,7 @@ async def listening(front: OpenAIFront, host: str, port: int) -> AsyncIterator[i
     """
     runner = web.AppRunner(
         front.app(),
-        handler_cancellation=True,
+        handler_cancellation=True,  # a caller that disconnects frees its slots
         access_log=None,
         keepalive_timeout=_IDLE_S,
         shutdown_timeout=_SHUTDOWN_S,

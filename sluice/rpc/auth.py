@@ -129,6 +129,7 @@ class OpenCallInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not (handler.request_streaming or handler.response_streaming):
             return handler
+        # Without a token the call was refused before, unless the method is open to all.
         presented = presented_token(handler_call_details.invocation_metadata) or ""
         method = handler_call_details.method
 
@@ -229,6 +230,7 @@ class ClientQuota:
             yield
             return
         before = self.in_use(client)
+        # Waiting never frees so many, so this is no matter of retries.
         if amount > self._most:
             QUOTA_REFUSALS.add(self._key)
             raise InvalidRequestError(
@@ -246,5 +248,6 @@ class ClientQuota:
             yield
         finally:
             self._held[client] -= amount
+            # Names of clients are arbitrary, so idle ones must not stay in memory.
             if not self._held[client]:
                 del self._held[client]

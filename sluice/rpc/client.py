@@ -112,6 +112,7 @@ class BearingChannel(grpc.aio.Channel):
         return call
 
 
+# A frozen peer is noticed within 15 s.
 _KEEPALIVE_MS = 10_000
 _PING_TIMEOUT_MS = 5_000
 
@@ -127,6 +128,7 @@ def open_channel(
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
+        # By default the backoff grows to two minutes, far longer than a service takes to restart.
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.initial_reconnect_backoff_ms", 200),
     ]
@@ -198,6 +200,7 @@ async def unary_call(
                 return await method(request, timeout=seconds, **call_options())
         except grpc.aio.AioRpcError as error:
             RPC_ERRORS.add("client", name, error.code().name)
+            # Only UNAVAILABLE promises that another try may find the peer.
             last = attempt + 1 == policy.attempts
             if last or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise _translated(error, peer, phase, seconds) from error
@@ -231,12 +234,14 @@ async def stream_call(
         RPC_ERRORS.add("client", name, error.code().name)
         raise _translated(error, peer, phase, seconds) from error
     finally:
+        # Without this the peer would keep working for a consumer that left early.
         call.cancel()
 
 
 def _translated(
     error: grpc.aio.AioRpcError, peer: str, phase: str, deadline_s: float
 ) -> SluiceError:
+    # A status from gRPC itself, or from another implementation, has no class.
     metadata = error.trailing_metadata()
     name = metadata.get(CLASS_KEY) if metadata is not None else None
     return error_of(

@@ -158,13 +158,14 @@ def client_credentials(
         ConfigError: they would not work; lists the reasons with remedies.
     """
     given = _given_files(environment)
-    if security.tls == "off":  # the variables may be for another run
+    # The variables may belong to another run, which has TLS.
+    if security.tls == "off":
         given = {key: path for key, path in given.items() if key == "token_file"}
     if security.tls == "server" and not {"cert_file", "key_file"} <= given.keys():
         # The configuration names the service's files, and no server asks callers for any.
         given |= {"cert_file": None, "key_file": None}
     token = environment.get(TOKEN_VARIABLE)
-    if token is not None:
+    if token is not None:  # it replaces the file, which this user may be unable to read
         given["token_file"] = None
     merged = msgspec.structs.replace(security, **given)
     raise_problems(client_problems(merged), f"{_CHECKED} and SLUICE_ variables")

@@ -68,6 +68,7 @@ Handler = Callable[..., Any]
 
 async def _abort(context: Any, method: str, error: Exception) -> None:
     """End the call with the first error of ours. All other errors of a group go to the log."""
+    # A caller can act on one error; a group of tasks may have raised several.
     inner = leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
     known = next((e for e in inner if isinstance(e, SluiceError)), None)
     for unexpected in inner:
@@ -123,6 +124,7 @@ def _wrapped(handler: Any, method: str) -> Any:
 
 
 def _checked(request: Any) -> Any:
+    # Malformed bytes must fail inside the guard, or gRPC would answer an opaque INTERNAL.
     return checked_stream(request) if hasattr(request, "__aiter__") else checked(request)
 
 
@@ -130,7 +132,7 @@ def _guard_unary(inner: Handler, method: str) -> Handler:
     async def guarded(request: Any, context: Any) -> Any:
         try:
             return await inner(_checked(request), context)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
+        except (grpc.aio.AbortError, asyncio.CancelledError):  # the call has ended already
             raise
         except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
             return await _abort(context, method, error)
@@ -144,7 +146,7 @@ def _guard_stream(inner: Handler, method: str) -> Handler:
             async with aclosing(inner(_checked(request), context)) as messages:
                 async for message in messages:
                     yield message
-        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):  # ended already
             raise
         except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
             await _abort(context, method, error)

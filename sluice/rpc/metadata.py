@@ -82,6 +82,7 @@ def caller_name(metadata: Any, tokens: TokenSource | None, peer: str) -> str | N
     if tokens is not None and presented is not None:
         is_client = role_of(tokens.tokens(), presented) is Role.CLIENT
         if is_client:
+            # Logs and errors show the name, so it must not reveal the token.
             digest = hashlib.blake2b(presented.encode(errors="surrogateescape"), digest_size=4)
             return f"token {digest.hexdigest()}"
     name = _header(metadata, CLIENT_KEY)

@@ -31,9 +31,11 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "RolloutService/Generate": CallPolicy(deadline_s=600.0),
     "RolloutService/GetStatus": CallPolicy(deadline_s=3.0),
     "WeightSyncService/JoinGroup": CallPolicy(deadline_s=30.0),
+    # The trainer sets a deadline that grows with the size of the weights.
     "WeightSyncService/StageUpdate": CallPolicy(deadline_s=300.0),
     "WeightSyncService/CommitUpdate": CallPolicy(deadline_s=60.0, attempts=2),
     "WeightSyncService/AbortUpdate": CallPolicy(deadline_s=5.0),
+    # A submission stays open until its prompts end; the SDK opens another call after a day.
     "RewardService/SubmitPrompts": CallPolicy(deadline_s=86_400.0),
     "RewardService/TakeBatch": CallPolicy(deadline_s=600.0, attempts=3),
     "RewardService/TakeImages": CallPolicy(deadline_s=600.0),

@@ -108,7 +108,10 @@ class RpcServer:
             interceptors=_interceptors(credentials),
             options=[
                 *message_limits(max_message_bytes),
+                # Otherwise two processes could bind the same port and share its calls.
                 ("grpc.so_reuseport", 0),
+                # Peers ping every 10 s (`open_channel`), also between calls. The default limits
+                # would close their connections.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
                 # Notice a client that vanished, and free its slots.
@@ -125,6 +128,7 @@ class RpcServer:
         reflection.enable_server_reflection(
             (*self._service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
         )
+        # With mutual TLS a kubelet could not probe the main port.
         self._probed = ProbeServer(self._health, host, health_port) if health_port else None
         self.port = 0
 

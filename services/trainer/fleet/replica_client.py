@@ -28,6 +28,7 @@ from sluice.types import ReplicaInfo, TransferGroupSpec
 if TYPE_CHECKING:
     import grpc
 
+# Accounting prefers old counters to a long wait.
 _COUNTERS_WITHIN_S = 2.0
 _COUNTERS_PHASE = "asking for its counters"
 
@@ -187,6 +188,7 @@ class ReplicaClient:
         request = weights.CommitUpdateRequest(epoch=epoch, policy_version=version, digest=digest)
         phase = f"committing version {version}"
         answer = await self._call(self._weights.CommitUpdate, request, phase, self._timeout_s)
+        # The replica answers what it serves after the swap.
         if answer.digest != digest or answer.policy_version != version:
             raise WeightSyncError(
                 self.replica.name, "commit", f"serves {answer.policy_version} {answer.digest}"

@@ -32,11 +32,13 @@ from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 logger = logging.getLogger(__name__)
 
 _PEER = "reward service"
+# A call for a batch ends so often, to look at the service's progress.
 _POLL_S = 15.0
 _PAUSE_S = 0.5
 _COUNTERS_WITHIN_S = 2.0
 # An evaluation that the service died of as often is the cause, not a victim.
 _MOST_EVALUATIONS = 6
+# A service that answers INTERNAL as often in a row does not recover without help.
 _MOST_DEFECTS = 3
 _COUNTS_OF_ITS_OWN = ("groups_acknowledged", "prompts_lost")
 
