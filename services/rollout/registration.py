@@ -179,7 +179,6 @@ class Registration:
                 replica=replica_to_proto(self._replica, 0),
                 weights_layout_digest=self._layout_digest,
             ),
-            name="TrainerService/RegisterReplica",
             peer="trainer",
             phase="registering a replica",
         )
@@ -207,7 +206,6 @@ class Registration:
                 draining=draining,
                 engine_turns=self._turns(),
             ),
-            name="TrainerService/Heartbeat",
             peer="trainer",
             phase="sending a heartbeat",
         )

@@ -205,7 +205,6 @@ class FleetLookup:
         answer = await unary_call(
             trainer_stub(self._channels.to(trainer)).GetStatus,
             trainer_pb2.GetStatusRequest(),
-            name="TrainerService/GetStatus",
             peer="trainer",
             phase=_PHASE,
         )
@@ -224,7 +223,6 @@ class FleetLookup:
         answer = await unary_call(
             reward_stub(self._channels.to(self._address.reward)).GetStatus,
             reward_pb2.GetStatusRequest(),
-            name="RewardService/GetStatus",
             peer="reward service",
             phase=_PHASE,
         )
@@ -235,7 +233,6 @@ class FleetLookup:
             answer = await unary_call(
                 rollout_stub(self._channels.to(address)).GetStatus,
                 rollout_pb2.GetStatusRequest(without_engine=True),
-                name="RolloutService/GetStatus",
                 peer=address,
                 phase=_PHASE,
             )

@@ -221,7 +221,7 @@ def _input_to_proto(prompt: Prompt) -> common.PromptInput:
         if is_conversation(prompt):
             return chat_prompt_to_proto([turn for turn in prompt if isinstance(turn, ChatMessage)])
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"prompt: no text of Unicode: {error}") from error
+        raise InvalidRequestError(f"prompt: not valid Unicode: {error}") from error
     return common.PromptInput(
         tokens=common.TokenPrompt(token_ids_u32=token_ids_to_bytes(_token_ids(prompt)))
     )
@@ -339,7 +339,6 @@ class ResumableGeneration:
         return stream_call(
             self._channels.named(stub.Generate, progress.traceparent),
             request,
-            name="RolloutService/Generate",
             peer=address,
             phase=_PHASE,
             deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),

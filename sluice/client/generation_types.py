@@ -71,7 +71,7 @@ def check_traceparent(value: str) -> None:
     """Raise InvalidRequestError unless a value is empty or a W3C header `traceparent`."""
     if value and parse_traceparent(value) is None:
         raise InvalidRequestError(
-            f"traceparent: {value!r:.100} is no W3C trace context; give one such as "
+            f"traceparent: {value!r:.100} is not a W3C trace context; give one such as "
             f"00-{'1' * 32}-{'1' * 16}-01, or leave it empty"
         )
 
@@ -172,7 +172,7 @@ class GenerateOptions:
             )
         if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
             raise InvalidRequestError(
-                f"deadline_s: {self.deadline_s} is no finite time above 0; none is no deadline"
+                f"deadline_s: {self.deadline_s} is not a finite number above 0; None is no deadline"
             )
 
 
@@ -233,7 +233,7 @@ def _check_stop(stops: Sequence[str]) -> None:
     try:
         check_stops("stop", stops)
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"stop: no text of Unicode: {error}") from error
+        raise InvalidRequestError(f"stop: not valid Unicode: {error}") from error
 
 
 def is_conversation(prompt: Prompt) -> bool:

@@ -69,7 +69,6 @@ class Launcher:
         answer = await unary_call(
             self._stub.SetReplicas,
             launch_pb2.SetReplicasRequest(replicas=count),
-            name="LaunchService/SetReplicas",
             peer=_PEER,
             phase="asking it for another number of replicas",
         )
@@ -80,7 +79,6 @@ class Launcher:
         answer = await unary_call(
             self._stub.GetServices,
             launch_pb2.GetServicesRequest(),
-            name="LaunchService/GetServices",
             peer=_PEER,
             phase="asking for its processes",
         )

@@ -67,7 +67,7 @@ def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
             images=encoded_images(owner, chat),
         )
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{owner}: no text of Unicode: {error}") from error
+        raise InvalidRequestError(f"{owner}: not valid Unicode: {error}") from error
 
 
 def extra_info_to_proto(values: Mapping[str, object], owner: str) -> struct_pb2.Struct | None:

@@ -17,17 +17,10 @@ from sluice.client.channels import ServiceChannels
 from sluice.client.run_address import RunAddress
 from sluice.concurrency.deadlines import deadline, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
-from sluice.rpc.client import (
-    RequestT,
-    ResponseT,
-    UnaryMethod,
-    reward_stub,
-    stream_call,
-    trainer_stub,
-    unary_call,
-)
+from sluice.rpc.client import reward_stub, stream_call, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
 
+_TRAINER, _REWARD = "trainer", "reward service"
 _HELD, _FINISHED = "paused", "finished"
 _POLL_S = 0.2
 # The lease of a killed holder ends.
@@ -110,8 +103,7 @@ class RunCalls:
         run = await unary_call(
             self._trainer.GetStatus,
             trainer_pb2.GetStatusRequest(),
-            name="TrainerService/GetStatus",
-            peer="trainer",
+            peer=_TRAINER,
             phase="asking for its status",
         )
         prompts, awaited = await self._prompts()
@@ -158,13 +150,15 @@ class RunCalls:
                     renewing.cancel()
         finally:
             request = trainer_pb2.ResumeRequest(holder=holder)
-            await self._control(self._trainer.Resume, request, "Resume")
+            await unary_call(
+                self._trainer.Resume, request, peer=_TRAINER, phase="asking it to resume"
+            )
         if failure is not None:
             raise failure
 
     async def _lease(self, holder: str) -> None:
         request = trainer_pb2.PauseRequest(lease_seconds=_LEASE_S, holder=holder)
-        await self._control(self._trainer.Pause, request, "Pause")
+        await unary_call(self._trainer.Pause, request, peer=_TRAINER, phase="asking it to pause")
 
     async def _renew(self, holder: str) -> None:
         while True:
@@ -173,23 +167,12 @@ class RunCalls:
 
     async def _until_held(self, timeout_s: float) -> RunSnapshot:
         phase = "waiting for the present step to end"
-        async with deadline(timeout_s, peer="trainer", phase=phase):
+        async with deadline(timeout_s, peer=_TRAINER, phase=phase):
             while (snapshot := await self.snapshot()).phase != _HELD:
                 if snapshot.phase == _FINISHED or snapshot.step >= snapshot.total_steps:
                     raise NotReadyError("the run is ending; it cannot be paused any more")
                 await asyncio.sleep(_POLL_S)
             return snapshot
-
-    async def _control(
-        self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, name: str
-    ) -> None:
-        await unary_call(
-            method,
-            request,
-            name=f"TrainerService/{name}",
-            peer="trainer",
-            phase=f"asking it to {name.lower()}",
-        )
 
     async def steps(
         self, from_step: int = 0
@@ -220,8 +203,7 @@ class RunCalls:
         return stream_call(
             self._trainer.WatchSteps,
             trainer_pb2.WatchStepsRequest(from_step=from_step),
-            name="TrainerService/WatchSteps",
-            peer="trainer",
+            peer=_TRAINER,
             phase="watching steps",
         )
 
@@ -241,8 +223,7 @@ class RunCalls:
         return await unary_call(
             self._reward.GetStatus,
             reward_pb2.GetStatusRequest(),
-            name="RewardService/GetStatus",
-            peer="reward service",
+            peer=_REWARD,
             phase="asking for its status",
         )
 
@@ -274,14 +255,13 @@ class RunCalls:
             unary_call(
                 self._reward.Evaluate,
                 request,
-                name="RewardService/Evaluate",
-                peer="reward service",
+                peer=_REWARD,
                 phase=phase,
             ),
             self._progress,
             stall_s=stall_s,
             interval_s=min(_LOOK_EVERY_S, stall_s / 4),
-            peer="reward service",
+            peer=_REWARD,
             phase=phase,
         )
         return ValidationResult(dict(answer.metrics))

@@ -74,7 +74,7 @@ async def score_items(
     """
     if deadline_s is not None and not 0 < deadline_s < math.inf:
         raise InvalidRequestError(
-            f"deadline_s: {deadline_s} is no finite time above 0; none is no deadline"
+            f"deadline_s: {deadline_s} is not a finite number above 0; None is no deadline"
         )
     encoded = [_to_proto(item, f"items[{index}]") for index, item in enumerate(items)]
     retries = Retries(policy, reward, _PHASE, deadline_s=deadline_s)
@@ -194,7 +194,6 @@ class _Grading:
         await unary_call(
             self._channels.named(reward_stub(self._channels.to(self._reward)).GetStatus),
             reward_pb2.GetStatusRequest(),
-            name="RewardService/GetStatus",
             peer=self._reward,
             phase="asking whether it works, since it took long to score",
         )
@@ -214,7 +213,6 @@ class _Grading:
         answer = await unary_call(
             self._channels.named(reward_stub(self._channels.to(self._reward)).Score),
             request,
-            name="RewardService/Score",
             peer=self._reward,
             phase=_PHASE,
             deadline_s=deadline_s,
@@ -231,7 +229,7 @@ def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
             extra_info=extra_info_to_proto(item.extra_info, owner),
         )
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{owner}: no text of Unicode: {error}") from error
+        raise InvalidRequestError(f"{owner}: not valid Unicode: {error}") from error
 
 
 def _from_proto(result: reward_pb2.ScoreResult) -> Scored | Failed:

@@ -29,17 +29,13 @@ ANSWER_TIMEOUT_S = 2.0
 _MARKED_AS = {"reward": REWARD}
 _MESSAGE_BYTES = 64 << 20
 _PHASE = "reporting what it waits for"
-_StatusCall = tuple[str, Callable[[grpc.aio.Channel], Any], Any]
+_StatusCall = tuple[Callable[[grpc.aio.Channel], Any], Any]
 
 _STATUS_CALLS: dict[str, _StatusCall] = {
-    TRAINER: ("TrainerService", trainer_stub, trainer_pb2.GetStatusRequest()),
-    REWARD: ("RewardService", reward_stub, reward_pb2.GetStatusRequest()),
+    TRAINER: (trainer_stub, trainer_pb2.GetStatusRequest()),
+    REWARD: (reward_stub, reward_pb2.GetStatusRequest()),
 }
-_REPLICA_CALL: _StatusCall = (
-    "RolloutService",
-    rollout_stub,
-    rollout_pb2.GetStatusRequest(without_engine=True),
-)
+_REPLICA_CALL: _StatusCall = (rollout_stub, rollout_pb2.GetStatusRequest(without_engine=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +162,12 @@ async def _ask_all(
 
 
 async def _ask(name: str, address: str, timeout_s: float, credentials: Credentials) -> _Answer:
-    service, stub, request = _STATUS_CALLS.get(name, _REPLICA_CALL)
+    stub, request = _STATUS_CALLS.get(name, _REPLICA_CALL)
     channel = open_channel(address, max_message_bytes=_MESSAGE_BYTES, credentials=credentials)
     async with channel:
         status: Any = await unary_call(
             stub(channel).GetStatus,
             request,
-            name=f"{service}/GetStatus",
             peer=name,
             phase=_PHASE,
             deadline_s=timeout_s,

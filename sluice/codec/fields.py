@@ -71,8 +71,7 @@ _WIDTH_BYTES = 4
 def _checked(data: bytes, field: str) -> bytes:
     if len(data) % _WIDTH_BYTES:
         raise InvalidRequestError(
-            f"{field}: {len(data)} bytes are no whole number of 4-byte values; "
-            "send little-endian 32-bit values"
+            f"{field}: {len(data)} bytes are not a multiple of 4; send little-endian 32-bit values"
         )
     return data
 

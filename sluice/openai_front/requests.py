@@ -339,7 +339,7 @@ def _violations(
             f"({bounds.choices_option}): send several requests",
         )
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-        yield "seed", f"{seed} is no integer of 64 bits"
+        yield "seed", f"{seed} is not a 64-bit integer"
     if priority is not None and priority > bounds.max_priority:
         yield (
             "priority",

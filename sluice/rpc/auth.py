@@ -234,14 +234,14 @@ class ClientQuota:
         if amount > self._most:
             QUOTA_REFUSALS.add(self._key)
             raise InvalidRequestError(
-                f"client {client!r}: {amount} {self._unit} were asked for at once; {self._key} "
+                f"client {client!r}: {amount} {self._unit} were requested at once; {self._key} "
                 f"allows {self._most}: ask for fewer, or raise it"
             )
         if before + amount > self._most:
             QUOTA_REFUSALS.add(self._key)
             raise ExhaustedError(
                 f"client {client!r}: {before} {self._unit} are under way and {amount} more were "
-                f"asked for; {self._key} allows {self._most}: wait for some to end"
+                f"requested; {self._key} allows {self._most}: wait for some to end"
             )
         self._held[client] = before + amount
         try:

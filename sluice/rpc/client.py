@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
 
@@ -18,9 +18,12 @@ from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.metadata import AUTHORIZATION, call_options
-from sluice.rpc.policy import CALL_POLICIES, message_limits
+from sluice.rpc.policy import CALL_POLICIES, message_limits, policy_key
 from sluice.rpc.status import CLASS_KEY, RPC_ERRORS, error_of
 from sluice.security.token_file import TokenSource
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 
 def rollout_stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
@@ -174,9 +177,9 @@ async def unary_call(
     method: UnaryMethod[RequestT, ResponseT],
     request: RequestT,
     *,
-    name: str,
     peer: str,
     phase: str,
+    name: str | None = None,
     deadline_s: float | None = None,
 ) -> ResponseT:
     """Call a unary method and return its answer.
@@ -184,14 +187,15 @@ async def unary_call(
     Args:
         method: the stub's method.
         request: the message.
-        name: ``Service/Method``, a key of `CALL_POLICIES`.
         peer: the called process, for errors.
         phase: the purpose of the call, for errors ("taking a batch").
+        name: the key in `CALL_POLICIES`; None: that of the request's type.
         deadline_s: seconds per try; None: the table's.
 
     Raises:
         SluiceError: as mapped by `sluice.rpc.status`.
     """
+    name = name or policy_key(cast("Message", request))
     policy = CALL_POLICIES[name]
     seconds = policy.deadline_s if deadline_s is None else deadline_s
     for attempt in range(policy.attempts):
@@ -212,16 +216,17 @@ async def stream_call(
     method: Callable[..., _StreamCall[ResponseT]],
     request: object,
     *,
-    name: str,
     peer: str,
     phase: str,
+    name: str | None = None,
     deadline_s: float | None = None,
 ) -> AsyncGenerator[ResponseT, None]:
     """Call a server-streaming method and yield its messages. Leaving early cancels the call.
 
-    Consume it inside `contextlib.aclosing`. Arguments and errors are those of `unary_call`; streams
-    are never retried.
+    Consume it inside `contextlib.aclosing`. Arguments and errors are those of `unary_call`, but a
+    stream of requests needs a `name`. Streams are never retried.
     """
+    name = name or policy_key(cast("Message", request))
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
     call = method(request, timeout=seconds, **call_options())
     try:

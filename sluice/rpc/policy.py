@@ -8,6 +8,10 @@ configuration misbehaves in grpcio (upstream issues 34547, 40633).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,15 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "LaunchService/SetReplicas": _QUICK,
     "LaunchService/GetServices": _QUICK,
 }
+
+
+def policy_key(request: Message) -> str:
+    """Return ``Service/Method`` of a request, its key in `CALL_POLICIES`.
+
+    Each proto file has one service, whose method Xyz takes an XyzRequest.
+    """
+    (service,) = request.DESCRIPTOR.file.services_by_name
+    return f"{service}/{request.DESCRIPTOR.name.removesuffix('Request')}"
 
 
 def message_limits(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -179,7 +179,7 @@ def read_tokens(path: Path, key: str) -> tuple[Token, ...]:
             f"{key} = {str(path)!r} cannot be read ({error.strerror}); give this user the right"
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{key} = {str(path)!r} is no text of ASCII letters") from error
+        raise ConfigError(f"{key} = {str(path)!r} is not ASCII text") from error
     return parse_tokens(text, f"{key} = {str(path)!r}")
 
 

@@ -92,7 +92,6 @@ class ReplicaChannels:
         answer = await unary_call(
             rollout_stub(self.to(replica)).GetStatus,
             rollout.GetStatusRequest(without_engine=True),
-            name="RolloutService/GetStatus",
             peer=replica.name,
             phase=_COUNTERS_PHASE,
             deadline_s=_COUNTERS_WITHIN_S,
@@ -205,7 +204,6 @@ class ReplicaClient:
         await unary_call(
             self._rollout.GetStatus,
             rollout.GetStatusRequest(),
-            name="RolloutService/GetStatus",
             peer=self.replica.name,
             phase="answering a probe",
             deadline_s=timeout_s,
@@ -218,11 +216,9 @@ class ReplicaClient:
         phase: str,
         deadline_s: float | None = None,
     ) -> ResponseT:
-        name = type(request).__name__.removesuffix("Request")
         return await unary_call(
             method,
             request,
-            name=f"WeightSyncService/{name}",
             peer=self.replica.name,
             phase=phase,
             deadline_s=deadline_s,

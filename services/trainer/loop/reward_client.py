@@ -293,7 +293,6 @@ class RewardClient:
         stream = stream_call(
             self._stub.TakeImages,
             reward.TakeImagesRequest(batch_id=batch.batch_id),
-            name="RewardService/TakeImages",
             peer=_PEER,
             phase=phase,
             deadline_s=(num_groups + 1) * seconds,  # the one for each group passes first
@@ -347,15 +346,7 @@ class RewardClient:
         phase: str,
         deadline_s: float | None = None,
     ) -> ResponseT:
-        name = type(request).__name__.removesuffix("Request")
-        return await unary_call(
-            method,
-            request,
-            name=f"RewardService/{name}",
-            peer=_PEER,
-            phase=phase,
-            deadline_s=deadline_s,
-        )
+        return await unary_call(method, request, peer=_PEER, phase=phase, deadline_s=deadline_s)
 
 
 def _patience(seconds: float) -> RetryPolicy:

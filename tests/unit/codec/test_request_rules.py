@@ -371,7 +371,9 @@ def test_the_length_of_a_text_counts_in_bytes(value: str) -> None:
 @pytest.mark.parametrize("decode", [token_ids_from_bytes, logprobs_from_bytes])
 @given(st.binary(max_size=40).filter(lambda data: len(data) % 4))
 def test_a_torn_array_is_refused_by_name(decode: Callable[[bytes, str], Any], data: bytes) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"batch\.x: {len(data)} bytes are no whole"):
+    with pytest.raises(
+        InvalidRequestError, match=rf"batch\.x: {len(data)} bytes are not a multiple of 4"
+    ):
         decode(data, "batch.x")
 
 
