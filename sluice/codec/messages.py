@@ -227,7 +227,7 @@ def _check_levels(value: object, path: str, levels: int) -> None:
         inner = [(path, each) for each in value]
     if inner and not levels:
         raise InvalidRequestError(
-            f"{_FIELD}: {shortened(path)} is nested more than {_MAX_LEVELS} levels deep; flatten it"
+            f"{_FIELD}: {shortened(path)} lies more than {_MAX_LEVELS} levels deep; flatten it"
         )
     for name, each in inner:
         _check_levels(each, name, levels - 1)
