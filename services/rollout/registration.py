@@ -170,7 +170,7 @@ class Registration:
         try:
             await self._send_heartbeat(draining=True)
         except (NotFoundError, PeerError, DeadlineError) as error:
-            logger.debug("the drain was not reported to the trainer: %s", error)
+            logger.debug("the trainer did not learn of the drain: %s", error)
 
     async def _register(self) -> float:
         answer = await unary_call(

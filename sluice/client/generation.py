@@ -286,15 +286,15 @@ class ResumableGeneration:
                 async with aclosing(once) as events:
                     async for event in events:
                         if isinstance(event, GenerationStarted):
-                            retries.answered()
+                            retries.note_accepted()
                         else:
-                            retries.got_on()
+                            retries.note_progress()
                         yield event
             except SluiceError as error:
                 if progress.num_tokens > num_tokens:  # of samples that are reported whole
-                    retries.got_on()
+                    retries.note_progress()
                 if isinstance(error, _StallError):
-                    retries.stalled()
+                    retries.note_stall()
                 moved_because = str(error)
                 await retries.wait_after(error)
 

@@ -203,7 +203,7 @@ class _Grading:
             detail = f"{len(results)} results for {len(indexes)} responses"
             raise PeerDefectError(self._reward, _PHASE, detail)
         self._outcomes[indexes.start : indexes.stop] = map(_from_proto, results)
-        self._retries.got_on()
+        self._retries.note_progress()
 
     async def _call(
         self, indexes: range, deadline_s: float | None

@@ -388,9 +388,9 @@ async def _calls(
         try:
             async with aclosing(_one_call(channels, reward, open_prompts, traceparent)) as events:
                 async for event in events:
-                    retries.answered()
+                    retries.note_accepted()
                     for news in open_prompts.news(event):
-                        retries.got_on()
+                        retries.note_progress()
                         yield news
                     if open_prompts.are_done():
                         break

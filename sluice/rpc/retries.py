@@ -121,7 +121,7 @@ class Retries:
     clock: Callable[[], float] = _now_s
     _ends_s: float | None = field(default=None, init=False)
     _since_s: float | None = field(default=None, init=False)
-    _answered_s: float | None = field(default=None, init=False)
+    _accepted_s: float | None = field(default=None, init=False)
     _num_pauses: int = field(default=0, init=False)
     _num_failures: int = field(default=0, init=False)
     _num_defects: int = field(default=0, init=False)
@@ -159,21 +159,21 @@ class Retries:
         finally:
             self._end_absence(is_back=False)
 
-    def got_on(self) -> None:
+    def note_progress(self) -> None:
         """Note progress: failures count from the beginning."""
         self._since_s = None
         self._num_pauses = 0
         self._last = None
         self._end_absence(is_back=True)
 
-    def answered(self) -> None:
+    def note_accepted(self) -> None:
         """Note that a peer accepted the try, though nothing came of it so far."""
-        if self._answered_s is None:
-            self._answered_s = self.clock()
+        if self._accepted_s is None:
+            self._accepted_s = self.clock()
 
-    def stalled(self) -> None:
+    def note_stall(self) -> None:
         """Note that nothing came of the accepted try: it counts as one that was not accepted."""
-        self._answered_s = None
+        self._accepted_s = None
 
     def remaining_s(self) -> float | None:
         """Return the seconds to the deadline; None without one.
@@ -210,10 +210,10 @@ class Retries:
             DeadlineError: with `progress`, instead of `error` where patience has ended.
         """
         now_s = self.clock()
-        if self._answered_s is not None and now_s - self._answered_s >= self.policy.patience_s:
-            self.got_on()  # a try that ran for so long is no failure in a row
-        before = self._last if self._answered_s is None else None
-        self._answered_s = None
+        if self._accepted_s is not None and now_s - self._accepted_s >= self.policy.patience_s:
+            self.note_progress()  # a try that ran for so long is no failure in a row
+        before = self._last if self._accepted_s is None else None
+        self._accepted_s = None
         self._last = error
         if not self._is_worth_another_try(error):
             if isinstance(error, DeadlineError) and before is not None:
@@ -223,7 +223,7 @@ class Retries:
         while progress is not None:
             seen = await progress()
             if seen is not None:
-                self._note_progress(seen)
+                self._take_progress(seen)
                 return
             await self._pause(error, 0.0, progress)
 
@@ -234,9 +234,9 @@ class Retries:
         is_broken = self._num_defects == self.most_defects
         return self.retries_on(error) and not has_failed_too_often and not is_broken
 
-    def _note_progress(self, seen: object) -> None:
+    def _take_progress(self, seen: object) -> None:
         if seen != self._seen:
-            self.got_on()
+            self.note_progress()
             self._seen = seen
             self._since_s = self.clock()  # patience runs from here, not from the next failure
             advance()

@@ -228,7 +228,7 @@ class RewardClient:
             return f"{generated_tokens()} {await self._progress()}"
 
         async def evaluated() -> reward.EvaluateResponse:
-            retries.got_on()  # patience is for an absence; a validation may take any time
+            retries.note_progress()  # patience is for an absence; a validation may take any time
             return await while_progressing(
                 self._call(self._stub.Evaluate, request, phase),
                 progress,

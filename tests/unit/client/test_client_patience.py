@@ -46,7 +46,7 @@ async def test_a_call_that_was_taken_up_for_long_is_no_failure_in_a_row() -> Non
     retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
     await retries.wait_after(GONE)
     clock.now_s = 1.0
-    retries.answered()
+    retries.note_accepted()
     clock.now_s = 3600.0
     await retries.wait_after(GONE)
 
@@ -55,10 +55,10 @@ async def test_a_call_that_breaks_as_soon_as_it_is_taken_up_is_one() -> None:
     clock = Clock()
     retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
     for clock.now_s in range(10):
-        retries.answered()
+        retries.note_accepted()
         await retries.wait_after(GONE)
     clock.now_s = 10.0
-    retries.answered()
+    retries.note_accepted()
     with pytest.raises(PeerError, match="gone"):
         await retries.wait_after(GONE)
 

@@ -33,7 +33,7 @@ async def test_patience_ends_with_the_failure_itself_and_progress_starts_it_agai
     retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
     for clock.now_s in (0.0, 9.0):
         await retries.wait_after(GONE)
-    retries.got_on()
+    retries.note_progress()
     for clock.now_s in (10.0, 19.0):
         await retries.wait_after(GONE)
     clock.now_s = 20.0
@@ -117,7 +117,7 @@ async def test_the_deadline_does_not_name_a_failure_before_progress() -> None:
     clock = Clock()
     retries = Retries(RetryPolicy(first_s=0.0), deadline_s=5.0, clock=clock)
     await retries.wait_after(FULL)
-    retries.got_on()
+    retries.note_progress()
     clock.now_s = 5.0
     with pytest.raises(DeadlineError) as reported:
         retries.remaining_s()
@@ -132,7 +132,7 @@ async def test_a_deadline_that_passed_before_a_try_was_taken_up_is_caused_by_the
     retries = Retries(RetryPolicy(first_s=0.0))
     await retries.wait_after(full)
     if resumed:
-        retries.answered()
+        retries.note_accepted()
     with pytest.raises(DeadlineError) as caught:
         await retries.wait_after(late)
     assert caught.value.__cause__ is (None if resumed else full)
