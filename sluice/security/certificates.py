@@ -132,7 +132,7 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
             )
         else:
             detail = (
-                f"and the certificate {files.certificate!r} are not PEM files of a certificate and "
+                f"and the certificate {files.certificate!r} are no PEM files of a certificate and "
                 "an unencrypted private key"
             )
         raise CertificateError("key_file", detail) from error
@@ -145,7 +145,7 @@ def _trust(context: ssl.SSLContext, files: TlsFiles, purpose: ssl.Purpose) -> No
     try:
         context.load_verify_locations(files.authority)
     except ssl.SSLError as error:
-        raise CertificateError("ca_file", "is not a PEM file of certificates") from error
+        raise CertificateError("ca_file", "is no PEM file of certificates") from error
 
 
 def _refusal(error: ssl.SSLCertVerificationError, name: str) -> CertificateError:
