@@ -1,4 +1,4 @@
-"""Keep one replica registered with the trainer, and report whether its engine answers and has
+"""What a replica reports while it lives: its load, whether its engine answers, and whether it has
 weights.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol
 from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.codec.messages import replica_to_proto
+from sluice.codec.messages import counters_to_fields, replica_to_proto
 from sluice.errors import DeadlineError, NotFoundError, PeerError
 from sluice.rpc.client import unary_call
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
@@ -21,113 +21,97 @@ from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
 _PROBE_INTERVAL_S = 1.0
+_HEALTH_INTERVAL_S = 0.5
+_RETRY_INTERVAL_S = 0.5
+_FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, most_s=_RETRY_INTERVAL_S, patience_s=math.inf)
+# A shorter absence is usual: a trainer starts after its replicas, and at the end of a run leaves
+# before them.
+_WARNS_AFTER_S = 10.0
 
-
-class ProbedEngine(Protocol):
-    """What is asked; see `Engine`."""
-
-    async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop."""
-        ...
+logger = logging.getLogger(__name__)
 
 
 class EngineHeartbeat:
-    """Asks an engine for ever.
+    """Probes of an engine, one after the other.
 
     Args:
-        engine: which.
-        interval_s: between an answer and the next question.
+        probe: asks the loop of the engine that computes tokens.
+        interval_s: between an answer and the next probe.
     """
 
-    def __init__(self, engine: ProbedEngine, interval_s: float = _PROBE_INTERVAL_S) -> None:
-        self._engine, self._interval_s = engine, interval_s
-        self._turns = 1  # it has started
+    def __init__(
+        self, probe: Callable[[], Awaitable[object]], interval_s: float = _PROBE_INTERVAL_S
+    ) -> None:
+        self._probe = probe
+        self._interval_s = interval_s
+        self._turns = 1  # the start counts
 
     @property
     def turns(self) -> int:
-        """Answers so far, the start included."""
+        """Answers so far, including the start."""
         return self._turns
 
     async def run(self) -> None:
-        """Never returns."""
+        """Probe for ever."""
         while True:
-            await self._engine.probe()
+            await self._probe()
             self._turns += 1
             await asyncio.sleep(self._interval_s)
 
 
-# Has health say, under a name of its own, whether this replica has weights to draw with.
-#
-# Consumes: the engine's load. Waits for: weights, for as long as the trainer takes. Unblocked
-# by: a version that serves; it looks every so often. Produces: one named answer of health. On
-# failure: a broken engine's error ends the replica. On shutdown: cancelled; the server then
-# answers that nothing serves.
-#
-# The process as a whole is healthy before that: it has to be kept, and found, while it waits.
-
-_HEALTH_INTERVAL_S = 0.5
-
-
 class NotifyHealth(Protocol):
-    """Where the answer goes; see `RpcServer.set_named`."""
+    """A receiver of the answer; see `RpcServer.set_named`."""
 
     def __call__(self, *, serving: bool) -> Awaitable[None]:
-        """What health answers from now on."""
+        """Set what health answers from now on."""
         ...
 
 
-class WeightsHealth:
-    """Looks for ever.
+async def report_weights(
+    load: Callable[[], EngineLoad],
+    notify: NotifyHealth,
+    interval_s: float = _HEALTH_INTERVAL_S,
+) -> None:
+    """Report to health, under a name of its own, whether this replica has weights; run for ever.
+
+    The process as a whole is healthy before that: it must stay, and be found, while it waits.
+
+    Consumes: the engine's load. Waits for: weights, as long as the trainer takes.
+    Unblocked by: a version that serves; it looks at intervals.
+    Produces: one named answer of health.
+    On failure: a broken engine's error ends the replica.
+    On shutdown: cancelled; the server then answers that nothing serves.
 
     Args:
         load: the engine's latest counters.
-        tell: takes each change, the first answer included.
+        notify: takes each change, and the first answer.
         interval_s: between two looks.
     """
-
-    def __init__(
-        self,
-        load: Callable[[], EngineLoad],
-        notify: NotifyHealth,
-        interval_s: float = _HEALTH_INTERVAL_S,
-    ) -> None:
-        self._load, self._notify, self._interval_s = load, notify, interval_s
-        self._reported: bool | None = None
-
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            has_weights = self._load().version is not None
-            if has_weights is not self._reported:
-                await self._notify(serving=has_weights)
-                self._reported = has_weights
-            await asyncio.sleep(self._interval_s)
-
-
-logger = logging.getLogger(__name__)
-
-_RETRY_INTERVAL_S = 0.5
-_WARNS_AFTER_S = 10.0
-_FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, most_s=_RETRY_INTERVAL_S, patience_s=math.inf)
+    reported: bool | None = None
+    while True:
+        has_weights = load().version is not None
+        if has_weights is not reported:
+            await notify(serving=has_weights)
+            reported = has_weights
+        await asyncio.sleep(interval_s)
 
 
 class Registration:
-    """One replica's registration and heartbeats.
+    """A replica's membership in the trainer's fleet.
 
-    Consumes: the engine's load. Waits for: the trainer. Unblocked by: its answers or their
-    deadlines. Produces: a registration, and a heartbeat in each interval. On failure: it tries a
-    lost trainer again without end, since the trainer may restart, and registers again with one that
-    does not know the replica. On shutdown: one last heartbeat reports that the replica drains.
-
-    A short absence of the trainer is normal: it starts after its replicas and, at the end of a run,
-    leaves before them.
+    Consumes: the engine's load. Waits for: the trainer.
+    Unblocked by: its answers or their deadlines.
+    Produces: a registration, and a heartbeat in each interval.
+    On failure: it tries a lost trainer again without end, since the trainer may restart, and
+        registers again with one that does not know the replica.
+    On shutdown: one last heartbeat reports that the replica drains.
 
     Args:
         stub: the trainer.
-        replica: this process.
+        replica: this replica.
         layout_digest: digest of the names, dtypes and shapes of its weights.
         load: returns the engine's latest counters.
-        turns: returns the probes that the engine's loop has answered; 0: nobody counts.
+        turns: returns the probes that the engine's loop has answered; 0 if nothing counts them.
     """
 
     def __init__(
@@ -193,16 +177,7 @@ class Registration:
                 name=self._replica.name,
                 instance_id=self._replica.instance_id,
                 policy_version=load.version,
-                slots_busy=load.slots_busy,
-                queued=load.queued,
-                generated_tokens=load.generated_tokens,
-                unsent_tokens=load.unsent_tokens,
-                running_tokens=load.running_tokens,
-                direct_sent_tokens=load.direct_sent_tokens,
-                direct_unsent_tokens=load.direct_unsent_tokens,
-                busy_seconds=load.busy_seconds,
-                seconds_by_state=load.seconds_by_state,
-                wall_seconds=process_age_s(),
+                **counters_to_fields(load, process_age_s()),
                 draining=draining,
                 engine_turns=self._turns(),
             ),

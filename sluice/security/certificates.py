@@ -17,9 +17,8 @@ from sluice.errors import ConfigError
 
 SOON = timedelta(days=14)
 """How long before its end a certificate causes a warning."""
-MISSING_PACKAGE = (
-    "the package cryptography, which reads the dates of certificates; pip install 'sluice[certs]'"
-)
+DATES_PACKAGE = "the package cryptography, which reads the dates of certificates"
+DATES_REMEDY = "pip install 'sluice[certs]'"
 
 # X509_V_ERR_* of OpenSSL's x509_vfy.h.
 _EXPIRED, _NOT_YET_VALID = 10, 9
@@ -44,7 +43,7 @@ def ends_of_validity(pem: bytes) -> list[datetime]:
         # Clients check certificates too, and need no dates.
         from cryptography import x509
     except ModuleNotFoundError as error:
-        raise ConfigError(f"sluice.security.tls needs {MISSING_PACKAGE}") from error
+        raise ConfigError(f"sluice.security.tls needs {DATES_PACKAGE}; {DATES_REMEDY}") from error
     return [one.not_valid_after_utc for one in x509.load_pem_x509_certificates(pem)]
 
 

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from services.trainer.fleet.members import Load
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.weights.v1 import weights_pb2 as weights
+from sluice.codec.messages import counters_from_proto
 from sluice.codec.weights import group_spec_to_proto
 from sluice.errors import PeerError, WeightSyncError
 from sluice.rpc.client import (
@@ -31,22 +31,6 @@ if TYPE_CHECKING:
 # Accounting prefers old counters to a long wait.
 _COUNTERS_WITHIN_S = 2.0
 _COUNTERS_PHASE = "asking for its counters"
-
-
-def load_from_proto(message: trainer.HeartbeatRequest | rollout.GetStatusResponse) -> Load:
-    """Return a replica's counters, which heartbeats and status answers report alike."""
-    return Load(
-        slots_busy=message.slots_busy,
-        queued=message.queued,
-        generated_tokens=message.generated_tokens,
-        busy_seconds=message.busy_seconds,
-        unsent_tokens=message.unsent_tokens,
-        running_tokens=message.running_tokens,
-        wall_seconds=message.wall_seconds,
-        seconds_by_state=dict(message.seconds_by_state),
-        direct_sent_tokens=message.direct_sent_tokens,
-        direct_unsent_tokens=message.direct_unsent_tokens,
-    )
 
 
 class ReplicaChannels:
@@ -83,7 +67,7 @@ class ReplicaChannels:
         """Let the channel close once the replica is no member any more."""
         self._num_users[replica.instance_id] -= 1
 
-    async def counters(self, replica: ReplicaInfo) -> Load:
+    async def counters(self, replica: ReplicaInfo) -> ReplicaCounters:
         """Return a replica's present counters, without waiting for a step of its engine.
 
         Raises:
@@ -99,7 +83,7 @@ class ReplicaChannels:
         if answer.instance_id != replica.instance_id:
             detail = f"process {answer.instance_id} answers there"
             raise PeerError(replica.name, _COUNTERS_PHASE, detail)
-        return load_from_proto(answer)
+        return counters_from_proto(answer)
 
     async def forget_others(self, members: Collection[ReplicaInfo]) -> None:
         """Close the channels to replicas that are no members and that no delivery uses."""

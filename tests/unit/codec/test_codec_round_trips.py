@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
 from sluice.api.rollout.v1 import rollout_pb2
+from sluice.api.trainer.v1 import trainer_pb2
 from sluice.codec import fields as arrays
 from sluice.codec import messages, reward, rollout, weights
 from sluice.codec.fields import logprobs_to_bytes, token_ids_to_bytes
@@ -129,3 +132,11 @@ def test_half_a_token_is_refused() -> None:
     broken = rollout_pb2.TokenDelta(token_ids_u32=b"\0\0\0")
     with pytest.raises(InvalidRequestError, match=r"delta\.token_ids_u32"):
         new_tokens_from_proto(broken)
+
+
+@pytest.mark.parametrize("message", [trainer_pb2.HeartbeatRequest, rollout_pb2.GetStatusResponse])
+def test_every_counter_of_a_replica_travels(message: Any) -> None:
+    values: dict[str, Any] = {name: number for number, name in enumerate(COUNTER_NAMES, start=1)}
+    counters = ReplicaCounters(**values | {"seconds_by_state": {"idle": 1.5}})
+    encoded = message(**messages.counters_to_fields(counters, wall_seconds=9.5))
+    assert messages.counters_from_proto(encoded) == replace(counters, wall_seconds=9.5)
