@@ -21,11 +21,7 @@ import torch
 from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
-from services.trainer.fleet.replica_client import (
-    ReplicaClient,
-    ReplicaCounterCalls,
-    RewardCounterCalls,
-)
+from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
@@ -143,7 +139,9 @@ async def _lead(config: RunConfig) -> None:
         observed = _observed(config, trained, instance_id)
         reporter = await _open_reporter(config, trained.start.replaces_after, observed.history)
         stack.push_async_callback(reporter.close)
-        publisher = _publisher(config, trained, credentials, observed)
+        replicas = ReplicaChannels(message_mb(config) << 20, credentials)
+        stack.push_async_callback(replicas.close)
+        publisher = _publisher(config, trained, replicas, observed)
         stack.push_async_callback(publisher.close)
         reserved_port.close()
         await _serve(config, observed.fleet, observed.state, credentials, stack)
@@ -153,13 +151,11 @@ async def _lead(config: RunConfig) -> None:
         await stack.enter_async_context(live_page(config))
         # Runs first at shutdown: streams of steps and waits for checkpoints get an answer.
         stack.push_async_callback(observed.state.finish)
-        replicas = ReplicaCounterCalls(credentials)
-        stack.push_async_callback(replicas.close)
         accounting = RunAccountant(
             observed.fleet,
             observed.state,
-            ask_replica=replicas.ask,
-            ask_reward=RewardCounterCalls(stub).ask,
+            ask_replica=replicas.counters,
+            ask_reward=reward.counters,
         )
         checkpoint = trained.start.checkpoint
         loop = TrainLoop(
@@ -195,7 +191,7 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
 
 
 async def _run_loop(
-    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaCounterCalls
+    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaChannels
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
@@ -214,7 +210,7 @@ async def _expire_silent(fleet: Fleet) -> None:
 
 
 async def _refresh_accounting(
-    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaCounterCalls
+    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaChannels
 ) -> None:
     """Refresh the accounts during a step too, for status calls."""
     while True:
@@ -304,7 +300,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
 
 
 def _publisher(
-    config: RunConfig, trained: _Trained, credentials: Credentials, observed: TrainerMetrics
+    config: RunConfig, trained: _Trained, replicas: ReplicaChannels, observed: TrainerMetrics
 ) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
@@ -324,11 +320,7 @@ def _publisher(
 
     def connect(replica: ReplicaInfo) -> ReplicaClient:
         return ReplicaClient(
-            replica,
-            max_message_bytes=message_mb(config) << 20,
-            timeout_s=weights.timeout_s,
-            transfer_timeout_s=transfer_timeout_s,
-            credentials=credentials,
+            replica, replicas, timeout_s=weights.timeout_s, transfer_timeout_s=transfer_timeout_s
         )
 
     return WeightPublisher(
