@@ -314,6 +314,7 @@ def _publisher(
             timeout_s=weights.timeout_s,
             host=reachable_at,
             bind_host=endpoint.host,
+            certificates=credentials.for_transfers(),
             keeps_base=sends_changes,
         )
 

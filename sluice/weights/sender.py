@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
-from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.types import TensorSpec, TransferCertificates, TransferGroupSpec
 from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import (
     TransferPlan,
@@ -29,9 +29,8 @@ from sluice.weights.plan import (
     hiding_bucket_bytes,
     plan_transfer,
 )
-from sluice.weights.rendezvous import RendezvousStore
+from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
 from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
-from sluice.weights.store import KEY_BYTES
 from sluice.weights.transfer import (
     NUM_FRAMING_COLLECTIVES,
     Base,
@@ -87,6 +86,7 @@ class WeightSender:
         timeout_s: for each formation and each collective.
         host: the address members connect to; port 0 lets the operating system choose.
         bind_host: the address to listen on, by default `host`.
+        certificates: with which the rendezvous store serves TLS; none: it does not.
         keeps_base: whether receivers hold what they committed, for updates to build on. It costs
             them the memory of the weights once more.
 
@@ -103,13 +103,15 @@ class WeightSender:
         host: str = "127.0.0.1",
         port: int = 0,
         bind_host: str | None = None,
+        certificates: TransferCertificates | None = None,
         keeps_base: bool = True,
     ) -> None:
         self._keeps_base = keeps_base
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._store = RendezvousStore(host, port, bind_host)
+        self._certificates = certificates
+        self._store = RendezvousStore(host, port, bind_host, certificates)
         self._group: TransferGroup | None = None
         self._plan: TransferPlan | None = None
         self._last_epoch: int | None = None
@@ -165,7 +167,8 @@ class WeightSender:
             plan_digest=plan.digest,
             store_key=store_key,
         )
-        self._group = TransferGroup(spec, {0: SENDER_NAME, **_names(places)}, self._device)
+        own_spec = replace(spec, certificates=self._certificates)
+        self._group = TransferGroup(own_spec, {0: SENDER_NAME, **_names(places)}, self._device)
         return {
             name: replace(spec, rank=first, ranks=count) for name, (first, count) in places.items()
         }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from sluice.concurrency.threads import StopReason
 from sluice.types import TransferGroupSpec
 from sluice.weights.rendezvous import RendezvousStore, StoreLink
-from tests.support.raw_member import KEY
+
+KEY = bytes(range(32))
 
 
 def make_spec(

@@ -15,7 +15,6 @@ from sluice.config.addresses import join_host_port, split_host_port
 from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.rendezvous import EpochStore, RendezvousStore, StoreLink, gather
-from sluice.weights.store import Read
 
 FORMING = "forming the trainer ranks' process group"
 LATE_REMEDY = (
@@ -106,7 +105,7 @@ def _no_place(why: str) -> ConfigError:
 
 
 def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
-    """Reaches the store and waits there for all ranks."""
+    """Reach the store and wait there for all ranks."""
     spec = TransferGroupSpec(
         epoch=_EPOCH,
         host=place.host,
@@ -130,12 +129,12 @@ def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
 
 
 def _reached(spec: TransferGroupSpec, place: RankPlace) -> StoreLink:
-    """Asks until the store answers: rank 0 may start later than the others."""
+    """Ask until the store answers: rank 0 may start later than the others."""
     ends_s = time.monotonic() + spec.timeout_s
     while True:
         try:
             link = StoreLink(spec, FORMING, lambda: None)
-            link.ask(Read(()))
+            link.get(())
         except (DeadlineError, WeightSyncError) as error:
             if time.monotonic() > ends_s:
                 why = f"{error}; {LATE_REMEDY}"
