@@ -236,7 +236,7 @@ ENTRIES: tuple[Entry, ...] = (
     honoured(f"{_KEY}.dashboard.sample_chars", unit="characters"),
     honoured(
         f"{_KEY}.telemetry.traces.endpoint",
-        effect="About 25 spans a group of 16 samples, each some microseconds of CPU",
+        effect="About 25 spans a recorded group of 16 samples, each 50 microseconds of CPU",
         advice="null, or a collector on the same machine; a dead one costs spans, and no time",
     ),
     honoured(
@@ -246,7 +246,8 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     honoured(
         f"{_KEY}.telemetry.traces.sample_ratio",
-        advice="0.01 for a run of days",
+        effect="In proportion, the spans of prompts and their cost",
+        advice="1 for a look at every prompt of a short run; 0.01 for a run of days",
     ),
     honoured(
         f"{_KEY}.telemetry.traces.file_mb",

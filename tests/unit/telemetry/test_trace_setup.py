@@ -36,7 +36,7 @@ import sys
 sys.modules["opentelemetry"] = None
 from sluice.errors import ConfigError
 try:
-    import sluice.telemetry.otlp_export
+    import sluice.telemetry.otel
 except ConfigError as error:
     print(error)
 """
@@ -63,11 +63,6 @@ def test_by_default_nothing_is_traced_and_no_package_is_loaded_whatever_the_envi
     None
 ):
     assert printed(SERVICES_THAT_LOAD_NOTHING.format(tree={})) == "False False"
-
-
-def test_spans_in_a_file_need_no_package(tmp_path: Path) -> None:
-    tree = {"sluice": {"run_dir": str(tmp_path), "telemetry": {"traces": {"file": "traces.jsonl"}}}}
-    assert printed(SERVICES_THAT_LOAD_NOTHING.format(tree=tree)) == "True False"
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
