@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import pytest
 from sluice.errors import ConfigError
 from sluice.telemetry.instruments import fleet
 from sluice.telemetry.metrics import Histogram, InstrumentReading, counter, gauge, histogram
-from sluice.telemetry.metrics_page import PROCESS_NAMES, Exposition
-from tests.support.scraped import names, parsed, value
+from sluice.telemetry.metrics_page import PROCESS_NAMES, MetricsPage
+from tests.support.scraped import fetch, names, parsed, value
 
 REPORTED = counter("sluice_told_total", "times", "How often it was told.", "who")
 DRAWN = counter("sluice_drawn_total", "times", "Of one that may restart.", may_restart=True)
@@ -24,11 +25,9 @@ SIZES = histogram("sluice_sizes", "metres", "Sizes.", (1.0, 2.5))
 def page(*rounds: Iterable[InstrumentReading]) -> Any:
     pytest.importorskip("prometheus_client")
     waiting = list(rounds)
-    exposition = Exposition(lambda: waiting.pop(0))
-    text = b""
-    for _ in rounds:
-        text = exposition.page()
-    return parsed(text.decode())
+    with closing(MetricsPage(lambda: waiting.pop(0), "127.0.0.1", 0)) as served:
+        texts = [fetch(f"127.0.0.1:{served.port}") for _ in rounds]
+    return parsed(texts[-1])
 
 
 def test_values_come_with_their_labels_and_odd_ones_survive() -> None:
@@ -86,4 +85,4 @@ def test_a_missing_package_is_told_with_what_to_install(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"pip install 'sluice\[metrics\]'"):
-        Exposition(list)
+        MetricsPage(list, "127.0.0.1", 0)
