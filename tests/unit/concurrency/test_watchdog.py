@@ -53,8 +53,7 @@ def dog(judge: StallJudge, ends: list[int], ended: threading.Event, file: Path |
 
     return Watchdog(
         judge,
-        lambda: WorkState(0),
-        waits=lambda: WAITS,
+        lambda: WorkState(0, waits=WAITS),
         stacks_file=file,
         interval_s=0.01,
         end=end,
