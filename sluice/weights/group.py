@@ -30,7 +30,7 @@ from sluice.weights.backend import (
     create_process_group,
     wait_a_little,
 )
-from sluice.weights.rendezvous import EpochStore, StoreLink, gather
+from sluice.weights.rendezvous import EpochStore, gather
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -172,9 +172,8 @@ class TransferGroup:
     def _construct(self, phase: str, stop_reason: StopReason) -> None:
         spec = self.spec
         self.device.set_device()
-        link = StoreLink(spec, phase, stop_reason)
-        gather(link, spec, self._names)
-        self._store = EpochStore(link, spec.timeout_s, self.peers)
+        self._store = EpochStore(spec, phase, self.peers, stop_reason)
+        gather(self._store, spec, self._names)
         try:
             self._process_group = create_process_group(
                 spec.backend,
@@ -183,7 +182,7 @@ class TransferGroup:
                     rank=spec.rank,
                     world_size=spec.world_size,
                     timeout_s=spec.timeout_s,
-                    local_address=link.local_address,
+                    local_address=self._store.local_address,
                     device=self.device.torch_device,
                     bucket_bytes=spec.bucket_bytes,
                 ),

@@ -1,5 +1,5 @@
-"""The keys under which the members of one epoch find each other: a gRPC server at the sender,
-each member's connection to it, and both as a store for torch's process groups.
+"""The keys under which the members of one epoch find each other: a gRPC server at the sender, and
+each member's connection to it, a store for torch's process groups.
 
 The server lives as long as the sender and holds the keys of one epoch, the newest. It answers only
 members that have the epoch's secret, and never waits: a member that waits for a key asks again, so
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from torch._C._distributed_c10d import Store
@@ -135,7 +135,7 @@ def _bind(
 
 
 class _Keys(services.RendezvousServiceServicer):
-    """Keys and values of the newest epoch."""
+    """Keys and values of the newest epoch. Refused calls change nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -231,119 +231,138 @@ def _refuse(context: grpc.ServicerContext, reason: str) -> NoReturn:
     raise AssertionError  # `abort` raises; its stub does not declare so
 
 
-class StoreLink:
-    """The keys of one epoch, as one member sees them. Any thread may call.
+class EpochStore(Store):
+    """The keys of one epoch, as one member sees them, and as torch's process groups want them.
 
-    A name in the spec is resolved once, here; no address is ever turned into a name.
+    Its waits end by our deadlines with our errors, which pass through torch unchanged. Torch refers
+    to the C++ half of this object only: keep a reference as long as the group lives. Any thread may
+    call. A name in the spec is resolved once, here; no address is ever turned into a name.
 
     Args:
-        spec: where the store is, the epoch and its secret, and how long to wait for each answer.
+        spec: where the store is, the epoch and its secret, and how long to wait for each answer
+            and for each key.
         phase: what the keys are for, in errors.
+        peers: the other members, in errors.
         stop_reason: ends every wait.
 
-    Raises:
-        WeightSyncError: the name does not resolve, or no interface leads there.
+    Raises (all methods, too):
+        DeadlineError: no answer, or no key, came within the spec's timeout.
+        WeightSyncError: the store cannot be reached, its epoch is another one, it refused because a
+            bound is exceeded, or there was a reason to stop.
     """
 
-    def __init__(self, spec: TransferGroupSpec, phase: str, stop_reason: StopReason) -> None:
-        self._epoch = spec.epoch
-        self._store_key = spec.store_key
+    def __init__(
+        self, spec: TransferGroupSpec, phase: str, peers: str, stop_reason: StopReason
+    ) -> None:
+        super().__init__()
+        self._member: dict[str, Any] = {"epoch": spec.epoch, "store_key": spec.store_key}
         self._timeout_s = spec.timeout_s
         self._phase = phase
+        self._peers = peers
         self._stop_reason = stop_reason
-        self._store = f"store {join_host_port(spec.host, spec.port)}"
+        self._name = f"store {join_host_port(spec.host, spec.port)}"
+        self._clones: list[EpochStore] = []
         host = bare_host(spec.host)
         try:
-            family, kind, _, _, address = socket.getaddrinfo(
-                host, spec.port, type=socket.SOCK_DGRAM
-            )[0]
+            found = socket.getaddrinfo(host, spec.port, type=socket.SOCK_DGRAM)
+            family, kind, _, _, address = found[0]
             # Connecting a datagram socket sends nothing; the kernel chooses the interface.
             with socket.socket(family, kind) as probe:
                 probe.connect(address)
                 self.local_address: str = probe.getsockname()[0]
         except OSError as error:
-            raise WeightSyncError(self._store, phase, f"cannot connect: {error}") from error
-        target = join_host_port(str(address[0]), spec.port)
-        self._channel = _channel(target, host, spec.certificates)
+            raise WeightSyncError(self._name, phase, f"cannot connect: {error}") from error
+        self._channel = _channel(
+            join_host_port(str(address[0]), spec.port), host, spec.certificates
+        )
         self._calls = services.RendezvousServiceStub(self._channel)
 
-    def close(self) -> None:
-        """Close the connection; later calls fail."""
-        self._channel.close()
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a key."""
+        request = messages.PutKeyRequest(**self._member, key=key, value=_as_bytes(value))
+        self._call(self._calls.PutKey, request)
 
-    def set(self, key: str, value: bytes) -> None:
-        """Write a key.
+    def get(self, key: str) -> bytes:
+        """Wait for a key; return its value."""
+        return self.await_keys([key], self._timeout_s)[0]
 
-        Raises (all calls):
-            DeadlineError: no answer came within the spec's timeout.
-            WeightSyncError: the store cannot be reached, its epoch is another one, or it refused
-                because a bound is exceeded.
-        """
-        self._call(
-            self._calls.PutKey,
-            messages.PutKeyRequest(
-                epoch=self._epoch, store_key=self._store_key, key=key, value=value
-            ),
-        )
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there."""
+        self.await_keys(keys, self._timeout_s if timeout is None else timeout.total_seconds())
 
-    def replace(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Write a key if it holds `expected`, or is missing and that is empty.
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are there."""
+        return self.present(keys).keys() >= set(keys)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number, 0 if missing; return the sum."""
+        request = messages.AddToKeyRequest(**self._member, key=key, amount=value)
+        return self._call(self._calls.AddToKey, request).sum
+
+    def compare_set(  # torch passes bytes where its stubs declare str
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Write a key if it holds what is expected, or is missing and that is empty.
 
         Returns:
-            what it holds afterwards; `expected` if it is still missing.
+            what it holds then; what was expected if it is still missing.
         """
         request = messages.PutKeyRequest(
-            epoch=self._epoch,
-            store_key=self._store_key,
+            **self._member,
             key=key,
-            value=desired,
-            expected=expected,
+            value=_as_bytes(desired_value),
+            expected=_as_bytes(expected_value),
         )
         return self._call(self._calls.PutKey, request).value
 
-    def delete(self, key: str) -> bool:
+    def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it was there."""
-        request = messages.PutKeyRequest(epoch=self._epoch, store_key=self._store_key, key=key)
+        request = messages.PutKeyRequest(**self._member, key=key)
         return self._call(self._calls.PutKey, request).HasField("value")
 
-    def get(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+    # Torch's C++ looks this one method up by its C++ name.
+    deleteKey = delete_key
+
+    def clone(self) -> EpochStore:
+        """Return the same keys over the same connection, for another thread of torch."""
+        clone = EpochStore.__new__(EpochStore)
+        Store.__init__(clone)
+        vars(clone).update(vars(self), _clones=[])
+        self._clones.append(clone)
+        return clone
+
+    def present(self, keys: Sequence[str]) -> Mapping[str, bytes]:
         """Return the values of those keys that are there."""
-        request = messages.GetKeysRequest(epoch=self._epoch, store_key=self._store_key, keys=keys)
+        request = messages.GetKeysRequest(**self._member, keys=keys)
         return self._call(self._calls.GetKeys, request).values
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 if missing; return the sum."""
-        request = messages.AddToKeyRequest(
-            epoch=self._epoch, store_key=self._store_key, key=key, amount=amount
-        )
-        return self._call(self._calls.AddToKey, request).sum
-
     def await_keys(
-        self, keys: Sequence[str], timeout_s: float, owners: Callable[[Sequence[int]], str]
+        self,
+        keys: Sequence[str],
+        timeout_s: float,
+        owners: Callable[[Sequence[int]], str] | None = None,
     ) -> list[bytes]:
         """Wait until all keys are there; return their values.
 
         Args:
             keys: what to wait for.
             timeout_s: from this call on.
-            owners: names the members that did not write the keys of these indexes.
-
-        Raises:
-            DeadlineError: some did not come; names their owners.
-            WeightSyncError: there was a reason to stop, or see `set`.
+            owners: names the members that did not write the keys of these indexes; by default all
+                peers.
         """
         deadline = time.monotonic() + timeout_s
         pause = _POLL_MIN_S
         while True:
-            found = self.get(keys)
+            found = self.present(keys)
             missing = [index for index, key in enumerate(keys) if key not in found]
             if not missing:
                 return [found[key] for key in keys]
+            absent = owners(missing) if owners else self._peers
             if reason := self._stop_reason():
-                raise WeightSyncError(owners(missing), self._phase, f"{reason}, before joining")
+                raise WeightSyncError(absent, self._phase, f"{reason}, before joining")
             if time.monotonic() > deadline:
                 remedy = "probe it, and form a new epoch without it"
-                raise DeadlineError(owners(missing), self._phase, timeout_s, remedy)
+                raise DeadlineError(absent, self._phase, timeout_s, remedy)
             time.sleep(pause)
             pause = min(2 * pause, _POLL_MAX_S)
 
@@ -354,10 +373,14 @@ class StoreLink:
             code = error.code()
             detail = error.details() or code.name
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError(self._store, self._phase, self._timeout_s) from error
+                raise DeadlineError(self._name, self._phase, self._timeout_s) from error
             if code is grpc.StatusCode.UNAVAILABLE:
                 detail = f"cannot connect: {detail}"
-            raise WeightSyncError(self._store, self._phase, detail) from error
+            raise WeightSyncError(self._name, self._phase, detail) from error
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
 
 
 def _channel(target: str, host: str, certificates: TransferCertificates | None) -> grpc.Channel:
@@ -371,7 +394,7 @@ def _channel(target: str, host: str, certificates: TransferCertificates | None) 
     return grpc.secure_channel(target, credentials, options=(*_CHANNEL_OPTIONS, name))
 
 
-def gather(link: StoreLink, spec: TransferGroupSpec, names: Mapping[int, str]) -> None:
+def gather(store: EpochStore, spec: TransferGroupSpec, names: Mapping[int, str]) -> None:
     """Announce this rank and wait until every rank has done so.
 
     Torch's constructors would only report *that* a member is missing; this reports which one, and
@@ -385,71 +408,5 @@ def gather(link: StoreLink, spec: TransferGroupSpec, names: Mapping[int, str]) -
         WeightSyncError: there was a reason to stop, or the store refused.
     """
     keys = [f"joined/{rank}" for rank in range(spec.world_size)]
-    link.set(keys[spec.rank], b"1")
-    link.await_keys(keys, spec.timeout_s, lambda ranks: ", ".join(names[rank] for rank in ranks))
-
-
-class EpochStore(Store):
-    """The keys of one epoch as torch's process groups want them.
-
-    Its waits end by our deadlines with our errors, which pass through torch unchanged. Torch refers
-    to the C++ half of this object only: keep a reference as long as the group lives.
-
-    Args:
-        link: where the keys are.
-        timeout_s: how long `get` waits for a key.
-        peers: the other members, for errors.
-    """
-
-    def __init__(self, link: StoreLink, timeout_s: float, peers: str) -> None:
-        super().__init__()
-        self._link = link
-        self._timeout_s = timeout_s
-        self._peers = peers
-        self._clones: list[EpochStore] = []
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Write a key."""
-        self._link.set(key, _as_bytes(value))
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key; return its value."""
-        return self._await([key], self._timeout_s)[0]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
-        self._await(keys, self._timeout_s if timeout is None else timeout.total_seconds())
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are there."""
-        return self._link.get(keys).keys() >= set(keys)
-
-    def add(self, key: str, value: int) -> int:
-        """Add to a number; return the sum."""
-        return self._link.add(key, value)
-
-    def compare_set(  # torch passes bytes where its stubs declare str
-        self, key: str, expected_value: str | bytes, desired_value: str | bytes
-    ) -> bytes:
-        """Write a key if it holds what is expected; return what it holds then."""
-        return self._link.replace(key, _as_bytes(expected_value), _as_bytes(desired_value))
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
-        return self._link.delete(key)
-
-    # Torch's C++ looks this one method up by its C++ name.
-    deleteKey = delete_key
-
-    def clone(self) -> EpochStore:
-        """Return the same keys, for another thread of torch."""
-        clone = EpochStore(self._link, self._timeout_s, self._peers)
-        self._clones.append(clone)
-        return clone
-
-    def _await(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        return self._link.await_keys(keys, timeout_s, lambda _: self._peers)
-
-
-def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else value
+    store.set(keys[spec.rank], b"1")
+    store.await_keys(keys, spec.timeout_s, lambda ranks: ", ".join(names[rank] for rank in ranks))

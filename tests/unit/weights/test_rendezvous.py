@@ -21,7 +21,7 @@ from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
-from sluice.weights.rendezvous import RendezvousStore, StoreLink, gather
+from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
 from sluice.weights.sender import WeightSender
 from tests.support.weight_rendezvous import KEY, link_to, make_spec
 
@@ -77,7 +77,7 @@ def _announce(spec: TransferGroupSpec) -> None:
     """As a member does that dies before it reaches torch's constructor."""
     spec = replace(spec, timeout_s=0.05)
     with pytest.raises(DeadlineError):
-        gather(StoreLink(spec, "joining", lambda: None), spec, {0: "trainer", 1: "r0"})
+        gather(EpochStore(spec, "joining", "trainer", lambda: None), spec, {0: "trainer", 1: "r0"})
 
 
 def test_a_member_that_dies_after_it_came_ends_the_formation_by_its_deadline() -> None:
@@ -116,7 +116,7 @@ def test_a_late_member_of_an_epoch_that_is_over_is_told_so() -> None:
 def test_a_store_that_does_not_answer_is_named_with_the_phase() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        link = StoreLink(make_spec(port, timeout_s=0.1), "forming epoch 1", lambda: None)
+        link = EpochStore(make_spec(port, timeout_s=0.1), "forming epoch 1", "r0", lambda: None)
         with pytest.raises(
             DeadlineError, match=f"^store 127.0.0.1:{port}: no answer within 0.1 s while forming"
         ):

@@ -18,7 +18,7 @@ from sluice.rpc.credentials import Credentials
 from sluice.weights import rendezvous
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
-from sluice.weights.rendezvous import RendezvousStore, StoreLink
+from sluice.weights.rendezvous import EpochStore, RendezvousStore
 from sluice.weights.sender import WeightSender
 from tests.support.certified import mutual, service_key
 from tests.support.weight_rendezvous import KEY, link_to, make_spec
@@ -47,16 +47,16 @@ def test_a_stranger_is_refused_and_logged_and_changes_nothing(
     stranger = link_to(store, epoch=epoch, store_key=store_key)
     for ask in (
         lambda: stranger.set("joined/1", b"1"),
-        lambda: stranger.get(["n"]),
+        lambda: stranger.present(["n"]),
         lambda: stranger.add("n", 1),
-        lambda: stranger.delete("n"),
+        lambda: stranger.delete_key("n"),
     ):
         with pytest.raises(WeightSyncError, match="is over or has not begun, or this is not"):
             ask()
         refused = [record.getMessage() for record in caplog.records]
         assert len([line for line in refused if "refuses a call of ipv4:127.0.0.1:" in line]) == 1
         caplog.clear()
-    assert link_to(store).get(["joined/1", "n"]) == {}
+    assert link_to(store).present(["joined/1", "n"]) == {}
 
 
 def test_an_epoch_forgets_the_keys_of_the_one_before_and_refuses_its_members(
@@ -67,14 +67,14 @@ def test_an_epoch_forgets_the_keys_of_the_one_before_and_refuses_its_members(
     store.begin(2, b"n" * 32)
     with pytest.raises(WeightSyncError, match="epoch 1 is over"):
         former.set("a", b"late")
-    assert link_to(store, epoch=2, store_key=b"n" * 32).get(["a"]) == {}
+    assert link_to(store, epoch=2, store_key=b"n" * 32).present(["a"]) == {}
 
 
 def test_nobody_is_answered_before_the_first_epoch_begins() -> None:
     with closing(RendezvousStore("127.0.0.1")) as store:
         for key in (b"", KEY):
             with pytest.raises(WeightSyncError, match="has not begun"):
-                link_to(store, epoch=0, store_key=key).get([])
+                link_to(store, epoch=0, store_key=key).present([])
 
 
 def test_each_epoch_has_a_key_of_its_own_which_no_log_line_shows() -> None:
@@ -113,9 +113,9 @@ def test_a_full_store_refuses_more_keys_and_still_takes_known_ones(
     with pytest.raises(WeightSyncError, match="11 bytes with this one"):
         link.set("a", b"x" * 8)
     link.set("a", b"x" * 7)
-    assert link.delete("b")
+    assert link.delete_key("b")
     link.set("c", b"1")
-    assert link.get(["a", "b", "c"]) == {"a": b"x" * 7, "c": b"1"}
+    assert link.present(["a", "b", "c"]) == {"a": b"x" * 7, "c": b"1"}
 
 
 def test_a_text_cannot_be_added_to(store: RendezvousStore) -> None:
@@ -158,4 +158,4 @@ def test_a_store_with_tls_refuses_members_without_the_right_certificates(
         own = credentials.for_transfers() if credentials else None
         spec = replace(make_spec(store.port), certificates=own)
         with pytest.raises(WeightSyncError, match="cannot connect"):
-            StoreLink(spec, "joining", lambda: None).get([])
+            EpochStore(spec, "joining", "trainer", lambda: None).present([])

@@ -1,7 +1,7 @@
-"""Where the trainer's ranks find each other: a store of keys at rank 0.
+"""The store through which the trainer's ranks find each other, at rank 0.
 
 Torch's own store (``env://``) asks a name server for the name of each address that connects, and
-an answer that is lost costs 5 s. The store of the weight transfers does not; it is opened at
+an answer that is lost costs 5 s. The store of the weight transfers does not. It listens at
 MASTER_ADDR:MASTER_PORT, for one epoch, as long as the ranks live.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sluice.config.addresses import join_host_port, split_host_port
 from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.rendezvous import EpochStore, RendezvousStore, StoreLink, gather
+from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
 
 FORMING = "forming the trainer ranks' process group"
 LATE_REMEDY = (
@@ -63,13 +63,13 @@ class RankRendezvous:
             raise
 
     def close(self) -> None:
-        """Closes the store, at rank 0. The group's end comes first."""
+        """Close the store, at rank 0, after the end of the group."""
         if self._server is not None:
             self._server.close()
 
 
 def rank_place(environment: Mapping[str, str]) -> RankPlace:
-    """The place that torchrun's variables give.
+    """Return the place that torchrun's variables give.
 
     Raises:
         ConfigError: one of them is missing or makes no sense; names it.
@@ -87,7 +87,7 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = _given(environment, name)
     if not (text.isascii() and text.isdigit()):
-        raise _no_place(f"{name} = {text!r} is no number")
+        raise _no_place(f"{name} = {text!r} is not a number")
     return int(text)
 
 
@@ -118,27 +118,27 @@ def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
         tensors=(),
         plan_digest="",
     )
-    link = _reached(spec, place)
+    store = _reached(spec, place)
     try:
-        gather(link, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
+        gather(store, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
     except DeadlineError as error:
         raise DeadlineError(error.peer, FORMING, timeout_s, LATE_REMEDY) from error
     except WeightSyncError as error:
         raise PeerError(place.store_name, FORMING, error.detail) from error
-    return EpochStore(link, timeout_s, "another trainer rank")
+    return store
 
 
-def _reached(spec: TransferGroupSpec, place: RankPlace) -> StoreLink:
+def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
     """Ask until the store answers: rank 0 may start later than the others."""
     ends_s = time.monotonic() + spec.timeout_s
     while True:
         try:
-            link = StoreLink(spec, FORMING, lambda: None)
-            link.get(())
+            store = EpochStore(spec, FORMING, "another trainer rank", lambda: None)
+            store.present(())
         except (DeadlineError, WeightSyncError) as error:
             if time.monotonic() > ends_s:
                 why = f"{error}; {LATE_REMEDY}"
                 raise DeadlineError(place.store_name, FORMING, spec.timeout_s, why) from error
         else:
-            return link
+            return store
         time.sleep(_RETRY_S)
