@@ -43,7 +43,7 @@ def exempt_start_up() -> None:
 
     An object that is dropped later is freed as usual, unless a cycle keeps it.
     """
-    # A full collection visits every container of the process. With torch and transformers loaded
+    # A full collection walks every container of the process. With torch and transformers loaded
     # these are 370,000, and it stops all threads for 0.2 to 0.3 s (measured 2026-11-23), a
     # replica's decode steps among them, although it frees next to nothing.
     gc.collect()

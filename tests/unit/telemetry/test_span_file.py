@@ -1,4 +1,4 @@
-"""Spans in a file: OTLP in JSON, whole lines whoever writes."""
+"""Spans in a file: OTLP in JSON, whole lines whatever process writes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_file_at_its_bound_takes_nothing_until_it_is_moved_away(tmp_path: Path
     assert len(spans_in(path)) == 3
 
 
-def test_a_line_that_was_cut_short_is_told_and_the_next_one_stands_by_itself(
+def test_after_a_line_that_was_cut_short_the_next_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capacity = [20, 0, None]

@@ -105,7 +105,7 @@ def test_a_stop_reaches_into_torchs_constructor_and_leaves_no_thread_behind(
     assert wait_for_retired_threads(10) == 0  # long before the 60 s that torch was given
 
 
-def test_a_late_member_of_an_epoch_that_is_over_is_told_so() -> None:
+def test_a_late_member_of_an_epoch_that_is_over_is_refused_with_the_reason() -> None:
     with closing(_sender(5.0)) as sender:
         late = sender.form_group(1, ["r0"], _TENSORS)["r0"]
         sender.form_group(2, ["r0"], _TENSORS)
