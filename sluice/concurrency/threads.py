@@ -4,6 +4,7 @@ background.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
@@ -65,8 +66,7 @@ class OwnerThread:
             WeightSyncError: there was a reason to stop, or the thread was retired before `call`
                 began.
         """
-        future: Future[_T] = Future()
-        self._jobs.put(lambda: _settle(future, call))
+        future = self.submit(call)
         deadline = time.monotonic() + timeout_s
         while not wait([future], timeout=_CHECK_EVERY_S).done:
             if time.monotonic() > deadline:
@@ -76,6 +76,16 @@ class OwnerThread:
             if (reason := stop_reason()) and not wait([future], timeout=_STOP_GRACE_S).done:
                 raise WeightSyncError(peer, phase, reason)
         return future.result()
+
+    def submit(self, call: Callable[[], _T]) -> Future[_T]:
+        """Run `call` in the thread after those before it; return its future at once."""
+        future: Future[_T] = Future()
+        self._jobs.put(lambda: _settle(future, call))
+        return future
+
+    async def call(self, call: Callable[[], _T]) -> _T:
+        """Run `call` in the thread and await it; raise its exception here."""
+        return await asyncio.wrap_future(self.submit(call))
 
     def post(self, call: Callable[[], object]) -> None:
         """Run `call` in the thread after those before it; do not wait. Its exception is logged."""
@@ -154,6 +164,8 @@ _retired = _RetiredThreads()
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - a thread's boundary: raised in the waiter

@@ -41,7 +41,9 @@ def test_a_prompt_is_quarantined_by_the_strike_at_the_bound_and_no_earlier(
     assert (quarantine.reason(POISON), len(quarantine)) == (None, 0)
     reason = quarantine.struck(POISON, CRASHED)
     assert reason is not None
-    assert reason.startswith("quarantined: 3 attempts in a row failed, the last: scorer_crash: exit")
+    assert reason.startswith(
+        "quarantined: 3 attempts in a row failed, the last: scorer_crash: exit"
+    )
     assert str(path) in reason
     assert quarantine.reason(POISON) == reason
     assert quarantine.reason(SOUND) is None
