@@ -6,8 +6,8 @@ are not measured, since their prompts were accepted before, and spans leave a se
 runs one after the other differ by 5 % and more on a shared machine; steps side by side show less.
 On means: the spans of the prompts that are sampled go to a collector, and every process is scraped
 every 5 s, three times as often as Prometheus does as shipped. What the switch adds to a step of so
-many tokens is fitted by least squares (`benchmarks.step_regression`), to the CPU of all of the run's
-processes and to the clock, for whose two cores collector and scraper compete with the run.
+many tokens is fitted by least squares (`benchmarks.step_regression`), to the CPU of all of the
+run's processes and to the clock, for whose two cores collector and scraper compete with the run.
 
 The run is also asked what it spent: what its threads that send spans and answer scrapes took, by
 their own clocks, and its spans times what `benchmarks.span_cost` measures for recording one.

@@ -106,8 +106,7 @@ async def test_calls_that_are_awaited_or_posted_run_in_order_in_the_thread() -> 
     assert await owner.call(lambda: threading.current_thread().name) == "owner"
     with pytest.raises(ValueError, match="broken"):
         await owner.call(fail)
-    dropped = owner.submit(lambda: seen.append("last"))
-    dropped.result(5)
+    owner.submit(lambda: seen.append("last")).result(5)
     assert seen == ["posted", "last"]
     owner.retire(lambda: None, within_s=5)
     assert wait_for_retired_threads(5) == 0
