@@ -356,7 +356,7 @@ def check_model(examined: Examined) -> Iterator[Finding]:
 
 def model_facts(key: str, path: str) -> ModelFacts:
     """Reads the index and the shards' headers."""
-    sentences = tuple(one.replace(MODEL_KEY, key) for one in model_problems(path))
+    sentences = tuple(one.text for one in model_problems(path, key))
     folder = Path(path)
     if sentences or not path:
         return ModelFacts(key, path, sentences)

@@ -1,0 +1,128 @@
+"""Arguments, tables and texts of others on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import io
+import sys
+import unicodedata
+from pathlib import Path
+from unittest.mock import AsyncMock, Mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from sluice.cli.policy import generate as generate_module
+from sluice.cli.terminal import output_console, print_table, printable, split_arguments
+from sluice.types import FinishReason, Rollout, VersionSpan
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+        ("50%\rdone", r"50%\rdone"),
+        ("\x9b31m\x7f", r"\x9b31m\x7f"),
+        ("a\N{RIGHT-TO-LEFT OVERRIDE}b", r"a\u202eb"),
+        ("lone \ud800", r"lone \ud800"),
+        ("two\n\tlines, naïve 数学 👍", "two\n\tlines, naïve 数学 👍"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_shown_as_an_escape(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@given(st.text())
+def test_no_control_character_but_newline_and_tab_is_left(text: str) -> None:
+    left = {character for character in printable(text) if unicodedata.category(character) == "Cc"}
+    assert left <= {"\n", "\t"}
+
+
+@given(st.text(st.characters(categories=["L", "N", "P", "S", "Zs"])))
+def test_text_without_control_characters_stays_as_it_is(text: str) -> None:
+    assert printable(text) == text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_generate_escapes_for_a_terminal_and_leaves_a_pipe_its_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, is_terminal: bool
+) -> None:
+    rollout = Rollout(
+        0,
+        np.zeros(1, np.uint32),
+        np.zeros(1, np.float32),
+        (VersionSpan(3, 0, 1),),
+        FinishReason.STOP,
+        "\x1b]0;title\x07",
+    )
+
+    client = AsyncMock()
+    client.__aenter__.return_value.generate.return_value = Mock(rollouts=[rollout])
+    monkeypatch.setattr(generate_module, "ask_run", AsyncMock())
+    monkeypatch.setattr(generate_module.AsyncClient, "connect", lambda _: client)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    generate_module.generate("hello", run=Path("unused"))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["[0] version 3 (stop)", r"\x1b]0;title\x07" if is_terminal else rollout.text]
+
+
+ROWS = [("short", "1"), ("a key that is longer than the terminal is wide", "20,000")]
+
+
+def printed(console: Console) -> str:
+    file = io.StringIO()
+    console.file = file
+    print_table(console, "title", ("name", "count"), ROWS, right=("count",))
+    return file.getvalue()
+
+
+def test_a_pipe_gets_one_bare_line_for_each_row() -> None:
+    text = printed(Console(width=200, force_terminal=False))
+    long = ROWS[1][0]
+    assert text.splitlines() == [
+        "title",
+        f"{'name':<{len(long)}}   count",
+        f"{'short':<{len(long)}}       1",
+        f"{long}  20,000",
+        "",
+    ]
+
+
+def test_a_terminal_gets_styles_and_no_line_wider_than_itself() -> None:
+    text = printed(Console(width=30, force_terminal=True, color_system="standard"))
+    assert "\x1b[1mtitle" in text
+    plain = printed(Console(width=30, force_terminal=True, color_system=None))
+    assert max(len(line) for line in plain.splitlines()) <= 30
+    assert "20,000" in plain
+
+
+def test_standard_output_that_is_no_terminal_is_never_wrapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert output_console().width > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "overrides"),
+    [
+        ([], None, []),
+        (["run.yaml"], "run.yaml", []),
+        (["run.yaml", "data.seed=3"], "run.yaml", ["data.seed=3"]),
+        (["data.seed=3", "trainer.seed=4"], None, ["data.seed=3", "trainer.seed=4"]),
+        (["+data.seed=3"], None, ["+data.seed=3"]),
+        (["~data.seed"], None, ["~data.seed"]),
+    ],
+)
+def test_the_first_argument_is_the_file_unless_it_is_an_override(
+    arguments: list[str], file: str | None, overrides: list[str]
+) -> None:
+    assert split_arguments(arguments) == (file and Path(file), overrides)
+
+
+def test_a_file_that_is_there_is_the_file_whatever_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "lr=1e-3.yaml"
+    file.touch()
+    assert split_arguments([str(file), "data.seed=3"]) == (file, ["data.seed=3"])
