@@ -4,10 +4,10 @@ The quickstart's job trains at a learning rate of next to nothing, so that its s
 and telemetry is on for eight of its steps and off for eight, in turns. The first two of each turn
 are not measured, since their prompts were accepted before, and spans leave a second later. Equal
 runs one after the other differ by 5 % and more on a shared machine; steps side by side show less.
-On means: the spans of every prompt go to a collector, and every process is scraped every 5 s, three
-times as often as Prometheus does as shipped. What the switch adds to a step of so many tokens is
-fitted by least squares (`benchmarks.step_regression`), to the CPU of all of the run's processes and
-to the clock, for whose two cores collector and scraper compete with the run.
+On means: the spans of the prompts that are sampled go to a collector, and every process is scraped
+every 5 s, three times as often as Prometheus does as shipped. What the switch adds to a step of so
+many tokens is fitted by least squares (`benchmarks.step_regression`), to the CPU of all of the
+run's processes and to the clock, for whose two cores collector and scraper compete with the run.
 
 The run is also asked what it spent: what its threads that send spans and answer scrapes took, by
 their own clocks, and its spans times what `benchmarks.span_cost` measures for recording one.
@@ -18,7 +18,9 @@ overhead_wall   the same of seconds on the clock
 overhead_error, overhead_wall_error    standard errors of these means, by the steps' scatter or by
                 the rounds', whichever is more
 overhead_rounds, overhead_wall_rounds
+sample_ratio    the share of prompts whose spans are recorded: the default, or --sample-ratio
 share_traces    of the CPU of steps with telemetry: sending spans, and recording them; median
+share_traces_all    the same with the spans of every prompt: share_traces over sample_ratio
 share_metrics   of that CPU: answering scrapes; median
 record_us       CPU microseconds to record a span; median
 spans_a_step    in steps with telemetry; median
@@ -48,6 +50,7 @@ from benchmarks.process_cpu import cpu_seconds
 from benchmarks.span_cost import record_us
 from benchmarks.step_regression import MeasuredStep, added
 from sluice.cli.run.quickstart import mark_run_folder
+from sluice.config.schema.service import TracesConfig
 from sluice.quickstart.prepare import prepare
 from sluice.quickstart.settings import PrepareProgress
 
@@ -170,9 +173,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=4, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=112, help="steps that count")
     parser.add_argument(
+        "--sample-ratio",
+        type=float,
+        default=TracesConfig().sample_ratio,
+        help="share of prompts that are recorded",
+    )
+    parser.add_argument(
         "--output", type=Path, default=ROOT / "runs" / "telemetry", help="runs go here"
     )
     parsed = parser.parse_args(arguments)
+    if not 0 < parsed.sample_ratio <= 1:
+        parser.error("--sample-ratio has to be above 0 and at most 1")
     if parsed.rounds < 1 or parsed.warm_up < 1:
         parser.error("--rounds and --warm-up have to be 1 at least")
     if parsed.steps < 2 * _TURN:
@@ -200,7 +211,8 @@ def _round(parsed: argparse.Namespace) -> dict[str, float]:
     _share_assets(parsed.output / "assets", folder)
     switch = Switch(parsed.output / "telemetry_is_on")
     with reported_run(folder, switch) as overrides:
-        seen, reported, rows = _watched(parsed, folder, switch, overrides)
+        sampled = f"sluice.telemetry.traces.sample_ratio={parsed.sample_ratio}"
+        seen, reported, rows = _watched(parsed, folder, switch, [*overrides, sampled])
     first = parsed.warm_up + 1
     cpu, wall = seen.steps(seen.cpu_s, rows, first), seen.steps(seen.wall_s, rows, first)
     by_cpu, by_wall = added(cpu), added(wall)
@@ -218,7 +230,16 @@ def _round(parsed: argparse.Namespace) -> dict[str, float]:
         if is_on and number >= first and {number, number - 1} <= seen.cpu_s.keys()
     )
     num_on = sum(is_on for number, is_on in seen.is_on.items() if first <= number <= len(rows))
-    return figures | shares(reported, on_s, num_on, record_us())
+    own = shares(reported, on_s, num_on, record_us())
+    ratio = parsed.sample_ratio
+    return (
+        figures
+        | own
+        | {
+            "sample_ratio": ratio,
+            "share_traces_all": own["share_traces"] / ratio,
+        }
+    )
 
 
 def shares(

@@ -2,39 +2,42 @@
 
 `python -m benchmarks.span_cost` prints one JSON object: microseconds of CPU a span to record it, to
 send it to a collector (`export_us`, in the queue's thread) and to write it into a file, and those
-of a stage where nothing is traced.
+of a stage of a prompt that is not sampled and of one where tracing is off.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sluice.telemetry.otlp_export import OtlpSpans
-from sluice.telemetry.span_export import BATCH, Exporter, SpanFile
-from sluice.telemetry.tracing import TRACER, Key, Moment, RecordedSpan, SpanName
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+
+from sluice.telemetry.otel import BATCH, OtelRecorder, SpanFile
+from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
 
 ROOT = Path(__file__).resolve().parent.parent
 RESOURCE = {"service.name": "sluice-rollout"}
 COUNT, REPEATS = 10 * BATCH, 9
 
 
-class _Kept:
-    """A sink that keeps spans."""
+class _Kept(SpanProcessor):
+    """Keeps the spans that ended."""
 
     def __init__(self) -> None:
-        self.spans: list[RecordedSpan] = []
+        self.spans: list[ReadableSpan] = []
 
-    def put(self, span: RecordedSpan) -> None:
-        """Keeps one."""
+    def on_end(self, span: ReadableSpan) -> None:
+        """Keep one."""
         self.spans.append(span)
 
 
@@ -60,24 +63,24 @@ def _record() -> None:
 
 
 def _stages() -> None:
-    """What is done for stages where nothing is traced."""
+    """Begin and end stages that are not recorded."""
     for index in range(COUNT):
         TRACER.stage(SpanName.GRADE, {Key.NUM_SAMPLES: index}).end()
 
 
-def _export(exporter: Exporter, spans: list[RecordedSpan]) -> None:
+def _export(export: Callable[[Sequence[ReadableSpan]], object], spans: list[ReadableSpan]) -> None:
     for start in range(0, COUNT, BATCH):
-        exporter.export(spans[start : start + BATCH])
+        export(spans[start : start + BATCH])
 
 
 def record_us() -> float:
-    """CPU microseconds to record a span."""
+    """Return the CPU microseconds to record a span."""
     return _recorded()[0]
 
 
-def _recorded() -> tuple[float, list[RecordedSpan]]:
+def _recorded() -> tuple[float, list[ReadableSpan]]:
     kept = _Kept()
-    TRACER.start([kept], 1.0)
+    TRACER.start(OtelRecorder(RESOURCE, [kept]), 1.0)
     try:
         cost_us = _cpu_us(_record)
     finally:
@@ -85,10 +88,19 @@ def _recorded() -> tuple[float, list[RecordedSpan]]:
     return cost_us, kept.spans[:COUNT]
 
 
+def _unsampled_us() -> float:
+    TRACER.start(OtelRecorder(RESOURCE, []), 0.0)
+    try:
+        with TRACER.trace(SpanName.PROMPT):
+            return _cpu_us(_stages)
+    finally:
+        TRACER.stop()
+
+
 def main() -> None:
-    """Measures."""
-    off_us = _cpu_us(_stages)
-    recording_us, spans = _recorded()
+    """Measure."""
+    figures = {"off": _cpu_us(_stages), "unsampled": _unsampled_us()}
+    figures["record"], spans = _recorded()
     with (
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.span_sink"],
@@ -100,13 +112,12 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
     ):
         assert sink.stdout is not None
-        exporter = OtlpSpans(f"http://127.0.0.1:{int(sink.stdout.readline())}", RESOURCE)
-        export_us = _cpu_us(lambda: _export(exporter, spans))
-        exporter.close()
-        file = SpanFile(Path(folder) / "traces.jsonl", RESOURCE)
-        file_us = _cpu_us(lambda: _export(file, spans))
+        exporter = OTLPSpanExporter(endpoint=f"http://127.0.0.1:{int(sink.stdout.readline())}")
+        figures["export"] = _cpu_us(lambda: _export(exporter.export, spans))
+        exporter.shutdown()
+        file = SpanFile(Path(folder) / "traces.jsonl", math.inf)
+        figures["file"] = _cpu_us(lambda: _export(file.append, spans))
         sink.kill()
-    figures = {"record": recording_us, "export": export_us, "file": file_us, "off": off_us}
     sys.stdout.write(json.dumps({f"{name}_us": value for name, value in figures.items()}) + "\n")
 
 

@@ -309,13 +309,31 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferCertificates:
+    """Certificates in PEM with which a process reaches, or serves, a rendezvous store by TLS.
+
+    `authority` checks the other end's certificate; none: the system's authorities do. A member
+    need not have a `certificate` and its `key`, a server must.
+    `asks_certificate`: the server asks members for one. `server_name`: the name that the server's
+    certificate carries; none: the address that members connect to.
+    """
+
+    authority: bytes | None
+    certificate: bytes | None
+    key: bytes | None = field(repr=False)
+    asks_certificate: bool
+    server_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class TransferGroupSpec:
     """One epoch of a weight-transfer group: everything a member needs to join it.
 
     `rank` 0 is the trainer (sender). `bucket_bytes` bounds one collective; `timeout_s` bounds the
     formation and each collective. `store_key` is the epoch's secret, for the rendezvous store at
     `host` and `port`; empty for a store that is open to all. `ranks` are the member's from `rank`
-    on, one for each of its devices.
+    on, one for each of its devices. `certificates` are each process's own and never travel to
+    another machine; without them the store is reached without TLS.
     """
 
     epoch: int
@@ -330,6 +348,7 @@ class TransferGroupSpec:
     plan_digest: str
     store_key: bytes = field(default=b"", repr=False)
     ranks: int = 1
+    certificates: TransferCertificates | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

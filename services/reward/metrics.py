@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from services.reward.app import RewardLoop
 from services.reward.group import PENDING_STATES
-from services.reward.groups.loop import Blocker, as_waits
+from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
 from sluice.algorithm.routing import FleetUse, replicas_needed, slots_needed
-from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.run import RunConfig
 from sluice.rpc.metrics import ProcessName, served_metrics
@@ -312,9 +311,7 @@ def watching(config: RunConfig, loop: RewardLoop, address: str) -> AbstractConte
     # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
     grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s
     work = RewardWork(loop, max(config.sluice.reward.generate_timeout_s, grading_s))
-    return watched_service(
-        "reward", config.sluice, work.work_state, address=address, waits=work.waits
-    )
+    return watched_service("reward", config.sluice, work.work_state, address=address)
 
 
 class RewardWork:
@@ -330,22 +327,15 @@ class RewardWork:
 
     def __init__(self, loop: RewardLoop, patience_s: float) -> None:
         self._loop, self._patience_s = loop, patience_s
-        self._looked_s = time.monotonic()
-        self._awaited: list[tuple[Blocker, float]] = []
 
     def work_state(self) -> WorkState:
         """In the event loop."""
         pipeline = self._loop.pipeline
-        self._awaited, self._looked_s = pipeline.awaited(), time.monotonic()
         generates = pipeline.num_generating > 0 and bool(self._loop.queue.replicas)
         progress = (
             pipeline.policy_version,
             self._loop.groups.num_kept,
             self._loop.counters.progress,
         )
-        return WorkState(progress, generates or pipeline.num_grading > 0, self._patience_s)
-
-    def waits(self) -> tuple[Waiting, ...]:
-        """In any thread."""
-        own = as_waits(self._awaited, time.monotonic() - self._looked_s)
-        return merged_waits((*own, *WAITS.snapshot()))
+        has_work = generates or pipeline.num_grading > 0
+        return WorkState(progress, has_work, self._patience_s, as_waits(pipeline.awaited()))

@@ -168,7 +168,7 @@ def _server(
             ),
         ),
     )
-    weights = WeightSyncServicer(engine)
+    weights = WeightSyncServicer(engine, credentials.for_transfers())
     return RpcServer(
         [
             lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server),

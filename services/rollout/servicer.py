@@ -56,7 +56,7 @@ from sluice.rpc.metadata import caller_of, is_service_of_run, served
 from sluice.security.token_file import TokenSource
 from sluice.telemetry.process import process_age_s
 from sluice.telemetry.tracing import Key, SpanName
-from sluice.types import ChatMessage, Rollout, TokenIds
+from sluice.types import ChatMessage, Rollout, TokenIds, TransferCertificates
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 if TYPE_CHECKING:
@@ -329,17 +329,24 @@ def _event_to_proto(event: GenerationEvent) -> rollout.GenerateResponse:
 
 
 class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
-    """Weight updates of one engine; the engine holds all state."""
+    """Weight updates of one engine; the engine holds all state.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        engine: the engine.
+        certificates: with which the trainer's rendezvous store is reached; none: without TLS.
+    """
+
+    def __init__(self, engine: Engine, certificates: TransferCertificates | None = None) -> None:
         self._engine = engine
+        self._certificates = certificates
 
     async def JoinGroup(
         self, request: weights.JoinGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.JoinGroupResponse:
         """Join an epoch's transfer group."""
         check_join(request, self._engine.weight_layout)
-        digest = await self._engine.join_group(group_spec_from_proto(request))
+        spec = replace(group_spec_from_proto(request), certificates=self._certificates)
+        digest = await self._engine.join_group(spec)
         return weights.JoinGroupResponse(epoch=request.epoch, plan_digest=digest)
 
     async def StageUpdate(

@@ -141,7 +141,7 @@ async def _lead(config: RunConfig) -> None:
         stack.push_async_callback(reporter.close)
         replicas = ReplicaChannels(message_mb(config) << 20, credentials)
         stack.push_async_callback(replicas.close)
-        publisher = _publisher(config, trained, replicas, observed)
+        publisher = _publisher(config, trained, replicas, credentials, observed)
         stack.push_async_callback(publisher.close)
         reserved_port.close()
         await _serve(config, observed.fleet, observed.state, credentials, stack)
@@ -300,7 +300,11 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
 
 
 def _publisher(
-    config: RunConfig, trained: _Trained, replicas: ReplicaChannels, observed: TrainerMetrics
+    config: RunConfig,
+    trained: _Trained,
+    replicas: ReplicaChannels,
+    credentials: Credentials,
+    observed: TrainerMetrics,
 ) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
@@ -315,6 +319,7 @@ def _publisher(
             timeout_s=weights.timeout_s,
             host=advertised_host(endpoint),
             bind_host=endpoint.host,
+            certificates=credentials.for_transfers(),
             keeps_base=sends_changes,
         )
 

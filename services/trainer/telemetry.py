@@ -18,7 +18,7 @@ from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.metrics.step_metrics import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.concurrency.deadlines import units_done
-from sluice.concurrency.waits import WAITS, Waiting, merged_waits
+from sluice.concurrency.waits import Waiting
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
 from sluice.config.derived import checkpoint_folder
@@ -224,9 +224,7 @@ def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContex
     service = config.sluice.trainer
     work = TrainerWork(service, state, fleet, Path(checkpoint_folder(config)))
     address = advertised_address(service.endpoint, service.endpoint.port)
-    return watched_service(
-        "trainer", config.sluice, work.work_state, address=address, waits=work.waits
-    )
+    return watched_service("trainer", config.sluice, work.work_state, address=address)
 
 
 class TrainerWork:
@@ -260,11 +258,8 @@ class TrainerWork:
         phase = self._state.phase
         written = self._unfinished.latest() if phase is RunPhase.SAVING else None
         progress = (phase, self._state.step, units_done(), written, self._fleet.totals())
-        return WorkState(progress, phase not in _AT_REST, self._patience_s.get(phase, 0.0))
-
-    def waits(self) -> tuple[Waiting, ...]:
-        """Return all current waits; call in any thread."""
-        return merged_waits((*phase_waits(self._state), *WAITS.snapshot()))
+        patience_s = self._patience_s.get(phase, 0.0)
+        return WorkState(progress, phase not in _AT_REST, patience_s, phase_waits(self._state))
 
 
 class UnfinishedCheckpoint:

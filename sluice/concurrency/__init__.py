@@ -1,3 +1,6 @@
-"""How waits, threads and processes begin and end: deadlines, the registry of waits, the
-watchdog, stop signals, exit statuses. Knows no service and no gRPC.
+"""How a process waits, works in threads, and ends.
+
+`threads` has a thread that owns an object and a bounded background writer; `deadlines` bounds waits
+by seconds or by progress; `waits` registers them and `watchdog` ends a process in which nothing
+moves; `process` has its mark in the run's folder, its signals and its exit status.
 """

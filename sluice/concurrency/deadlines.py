@@ -16,13 +16,13 @@ _latest = 0
 
 
 def advance() -> None:
-    """A unit of work is done: a micro-batch, a bucket of weights, news of a long wait."""
+    """Count a unit of work: a micro-batch, a bucket of weights, progress of a long wait."""
     global _latest
     _latest = next(_units)
 
 
 def units_done() -> int:
-    """Units so far."""
+    """Return the units so far."""
     return _latest
 
 
@@ -30,7 +30,7 @@ def units_done() -> int:
 async def deadline(
     seconds: float, *, peer: str, phase: str, remedy: str = ""
 ) -> AsyncIterator[None]:
-    """Ends the block after `seconds`; meanwhile it is among the process's waits (`waits`).
+    """End the block after `seconds`; register it as a wait meanwhile.
 
     Raises:
         DeadlineError: naming `peer` and `phase`.
@@ -57,15 +57,15 @@ async def while_progressing(
     peer: str,
     phase: str,
 ) -> ResultT:
-    """Waits for `work` as long as `progress` changes at least every `stall_s` seconds.
+    """Wait for `work` as long as `progress` changes at least every `stall_s` seconds.
 
     Args:
-        work: what is waited for; cancelled when it stalls.
-        progress: a value that differs whenever something moved, None if it cannot be told.
+        work: what to wait for; cancelled when it stalls.
+        progress: returns a value that differs whenever something moved; None if it is not known.
         stall_s: longest time without a change.
         interval_s: time between two looks; well below `stall_s`.
-        peer: who works, for the error.
-        phase: at what, for the error.
+        peer: who does the work, for the error.
+        phase: what the work is, for the error.
 
     Raises:
         DeadlineError: nothing moved for `stall_s`.

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_supervisor() -> None:
-    """Asks the kernel for SIGKILL when the parent dies, if the parent said it supervises us.
+    """Ask the kernel for SIGKILL when the parent dies, if the parent supervises this process.
 
     Linux only; elsewhere, and without a supervisor, nothing happens.
     """
@@ -38,26 +38,17 @@ def end_with_supervisor() -> None:
         sys.exit("the supervisor is gone")
 
 
-# Keeps the collection of cyclic garbage short in processes that live long.
-#
-# A full collection looks through every container that the process holds. With torch and
-# transformers loaded these are 370,000, and it holds all threads up for 0.2 to 0.3 s (measured
-# 2026-11-23), a replica's decode steps among them, although next to nothing of it is ever thrown
-# away.
-
-
 def exempt_start_up() -> None:
-    """What this process holds by now is never looked through again; call it once it is up.
+    """Exempt what this process holds by now from garbage collection; call it once it is up.
 
-    What part of it is thrown away later is freed as ever, unless a cycle keeps it.
+    An object that is dropped later is freed as usual, unless a cycle keeps it.
     """
+    # A full collection walks every container of the process. With torch and transformers loaded
+    # these are 370,000, and it stops all threads for 0.2 to 0.3 s (measured 2026-11-23), a
+    # replica's decode steps among them, although it frees next to nothing.
     gc.collect()
     gc.freeze()
 
-
-# Which process is which service of a run, noted in its folder, and what the kernel says of it.
-#
-# A service that does not answer cannot say why; its process's state often does.
 
 FOLDER = "processes"
 _STATE_FIELD, _START_FIELD = 0, 19  # of what follows the command's name in /proc/PID/stat
@@ -66,14 +57,16 @@ _STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMark:
-    """One process.
+    """A note in the run's folder: which process is which service.
+
+    A service that does not answer cannot report why; the state of its process often shows it.
 
     Attributes:
         name: the service's.
         pid: its process id on `host`.
         host: the machine's name.
-        started: ticks from the machine's start to the process's; tells it from a later one with
-            the same id. 0 where it cannot be known.
+        started: ticks from the machine's start to the process's; a later process with the same id
+            has another. 0 where it is not known.
         address: where it serves, host:port; empty: not at all.
     """
 
@@ -84,7 +77,7 @@ class ProcessMark:
     address: str = ""
 
     def state(self) -> str:
-        """In words: alive, stopped by a signal, a zombie, gone, or out of sight."""
+        """Return alive, stopped by a signal, a zombie, gone, out of sight or unknown, in words."""
         if self.host != socket.gethostname():
             return f"out of sight on {self.host}"
         fields = _stat(self.pid)
@@ -98,7 +91,7 @@ class ProcessMark:
 
 @contextmanager
 def marked_process(run_dir: Path, name: str, address: str = "") -> Iterator[None]:
-    """Notes this process in the run's folder while the block runs.
+    """Note this process in the run's folder while the block runs.
 
     Nothing happens where there is no such folder: a replica may run on a machine without it.
     """
@@ -106,7 +99,7 @@ def marked_process(run_dir: Path, name: str, address: str = "") -> Iterator[None
     started = int(fields[_START_FIELD]) if fields else 0
     mark = ProcessMark(name, os.getpid(), socket.gethostname(), started, address)
     file = run_dir / FOLDER / f"{name.replace('/', '_')}.json"
-    with suppress(OSError):  # a full disk is told of by those who need it
+    with suppress(OSError):  # a full disk is reported by those who need it
         if run_dir.is_dir():
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(asdict(mark)), encoding="utf-8")
@@ -118,7 +111,7 @@ def marked_process(run_dir: Path, name: str, address: str = "") -> Iterator[None
 
 
 def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...]:
-    """The processes noted since `since_s` (seconds of the file system's clock), by name."""
+    """Return the processes noted since `since_s` (seconds of the file system's clock), by name."""
     found = []
     for file in sorted((run_dir / FOLDER).glob("*.json")):
         with suppress(OSError):
@@ -144,7 +137,7 @@ def _stat(pid: int) -> list[str]:
 
 @contextmanager
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Sets `stop` on SIGTERM or SIGINT while the block runs. Needs a running event loop."""
+    """Set `stop` on SIGTERM or SIGINT while the block runs. Needs a running event loop."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
@@ -157,7 +150,7 @@ def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
 
 
 def exit_status(name: str, run: Callable[[], object]) -> int:
-    """Runs a program's body; 0 when it returns, 1 after errors of ours, which are printed.
+    """Run a program's body; return 0 when it returns, 1 after errors of ours, which are printed.
 
     Args:
         name: stands before each message.
@@ -181,10 +174,11 @@ def _report(name: str, errors: list[BaseException] | list[SluiceError]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process now, without taking the interpreter apart.
+    """End the process now, without the interpreter's own shutdown.
 
-    That takes torch and transformers seconds and frees nothing that the kernel would not free.
-    The caller has ended everything that matters in order; handlers of `atexit` are not run.
+    That shutdown takes seconds with torch and transformers loaded, and frees nothing that the
+    kernel would not free. The caller has already ended everything that matters, in order; handlers
+    of `atexit` do not run.
     """
     logging.shutdown()
     sys.stdout.flush()

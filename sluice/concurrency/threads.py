@@ -1,46 +1,49 @@
-"""A thread that makes every call on one object, and that can be given up.
-
-Why a thread of its own for each group:
-
-* the current device and stream of CUDA and NPU belong to a thread, and collectives must be
-  issued in one order;
-* constructing a group blocks until all members came or its timeout passed, and destroying one
-  blocks until its pending operation timed out (Gloo; neither `abort` nor `shutdown` shortens
-  it). Such a thread is left to itself, and its caller goes on with a new group at once.
-
-A process that exits while such a thread is still inside torch's destructor dies with "terminate
-called". Retired threads are therefore waited for at exit, each no longer than announced.
+"""Threads: one that owns an object and makes every call on it, and one that writes in the
+background.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sluice.errors import DeadlineError, WeightSyncError
 
 _T = TypeVar("_T")
+_ItemT = TypeVar("_ItemT")
 _log = logging.getLogger(__name__)
 
 StopReason = Callable[[], str | None]
-"""Why to stop now; ``None`` means go on. Asked often, from several threads."""
+"""Why to stop now; ``None``: there is no reason. Called often, from several threads."""
 
 _CHECK_EVERY_S = 0.05
 _STOP_GRACE_S = 0.5
 
 
 class OwnerThread:
-    """Runs calls one after the other in a daemon thread of the given name."""
+    """A daemon thread that runs calls one after the other, and that its owner can give up.
+
+    For objects that belong to one thread, such as a process group: the current device and stream
+    of CUDA and NPU belong to a thread, and collectives must be issued in one order. Constructing a
+    group blocks until all members have come or its timeout has passed, and destroying one blocks
+    until its pending operation has timed out (Gloo; neither `abort` nor `shutdown` shortens it).
+    Such a thread is retired, and its owner continues with a new one at once.
+
+    A process that exits while a thread is still inside torch's destructor dies with "terminate
+    called". Exit therefore waits for retired threads, each no longer than `retire` announced.
+    """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -53,33 +56,46 @@ class OwnerThread:
         peer: str,
         phase: str,
     ) -> _T:
-        """Run `call` in the thread and wait for it; its exception is raised here.
+        """Run `call` in the thread and wait for it; raise its exception here.
 
-        `call` should watch `stop_reason` itself; if it cannot (it is inside torch), the wait ends
-        shortly after a reason appears all the same, and the thread stays behind.
+        `call` should watch `stop_reason` itself. If it cannot (it is inside torch), the wait still
+        ends shortly after a reason appears, and the thread stays behind.
 
         Raises:
             DeadlineError: `call` took longer than `timeout_s`.
             WeightSyncError: there was a reason to stop, or the thread was retired before `call`
                 began.
         """
-        future: Future[_T] = Future()
-        self._jobs.put(lambda: _settle(future, call))
+        future = self.submit(call)
         deadline = time.monotonic() + timeout_s
         while not wait([future], timeout=_CHECK_EVERY_S).done:
             if time.monotonic() > deadline:
                 raise DeadlineError(peer, phase, timeout_s)
             if not self._thread.is_alive() and not future.done():
-                raise WeightSyncError(peer, phase, "its group's thread is retired")
+                raise WeightSyncError(peer, phase, "its thread is retired")
             if (reason := stop_reason()) and not wait([future], timeout=_STOP_GRACE_S).done:
                 raise WeightSyncError(peer, phase, reason)
         return future.result()
+
+    def submit(self, call: Callable[[], _T]) -> Future[_T]:
+        """Run `call` in the thread after those before it; return its future at once."""
+        future: Future[_T] = Future()
+        self._jobs.put(lambda: _settle(future, call))
+        return future
+
+    async def call(self, call: Callable[[], _T]) -> _T:
+        """Run `call` in the thread and await it; raise its exception here."""
+        return await asyncio.wrap_future(self.submit(call))
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Run `call` in the thread after those before it; do not wait. Its exception is logged."""
+        self._jobs.put(call)
 
     def retire(self, last_call: Callable[[], None], within_s: float) -> None:
         """Run `last_call` after whatever is running, then end the thread. Returns at once.
 
         Args:
-            last_call: drops the last references to the group; may block.
+            last_call: drops the last references to the object; may block.
             within_s: how long the thread may still take; exit waits no longer for it.
         """
         _retired.add(self._thread, within_s)
@@ -94,14 +110,16 @@ class OwnerThread:
                 return
             try:
                 job()
-            except Exception:  # noqa: BLE001 - a thread's boundary: nobody awaits the last call
-                _log.warning("%s: the last call failed", self._thread.name, exc_info=True)
-            # A finished job must not keep its group's buffers alive while the thread is idle.
+            except Exception:  # noqa: BLE001 - a thread's boundary: nobody waits for the call
+                _log.warning(
+                    "%s: a call failed that nobody waits for", self._thread.name, exc_info=True
+                )
+            # A finished job must not keep its object's memory alive while the thread is idle.
             del job
 
 
 def wait_for_retired_threads(timeout_s: float) -> int:
-    """Wait until retired threads ended; returns how many did not. 0 means exit is safe.
+    """Wait until retired threads have ended; return how many have not. 0 means exit is safe.
 
     A service that must leave now and gets another number ends by `os._exit`.
     """
@@ -146,7 +164,138 @@ _retired = _RetiredThreads()
 
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - a thread's boundary: raised in the waiter
         future.set_exception(error)
+
+
+class WriteError(Exception):
+    """A batch could not be written, for a reason that its message explains in full."""
+
+
+class BoundedWriter(Generic[_ItemT]):
+    """A bounded queue, and the thread that writes what is in it, in batches.
+
+    `put` never waits: what finds no space is dropped and counted. An outage is logged when it
+    begins and when it ends, once each.
+
+    Args:
+        noun: what is written, in the plural, for the log.
+        destination: where it goes, for the log.
+        write: writes one batch; called in the thread. Its errors cost the batch, no more.
+        most: items that may wait.
+        batch: items of one call of `write` at most.
+        interval_s: how long an item waits for others to be written with.
+        break_off: called by `close` from another thread; ends a `write` that hangs.
+        count: called with the number of items that were written or, negative, dropped.
+    """
+
+    def __init__(
+        self,
+        noun: str,
+        destination: str,
+        write: Callable[[Sequence[_ItemT]], None],
+        *,
+        most: int,
+        batch: int,
+        interval_s: float,
+        break_off: Callable[[], None] = lambda: None,
+        count: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._noun = noun
+        self._destination = destination
+        self._write = write
+        self._most = most
+        self._batch = batch
+        self._interval_s = interval_s
+        self._break_off = break_off
+        self._count = count
+        self._items: deque[_ItemT] = deque()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._is_failing = False
+        self.num_dropped = 0
+        self.num_written = 0
+        self._thread = threading.Thread(
+            target=self._run, name=f"{noun} to {destination}", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, item: _ItemT) -> None:
+        """Add one item, or drop it if the queue is full. Returns at once."""
+        size = len(self._items)
+        if size >= self._most:
+            self._drop(1)
+            return
+        self._items.append(item)
+        if size == self._batch:
+            self._wake.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Write what waits, for `timeout_s` seconds at most, and end the thread."""
+        ends_s = time.monotonic() + timeout_s
+        self._is_closing = True
+        self._wake.set()
+        # Half of the time: a write that hangs is broken off early enough to see it end.
+        self._thread.join(timeout_s / 2)
+        self._break_off()
+        self._thread.join(max(0.0, ends_s - time.monotonic()))
+        if lost := self.num_dropped + len(self._items):
+            _log.warning(
+                "%d %s never reached %s, %d did",
+                lost,
+                self._noun,
+                self._destination,
+                self.num_written,
+            )
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            self._drain()
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._items:
+            batch = [self._items.popleft() for _ in range(min(self._batch, len(self._items)))]
+            try:
+                self._write(batch)
+            except Exception as error:  # noqa: BLE001 - the thread outlives whatever a write raises
+                self._failed(batch, error)
+                if self._is_closing:
+                    return
+            else:
+                self._succeeded(batch)
+
+    def _succeeded(self, batch: Sequence[_ItemT]) -> None:
+        self.num_written += len(batch)
+        self._count(len(batch))
+        if self._is_failing:
+            self._is_failing = False
+            _log.info(
+                "%s reach %s again; %d were dropped",
+                self._noun,
+                self._destination,
+                self.num_dropped,
+            )
+
+    def _failed(self, batch: Sequence[_ItemT], error: Exception) -> None:
+        self._drop(len(batch))
+        if not self._is_failing:
+            is_explained = isinstance(error, WriteError)
+            _log.warning(
+                "%s do not reach %s and are dropped until they do: %s",
+                self._noun,
+                self._destination,
+                error if is_explained else repr(error),
+                exc_info=None if is_explained else error,
+            )
+        self._is_failing = True
+
+    def _drop(self, number: int) -> None:
+        self.num_dropped += number
+        self._count(-number)

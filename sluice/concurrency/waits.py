@@ -1,8 +1,8 @@
-"""What this process waits for at the moment: whom, what for, since when.
+"""The waits of this process at the moment: for whom, for what, since when.
 
-Whoever waits says so for as long as it does, from tasks and threads alike; status calls and the
-watchdog read it. Entering and leaving are one operation on a dict each, which the interpreter does
-not interrupt, so that there is no lock to hang on.
+Tasks and threads register each wait while it lasts; status calls and the watchdog read the
+registry. Registering and removing are one operation on a dict each, which the interpreter does not
+interrupt, so there is no lock to hang on.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Waiting:
     """Waits for one peer and one purpose, counted together.
 
     Attributes:
-        peer: who has to act.
-        phase: what for.
-        seconds: how long the longest lasts.
+        peer: the process or thing that has to act.
+        phase: what the wait is for.
+        seconds: how long the longest has lasted.
         count: how many there are.
         task: the task or thread that waits longest.
     """
@@ -39,27 +39,29 @@ class Waiting:
 
 
 class Wait:
-    """One wait, from entering its block to leaving it; or from `begin` to `end`."""
+    """One wait, from its creation to the end of its block, or to `end`."""
 
     __slots__ = ("_open", "_owner", "peer", "phase", "since_s")
 
     def __init__(self, peer: str, phase: str, now_s: float, still_open: dict[Wait, None]) -> None:
-        self.peer, self.phase, self.since_s = peer, phase, now_s
+        self.peer = peer
+        self.phase = phase
+        self.since_s = now_s
         self._open = still_open
         self._owner = _present_owner()
         still_open[self] = None
 
     def restart(self, now_s: float | None = None) -> None:
-        """Something came: what is waited for is the next thing."""
+        """Start to wait for the next thing, because something came."""
         self.since_s = time.monotonic() if now_s is None else now_s
 
     def end(self) -> None:
-        """Nobody waits any more. Repeating it is harmless."""
+        """End the wait. Repeating it is harmless."""
         self._open.pop(self, None)
 
     @property
     def task(self) -> str:
-        """Who waits: the task's name, or the thread's outside of tasks."""
+        """The name of the task that waits, or of the thread outside of tasks."""
         owner = self._owner
         return owner.get_name() if isinstance(owner, asyncio.Task) else owner.name
 
@@ -76,7 +78,7 @@ class Wait:
 
 
 class WaitRegistry:
-    """All waits under way.
+    """All current waits.
 
     Args:
         clock: seconds that never go back.
@@ -87,11 +89,11 @@ class WaitRegistry:
         self._open: dict[Wait, None] = {}
 
     def waiting_for(self, peer: str, phase: str) -> Wait:
-        """A wait that begins here; a context manager that ends it."""
+        """Begin a wait; as a context manager it ends with its block."""
         return Wait(peer, phase, self._clock(), self._open)
 
     def snapshot(self, most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
-        """Waits by peer and phase, the longest first, `most` lines at most."""
+        """Return the waits by peer and phase, the longest first, `most` lines at most."""
         now_s = self._clock()
         return merged_waits(
             (Waiting(w.peer, w.phase, now_s - w.since_s, 1, w.task) for w in list(self._open)), most
@@ -99,7 +101,7 @@ class WaitRegistry:
 
 
 def merged_waits(waits: Iterable[Waiting], most: int = MAX_REPORTED) -> tuple[Waiting, ...]:
-    """One line a peer and phase, the longest wait first, `most` lines at most."""
+    """Merge waits of one peer and phase; the longest first, `most` lines at most."""
     by_purpose: dict[tuple[str, str], list[Waiting]] = {}
     for wait in waits:
         by_purpose.setdefault((wait.peer, wait.phase), []).append(wait)
@@ -127,10 +129,10 @@ WAITS = WaitRegistry()
 
 
 def waiting_for(peer: str, phase: str) -> Wait:
-    """Says that this task or thread waits, for as long as the block runs.
+    """Register a wait of this task or thread for as long as the block runs.
 
     Args:
         peer: who has to act: a service's or replica's name, or a thing such as "ledger's disk".
-        phase: what for, in words that are the same for waits to be counted together.
+        phase: what for; waits with the same words are counted together.
     """
     return WAITS.waiting_for(peer, phase)

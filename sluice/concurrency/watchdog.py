@@ -1,5 +1,13 @@
 """Watch from a separate thread whether this process makes progress, its event loop included;
 end it when it stalls.
+
+The event loop describes its work at intervals (`WorkState`); a thread looks at what it described
+(`StallJudge`). After `stall_s` without progress the watchdog logs what the process waits for and
+adds the stacks of all threads and tasks to a file of the run's logs. After `give_up_s` it does the
+same and ends the process with `EXIT_STALLED`, so that its supervisor restarts it. If no thread can
+look because one keeps the interpreter's lock, the kernel ends the process (`CpuDeadline`). A report
+that takes longer than `REPORT_TIMEOUT_S` is left out: a log that hangs must not keep a process
+alive.
 """
 
 from __future__ import annotations
@@ -11,23 +19,32 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
 from sluice.concurrency.process import marked_process
-from sluice.concurrency.waits import WAITS, Waiting
+from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.config.schema.service import ServiceConfig
 from sluice.errors import SluiceError
 
+EXIT_STALLED = 75
+"""Nothing moved for `sluice.watchdog.give_up_s`; sysexits.h calls it a temporary failure."""
+
+REPORT_TIMEOUT_S = 5.0
+_MOST_BETWEEN_LOOKS_S = 1.0
+_LOOKS_A_STALL = 8
+_LAST_WORDS = "%s\nthe process ends with exit code %d"
 _MOST_TASKS = 500
+_MOST_LOOKS_MISSED = 3
+logger = logging.getLogger(__name__)
 
 
 def write_stacks(file: TextIO, loop: asyncio.AbstractEventLoop | None) -> None:
-    """Writes them; callable from any thread, while the loop runs or hangs.
+    """Write the stacks of all threads and tasks. Any thread may call, also while the loop hangs.
 
     Args:
         file: one with a file descriptor.
@@ -48,7 +65,7 @@ def write_stacks(file: TextIO, loop: asyncio.AbstractEventLoop | None) -> None:
 
 
 def _frames(waiting: object) -> Iterator[str]:
-    """From the task's coroutine down to what it awaits in the end."""
+    """Describe the frames from a task's coroutine down to what it awaits."""
     while waiting is not None:
         frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
         if frame is not None:
@@ -57,32 +74,25 @@ def _frames(waiting: object) -> Iterator[str]:
         waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
 
 
-# When work that stands still is told of, and when it is given up; a function of what was seen.
-#
-# Time counts only while this process runs: one that a signal stopped, or whose machine slept, is
-# not blamed for the time in which it could not move.
-
-_MOST_LOOKS_MISSED = 3
-
-
 @dataclass(frozen=True, slots=True)
 class WorkState:
     """The state of a process's work.
 
     Attributes:
         progress: a value that differs whenever something moved.
-        has_work: whether something should move; a paused or idle process has none.
-        patience_s: how long the present wait may last by its own deadline, seconds; that one is
-            left to end it.
+        has_work: whether something should move; false for a paused or idle process.
+        patience_s: seconds that the current wait may last by its own deadline, which ends it.
+        waits: those that only the service knows, beside the registry's.
     """
 
     progress: object
     has_work: bool = True
     patience_s: float = 0.0
+    waits: tuple[Waiting, ...] = ()
 
 
 class StallVerdict(StrEnum):
-    """What a look found."""
+    """The result of one look."""
 
     FINE = "fine"
     STALLED = "stalled"
@@ -90,31 +100,36 @@ class StallVerdict(StrEnum):
 
 
 class StallJudge:
-    """Sees sightings, which come as long as the event loop runs, and judges.
+    """Judges from beats, which come as long as the event loop runs, whether work stands still.
 
-    `beat` belongs to the event loop, all else to one other thread.
+    Time counts only while this process runs: it is not blamed for time in which a signal stopped it
+    or its machine slept. The event loop calls `beat`; one other thread calls everything else.
 
     Args:
-        stall_s: seconds without progress that are told of; ``None``: none are.
+        stall_s: seconds without progress that are reported; ``None``: none are.
         give_up_s: seconds without progress after which there is no hope; ``None``: there always is.
         interval_s: seconds between two looks, and between two beats.
     """
 
     def __init__(self, stall_s: float | None, give_up_s: float | None, interval_s: float) -> None:
-        self._stall_s, self._give_up_s, self._interval_s = stall_s, give_up_s, interval_s
+        self._stall_s = stall_s
+        self._give_up_s = give_up_s
+        self._interval_s = interval_s
         self._beat: tuple[int, WorkState] | None = None
         self._seen: tuple[int, WorkState] | None = None
         self._looked_s: float | None = None
-        # Seconds that count, in sum; and where they stood when something moved, or a beat came.
-        self._lived_s = self._moved_at_s = self._beaten_at_s = 0.0
+        # Seconds that count in all, and what they were when something moved and when a beat came.
+        self._lived_s = 0.0
+        self._moved_at_s = 0.0
+        self._beaten_at_s = 0.0
         self._is_reported = False
 
     def beat(self, work_state: WorkState) -> None:
-        """The event loop runs and finds this."""
+        """Note that the event loop runs, and what it found."""
         self._beat = (0 if self._beat is None else self._beat[0] + 1, work_state)
 
     def look(self, now_s: float) -> StallVerdict:
-        """Judges; `STALLED` once in each stall."""
+        """Return the verdict; `STALLED` once in each stall."""
         self._live_until(now_s)
         beat, seen = self._beat, self._seen
         if beat is None:
@@ -127,18 +142,18 @@ class StallJudge:
 
     @property
     def still_s(self) -> float:
-        """Seconds that count since something moved or there was nothing to do."""
+        """Return the seconds that count since something moved or there was nothing to do."""
         return self._lived_s - self._moved_at_s
 
     @property
     def still_at_work_s(self) -> float | None:
-        """The same, or ``None`` while there is nothing to do."""
+        """Return the same, or ``None`` while there is nothing to do."""
         seen = self._seen
         return self.still_s if seen is not None and seen[1].has_work else None
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that count since the event loop ran; about 0 while it does."""
+        """Return the seconds that count since the event loop ran; 0 while it does."""
         missed_s = self._lived_s - self._beaten_at_s
         return missed_s if missed_s > _MOST_LOOKS_MISSED * self._interval_s else 0.0
 
@@ -151,6 +166,7 @@ class StallJudge:
     def _judge(self) -> StallVerdict:
         seen = self._seen
         assert seen is not None
+        # A blocked event loop cannot end its wait by the wait's own deadline.
         patience_s = 0.0 if self.blocked_s else seen[1].patience_s
         if self._give_up_s is not None and self.still_s >= max(
             self._give_up_s, patience_s + (self._stall_s or 0.0) if patience_s else 0.0
@@ -162,29 +178,27 @@ class StallJudge:
         return StallVerdict.FINE
 
 
-# Ends this process when it burns CPU time while no thread of Python's can run.
-#
-# A call that keeps the interpreter's lock, such as a regular expression that backtracks without
-# end, stops every thread, the one that would notice included. The kernel's timer of the
-# process's CPU time (``ITIMER_PROF``) needs no lock, and hardly moves while the process is
-# stopped, its machine sleeps, or weights are written to a slow disk, which keeps the lock for
-# minutes and is no fault. What keeps the lock without using CPU, such as a read of a dead disk
-# in C code, is not seen.
-
 MOST_CPUS = 8
-"""CPUs that are reckoned to be busy at once while the lock is kept: one that is kept alone on a
-machine of many is found that many times later, but not never."""
+"""CPUs assumed busy at once while a thread keeps the lock. If it is the only busy one, it is found
+that many times later."""
 
 
 class CpuDeadline:
-    """A limit of CPU time from one sign of life to the next; beyond it SIGPROF ends the process.
+    """A limit of CPU time between two signs of life; beyond it SIGPROF ends the process.
 
-    The stacks of all threads are written first. There is one such timer in a process: where
-    somebody else uses it, a profiler for one, nothing is limited.
+    A call that keeps the interpreter's lock, such as a regular expression that backtracks without
+    end, stops every thread, the watchdog's included. The kernel's timer of the process's CPU time
+    (``ITIMER_PROF``) needs no lock. It hardly moves while the process is stopped, its machine
+    sleeps, or weights are written to a slow disk, which keeps the lock for minutes and is no fault.
+    A call that keeps the lock without using CPU, such as a read of a dead disk in C code, is not
+    found.
+
+    The stacks of all threads are written first. A process has one such timer: where another
+    component uses it, such as a profiler, nothing is limited.
 
     Args:
-        seconds: wall-clock time that a block may last at least, whatever number of threads (up to
-            `MOST_CPUS`) uses the CPU beside it; the limit is this times the CPUs.
+        seconds: wall-clock time that a block may last at least, however many threads (up to
+            `MOST_CPUS`) use the CPU beside it; the limit is this times the CPUs.
         stacks_file: where stacks are added; ``None``, or one that cannot be written: nowhere.
     """
 
@@ -196,11 +210,11 @@ class CpuDeadline:
 
     @property
     def cpu_s(self) -> float:
-        """The limit, CPU seconds of all threads together."""
+        """Return the limit in CPU seconds of all threads together."""
         return self._cpu_s
 
     def start(self) -> None:
-        """Counts from here."""
+        """Start to count."""
         is_free = signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
         self._is_ours = is_free and signal.getitimer(signal.ITIMER_PROF)[0] == 0
         if not self._is_ours:
@@ -213,12 +227,12 @@ class CpuDeadline:
         self.push_back()
 
     def push_back(self) -> None:
-        """A sign of life: counts anew. Callable from any thread."""
+        """Give a sign of life: count from 0 again. Any thread may call."""
         if self._is_ours:
             signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
 
     def stop(self) -> None:
-        """Counts no longer."""
+        """Stop counting."""
         if not self._is_ours:
             return
         self._is_ours = False
@@ -229,41 +243,17 @@ class CpuDeadline:
             self._file = None
 
 
-# Watches from a thread of its own whether this process gets on, its event loop included.
-#
-# Consumes: sightings, taken in the event loop at intervals. Waits for: the time of the next
-# look. Produces: after `stall_s` without progress what is waited for, as a warning, and the
-# stacks of all threads and tasks in a file of the run's logs; after `give_up_s` the same and the
-# end of the process with the exit code `EXIT_STALLED`, so that whoever supervises it can start
-# it again. Where no thread can look any more because one keeps the interpreter's lock, SIGPROF
-# ends the process (`cpu_deadline`, which also says what is not seen). On failure: a report that
-# cannot be written or told in `REPORT_TIMEOUT_S` is left out; a stuck log must not keep the
-# process from its end. On shutdown: the block ends, and the thread with it.
-
-logger = logging.getLogger(__name__)
-
-EXIT_STALLED = 75
-"""Nothing moved for `sluice.watchdog.give_up_s`; sysexits.h calls it a temporary failure."""
-
-REPORT_TIMEOUT_S = 5.0
-_MOST_BETWEEN_LOOKS_S, _LOOKS_A_STALL = 1.0, 8
-_LAST_WORDS = "%s\nthe process ends with exit code %d"
-
-Waits = Callable[[], Sequence[Waiting]]
-
-
 class Watchdog:
-    """One process's; used as a context manager inside a running event loop.
+    """The thread that watches a process, and the beats of its event loop.
 
     Args:
         judge: decides.
-        sight: looks at the work; called in the event loop, must not block. One that raises
-            `SluiceError` has seen nothing.
-        waits: what is waited for; called in the watchdog's thread.
+        work_state: describes the work; called in the event loop, must not block. If it raises
+            `SluiceError`, there is no beat.
         stacks_file: where stacks are added; ``None``: nowhere.
         interval_s: seconds between two looks.
         end: ends the process at once.
-        cpu_deadline: pushed back by each look; ``None``: a kept interpreter's lock is borne.
+        cpu_deadline: pushed back by each look; ``None``: a kept interpreter's lock is tolerated.
     """
 
     def __init__(
@@ -271,22 +261,26 @@ class Watchdog:
         judge: StallJudge,
         work_state: Callable[[], WorkState],
         *,
-        waits: Waits = WAITS.snapshot,
         stacks_file: Path | None = None,
         interval_s: float = _MOST_BETWEEN_LOOKS_S,
         end: Callable[[int], object] = os._exit,
         cpu_deadline: CpuDeadline | None = None,
     ) -> None:
-        self._judge, self._work_state, self._waits = judge, work_state, waits
-        self._stacks_file, self._interval_s, self._end = stacks_file, interval_s, end
+        self._judge = judge
+        self._work_state = work_state
+        self._stacks_file = stacks_file
+        self._interval_s = interval_s
+        self._end = end
         self._cpu_deadline = cpu_deadline
+        # The service's own waits at the last beat, and when that was.
+        self._known: tuple[tuple[Waiting, ...], float] = ((), 0.0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over = threading.Event()
         self._next: asyncio.TimerHandle | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches while the block runs."""
+        """Watch while the block runs; needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._beat()
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -305,14 +299,16 @@ class Watchdog:
 
     @property
     def still_s(self) -> float | None:
-        """Seconds without progress; ``None`` while there is nothing to do."""
+        """Return the seconds without progress; ``None`` while there is nothing to do."""
         return self._judge.still_at_work_s
 
     def _beat(self) -> None:
         assert self._loop is not None
         self._next = self._loop.call_later(self._interval_s, self._beat)
         with suppress(SluiceError):
-            self._judge.beat(self._work_state())
+            state = self._work_state()
+            self._known = (state.waits, time.monotonic())
+            self._judge.beat(state)
 
     def _watch(self) -> None:
         while not self._over.wait(self._interval_s):
@@ -332,10 +328,16 @@ class Watchdog:
             f", and the event loop has been blocked for {blocked_s:.0f} s" if blocked_s else ""
         )
         lines = [f"no progress for {self._judge.still_s:.0f} s{blocked}; waiting for:"]
-        lines += [f"  {line_of(wait)}" for wait in self._waits()] or ["  nobody that is known"]
+        lines += [f"  {_line_of(wait)}" for wait in self._waits()] or ["  nobody that is known"]
         if self._stacks_file is not None and self._stacks_written(lines[0]):
             lines.append(f"stacks of all threads and tasks: {self._stacks_file}")
         return "\n".join(lines)
+
+    def _waits(self) -> tuple[Waiting, ...]:
+        waits, seen_s = self._known
+        age_s = time.monotonic() - seen_s
+        own = [replace(wait, seconds=wait.seconds + age_s) for wait in waits]
+        return merged_waits((*own, *WAITS.snapshot()))
 
     def _stacks_written(self, title: str) -> bool:
         assert self._stacks_file is not None
@@ -354,8 +356,7 @@ class Watchdog:
         thread.join(REPORT_TIMEOUT_S)
 
 
-def line_of(wait: Waiting) -> str:
-    """One wait in words."""
+def _line_of(wait: Waiting) -> str:
     times = f", {wait.count} times" if wait.count > 1 else ""
     task = f" [{wait.task}]" if wait.task else ""
     return f"{wait.peer}: {wait.phase} ({wait.seconds:.0f} s{times}){task}"
@@ -365,7 +366,7 @@ _watching: list[Watchdog] = []
 
 
 def still_seconds() -> float | None:
-    """Seconds without progress of this process; ``None``: nothing to do, or nobody watches."""
+    """Return the seconds without progress; ``None``: no work, or no watchdog."""
     return _watching[-1].still_s if _watching else None
 
 
@@ -376,16 +377,14 @@ def watched_service(
     work_state: Callable[[], WorkState],
     *,
     address: str = "",
-    waits: Waits = WAITS.snapshot,
 ) -> Iterator[None]:
-    """Watches over a service, and notes its process in the run's folder, while the block runs.
+    """Watch a service, and note its process in the run's folder, while the block runs.
 
     Args:
         name: the service's, or the replica's.
         service: the run's settings.
-        sight: looks at its work; see `Watchdog`.
+        work_state: describes its work; see `Watchdog`.
         address: where it serves, host:port.
-        waits: what it waits for; called in the watchdog's thread.
     """
     run_dir, limits = Path(service.run_dir), service.watchdog
     known_s = [each for each in (limits.stall_s, limits.give_up_s) if each is not None]
@@ -396,7 +395,6 @@ def watched_service(
     watchdog = Watchdog(
         judge,
         work_state,
-        waits=waits,
         stacks_file=stacks_file,
         interval_s=interval_s,
         cpu_deadline=None if give_up_s is None else CpuDeadline(give_up_s, stacks_file),

@@ -1,4 +1,4 @@
-"""What is wrong with a host's set-up for NPUs, each with its remedy. Pure; loads no torch."""
+"""Faults of a host's set-up for NPUs, each with its remedy. Pure; loads no torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _RANGES = (
 
 @dataclass(frozen=True, slots=True)
 class AscendFinding:
-    """One thing that is wrong.
+    """One fault.
 
     Attributes:
-        what: the thing and its value.
+        what: the fault and its value.
         remedy: what to do.
-        is_fatal: nothing can work before; else something will be slower, or fails later.
+        is_fatal: nothing works with it; otherwise something is slower, or fails later.
     """
 
     what: str
@@ -58,12 +58,12 @@ class AscendHost:
 
 @dataclass(frozen=True, slots=True)
 class AscendDemand:
-    """What a process or a launcher wants of the host.
+    """What a process or a launcher needs of the host.
 
     Attributes:
         num_devices: NPUs.
         collectives_on_device: whether weights or gradients travel by HCCL.
-        runs_vllm: whether a replica computes on one with vLLM.
+        runs_vllm: whether a replica uses one with vLLM.
     """
 
     num_devices: int
@@ -72,7 +72,7 @@ class AscendDemand:
 
 
 def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[AscendFinding, ...]:
-    """Everything wrong, the fatal ones first."""
+    """Return all faults, the fatal ones first."""
     found = [*_package(host), *_cann(host.environment), *_devices(host, demand)]
     found += _ranges(host.environment)
     if demand.runs_vllm:
@@ -83,7 +83,7 @@ def ascend_findings(host: AscendHost, demand: AscendDemand) -> tuple[AscendFindi
 
 
 def vllm_findings(host: AscendHost) -> Iterator[AscendFinding]:
-    """What keeps vLLM from computing on this host's NPUs."""
+    """Yield what keeps vLLM from using this host's NPUs."""
     version = host.vllm_version
     if host.vllm_ascend_version is None:
         yield AscendFinding(
@@ -102,7 +102,7 @@ def vllm_findings(host: AscendHost) -> Iterator[AscendFinding]:
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The entries of ASCEND_RT_VISIBLE_DEVICES; ``None`` if it is not set."""
+    """Return the entries of ASCEND_RT_VISIBLE_DEVICES; ``None`` if it is not set."""
     value = environment.get(variables.VISIBLE_VARIABLE)
     if value is None:
         return None
@@ -158,8 +158,8 @@ def _devices(host: AscendHost, demand: AscendDemand) -> Iterator[AscendFinding]:
     for entry in visible or ():
         if not entry.isdecimal() or len(set(visible or ())) != len(visible or ()):
             yield AscendFinding(
-                f"{variables.VISIBLE_VARIABLE}="
-                f"{host.environment[variables.VISIBLE_VARIABLE]!r} is no list of different numbers",
+                f"{variables.VISIBLE_VARIABLE}={host.environment[variables.VISIBLE_VARIABLE]!r} "
+                "is not a list of different numbers",
                 "write the numbers of `npu-smi info`, with commas: 0,1,2",
                 is_fatal=True,
             )
@@ -171,7 +171,7 @@ def _ranges(environment: Mapping[str, str]) -> Iterator[AscendFinding]:
         value = environment.get(name)
         if value is not None and not (value.isdecimal() and lowest <= int(value) <= highest):
             yield AscendFinding(
-                f"{name}={value!r} is no whole number from {lowest} to {highest} {unit}",
+                f"{name}={value!r} is not a whole number from {lowest} to {highest} {unit}",
                 "correct it, or leave it out: it then follows from the configuration",
                 is_fatal=True,
             )
@@ -193,7 +193,7 @@ def _network(host: AscendHost) -> Iterator[AscendFinding]:
     enabled = environment.get(variables.WHITELIST_VARIABLE) == "0"
     if enabled and not environment.get(variables.WHITELIST_FILE_VARIABLE):
         yield AscendFinding(
-            f"{variables.WHITELIST_VARIABLE}=0 has HCCL ask a list of allowed addresses, and "
+            f"{variables.WHITELIST_VARIABLE}=0 makes HCCL read a list of allowed addresses, and "
             f"{variables.WHITELIST_FILE_VARIABLE} names none",
             f"name one, or set {variables.WHITELIST_VARIABLE}=1",
             is_fatal=True,

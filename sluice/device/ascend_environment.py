@@ -1,7 +1,7 @@
 """Environment variables that CANN, HCCL and torch_npu need, as a function of the configuration.
 
-HCCL reads them when a communicator is made, so that they have to be there when a process starts.
-What is set already always stays. Loads no torch. Meanings and ranges: CANN's "Environment Variable
+HCCL reads them when it makes a communicator, so they must be set when a process starts. Variables
+that are set already always stay. Loads no torch. Meanings and ranges: CANN's "Environment Variable
 Reference" and torch_npu's; every variable is explained in ``docs/npu.md``.
 """
 
@@ -37,7 +37,7 @@ _NO_AUTOLOAD = {AUTOLOAD_VARIABLE: "0"}
 
 @dataclass(frozen=True, slots=True)
 class HcclSettings:
-    """What the configuration says about one process's HCCL groups.
+    """The configuration of one process's HCCL groups.
 
     Attributes:
         transfer_timeout_s: of forming a transfer group, and of each of its collectives.
@@ -51,7 +51,7 @@ class HcclSettings:
 
 
 def hccl_settings(config: RunConfig, endpoint: EndpointConfig) -> HcclSettings:
-    """The settings of a process that serves at `endpoint`."""
+    """Return the settings of a process that serves at `endpoint`."""
     return HcclSettings(
         transfer_timeout_s=config.sluice.weights.timeout_s,
         collective_timeout_s=config.sluice.trainer.command_timeout_s,
@@ -60,7 +60,7 @@ def hccl_settings(config: RunConfig, endpoint: EndpointConfig) -> HcclSettings:
 
 
 def hccl_environment(settings: HcclSettings, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables to add to `given` for a process that computes on an NPU.
+    """Return the variables to add to `given` for a process that computes on an NPU.
 
     Args:
         given: the environment; none of its variables is in the result.
@@ -71,8 +71,8 @@ def hccl_environment(settings: HcclSettings, given: Mapping[str, str]) -> dict[s
         **_NO_AUTOLOAD,
         CONNECT_VARIABLE: str(connect_s),
         EXEC_VARIABLE: str(_whole(waits_s, EXEC_RANGE_S)),
-        # HCCL's watchdog ends the process when a collective is late. A transfer group's deadlines
-        # are kept by the group itself, and its processes outlive it.
+        # HCCL's watchdog ends the process when a collective is late. A transfer group keeps its own
+        # deadlines, and its processes outlive it.
         ASYNC_ERRORS_VARIABLE: "0",
     }
     if WHITELIST_FILE_VARIABLE not in given:
@@ -82,24 +82,24 @@ def hccl_environment(settings: HcclSettings, given: Mapping[str, str]) -> dict[s
 
 
 def import_environment(*, has_torch_npu: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables to add to `given` for any process that loads torch.
+    """Return the variables to add to `given` for any process that loads torch.
 
-    torch loads an installed torch_npu while it is imported itself, and without CANN that import
-    fails, also where nobody asked for an NPU.
+    torch imports an installed torch_npu while it is imported, and without CANN that fails, also
+    where no NPU is configured.
     """
     wanted = _NO_AUTOLOAD if has_torch_npu else {}
     return {name: value for name, value in wanted.items() if name not in given}
 
 
 def hccl_group_config(bucket_bytes: int, given: Mapping[str, str]) -> dict[str, int]:
-    """HCCL's options for one transfer group.
+    """Return HCCL's options for one transfer group.
 
-    A communicator takes two buffers of HCCL_BUFFSIZE (200 MB each, if nobody says otherwise) from
-    the NPU's memory. A bucket needs no larger ones than itself.
+    A communicator takes two buffers of HCCL_BUFFSIZE (by default 200 MB each) from the NPU's
+    memory. Buffers larger than a bucket are of no use.
 
     Args:
         bucket_bytes: of the largest collective; 0 leaves the choice to HCCL.
-        given: the environment; HCCL_BUFFSIZE in it is for this group, too.
+        given: the environment; HCCL_BUFFSIZE in it holds for this group, too.
     """
     if bucket_bytes == 0 or BUFFER_VARIABLE in given:
         return {}
@@ -107,9 +107,9 @@ def hccl_group_config(bucket_bytes: int, given: Mapping[str, str]) -> dict[str, 
 
 
 def _host_network(own_host: str, given: Mapping[str, str]) -> dict[str, str]:
-    """By which of the host's networks HCCL and Gloo find their peers.
+    """Return the variables that choose the host's network for HCCL and Gloo.
 
-    Left to themselves both take the first that they like, and on hosts with several that is not
+    By default both take the first that suits them, and on hosts with several networks that is not
     the same one everywhere.
     """
     found = {}
@@ -122,10 +122,10 @@ def _host_network(own_host: str, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def single_interface(pattern: str) -> str:
-    """The interface that a value of HCCL_SOCKET_IFNAME names, or nothing.
+    """Return the interface that a value of HCCL_SOCKET_IFNAME names, or nothing.
 
-    HCCL takes lists, prefixes (``eth``) and exclusions (``^docker``); Gloo one name. Only
-    ``=eth0`` means one name for certain.
+    HCCL takes lists, prefixes (``eth``) and exclusions (``^docker``); Gloo takes one name. Only
+    ``=eth0`` is certain to mean one name.
     """
     name = pattern.removeprefix("=")
     is_one = pattern.startswith("=") and not set(name) & set(",^=")

@@ -1,11 +1,4 @@
-"""Keeps memory that tensors on the host have freed, as the allocators of accelerators do.
-
-glibc gives back to the kernel what is free at the top of its heap, and maps large blocks anew each
-time; the next tensor then takes its pages one fault at a time, each of them zeroed. A training
-pass over 2,600 tokens of the quickstart's model took 900 to 1,400 such faults, and 25 to 50 with
-the limits below, and 3 to 7 % less time (2026-11-23). Threads but the first have heaps of 64 MiB,
-of which glibc keeps one whatever is set.
-"""
+"""The host as a device, and its allocator's settings."""
 
 from __future__ import annotations
 
@@ -21,14 +14,19 @@ from sluice.device.protocol import BACKENDS, MemoryInfo
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _LARGEST_TRIM_THRESHOLD = 2**31 - 1
 _LARGEST_MMAP_THRESHOLD = 2**25
-"""glibc's upper bound on 64-bit machines; larger blocks are mapped anew all the same."""
+"""glibc's upper bound on 64-bit machines; it maps larger blocks afresh in any case."""
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep freed memory: its first heap while no more than 2 GiB are free there.
+    """Make this process keep freed memory: its first heap, while at most 2 GiB are free there.
 
-    Only glibc is told; with another C library nothing changes.
+    Only glibc can do so; with another C library nothing changes.
     """
+    # glibc returns free memory at the top of its heap to the kernel, and maps each large block
+    # afresh; the next tensor then takes its pages one fault at a time, each of them zeroed. A
+    # training pass over 2,600 tokens of the quickstart's model took 900 to 1,400 such faults; with
+    # these limits it takes 25 to 50, and 3 to 7 % less time (2026-11-23). Threads other than the
+    # first have heaps of 64 MiB each, and glibc always keeps one of them.
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is None or not hasattr(library, "mallopt"):
         return
@@ -52,27 +50,27 @@ class CpuDevice:
         return torch.device("cpu")
 
     def set_device(self) -> None:
-        """There is one CPU device; every thread is on it. Memory of freed tensors is kept."""
+        """Keep the memory of freed tensors. Every thread is on the one CPU device already."""
         keep_freed_memory()
 
     def synchronize(self) -> None:
-        """CPU kernels are finished when they return."""
+        """Do nothing: CPU kernels are finished when they return."""
 
     def memory_info(self) -> MemoryInfo:
-        """The host's memory; limits of a container are not taken into account."""
+        """Return the host's memory, without regard to a container's limits."""
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return MemoryInfo(free_bytes=_available_bytes(default=total), total_bytes=total)
 
     def empty_cache(self) -> None:
-        """Nothing is given back: the next tensors would take as many pages, one fault at a time."""
+        """Keep everything: the next tensors would take as many pages, one fault at a time."""
 
     def supports_bfloat16(self) -> bool:
-        """Always, if slowly on old processors."""
+        """Return true: always, if slowly on old processors."""
         return True
 
 
 def _available_bytes(default: int) -> int:
-    """Linux's estimate of what can be allocated without swapping; elsewhere `default`."""
+    """Return Linux's estimate of what can be allocated without swapping; elsewhere `default`."""
     if not _MEMINFO.exists():
         return default
     for line in _MEMINFO.read_text(encoding="ascii").splitlines():

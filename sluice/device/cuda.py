@@ -56,16 +56,16 @@ class CudaDevice:
         torch.cuda.synchronize(self._index)
 
     def memory_info(self) -> MemoryInfo:
-        """As the driver reports it: other processes' memory counts as used."""
+        """Return what the driver reports: other processes' memory counts as used."""
         free, total = torch.cuda.mem_get_info(self._index)
         return MemoryInfo(free_bytes=free, total_bytes=total)
 
     def empty_cache(self) -> None:
-        """Give memory that torch keeps but nobody uses back to the driver."""
+        """Return unused memory that torch keeps to the driver."""
         with torch.cuda.device(self._index):
             torch.cuda.empty_cache()
 
     def supports_bfloat16(self) -> bool:
-        """In hardware, or emulated by torch below compute capability 8.0."""
+        """Return whether it does; below compute capability 8.0 torch emulates it."""
         with torch.cuda.device(self._index):
             return bool(torch.cuda.is_bf16_supported())

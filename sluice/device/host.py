@@ -35,14 +35,14 @@ _DISTRIBUTIONS = ("torch-npu", "torch_npu")
 
 
 def has_torch_npu() -> bool:
-    """Whether the package is there; says nothing about hardware. Imports nothing."""
+    """Return whether the package is installed, whatever the hardware. Imports nothing."""
     return importlib.util.find_spec("torch_npu") is not None
 
 
 def device_numbers(
     environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER
 ) -> tuple[str, ...]:
-    """NPUs that a process started from here may use, by the host's numbers.
+    """Return the NPUs that a process started from here may use, by the host's numbers.
 
     Args:
         devices: where the driver puts one file for each.
@@ -54,10 +54,10 @@ def device_numbers(
 def wants_npu(
     name: str | None, environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER
 ) -> bool:
-    """Whether a process with this ``device`` key will compute on an NPU.
+    """Return whether a process with this ``device`` key will compute on an NPU.
 
     Args:
-        name: as configured; ``None`` takes what is there, and an NPU first.
+        name: as configured; ``None``: detected, an NPU first.
     """
     if name is not None and name != "auto":
         return name.partition(":")[0] == "npu"
@@ -65,7 +65,7 @@ def wants_npu(
 
 
 def ascend_host(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> AscendHost:
-    """What there is."""
+    """Return the facts about this host."""
     return AscendHost(
         environment=dict(environment),
         torch_version=_version("torch") or "",
@@ -83,7 +83,7 @@ def launch_environment(
     endpoint: EndpointConfig,
     given: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Variables that a launcher adds to `given` for a process.
+    """Return the variables that a launcher adds to `given` for a process.
 
     Args:
         device: the process's ``device`` key.
@@ -103,13 +103,13 @@ def prepare_process(
     runs_vllm: bool = False,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Sets what HCCL will read in this process, and checks the host if it is asked for an NPU.
+    """Set what HCCL will read in this process, and check the host if an NPU is configured.
 
-    Does nothing for other devices. Nothing is fatal where a device key only takes what is there:
-    detection may pass the NPU over, and says why. What keeps vLLM from it is logged.
+    Does nothing for other devices. With ``auto`` nothing is fatal: detection may skip the NPU and
+    logs why, and what keeps vLLM from using it is logged.
 
     Raises:
-        ConfigError: all that is wrong, each with its remedy.
+        ConfigError: everything that is wrong, each with its remedy.
     """
     if not wants_npu(device, environment):
         return
@@ -122,10 +122,10 @@ def prepare_process(
 
 
 def check_host(demand: AscendDemand, environment: Mapping[str, str]) -> None:
-    """Logs what is not fatal.
+    """Check the host for NPUs; log findings that are not fatal.
 
     Raises:
-        ConfigError: what is.
+        ConfigError: fatal findings.
     """
     _notify(ascend_findings(ascend_host(environment), demand))
 
@@ -157,9 +157,9 @@ _GPU_FILE = re.compile(r"nvidia\d+")
 
 
 def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> tuple[str, ...]:
-    """GPUs that a process started from here may use, by CUDA's numbers or by name.
+    """Return the GPUs that a process started from here may use, by CUDA's numbers or by name.
 
-    CUDA numbers what it sees from 0, whatever the driver calls the files: a container with the
+    CUDA numbers visible GPUs from 0, whatever the driver calls the files: a container with the
     host's third GPU alone has a file nvidia2 and a GPU 0.
 
     Args:
@@ -175,10 +175,10 @@ def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) 
 def wants_gpu(
     name: str | None, environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER
 ) -> bool:
-    """Whether a process with this ``device`` key will compute on any GPU that there is.
+    """Return whether a process with this ``device`` key will compute on any GPU of the host.
 
     Args:
-        name: as configured; ``None`` takes what is there. ``cuda:N`` has chosen already.
+        name: as configured; ``None``: detected. ``cuda:N`` names one already.
     """
     if name is None or name == "auto":
         there = bool(gpu_numbers(environment, devices))

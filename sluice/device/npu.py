@@ -8,7 +8,6 @@ Nothing here was ever run on an NPU; ``docs/npu.md`` lists what a stand-in has s
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -41,19 +40,14 @@ class _NpuRuntime(Protocol):
     def is_bf16_supported(self) -> bool: ...
 
 
-def is_installed() -> bool:
-    """Whether the package is there; says nothing about hardware. Imports nothing."""
-    return importlib.util.find_spec(_PACKAGE) is not None
-
-
 def hccl_options(config: Mapping[str, int]) -> object | None:
-    """What HCCL is to do otherwise in one group alone; for the second argument of its creator.
+    """Return HCCL's options for one group, the second argument of its creator.
 
     Args:
         config: HCCL's own names, such as ``hccl_buffer_size`` (MB); see `hccl_group_config`.
 
     Returns:
-        ``None`` where nothing is asked for, or torch_npu has no such options: its defaults hold.
+        ``None`` for an empty `config`, or if torch_npu has no such options: its defaults hold.
     """
     if not config:
         return None
@@ -112,17 +106,17 @@ class NpuDevice:
         self._runtime.synchronize(self._index)
 
     def memory_info(self) -> MemoryInfo:
-        """As the driver reports it: other processes' memory counts as used."""
+        """Return what the driver reports: other processes' memory counts as used."""
         free, total = self._runtime.mem_get_info(self._index)
         return MemoryInfo(free_bytes=free, total_bytes=total)
 
     def empty_cache(self) -> None:
-        """Give memory that torch_npu keeps but nobody uses back to the driver."""
+        """Return unused memory that torch_npu keeps to the driver."""
         self.set_device()
         self._runtime.empty_cache()
 
     def supports_bfloat16(self) -> bool:
-        """As torch_npu says: Atlas A2 and later do, the 310P and the first 910 do not."""
+        """Return what torch_npu reports: Atlas A2 and later do, 310P and the first 910 do not."""
         return bool(self._runtime.is_bf16_supported())
 
 

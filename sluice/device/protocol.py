@@ -1,4 +1,4 @@
-"""What sluice needs of an accelerator, and which collectives its kind has. Loads no torch."""
+"""The protocol of an accelerator, and the collectives of each kind. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Memory of one device in bytes. `free_bytes` is what a new allocation could still get."""
+    """Memory of one device in bytes. `free_bytes` is what a new allocation can still get."""
 
     free_bytes: int
     total_bytes: int
@@ -22,8 +22,8 @@ class MemoryInfo:
 class Device(Protocol):
     """One device of one kind. Constructing it checks that the hardware can be used.
 
-    What `set_device` makes current is so for the calling thread only: a thread that starts
-    collectives or kernels calls it first. What the CPU sets beside it holds for the process.
+    `set_device` makes a device current for the calling thread only: a thread that starts
+    collectives or kernels calls it first. The CPU's settings hold for the whole process.
     """
 
     @property
@@ -38,12 +38,12 @@ class Device(Protocol):
 
     @property
     def visible_devices_variable(self) -> str | None:
-        """The environment variable that says which ones a process sees, if the kind has one."""
+        """The environment variable that limits the devices a process sees, if the kind has one."""
         ...
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors are put."""
+        """The device of tensors."""
         ...
 
     def set_device(self) -> None:
@@ -55,15 +55,15 @@ class Device(Protocol):
         ...
 
     def memory_info(self) -> MemoryInfo:
-        """Free and total memory, as the driver (or the kernel) reports it now."""
+        """Return free and total memory, as the driver (or the kernel) reports it now."""
         ...
 
     def empty_cache(self) -> None:
-        """Give memory that torch keeps but nobody uses back to the driver; none of the host's."""
+        """Return unused memory that torch keeps to the driver; the host keeps its own."""
         ...
 
     def supports_bfloat16(self) -> bool:
-        """Whether its kernels compute with bfloat16."""
+        """Return whether its kernels compute with bfloat16."""
         ...
 
 
@@ -71,23 +71,23 @@ BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """torch.distributed's backend by kind of device."""
 
 WITHOUT_GATHER = frozenset({"hccl"})
-"""Backends that refuse `gather`; an all-gather that all but one rank forget takes its place."""
+"""Backends that refuse `gather`. An all-gather replaces it; all ranks but one drop the result."""
 
 
 def rank_backends(kind: str) -> str:
-    """What `init_process_group` takes for ranks whose gradients are on devices of `kind`.
+    """Return what `init_process_group` takes for ranks whose gradients are on devices of `kind`.
 
-    Commands and metrics travel between CPUs, so that an accelerator's ranks have two backends.
+    Commands and metrics travel between CPUs, so an accelerator's ranks have two backends.
     """
     backend = BACKENDS[kind]
     return backend if kind == "cpu" else f"cpu:{BACKENDS['cpu']},{kind}:{backend}"
 
 
 def local_index(count: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Which of `count` visible devices is this process's own, if nobody says.
+    """Return which of `count` visible devices is this process's own, if no index is configured.
 
-    Ranks that torchrun starts on one machine all see all devices, and are told apart by LOCAL_RANK;
-    a launcher that hands out devices leaves one to be seen.
+    Ranks that torchrun starts on one machine see all devices and have different LOCAL_RANKs; a
+    launcher that assigns devices makes only one visible.
     """
     rank = environment.get("LOCAL_RANK", "")
     return int(rank) if rank.isdecimal() and int(rank) < count else 0

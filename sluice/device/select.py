@@ -1,4 +1,4 @@
-"""Choosing a device by name, or the best one there is."""
+"""Choose a device by name, or the best one that the host has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from sluice.device.cpu import CpuDevice
 from sluice.device.cuda import CudaDevice
-from sluice.device.npu import NpuDevice, is_installed
+from sluice.device.host import has_torch_npu
+from sluice.device.npu import NpuDevice
 from sluice.device.protocol import Device
 from sluice.errors import ConfigError
 
@@ -18,7 +19,7 @@ _NAME = re.compile(r"(?P<kind>cpu|cuda|npu)(?::(?P<index>\d+))?")
 
 
 def select_device(name: str | None = None) -> Device:
-    """The device called `name`; for ``None`` or ``auto`` the first NPU, else GPU, else the CPU.
+    """Return the device called `name`; for ``None`` or ``auto`` the first NPU, else GPU, else CPU.
 
     Args:
         name: ``auto``, ``cpu``, ``cuda``, ``cuda:N``, ``npu`` or ``npu:N``; N counts the visible
@@ -43,7 +44,7 @@ def select_device(name: str | None = None) -> Device:
 
 
 def _detect() -> Device:
-    if is_installed():
+    if has_torch_npu():
         try:
             return NpuDevice()
         except ConfigError as error:
@@ -54,7 +55,7 @@ def _detect() -> Device:
 
 
 def transfer_device(name: str | None, backend: str | None) -> Device:
-    """The device that weights travel from: the trainer's own, or the CPU for ``gloo``.
+    """Return the device that weights are sent from: the trainer's own, or the CPU for ``gloo``.
 
     Args:
         name: as for `select_device`.
@@ -68,7 +69,7 @@ def transfer_device(name: str | None, backend: str | None) -> Device:
     device = select_device(name)
     if backend is not None and backend != device.collective_backend:
         raise ConfigError(
-            f"sluice.weights.backend={backend}: {device.name} speaks {device.collective_backend}; "
+            f"sluice.weights.backend={backend}: {device.name} uses {device.collective_backend}; "
             "use that, gloo, or leave it out"
         )
     return device

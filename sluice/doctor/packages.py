@@ -192,8 +192,9 @@ def asked_extras(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"sluice.{kind}.endpoint.metrics_port", "metrics"
     if services.dashboard.port is not None:
         yield "sluice.dashboard.port", "dashboard"
-    if services.telemetry.traces.endpoint is not None:
-        yield "sluice.telemetry.traces.endpoint", "traces"
+    for destination in ("endpoint", "file"):
+        if getattr(services.telemetry.traces, destination) is not None:
+            yield f"sluice.telemetry.traces.{destination}", "traces"
     if "math_verify" in config.reward.scorer_routes.values():
         yield "reward.scorer_routes = math_verify", "math-verify"
 

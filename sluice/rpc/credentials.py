@@ -24,6 +24,7 @@ from sluice.config.schema.security import SecurityConfig
 from sluice.config.schema.service import EndpointConfig
 from sluice.security.certificates import SOON, ends_of_validity
 from sluice.security.token_file import GivenToken, TokenFile, TokenSource
+from sluice.types import TransferCertificates
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,18 @@ class Credentials:
     def for_channel(self) -> grpc.ChannelCredentials:
         """Return the credentials of a channel with TLS."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+
+    def for_transfers(self) -> TransferCertificates | None:
+        """The same certificates for the rendezvous store of weight transfers; None without TLS."""
+        if not self.is_encrypted:
+            return None
+        return TransferCertificates(
+            authority=self.authority,
+            certificate=self.certificate,
+            key=self.key,
+            asks_certificate=self.asks_certificate,
+            server_name=self.server_name,
+        )
 
 
 OPEN = Credentials()

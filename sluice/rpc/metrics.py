@@ -23,18 +23,11 @@ from sluice.concurrency.watchdog import still_seconds
 from sluice.config.addresses import advertised_host, is_loopback, join_host_port
 from sluice.config.schema.service import EndpointConfig, ServiceConfig
 from sluice.rpc.credentials import CERTIFICATE_ENDS
-from sluice.rpc.ports import bound_socket
+from sluice.rpc.ports import check_bindable
 from sluice.rpc.status import QUOTA_REFUSALS, RPC_ERRORS
 from sluice.telemetry.instruments import process
 from sluice.telemetry.metrics import InstrumentReading
-from sluice.telemetry.metrics_page import (
-    CONTENT_TYPE,
-    PATH,
-    Exposition,
-    MetricsServer,
-    ask_loop,
-    scrape_target,
-)
+from sluice.telemetry.metrics_page import PATH, MetricsPage, ask_loop, scrape_target
 from sluice.telemetry.process import (
     SPANS,
     TELEMETRY_CPU,
@@ -124,11 +117,9 @@ def served_metrics(
         return
     run_dir = Path(service.run_dir)
     disk = DiskSpace(run_dir)
-    page = _Page(asyncio.get_running_loop(), read, who, disk)
-    exposition = Exposition(page.readings)
-    listening = bound_socket(endpoint.host, endpoint.metrics_port)
-    server = MetricsServer(exposition.page, CONTENT_TYPE, listening)
-    server.start()
+    readings = _Page(asyncio.get_running_loop(), read, who, disk).readings
+    check_bindable(endpoint.host, endpoint.metrics_port)
+    server = MetricsPage(readings, endpoint.host, endpoint.metrics_port)
     disk.start()
     address = join_host_port(advertised_host(endpoint), server.port)
     _announce(endpoint.host, address)
@@ -137,7 +128,7 @@ def served_metrics(
         with scrape_target(run_dir, who.name, address, labels):
             yield
     finally:
-        server.stop()
+        server.close()
         disk.stop()
 
 

@@ -1,4 +1,4 @@
-"""Log lines every service writes alike: time, level, service, message."""
+"""Log lines of one form for every service: time, level, service, message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def configure_logging(service: str, level: str) -> None:
-    """Sends log lines to standard error, marked with the service's name."""
+    """Send log lines to standard error, marked with the service's name."""
     marked = service.replace("%", "%%")
     form = f"%(asctime)s %(levelname)-7s {marked} %(name)s: %(message)s"
     handler = logging.StreamHandler(sys.stderr)

@@ -1,5 +1,5 @@
-"""Instruments that Prometheus may read: declared once with their unit; counters and histograms
-behind them.
+"""Metrics that Prometheus may read, each declared once with its unit, and counters and histograms
+of their values. Nothing here needs prometheus_client.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from itertools import accumulate
 
 
 class EventCounts:
-    """Counts since the process's start; any thread may add."""
+    """Counts since the process's start. Any thread may add."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, ...]] = Counter()
 
     def add(self, *labels: str, count: int = 1) -> None:
-        """So many more events of this kind; there must be few kinds in all."""
+        """Count events of one kind, named by labels; there must be few kinds in all."""
         with self._lock:
             self._counts[labels] += count
 
     def counts(self) -> Mapping[tuple[str, ...], int]:
-        """Events so far, by kind."""
+        """Return the events so far, by kind."""
         with self._lock:
             return dict(self._counts)
 
@@ -47,15 +47,16 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many values came."""
+        """Return the number of values."""
         return self.cumulative[-1][1]
 
 
 class Histogram:
-    """Counts values by size, since its start.
+    """Counts of values by size.
 
     Args:
-        bounds: upper bounds of the buckets (inclusive), rising; one without end is added.
+        bounds: upper bounds of the buckets (inclusive), rising; one without an upper bound is
+        added.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -64,18 +65,18 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """A value came, `count` times."""
+        """Count a value `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._total += value * count
 
     def distribution(self) -> Distribution:
-        """What came so far."""
+        """Return what was counted so far."""
         bounds = (*self._bounds, math.inf)
         return Distribution(tuple(zip(bounds, accumulate(self._counts), strict=True)), self._total)
 
 
 class InstrumentKind(StrEnum):
-    """What may be done with a metric: a counter never falls within the life of what it counts."""
+    """Kinds of metrics. A counter never falls while the thing that it counts lives."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -93,8 +94,8 @@ class Instrument:
         meaning: one sentence.
         labels: names of its labels, in order.
         bounds: of a histogram's buckets.
-        may_restart: what a counter counts may begin anew while the process lives; then it falls to
-            what was counted since, from which Prometheus sees that it did.
+        may_restart: the thing that a counter counts may restart while this process lives; then the
+            counter falls to what was counted since, which shows the restart to Prometheus.
     """
 
     name: str
@@ -106,14 +107,14 @@ class Instrument:
     may_restart: bool = False
 
     def at(self, value: float | Distribution, *labels: str) -> InstrumentReading:
-        """It stands at `value`, for these values of its labels."""
+        """Return a reading of `value` for these values of its labels."""
         if len(labels) != len(self.labels):
             raise ValueError(f"{self.name}: {len(labels)} labels given, {self.labels} wanted")
         return InstrumentReading(self, value, labels)
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names that a query can use: a histogram has three."""
+        """Return the names that a query can use: a histogram has three."""
         if self.kind is not InstrumentKind.HISTOGRAM:
             return (self.name,)
         return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
@@ -131,15 +132,15 @@ class InstrumentReading:
 def counter(
     name: str, unit: str, meaning: str, *labels: str, may_restart: bool = False
 ) -> Instrument:
-    """A count since the process's start, or since what it counts began."""
+    """Declare a count since the process's start, or since the start of the thing that it counts."""
     return Instrument(name, InstrumentKind.COUNTER, unit, meaning, labels, may_restart=may_restart)
 
 
 def gauge(name: str, unit: str, meaning: str, *labels: str) -> Instrument:
-    """A value that rises and falls."""
+    """Declare a value that rises and falls."""
     return Instrument(name, InstrumentKind.GAUGE, unit, meaning, labels)
 
 
 def histogram(name: str, unit: str, meaning: str, bounds: tuple[float, ...]) -> Instrument:
-    """How often values of each size came."""
+    """Declare how often values of each size occurred."""
     return Instrument(name, InstrumentKind.HISTOGRAM, unit, meaning, (), bounds)

@@ -1,6 +1,4 @@
-"""What a process measures of itself: its age, the cost of its telemetry, space in the run's
-folder.
-"""
+"""Measurements of this process: its age, the cost of its telemetry, space in the run's folder."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ _STARTED_FIELD = 19  # of what follows the command's name; proc(5) counts it as 
 
 
 def process_age_s() -> float:
-    """Seconds since the process started.
+    """Return the seconds since the process started.
 
-    Linux tells the start in ticks of a hundredth of a second; elsewhere, and where /proc cannot be
-    read, time counts from the import of this module.
+    Linux reports the start in ticks of a hundredth of a second; elsewhere, and where /proc cannot
+    be read, time counts from the import of this module.
     """
     try:
         stat = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace")
@@ -33,29 +31,26 @@ def process_age_s() -> float:
         return time.monotonic() - _IMPORTED_S
 
 
-# What telling about a run costs this process: CPU of the threads that do it, and spans.
-#
-# Recording a span takes a few microseconds in whichever thread works, which is too little to be
-# timed each time; `benchmarks/span_cost.py` measures it. Threads of libraries (gRPC's, for one)
-# do not count.
-
-
 class TelemetryPart(StrEnum):
-    """What telemetry does."""
+    """The work of telemetry."""
 
     SPANS = "spans"
     SCRAPES = "scrapes"
 
 
 class SpanOutcome(StrEnum):
-    """What became of a span that was recorded."""
+    """The outcome of a recorded span."""
 
     SENT = "sent"
     DROPPED = "dropped"
 
 
 class _CpuSeconds:
-    """CPU seconds by part; any thread may charge its own."""
+    """CPU seconds by part. Any thread may charge its own.
+
+    Threads of libraries, such as gRPC's, do not count; nor does recording a span, which is too
+    short to be timed each time: `benchmarks/span_cost.py` measures it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,7 +58,7 @@ class _CpuSeconds:
 
     @contextmanager
     def charged(self, part: TelemetryPart) -> Iterator[None]:
-        """What this thread computes inside counts for `part`. Must not be nested."""
+        """Charge what this thread computes inside the block to `part`. Do not nest blocks."""
         began_s = time.thread_time()
         try:
             yield
@@ -73,22 +68,14 @@ class _CpuSeconds:
                 self._seconds[part] += spent_s
 
     def seconds(self) -> Mapping[TelemetryPart, float]:
-        """CPU seconds so far."""
+        """Return the CPU seconds so far."""
         with self._lock:
             return dict(self._seconds)
 
 
 TELEMETRY_CPU = _CpuSeconds()
 SPANS = EventCounts()
-"""By `SpanFate`, for each exporter that a span goes to."""
-
-
-# How much room a folder's file system has, read by a thread that may hang without anybody else.
-#
-# Consumes: nothing. Waits for: the file system, which may be mounted from a machine that is
-# gone, and the next look. Unblocked by: its answer; `stop`, between two looks. Produces: the
-# last reading. On failure: there is none. On shutdown: a thread that hangs ends with the
-# process.
+"""By `SpanOutcome`, for each destination of a span."""
 
 
 _INTERVAL_S = 10.0
@@ -96,14 +83,17 @@ _FIRST_LOOK_S = 0.5
 
 
 class DiskCapacity(NamedTuple):
-    """Bytes of a file system: free for this user, and in all."""
+    """Bytes of a file system: free for this user, and in total."""
 
     free_bytes: int
     size_bytes: int
 
 
 class DiskSpace:
-    """Looks now and then, from its start on.
+    """The space of a folder's file system, read at intervals by a thread of its own.
+
+    The file system may be mounted from a machine that is gone, and the read hang: then only this
+    thread hangs, and ends with the process.
 
     Args:
         folder: any folder of the file system.
@@ -117,17 +107,17 @@ class DiskSpace:
         self._thread = threading.Thread(target=self._look, name="disk space", daemon=True)
 
     def start(self) -> None:
-        """Looks from here on."""
+        """Start to look."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Looks no more; waits for nothing."""
+        """Stop looking; wait for nothing."""
         self._is_stopped.set()
 
     def capacity(self) -> DiskCapacity | None:
-        """What the last look found; ``None`` without such a folder, or before the first answer.
+        """Return what the last look found; ``None`` without such a folder, or before an answer.
 
-        Waits for the first answer half a second at most, and for later ones not at all.
+        It waits half a second at most for the first answer, and never for a later one.
         """
         self._has_looked.wait(_FIRST_LOOK_S)
         return self._capacity

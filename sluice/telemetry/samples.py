@@ -21,12 +21,11 @@ _MIB = 1 << 20
 
 
 class SampleArchive:
-    """Appends lines and deletes the oldest.
+    """Files of lines, of bounded size together; the oldest are deleted.
 
     Args:
-        folder: made when the first line is written.
-        most_bytes: of all files together; what one line is longer than an eighth of it comes on
-            top.
+        folder: made with the first line.
+        most_bytes: of all files together; a line longer than an eighth of it may exceed it.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
@@ -36,7 +35,7 @@ class SampleArchive:
         self._size = 0
 
     def append(self, lines: Iterable[bytes]) -> None:
-        """Writes lines, each without its newline; holds few of them at a time.
+        """Write lines, each without its newline; hold few of them at a time.
 
         Raises:
             OSError: the folder cannot be written.
@@ -75,13 +74,13 @@ class SampleArchive:
 
 
 def archive_files(folder: Path) -> list[Path]:
-    """The files of an archive, oldest first; none if there is no such folder."""
+    """Return the files of an archive, oldest first; none if there is no such folder."""
     found = [path for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit()]
     return sorted(found, key=lambda path: int(path.stem))
 
 
 def mib(number: int) -> int:
-    """Bytes of so many MiB."""
+    """Return the bytes of that many MiB."""
     return number * _MIB
 
 
@@ -92,13 +91,13 @@ class SampledResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """One response.
 
     Args:
-        text: what was generated; the middle of a long one is left out, see `shortened_middle`.
+        text: the response; the middle of a long one is left out, see `shortened_middle`.
         tokens: its length.
         finish: why it ended, a `FinishReason`.
         score: the scorer's number; null without one.
         reward: the score with its shaping.
         failure: why there is no score; empty if there is one.
-        versions: oldest and newest policy version that drew a token; null if there is none.
+        versions: oldest and newest policy version that sampled a token; null if there is none.
         metrics: further numbers of the scorer.
     """
 
@@ -123,8 +122,8 @@ class SampledGroup(msgspec.Struct, frozen=True, omit_defaults=True):
         prompt: the text of all turns.
         step: that trained it; null for others.
         ground_truth: what the scorer compared with.
-        data_source: what the prompt was taken from.
-        replicas: who generated it, in the order first asked.
+        data_source: of the prompt.
+        replicas: that generated it, in the order in which they were first asked.
         responses: in the order of samples; none if nothing was graded.
     """
 
@@ -151,7 +150,7 @@ def sampled_group(
     replicas: list[str],
     most_chars: int,
 ) -> SampledGroup:
-    """What the archive keeps of a group.
+    """Return the archive's record of a group.
 
     Args:
         graded: its samples with their outcomes; ``None`` if there are none.
@@ -173,7 +172,7 @@ def sampled_group(
 
 
 def shortened_middle(text: str, most_chars: int) -> str:
-    """`text`, or of a longer one its beginning and its end, with a mark that counts the rest.
+    """Return `text`; of a longer one the beginning and the end, with a mark that counts the rest.
 
     The end gets a quarter: a response's answer is usually there.
     """
@@ -231,12 +230,12 @@ class DumpedSample:
 
 
 def dump_text(samples: Iterable[DumpedSample], step: int) -> str:
-    """The file's content. What is no number becomes null, what JSON lacks its text."""
+    """Return the file's content. NaN and infinity become null, types that JSON lacks their text."""
     return "".join(_line(sample, step) + "\n" for sample in samples)
 
 
 def write_dump(folder: Path, samples: Iterable[DumpedSample], step: int) -> Path:
-    """Write ``<folder>/<step>.jsonl``, replacing it whole; the folder is made.
+    """Write ``<folder>/<step>.jsonl``, replacing a whole file at once; make the folder.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.

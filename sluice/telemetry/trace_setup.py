@@ -1,4 +1,4 @@
-"""Whether this process is traced and where its spans go, as the run is configured."""
+"""Trace this process as the run is configured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
-from sluice.telemetry.span_export import Exporter, SpanFile, SpanQueue
 from sluice.telemetry.tracing import TRACER, Attributes
 
 logger = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ _SHARE_OF_GRACE, _MOST_CLOSING_S = 0.2, 3.0
 
 @contextmanager
 def traced_process(config: RunConfig, service: str, instance: str) -> Iterator[None]:
-    """Inside, this process records spans if the run is traced.
+    """Record this process's spans inside the block, if the run is traced.
 
     At the end the last ones get a share of `sluice.shutdown_grace_s`, and never more than a few
     seconds.
@@ -33,42 +32,38 @@ def traced_process(config: RunConfig, service: str, instance: str) -> Iterator[N
         instance: this process's name in the run.
 
     Raises:
-        ConfigError: the collector's address is none, or OpenTelemetry's packages are missing.
+        ConfigError: the collector's address is not one, or OpenTelemetry's packages are missing.
     """
-    exporters = _exporters(config, _resource(config, service, instance))
-    if not exporters:
+    traces = config.sluice.telemetry.traces
+    if not (traces.file or traces.endpoint):
         yield
         return
-    queues = [SpanQueue(exporter) for exporter in exporters]
-    traces = config.sluice.telemetry.traces
-    TRACER.start(queues, traces.sample_ratio, follows_callers=traces.follow_callers)
-    logger.info("spans go to %s", " and ".join(exporter.destination for exporter in exporters))
+    # Only here: without tracing no process loads OpenTelemetry, which may not be installed.
+    from sluice.telemetry import otel
+
+    queues = []
+    if traces.file:
+        path = Path(config.sluice.run_dir) / traces.file
+        queues.append(otel.file_queue(path, traces.file_mb << 20))
+    if traces.endpoint:
+        queues.append(otel.collector_queue(collector_url(traces.endpoint)))
+    recorder = otel.OtelRecorder(_resource(config, service, instance), queues)
+    TRACER.start(recorder, traces.sample_ratio, follows_callers=traces.follow_callers)
+    logger.info("spans go to %s", " and ".join(queue.destination for queue in queues))
     try:
         yield
     finally:
         TRACER.stop()
         seconds = min(_SHARE_OF_GRACE * config.sluice.shutdown_grace_s, _MOST_CLOSING_S)
         for queue in queues:
-            queue.close(seconds / len(queues))
-
-
-def _exporters(config: RunConfig, resource: Attributes) -> list[Exporter]:
-    traces, found = config.sluice.telemetry.traces, list[Exporter]()
-    if traces.file:
-        path, most_bytes = Path(config.sluice.run_dir) / traces.file, traces.file_mb << 20
-        found.append(SpanFile(path, resource, most_bytes))
-    if traces.endpoint:
-        from sluice.telemetry.otlp_export import OtlpSpans
-
-        found.append(OtlpSpans(collector_url(traces.endpoint), resource))
-    return found
+            queue.writer.close(seconds / len(queues))
 
 
 def collector_url(endpoint: str) -> str:
-    """The collector's address, whole: without a scheme it is plain, without a port OTLP's.
+    """Complete a collector's address: no scheme means no TLS, no port means OTLP's port.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: it is not an address.
     """
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
     try:
@@ -78,7 +73,7 @@ def collector_url(endpoint: str) -> str:
         parts, port = urlsplit(""), 0
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
         raise ConfigError(
-            f"{_ENDPOINT} = {endpoint!r}: no address of a collector; use http://host:port, or "
+            f"{_ENDPOINT} = {endpoint!r}: not the address of a collector; use http://host:port, or "
             "https://host:port for TLS"
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -86,7 +81,7 @@ def collector_url(endpoint: str) -> str:
 
 
 def _resource(config: RunConfig, service: str, instance: str) -> Attributes:
-    """By OpenTelemetry's semantic conventions for resources."""
+    """Return this process's attributes by OpenTelemetry's conventions for resources."""
     return {
         "service.name": f"sluice-{service}",
         "service.namespace": config.trainer.project_name,

@@ -1,5 +1,10 @@
-"""Spans of this process: their names, their parents across processes, and whether they are
-recorded.
+"""Name spans, choose which traces are recorded, and find a span's parent across processes.
+
+Nothing here imports OpenTelemetry. While tracing is off, which is the default, every function
+returns `NOTHING`, a span that keeps nothing. `sluice.telemetry.otel` turns it on.
+
+The current span is a context variable: tasks inherit it from their parent. Enter a span in
+coroutines and functions only; an asynchronous generator would leave its own to its consumer.
 """
 
 from __future__ import annotations
@@ -13,6 +18,15 @@ from contextvars import ContextVar, Token
 from enum import IntEnum, StrEnum
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
+
+TRACE_BITS, SPAN_BITS = 128, 64
+_LONGEST_HEADER = 256
+_SAMPLED = 1
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+# Not the interpreter's own generator: runs seed that one to be repeatable.
+RANDOM = random.Random()
+
+Attributes = Mapping[str, str | int | float | bool]
 
 
 class SpanName(StrEnum):
@@ -33,7 +47,7 @@ class SpanName(StrEnum):
     SAMPLE = "sample"
     RECEIVE_WEIGHTS = "receive weights"
     SWAP_WEIGHTS = "swap weights"
-    # A step's trace, in the trainer; the first two are in the prompts' traces as well.
+    # A step's trace, in the trainer; prompts' traces have the first two as well.
     TRAIN_STEP = "train step"
     PUBLISH = "publish"
     STEP = "step"
@@ -74,23 +88,10 @@ class SpanKind(IntEnum):
     CLIENT = 3
 
 
-# Which trace and span something belongs to, as it crosses processes: W3C Trace Context.
-#
-# https://www.w3.org/TR/trace-context/, version 00. `tracestate` is not carried on.
-
-_TRACE_BITS, _SPAN_BITS = 128, 64
-_LONGEST = 256
-_SAMPLED = 1
-_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-# Not the interpreter's own generator, which runs seed to be repeatable.
-_random = random.Random()
-
-
 class TraceContext(NamedTuple):
-    """A span as others name it: 128 bits of trace, 64 bits of span, neither 0.
+    """A span as other processes name it: 128 bits of trace, 64 bits of span, neither 0.
 
-    `is_sampled`: it is recorded, and so is what follows from it. A tuple, since one is made for
-    every span, in half the time of a frozen dataclass.
+    `is_sampled`: it is recorded, and so is every span below it.
     """
 
     trace_id: int
@@ -99,16 +100,18 @@ class TraceContext(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        """The header's value."""
+        """The value of W3C's header (https://www.w3.org/TR/trace-context/, version 00)."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.is_sampled:02x}"
 
 
 def parse_traceparent(value: object) -> TraceContext | None:
-    """The context in a header's value; ``None`` where it holds none, as the standard asks.
+    """Return the context in a header's value; ``None`` where it holds none, as W3C's standard asks.
 
-    Later versions may add fields after the four that are known, which are read all the same.
+    Later versions of the standard may add fields after the four that are known.
     """
-    found = _FORM.fullmatch(value) if isinstance(value, str) and len(value) <= _LONGEST else None
+    if not isinstance(value, str) or len(value) > _LONGEST_HEADER:
+        return None
+    found = _TRACEPARENT.fullmatch(value)
     if found is None:
         return None
     version, trace, span, flags, more = found.groups()
@@ -118,37 +121,31 @@ def parse_traceparent(value: object) -> TraceContext | None:
     return TraceContext(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
 
 
-def new_trace_id() -> int:
-    """A trace nobody has used before."""
-    return _random.getrandbits(_TRACE_BITS) or 1
-
-
-def new_span_id() -> int:
-    """A span nobody has used before in its trace."""
-    return _random.getrandbits(_SPAN_BITS) or 1
+def new_id(bits: int) -> int:
+    """Return a random id of a trace or a span; never 0, which is not valid."""
+    return RANDOM.getrandbits(bits) or 1
 
 
 def is_chosen(trace_id: int, ratio: float) -> bool:
-    """Whether a trace is among the share `ratio` that is recorded.
+    """Return whether a trace is among the share `ratio` that is recorded.
 
     Every process chooses alike: by the lower 64 bits, as OpenTelemetry's ``TraceIdRatioBased``.
     """
-    return (trace_id & (1 << _SPAN_BITS) - 1) < round(ratio * (1 << _SPAN_BITS))
+    return (trace_id & (1 << SPAN_BITS) - 1) < round(ratio * (1 << SPAN_BITS))
 
 
-# Spans of this process: what is timed, under which parent, and whether at all.
-#
-# Off, which is the default, every function here answers with `NOTHING`, a span that keeps
-# nothing, and no package of OpenTelemetry is imported. On, an ended span goes into the sinks'
-# queues, and nobody waits for it.
-#
-# The current span is a context variable: tasks inherit it from whoever starts them. Enter a span
-# in coroutines and functions only; an asynchronous generator would leave its own to its
-# consumer.
+class Moment(NamedTuple):
+    """A time by both clocks: nanoseconds since the epoch, and of the monotonic clock."""
 
-Attributes = Mapping[str, str | int | float | bool]
+    wall_ns: int
+    monotonic_ns: int
 
-_MAX_ERROR_CHARS = 500
+    @classmethod
+    def now(cls) -> Self:
+        """Return the present moment."""
+        return cls(time.time_ns(), time.monotonic_ns())
+
+
 _current: ContextVar[TraceContext | None] = ContextVar("span", default=None)
 _NO_ATTRIBUTES: Attributes = {}
 
@@ -156,27 +153,27 @@ _NO_ATTRIBUTES: Attributes = {}
 class Span:
     """A span that keeps nothing; `RecordedSpan` is one that is recorded.
 
-    `context` names it to others; ``None``: there is nothing to name.
+    `context` names it to other processes; ``None``: there is nothing to name.
     """
 
     __slots__ = ()
 
     @property
     def context(self) -> TraceContext | None:
-        """How others name it."""
+        """How other processes name it."""
         return None
 
     def set(self, attributes: Attributes) -> None:
-        """Adds attributes."""
+        """Add attributes."""
 
     def link(self, contexts: Sequence[TraceContext]) -> None:
-        """Adds links to spans of other traces."""
+        """Add links to spans of other traces."""
 
     def fail(self, error: str | None) -> None:
-        """Says what went wrong; ``None``: nothing did."""
+        """Note what went wrong; ``None``: nothing did."""
 
     def end(self) -> None:
-        """Ends it. Repeating it is harmless."""
+        """End it. Repeating it is harmless."""
 
     def __enter__(self) -> Self:
         return self
@@ -193,16 +190,8 @@ class Span:
 NOTHING = Span()
 
 
-class Sink(Protocol):
-    """Takes ended spans."""
-
-    def put(self, span: RecordedSpan) -> None:
-        """Takes one, at once."""
-        ...
-
-
-class _Within(Span):
-    """What happens inside belongs to `context`, which is recorded elsewhere or not at all."""
+class ContextSpan(Span):
+    """A span that another process records, or nobody; it is current inside its block."""
 
     __slots__ = ("_context", "_token")
 
@@ -212,6 +201,7 @@ class _Within(Span):
 
     @property
     def context(self) -> TraceContext:
+        """How other processes name it."""
         return self._context
 
     def __enter__(self) -> Self:
@@ -228,91 +218,17 @@ class _Within(Span):
             _current.reset(self._token)
 
 
-class Moment(NamedTuple):
-    """A time by both clocks: nanoseconds since the epoch, and of the monotonic clock."""
+class RecordedSpan(ContextSpan):
+    """A span that is recorded, from its creation until `end`.
 
-    wall_ns: int
-    monotonic_ns: int
-
-    @classmethod
-    def now(cls) -> Self:
-        """This one."""
-        return cls(time.time_ns(), time.monotonic_ns())
-
-
-class RecordedSpan(_Within):
-    """From its beginning until `end`; inside its block it is the current one.
-
-    An exception that leaves the block is its error.
-
-    Attributes:
-        name: what is timed.
-        parent_id: the span above it; ``None``: none is.
-        start_ns: since the epoch.
-        duration_ns: ``None`` until it has ended.
-        attributes: numbers and short texts.
-        links: spans of other traces.
-        error: what went wrong.
-
-    Args:
-        began: its beginning; ``None``: now.
+    An exception that leaves its block becomes its error.
     """
 
-    __slots__ = (
-        *("_began_ns", "_tracer", "attributes", "duration_ns", "error", "kind", "links", "name"),
-        *("parent_id", "start_ns"),
-    )
-
-    def __init__(
-        self,
-        tracer: Tracer,
-        name: SpanName,
-        context: TraceContext,
-        parent_id: int | None,
-        kind: SpanKind,
-        attributes: Attributes,
-        began: Moment | None = None,
-    ) -> None:
-        super().__init__(context)
-        self._tracer, self.name, self.parent_id, self.kind = tracer, name.value, parent_id, kind
-        self.attributes = dict(attributes)
-        self.links: tuple[TraceContext, ...] = ()
-        self.error: str | None = None
-        self.duration_ns: int | None = None
-        self.start_ns, self._began_ns = began or Moment.now()
-
-    def set(self, attributes: Attributes) -> None:
-        """Adds attributes."""
-        self.attributes.update(attributes)
-
-    def link(self, contexts: Sequence[TraceContext]) -> None:
-        """Adds links to spans of other traces."""
-        self.links = (*self.links, *contexts)
-
-    def fail(self, error: str | None) -> None:
-        """Says what went wrong; ``None``: nothing did."""
-        if error is not None:
-            self.error = error[:_MAX_ERROR_CHARS]
-
-    def end(self) -> None:
-        """Ends it. Repeating it is harmless."""
-        if self.duration_ns is None:
-            self.duration_ns = time.monotonic_ns() - self._began_ns
-            self._tracer.ended(self)
+    __slots__ = ()
 
     def again_under(self, parent: TraceContext, attributes: Attributes) -> None:
-        """Records the same stretch of time, once it has ended, in another trace; linked to this."""
-        copy = RecordedSpan(
-            self._tracer,
-            SpanName(self.name),
-            TraceContext(parent.trace_id, new_span_id(), is_sampled=True),
-            parent.span_id,
-            self.kind,
-            attributes,
-        )
-        copy.start_ns, copy.duration_ns = self.start_ns, self.duration_ns or 0
-        copy.error, copy.links = self.error, (self._context,)
-        self._tracer.ended(copy)
+        """Record the same stretch of time, once it has ended, in another trace; link it to this."""
+        raise NotImplementedError
 
     def __exit__(
         self,
@@ -328,30 +244,64 @@ class RecordedSpan(_Within):
         self.end()
 
 
+class Recorder(Protocol):
+    """Records the spans of chosen traces."""
+
+    def begin(
+        self,
+        name: SpanName,
+        parent: TraceContext | None,
+        kind: SpanKind,
+        attributes: Attributes,
+        *,
+        trace_id: int = 0,
+        began: Moment | None = None,
+    ) -> RecordedSpan:
+        """Begin a span.
+
+        Args:
+            name: what is timed.
+            parent: the span above it; ``None``: it is the first of its trace.
+            kind: its side of a call.
+            attributes: known at its beginning.
+            trace_id: of the trace that it is the first of.
+            began: its beginning; ``None``: now.
+        """
+        ...
+
+
 class Tracer:
-    """Begins spans, if this process is traced, and hands ended ones on."""
+    """Begins spans if this process is traced.
+
+    Sampling is decided at the head of a trace: a span below one that is not recorded costs a
+    comparison here and never reaches the recorder.
+    """
 
     def __init__(self) -> None:
-        self._sinks: tuple[Sink, ...] = ()
-        self._sample_ratio, self._follows_callers = 0.0, True
+        self._recorder: Recorder | None = None
+        self._sample_ratio = 0.0
+        self._follows_callers = True
         self.is_on = False
 
     def start(
-        self, sinks: Sequence[Sink], sample_ratio: float, *, follows_callers: bool = True
+        self, recorder: Recorder, sample_ratio: float, *, follows_callers: bool = True
     ) -> None:
-        """From here on spans are recorded.
+        """Record spans from now on.
 
         Args:
-            sinks: get the spans.
+            recorder: records them.
             sample_ratio: share of the traces that are recorded.
             follows_callers: callers from outside decide about their traces, whatever the share.
         """
-        self._sinks, self._sample_ratio, self.is_on = tuple(sinks), sample_ratio, True
+        self._recorder = recorder
+        self._sample_ratio = sample_ratio
         self._follows_callers = follows_callers
+        self.is_on = True
 
     def stop(self) -> None:
-        """Nothing is recorded any more."""
-        self._sinks, self.is_on = (), False
+        """Record nothing from now on."""
+        self.is_on = False
+        self._recorder = None
 
     def stage(
         self,
@@ -359,7 +309,7 @@ class Tracer:
         attributes: Attributes = _NO_ATTRIBUTES,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
-        """A span below the current one; nothing where none is recorded."""
+        """Begin a span below the current one; `NOTHING` where that one is not recorded."""
         parent = _current.get() if self.is_on else None
         return NOTHING if parent is None else self.child(parent, name, attributes, kind)
 
@@ -370,11 +320,11 @@ class Tracer:
         attributes: Attributes = _NO_ATTRIBUTES,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
-        """A span below `parent`; nothing where that one is not recorded."""
-        if not (self.is_on and parent.is_sampled):
+        """Begin a span below `parent`; `NOTHING` where that one is not recorded."""
+        recorder = self._recorder
+        if not (self.is_on and parent.is_sampled) or recorder is None:
             return NOTHING
-        context = TraceContext(parent.trace_id, new_span_id(), is_sampled=True)
-        return RecordedSpan(self, name, context, parent.span_id, kind, attributes)
+        return recorder.begin(name, parent, kind, attributes)
 
     def past(
         self,
@@ -384,19 +334,18 @@ class Tracer:
         attributes: Attributes,
         error: str | None = None,
     ) -> None:
-        """Records a span below `parent` that ends now.
+        """Record a span below `parent` that ends now, if that one is recorded.
 
         Args:
-            parent: the span above it; where that one is not recorded, nothing is.
+            parent: the span above it.
             name: what was timed.
             began: its beginning.
             attributes: of it.
             error: what went wrong; ``None``: nothing did.
         """
-        if self.is_on and parent.is_sampled:
-            context = TraceContext(parent.trace_id, new_span_id(), is_sampled=True)
-            kind = SpanKind.INTERNAL
-            span = RecordedSpan(self, name, context, parent.span_id, kind, attributes, began)
+        recorder = self._recorder
+        if self.is_on and parent.is_sampled and recorder is not None:
+            span = recorder.begin(name, parent, SpanKind.INTERNAL, attributes, began=began)
             span.fail(error)
             span.end()
 
@@ -410,50 +359,44 @@ class Tracer:
         attributes: Attributes = _NO_ATTRIBUTES,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
-        """The first span of a trace in this process.
+        """Begin the first span of a trace in this process.
 
         Args:
             name: what is timed.
-            caller: whose trace is continued, as it is recorded or not; ``None``: one begins.
-            trace_id: of one that begins; ``None``: a random one.
-            is_always: one that begins is recorded, whatever share of the others is.
+            caller: continue its trace, recorded or not as the caller decided; ``None``: begin one.
+            trace_id: of the trace that begins; ``None``: a random one.
+            is_always: record the trace that begins, whatever the share of recorded traces.
             attributes: known at its beginning.
             kind: its side of a call.
         """
-        if not self.is_on:
+        recorder = self._recorder
+        if not self.is_on or recorder is None:
             return NOTHING
         if caller is not None:
             span = self.child(caller, name, attributes, kind)
-            return _Within(caller) if span is NOTHING else span
-        own_id = trace_id or new_trace_id()
-        is_recorded = is_always or is_chosen(own_id, self._sample_ratio)
-        context = TraceContext(own_id, new_span_id(), is_recorded)
-        if not is_recorded:
-            return _Within(context)
-        return RecordedSpan(self, name, context, None, kind, attributes)
+            return ContextSpan(caller) if span is NOTHING else span
+        own_id = trace_id or new_id(TRACE_BITS)
+        if is_always or is_chosen(own_id, self._sample_ratio):
+            return recorder.begin(name, None, kind, attributes, trace_id=own_id)
+        return ContextSpan(TraceContext(own_id, new_id(SPAN_BITS), is_sampled=False))
 
     def admitted(self, caller: TraceContext) -> TraceContext:
-        """The span of a caller from outside, recorded only if this process agrees."""
+        """Return the span of a caller from outside, recorded only if this process agrees."""
         if self._follows_callers or is_chosen(caller.trace_id, self._sample_ratio):
             return caller
         return TraceContext(caller.trace_id, caller.span_id, is_sampled=False)
 
     def within(self, context: TraceContext | None) -> Span:
-        """What happens inside belongs to `context`; ``None``: to whatever it belonged before."""
-        return NOTHING if context is None or not self.is_on else _Within(context)
+        """Make `context` the current span inside a block; ``None``: leave the current one."""
+        return NOTHING if context is None or not self.is_on else ContextSpan(context)
 
     def unrecorded(self) -> Span:
-        """Nothing that happens inside is recorded, here or by whoever is called."""
-        return self.within(TraceContext(new_trace_id(), new_span_id(), is_sampled=False))
+        """Record nothing inside a block, here or in the processes that are called."""
+        return self.within(TraceContext(new_id(TRACE_BITS), new_id(SPAN_BITS), is_sampled=False))
 
     def current(self) -> TraceContext | None:
-        """The span that is under way here, recorded or not; ``None``: none is."""
+        """Return the current span, recorded or not; ``None``: there is none."""
         return _current.get() if self.is_on else None
-
-    def ended(self, span: RecordedSpan) -> None:
-        """Takes on what has ended."""
-        for sink in self._sinks:
-            sink.put(span)
 
 
 TRACER = Tracer()

@@ -1,3 +1,7 @@
-"""The weight wire, both ends. A trainer's tensors come in; a version with verified digests goes
-out on every replica. One process group an epoch, given up at its first failure.
+"""Weights from the trainer into its replicas, bit for bit.
+
+`sender` and `receiver` are the two ends; both form a transfer `group` of one epoch, whose members
+meet at the `rendezvous` store, and run the loop of `transfer` over the layout of `plan`. Weights or
+a `snapshot` go in, whole or as a `sparse_update` coded by `delta`; a version whose `digest` equals
+the sender's comes out in staging memory. `backend` makes the process groups.
 """

@@ -1,5 +1,7 @@
-"""Process groups of Gloo, NCCL and HCCL that stand alone: neither torch's default group nor
-registered.
+"""Process groups of Gloo, NCCL and HCCL that are neither torch's default group nor registered.
+
+A process can hold any number of them, drop one and build the next; `init_process_group` allows
+neither.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ class Work(Protocol):
     """A collective that was started."""
 
     def is_completed(self) -> bool:
-        """Whether it ended, well or not."""
+        """Return whether it has ended, successfully or not."""
         ...
 
     def wait(self, timeout: timedelta = ...) -> bool:
-        """Raise ``RuntimeError`` if it failed; returns at once when it is completed.
+        """Raise ``RuntimeError`` if it failed; return at once when it is completed.
 
-        Gloo's also raises after `timeout` and leaves the collective as it is; those of other
-        backends give the collective up then.
+        After `timeout` Gloo's also raises, and leaves the collective as it is; those of other
+        backends then give the collective up.
         """
         ...
 
@@ -48,7 +50,7 @@ class ProcessGroup(Protocol):
         ...
 
     def abort(self) -> None:
-        """Free a communicator that hangs (NCCL, HCCL); Gloo ignores it."""
+        """Free a communicator that hangs (NCCL, HCCL). Gloo ignores it."""
         ...
 
 
@@ -71,21 +73,20 @@ class Membership:
 
     @property
     def timeout(self) -> timedelta:
-        """`timeout_s` as torch wants it."""
+        """Return `timeout_s` in the form that torch takes."""
         return timedelta(seconds=self.timeout_s)
 
 
-# A stand-alone group of HCCL, through the constructor that torch_npu registers with torch.
-#
-# torch_npu makes its backend known to torch when it is loaded, so that nothing of it is imported
-# here. What its groups do otherwise than NCCL's: the communicator is made by the first
-# collective; torch's `abort` does nothing, `abort_hccl_comm` does.
-
 _HCCL_POLL_S = 0.005
+_GROUP_POLL_S = 0.0005
+_LOOK_AGAIN = timedelta(milliseconds=20)
+_GLOO_LANES = 2
+"""Connections and threads that move bytes. Collectives take turns on them; with one lane rank 0
+copies everything to every member in one thread."""
 
 
 class _HcclBackend(Protocol):
-    """What is used of torch_npu's ProcessGroupHCCL."""
+    """The part of torch_npu's ProcessGroupHCCL that is used here."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> Work: ...
 
@@ -93,7 +94,12 @@ class _HcclBackend(Protocol):
 
 
 class HcclGroup:
-    """A formed group: every member was there and the communicator exists."""
+    """A formed group of HCCL: every member has come and the communicator exists.
+
+    torch_npu registers its constructor with torch when it is loaded; nothing of it is imported
+    here. Unlike in NCCL the first collective makes the communicator, and torch's `abort` does
+    nothing: `abort_hccl_comm` does.
+    """
 
     def __init__(self, backend: _HcclBackend) -> None:
         self._backend = backend
@@ -108,10 +114,10 @@ class HcclGroup:
 
 
 def create_hccl_group(membership: Membership) -> HcclGroup:
-    """Construct a group and its communicator; blocks until all members do the same.
+    """Construct a group and its communicator; block until all members do the same.
 
-    HCCL itself gives up after HCCL_CONNECT_TIMEOUT and 20 s (at least 140 s), whatever the
-    membership's timeout; whoever calls this must be able to leave it behind.
+    HCCL gives up only after HCCL_CONNECT_TIMEOUT and 20 s (at least 140 s), whatever the
+    membership's timeout. So the caller must be able to abandon the thread of this call.
 
     Raises:
         ConfigError: torch_npu is not loaded.
@@ -128,7 +134,7 @@ def create_hccl_group(membership: Membership) -> HcclGroup:
     group = HcclGroup(backend)
     try:
         _connect(group, membership)
-    except BaseException:  # nobody else knows of it, to free its communicator
+    except BaseException:  # only this function knows the group and can free its communicator
         group.abort()
         raise
     return group
@@ -146,7 +152,7 @@ def _options(membership: Membership) -> _DistributedBackendOptions:
 
 
 def _connect(group: HcclGroup, membership: Membership) -> None:
-    """One byte from rank 0 to all: what is wrong with HCCL's network shows in the formation."""
+    """Send one byte from rank 0 to all, so that faults of HCCL's network show in the formation."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
@@ -169,28 +175,11 @@ def _await(work: Work, timeout: timedelta) -> None:
     work.wait()
 
 
-# Process groups that stand alone: not torch's default group, not registered anywhere.
-#
-# A process can hold any number of them, drop one and build the next; `init_process_group` allows
-# neither. Groups of Gloo, NCCL and HCCL are made here and used the same way everywhere else.
-#
-# By torch's default a timeout of NCCL ends the process, which must outlive its transfer groups.
-# So ``TORCH_NCCL_ASYNC_ERROR_HANDLING=2`` is set before the first, unless the environment says
-# something else; for HCCL see `sluice.device.ascend_environment`.
-
-_GLOO_LANES = 2
-"""Of connections and threads that move bytes. Collectives take turns on them, and with one lane
-rank 0 copies everything to everybody in one thread."""
-
-_LOOK_AGAIN = timedelta(milliseconds=20)
-_GROUP_POLL_S = 0.0005
-
-
 def wait_a_little(work: Work, backend: str) -> None:
-    """Wait for a collective for some milliseconds at most; neither its end nor its error is told.
+    """Wait some milliseconds at most for a collective; report neither its end nor its error.
 
-    It returns at once when a collective of Gloo ends. Those of other backends are only looked at
-    now and then, since their wait with a timeout ends the collective.
+    The call returns at once when a collective of Gloo ends. It only polls those of other backends,
+    because their wait with a timeout gives the collective up.
     """
     if backend != "gloo":
         time.sleep(_GROUP_POLL_S)
@@ -200,7 +189,7 @@ def wait_a_little(work: Work, backend: str) -> None:
 
 
 def create_process_group(backend: str, membership: Membership) -> ProcessGroup:
-    """Construct a group; blocks until all members do the same or the timeout passes.
+    """Construct a group; block until all members do the same or the timeout passes.
 
     Raises:
         ConfigError: the backend is unknown or not in this build of torch.
@@ -215,8 +204,8 @@ def create_process_group(backend: str, membership: Membership) -> ProcessGroup:
 
 def _gloo(membership: Membership) -> ProcessGroup:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
-    # Bound to the address that reaches the rendezvous: Gloo's own choice is what the host's name
-    # resolves to, which on many machines and containers is not reachable or not loopback.
+    # Bind to the address that reaches the rendezvous. Gloo would take what the host's name resolves
+    # to, which peers of many machines and containers cannot reach.
     options._devices = [
         dist.ProcessGroupGloo.create_device(hostname=membership.local_address)
         for _ in range(_GLOO_LANES)
@@ -233,12 +222,13 @@ def _nccl(membership: Membership) -> ProcessGroup:
             f'collective backend "nccl": torch {torch.__version__} is built without NCCL; install '
             'a CUDA build, or use the device "cpu" with "gloo"'
         )
+    # By torch's default a timeout of NCCL ends the process, which must outlive its transfer groups.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = membership.timeout
     group = dist.ProcessGroupNCCL(membership.store, membership.rank, membership.world_size, options)
-    # Otherwise the communicator is only created by the first collective, and a missing member
-    # would show there instead of in the formation.
+    # Create the communicator now: otherwise a missing member would show in the first collective
+    # instead of in the formation.
     group.eager_connect_single_device(membership.device)
     return cast("ProcessGroup", group)
 

@@ -1,4 +1,21 @@
-"""Where two tensors of one shape and dtype differ, as bits."""
+"""The change of one bucket of weights in few bytes, bit for bit.
+
+A bucket's stretches of elements of one size are cut into blocks of `BLOCK_ELEMENTS`, so that memory
+beside the code stays small. A block is a header, the gaps between changed elements, their steps,
+and the values whose step does not fit a byte. A block that would be longer than its plain bytes
+holds these instead, so a code is never much longer than its bucket.
+
+Gaps: the gap of a position is the number of places skipped since the one before, in words of one or
+two bytes. The largest word skips that many places and marks none; it is repeated as often as it
+fits, and the rest marks a place. If a share p of places is marked, words of one byte cost at most
+about p + 1/255 bytes a place, words of two bytes 2p.
+
+Steps: an optimizer step moves most weights by one unit in the last place or by none, and the bits
+of neighbouring floating-point numbers are neighbouring integers. The step from old to new bits,
+modulo 2 to the number of bits (1, -1, 2, -2, ... become 1, 0, 3, 2, ...; 0 does not occur), is a
+byte if it fits; 255 means that the new bits follow whole. Everything compares bits, not numbers:
+NaN equals itself, and -0.0 differs from 0.0.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +35,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """int64 ``[changed]``, rising positions in the flattened tensors.
-
-    Bits are compared, not numbers: NaN equals itself, and -0.0 differs from 0.0.
+    """Return int64 ``[changed]``, rising positions in the flattened tensors where bits differ.
 
     Args:
         old: contiguous, any shape, any dtype of at most 8 bytes.
@@ -30,19 +45,12 @@ def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return (old.view(-1).view(bits) != new.view(-1).view(bits)).nonzero().view(-1)
 
 
-# Rising positions in few bytes: the gaps between them.
-#
-# The gap of a position is the number of places skipped since the one before. A gap is written in
-# words of one or two bytes: as often as it fits in, the largest word, which skips that many
-# places and marks none; then the rest, which marks a place. With a share p of places marked,
-# words of one byte cost about p + 1/255 bytes a place at most, words of two bytes 2p.
-
 Positions: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 
 def encode_gaps(positions: Positions) -> Words:
-    """The gaps of `positions` in words of the width that takes fewer bytes.
+    """Return the gaps of `positions` in words of the width that takes fewer bytes.
 
     Args:
         positions: int64 ``[marked]``, rising, none below 0.
@@ -57,7 +65,7 @@ def encode_gaps(positions: Positions) -> Words:
 
 
 def decode_gaps(words: Words, num_positions: int, length: int) -> Positions:
-    """The positions back, int64 ``[num_positions]``, rising and each in ``[0, length)``.
+    """Return the positions, int64 ``[num_positions]``, rising and each in ``[0, length)``.
 
     Raises:
         ValueError: the words do not mark `num_positions` places, or one beyond `length`.
@@ -84,26 +92,18 @@ def _words(gaps: Positions, width: type[np.uint8 | np.uint16]) -> Words:
     return words
 
 
-# New bits in few bytes: how far they are from the old ones, read as integers.
-#
-# An optimizer step moves most weights by one unit in the last place or by none, and the bits of
-# neighbouring floating-point numbers are neighbouring integers. The step from old to new bits
-# (modulo 2 to the number of bits; 1, -1, 2, -2, ... become 1, 0, 3, 2, ... less the 0 that never
-# occurs) is a byte if it fits; 255 says that the new bits follow as they are. Bits, not numbers:
-# NaN and -0.0 are like any others.
-
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 _WHOLE = 255
 
 
 def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
-    """The steps from `old` to `new`, unsigned of one width, ``[changed]``, nowhere equal.
+    """Return the steps from `old` to `new`, unsigned of one width, ``[changed]``, nowhere equal.
 
     Returns:
         uint8 ``[changed]``, and the new bits of those whose step is 255, in their order.
     """
-    step = new - old
+    step = new - old  # wraps around: a step back is more than half of the range
     backwards = step > np.iinfo(step.dtype).max // 2
     size = np.where(backwards, -step, step) - np.array(1, dtype=step.dtype)
     far = size > (_WHOLE - 2) // 2
@@ -113,7 +113,7 @@ def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
 
 
 def decode_steps(old: Bits, steps: NDArray[np.uint8], whole: Bits) -> Bits:
-    """The new bits.
+    """Return the new bits.
 
     Args:
         old: unsigned ``[changed]``.
@@ -132,21 +132,13 @@ def decode_steps(old: Bits, steps: NDArray[np.uint8], whole: Bits) -> Bits:
     return new
 
 
-# The change of one bucket, bit-exact: which elements differ from those before, and what they
-# are.
-#
-# The stretches of a bucket with elements of one size are cut into blocks of `BLOCK_ELEMENTS`, so
-# that memory beside the code itself is small. A block is a header, then its gaps (`gap_code`),
-# its steps (`step_code`) and the values that are no small steps. A block that would become
-# longer than its plain bytes holds these, so a code is never much longer than its bucket.
-
 BLOCK_ELEMENTS = 1 << 18
 
 ByteArray: TypeAlias = NDArray[np.uint8]
 
 
 class _Form(IntEnum):
-    """How a block is written; the number is that of a gap's bytes."""
+    """How a block is written; the value is the number of bytes of a gap word."""
 
     PLAIN = 0
     NARROW_GAPS = 1
@@ -169,17 +161,17 @@ class _Block:
     dtype: np.dtype[np.unsignedinteger[Any]]
 
     def of(self, content: ByteArray) -> Bits:
-        """A view of the block's elements in the bucket's bytes."""
+        """Return a view of the block's elements in the bucket's bytes."""
         return content[self.start : self.stop].view(self.dtype)
 
 
 def max_code_bytes(plan: TransferPlan, bucket: Bucket) -> int:
-    """What the longest code of a change of this bucket takes."""
+    """Return the bytes that the longest code of a change of this bucket takes."""
     return sum(_HEADER.size + block.stop - block.start for block in _blocks(plan, bucket))
 
 
 def encode_change(plan: TransferPlan, bucket: Bucket, old: ByteArray, new: ByteArray) -> ByteArray:
-    """The code from which, with `old`, `apply_change` makes `new`.
+    """Return the code from which `apply_change` makes `new` out of `old`.
 
     Args:
         old: uint8 ``[bucket.num_bytes]``, aligned to 16 bytes.
@@ -192,11 +184,12 @@ def encode_change(plan: TransferPlan, bucket: Bucket, old: ByteArray, new: ByteA
 
 
 def apply_change(plan: TransferPlan, bucket: Bucket, code: ByteArray, content: ByteArray) -> int:
-    """Change `content`, which holds the old bytes, into the new ones; the elements changed.
+    """Change `content`, which holds the old bytes, into the new ones; return the number of elements
+    changed.
 
     Raises:
-        ValueError: this is no code of a change of this bucket. Nothing outside `content` was
-            written, but what it holds then is neither the old nor the new.
+        ValueError: this is not the code of a change of this bucket. Nothing outside `content` was
+            written, but its own bytes are then neither the old nor the new ones.
     """
     rest, changed = code, 0
     for block in _blocks(plan, bucket):
@@ -218,7 +211,7 @@ def _blocks(plan: TransferPlan, bucket: Bucket) -> Iterator[_Block]:
 
 
 def _stretches(plan: TransferPlan, bucket: Bucket) -> Iterator[tuple[int, int, int]]:
-    """Start, stop and size of an element in bytes, for neighbours whose elements have one size."""
+    """Yield start, stop and bytes of an element, for neighbours with elements of one size."""
     start = stop = size = 0
     for piece in bucket.pieces:
         itemsize = torch_dtype(plan.tensors[piece.tensor].dtype).itemsize
@@ -244,21 +237,21 @@ def _encode(old: Bits, new: Bits) -> Iterator[ByteArray]:
 
 
 def _apply(code: ByteArray, elements: Bits) -> tuple[int, int]:
-    """Bytes of the code that belong to this block, and the elements changed."""
+    """Apply the next block; return the length of its code and the elements changed."""
     form, changed, num_gaps, num_whole = _HEADER.unpack(code[: _HEADER.size].tobytes())
     if form not in _Form.__members__.values():
-        raise ValueError(f"a block's header says form {form}")
+        raise ValueError(f"a block's header has form {form}")
     is_plain = form == _Form.PLAIN
-    gap_bytes = form * num_gaps
+    gap_bytes = form * num_gaps  # see `_Form`
     step_bytes = elements.nbytes if is_plain else changed
     length = _HEADER.size + gap_bytes + step_bytes + num_whole * elements.itemsize
     if max(changed, num_whole) > elements.size or length > min(
         code.size, _HEADER.size + elements.nbytes
     ):
-        raise ValueError(f"a block's header says {length} bytes, {code.size} are left")
+        raise ValueError(f"a block's header claims {length} bytes, {code.size} are left")
     if is_plain:
         if (changed, num_gaps, num_whole) != (elements.size, 0, 0):
-            raise ValueError(f"a plain block's header says {changed} of {elements.size} elements")
+            raise ValueError(f"a plain block's header claims {changed} of {elements.size} elements")
         elements[:] = code[_HEADER.size : length].view(elements.dtype)
         return length, changed
     gaps, steps, whole = np.split(code[_HEADER.size : length], [gap_bytes, gap_bytes + step_bytes])

@@ -1,11 +1,11 @@
-"""Digests of weights: what lets two processes prove that they hold the same model.
+"""Digests of weights, by which two processes prove that they hold the same model.
 
 A tensor's digest is XXH3-128 (the xxHash project's, seed 0, canonical big-endian bytes) over a
 header (name, dtype and shape as compact JSON, behind its length as a u64) and the tensor's bytes in
 row-major order. The digest of all weights is blake2b-128 over the (name, digest) pairs sorted by
 name, so it does not depend on the order of the wire. Both are independent of where the tensors
 live. XXH3 is faster than memory can be read and proof against faults: lost, mixed up or damaged
-bytes. It is no signature.
+bytes. It is not a signature.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WeightDigests:
 
     @cached_property
     def combined(self) -> str:
-        """Hex digest of all weights."""
+        """Return the hex digest of all weights."""
         hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
         named = zip((spec.name.encode() for spec in self.specs), self.tensors, strict=True)
         for name, digest in sorted(named):
@@ -45,7 +45,7 @@ class WeightDigests:
         return hasher.hexdigest()
 
     def differing(self, others: Sequence[bytes]) -> list[str]:
-        """Names of the tensors whose digest is another one in `others`, in the order of `specs`."""
+        """Return the names of tensors whose digest differs in `others`, in the order of `specs`."""
         return [
             spec.name
             for spec, ours, other in zip(self.specs, self.tensors, others, strict=True)
@@ -54,7 +54,7 @@ class WeightDigests:
 
 
 class StreamDigest:
-    """Takes the digests of all tensors from buckets as they pass.
+    """The digests of all tensors, computed from buckets as they pass.
 
     Each bucket is absorbed once, in the order of the plan. Hashing one while the next is on the
     wire hides the cost.
@@ -65,14 +65,14 @@ class StreamDigest:
         self._hashers = [xxhash.xxh3_128(_header(spec)) for spec in plan.tensors]
 
     def absorb(self, bucket: Bucket, content: torch.Tensor) -> None:
-        """Take in one bucket: `content` is uint8 ``[bucket.num_bytes]`` on the CPU."""
+        """Hash one bucket; `content` is uint8 ``[bucket.num_bytes]`` on the CPU."""
         received = content.numpy().data
         for piece in bucket.pieces:
             end = piece.bucket_start + piece.num_bytes
             self._hashers[piece.tensor].update(received[piece.bucket_start : end])
 
     def digests(self) -> WeightDigests:
-        """The digests; meaningful once every bucket was absorbed."""
+        """Return the digests; they are complete once every bucket was absorbed."""
         return WeightDigests(self._specs, tuple(hasher.digest() for hasher in self._hashers))
 
 

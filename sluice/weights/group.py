@@ -1,10 +1,10 @@
 """The transfer group of one epoch: formed once, used until its first failure, never repaired.
 
-Consumes: a `TransferGroupSpec`; then buckets, in the order of the plan, the same on all ranks.
-Waits for: all members (formation), then each collective; every wait is short and repeated.
-Unblocked by: completion, the spec's timeout, the caller's stop event, `abandon`.
-On failure: the group is abandoned. Its owner thread destroys it, which may take as long as the
-    pending operation's timeout; meanwhile that operation may still read and write its buffers.
+Input: a `TransferGroupSpec`; then buckets, in the order of the plan, the same on all ranks. It
+waits for all members (formation), then for each collective, in short repeated waits, which
+completion, the spec's timeout, the caller's stop event or `abandon` end. After a failure the group
+is abandoned. Its owner thread destroys it, which may take as long as the pending operation's
+timeout; meanwhile that operation may still read and write its buffers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sluice.weights.backend import (
     create_process_group,
     wait_a_little,
 )
-from sluice.weights.rendezvous import EpochStore, StoreLink, gather
+from sluice.weights.rendezvous import EpochStore, gather
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -44,11 +44,13 @@ _GRACE_S = 1.0
 class TransferGroup:
     """One epoch's process group, in which rank 0 sends.
 
-    `form`, `run` and `abandon` may be called from any thread; `post` and `settle` only inside a
-    call that `run` executes, that is in the group's owner thread.
+    Any thread may call `form`, `run` and `abandon`. Only a call that `run` executes, in the group's
+    owner thread, may call `post` and `settle`.
 
     Args:
-        names: who each rank is, for errors.
+        spec: the epoch and this member's rank.
+        names: of all ranks, for errors.
+        device: where collectives run.
     """
 
     def __init__(self, spec: TransferGroupSpec, names: Mapping[int, str], device: Device) -> None:
@@ -63,17 +65,17 @@ class TransferGroup:
 
     @property
     def peers(self) -> str:
-        """The other members, for errors: a failed collective does not tell which one failed."""
+        """Return the other members, for errors: a failed collective names nobody."""
         others = [name for rank, name in sorted(self._names.items()) if rank != self.spec.rank]
         return ", ".join(others)
 
     @property
     def is_usable(self) -> bool:
-        """Formed, and not abandoned."""
+        """Return whether it is formed and not abandoned."""
         return self._process_group is not None and self._abandoned is None
 
     def form(self, should_stop: threading.Event) -> None:
-        """Join the other members. Blocks up to the spec's timeout.
+        """Join the other members; block up to the spec's timeout.
 
         Raises:
             DeadlineError: members did not come; names them.
@@ -119,7 +121,7 @@ class TransferGroup:
             raise
 
     def post(self, wire: torch.Tensor) -> Work:
-        """Start the broadcast of one bucket: uint8 on the group's device. Does not block."""
+        """Start the broadcast of one bucket, uint8 on the group's device; do not wait for it."""
         if self._process_group is None:
             raise NotReadyError(f"the transfer group of epoch {self.spec.epoch} is not formed")
         options = dist.BroadcastOptions()
@@ -132,11 +134,11 @@ class TransferGroup:
             raise WeightSyncError(self.peers, "starting a collective", _summary(error)) from error
 
     def settle(self, work: Work, phase: str, item: str, should_stop: threading.Event) -> None:
-        """Wait until a started broadcast ended.
+        """Wait until a started broadcast has ended.
 
         Raises:
             WeightSyncError: it failed, made no progress within the timeout, or was stopped.
-                Names the peers, any of which may be the cause, and the bucket.
+                Names the peers (any of them may be the cause) and the bucket.
         """
         deadline = time.monotonic() + self.spec.timeout_s + _GRACE_S / 2
         stop_reason = self._stop_reason(should_stop)
@@ -153,9 +155,9 @@ class TransferGroup:
             raise WeightSyncError(self.peers, phase, f"{item}: {_summary(error)}") from error
 
     def abandon(self, reason: str) -> None:
-        """Give the group up. Returns at once; repeating it is harmless.
+        """Give the group up and return at once; repeating it is harmless.
 
-        A call in progress fails soon after. The group is destroyed in its owner thread.
+        A call in progress fails soon after. The owner thread destroys the group.
         """
         with self._lock:
             if self._abandoned is not None:
@@ -172,9 +174,8 @@ class TransferGroup:
     def _construct(self, phase: str, stop_reason: StopReason) -> None:
         spec = self.spec
         self.device.set_device()
-        link = StoreLink(spec, phase, stop_reason)
-        gather(link, spec, self._names)
-        self._store = EpochStore(link, spec.timeout_s, self.peers)
+        self._store = EpochStore(spec, phase, self.peers, stop_reason)
+        gather(self._store, spec, self._names)
         try:
             self._process_group = create_process_group(
                 spec.backend,
@@ -183,7 +184,7 @@ class TransferGroup:
                     rank=spec.rank,
                     world_size=spec.world_size,
                     timeout_s=spec.timeout_s,
-                    local_address=link.local_address,
+                    local_address=self._store.local_address,
                     device=self.device.torch_device,
                     bucket_bytes=spec.bucket_bytes,
                 ),
@@ -194,14 +195,14 @@ class TransferGroup:
     def _dispose(self) -> None:
         group, self._process_group = self._process_group, None
         if group is not None and self.spec.backend != "gloo":
-            # A device kernel that waits for a lost peer spins for ever unless it is aborted.
+            # A device kernel that waits for a lost peer spins forever unless it is aborted.
             group.abort()
         del group  # its threads may use the store until they are gone
         self._store = None
 
 
 def _summary(error: RuntimeError) -> str:
-    """The first line of torch's message, without the source location it begins with."""
+    """Return the first line of torch's message, without its leading source location."""
     line = str(error).strip().partition("\n")[0]
     location, bracket, text = line.partition("] ")
     return text if bracket and location.startswith("[/") else line

@@ -1,5 +1,10 @@
 """The layout of weights on the wire and in memory: one stream of bytes, cut into buckets, the
 same on both ends.
+
+The stream holds the tensors in their given order, each starting at a multiple of 64 bytes, with
+zeros between them. A bucket is one collective: a slice of the stream. Buckets end between tensors
+where they can; only a tensor larger than a bucket is split. Memory with the layout of the stream
+(`WeightBuffer`) is therefore sent and received without a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ _WIRE_DTYPES = (
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``bfloat16``."""
+    """Return ``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -41,7 +46,7 @@ _BY_NAME = {dtype_name(dtype): dtype for dtype in _WIRE_DTYPES}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name.
+    """Return the dtype of that name.
 
     Raises:
         InvalidRequestError: the name is unknown or the dtype does not travel.
@@ -54,24 +59,17 @@ def torch_dtype(name: str) -> torch.dtype:
     return _BY_NAME[name]
 
 
-# How weights lie on the wire: one stream of bytes, cut into buckets, the same on both ends.
-#
-# The stream holds the tensors in their given order, each starting at a multiple of 64 bytes,
-# with zeros between them. A bucket is one collective: a slice of the stream. Buckets end at the
-# border of a tensor where they can; only a tensor larger than a bucket is split. Memory laid out
-# like the stream (`sluice.weights.plan`) is therefore sent and received without any copy.
-
 ALIGNMENT_BYTES = 64
-"""Where tensors start: models compute from memory laid out like the stream, and the speed and last
-bits of a matrix product may depend on the place of its operands in a cache line."""
+"""Where tensors start. Models compute from memory with the layout of the stream, and the speed and
+last bits of a matrix product may depend on where its operands lie in a cache line."""
 
 MIN_BUCKET_BYTES = 4096
 
 _WANTED_BUCKETS = 4
 _WORTHWHILE_BUCKET_BYTES = 4 << 20
 
-_FRAMING = "sealed store; header, buckets, trailer; XXH3-128 of each tensor"
-"""Part of the plan's digest, so that two ends which would disagree on it do not begin."""
+_FRAMING = "store over gRPC; header, buckets, trailer; XXH3-128 of each tensor"
+"""Part of the plan's digest: two ends that would disagree on it do not begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Length of the collective in bytes."""
+        """Return the length of the collective in bytes."""
         return self.stop - self.start
 
 
@@ -119,7 +117,7 @@ class TransferPlan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex blake2b-128 over names, dtypes, shapes, the buckets and what is sent around them."""
+        """Return hex blake2b-128 over names, dtypes, shapes, buckets and framing."""
         layout = {
             "framing": _FRAMING,
             "tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors],
@@ -154,10 +152,10 @@ def tensor_specs(
 
 
 def hiding_bucket_bytes(tensors: Sequence[TensorSpec], most: int) -> int:
-    """Bucket size with which the work on one bucket hides behind the wire of the next.
+    """Return the bucket size with which work on one bucket overlaps the transfer of the next.
 
-    A quarter of all weights, so that collectives overlap and little is left to do when the last
-    bucket has arrived, but not so small that starting collectives takes the time that is won.
+    It is a quarter of all weights, so that collectives overlap and little is left to do when the
+    last bucket has arrived, but not so small that starting collectives costs the time it saves.
 
     Args:
         tensors: what will be sent.
@@ -223,7 +221,7 @@ def _align(offset: int) -> int:
 
 
 def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) -> Iterator[Bucket]:
-    """Cut the stream. The cut before a tensor that no longer fits keeps that tensor whole."""
+    """Cut the stream; cut before a tensor that no longer fits, to keep that tensor whole."""
     index, start = 0, 0
     pieces: list[Piece] = []
     stop = 0
@@ -264,5 +262,5 @@ class WeightBuffer:
         }
 
     def bucket(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's bytes: uint8 ``[bucket.num_bytes]``, a view."""
+        """Return the bucket's bytes: uint8 ``[bucket.num_bytes]``, a view."""
         return self._stream[bucket.start : bucket.stop]

@@ -1,10 +1,9 @@
-"""A replica's end of the weight wire.
+"""A replica's end of weight transfers.
 
-Consumes: the spec of an epoch, then versions. Produces: each version complete in staging memory,
-proven by the sender's digest; live weights are never touched here.
-Waits for: the other members at `join`, each collective at `stage`.
-Unblocked by: completion, the epoch's timeout, `abort`, a new `join`.
-On failure: the epoch is over and what was staged is thrown away; the replica goes on serving.
+Input: the spec of an epoch, then versions. Output: each version complete in staging memory, proven
+by the sender's digest; nothing here touches live weights. `join` waits for the other members,
+`stage` for each collective; completion, the epoch's timeout, `abort` or a new `join` end these
+waits. After a failure the epoch is over and what was staged is dropped; the replica still serves.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class StagedWeights:
     """One version, complete and proven.
 
     `digest` was computed from `buffer` and equals the sender's. `received_bytes` counts padding;
-    `seconds` run from the request to the last byte. The memory belongs to the caller until it is
-    given back by `WeightReceiver.recycle` or `WeightReceiver.keep`. `is_base`: the sender may build
-    on this version; `base` is what it was built on itself.
+    `seconds` run from the request to the last byte. The memory belongs to the caller until
+    `WeightReceiver.recycle` or `WeightReceiver.keep` takes it back. `is_base`: the sender may build
+    on this version; `base`: the version that this one builds on.
     """
 
     version: int
@@ -59,14 +58,14 @@ class StagedWeights:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The weights on the CPU, by checkpoint name: views of the staging memory."""
+        """Return the weights on the CPU, by checkpoint name: views of the staging memory."""
         return self.buffer.tensors
 
 
 class WeightReceiver:
-    """Rank 1 or higher in each epoch's group.
+    """Rank 1 or higher of each epoch's group.
 
-    `join` and `stage` block; call them from one thread at a time. `abort` works from any thread.
+    `join` and `stage` block; call them from one thread at a time. Any thread may call `abort`.
 
     Args:
         device: where collectives run; its backend must be the spec's.
@@ -87,15 +86,15 @@ class WeightReceiver:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that can be received from; ``None`` if there is none."""
+        """Return the epoch that can be received from; ``None`` if there is none."""
         group = self._group
         return group.spec.epoch if group is not None and group.is_usable else None
 
     def join(self, spec: TransferGroupSpec) -> str:
-        """Leave any earlier epoch and enter this one; blocks until every member did.
+        """Leave any earlier epoch and enter this one; block until every member has entered.
 
         Returns:
-            The plan's digest, as computed here.
+            the plan's digest, as computed here.
 
         Raises:
             InvalidRequestError: a spec that contradicts itself or this replica's device or model.
@@ -116,9 +115,9 @@ class WeightReceiver:
 
         Raises:
             NotReadyError: there is no formed group, or another version is being staged.
-            WeightSyncError: a collective failed or was aborted, what arrived builds on a version
-                that is not held here or is damaged, or the trailer does not fit what was asked for
-                and received. The epoch is then over.
+            WeightSyncError: a collective failed or was aborted, the update builds on a version that
+                is not held here or is damaged, or the trailer does not match the request and the
+                bytes received. The epoch is then over.
             DeadlineError: the whole took longer than all its collectives may together.
         """
         if not self._staging.acquire(blocking=False):
@@ -129,15 +128,15 @@ class WeightReceiver:
             self._staging.release()
 
     def recycle(self, staged: StagedWeights) -> None:
-        """Give staging memory back for a later version; its tensors must not be used again."""
+        """Take staging memory back for a later version; its tensors must not be used again."""
         self._spare = staged.buffer
 
     def keep(self, staged: StagedWeights, *, lent: bool = False) -> None:
-        """Give staging memory back, of a version that serves from now on.
+        """Take back the staging memory of a version that serves from now on.
 
-        Its tensors must not be written to again. If later updates may build on it, or if it is
-        `lent` to a model that computes from it, the version is held until the next one is given to
-        this method; then its memory is spare.
+        Nobody may write to its tensors again. If later updates may build on it, or if it is `lent`
+        to a model that computes from it, the receiver holds the version until the next call; then
+        its memory is spare.
         """
         if not staged.is_base and not lent:
             self.recycle(staged)
@@ -147,14 +146,14 @@ class WeightReceiver:
             self.recycle(before)
 
     def base_of(self, staged: StagedWeights) -> WeightBuffer | None:
-        """What a version was built on, as long as it is held; only to be read."""
+        """Return the version that `staged` builds on, read-only, as long as it is held."""
         held = self._held
         if held is None or staged.base != Base(held.version, held.digest):
             return None
         return held.buffer
 
     def abort(self, reason: str) -> None:
-        """Leave the epoch, if any. Returns at once; a call in progress fails soon."""
+        """Leave the epoch, if any, and return at once; a call in progress fails soon."""
         if self._group is not None:
             self._group.abandon(reason)
 
@@ -212,8 +211,8 @@ class WeightReceiver:
             raise NotReadyError(f"version {version}: no epoch was joined")
         phase = f"receiving version {version} in epoch {group.spec.epoch}"
         started = time.monotonic()
-        # Local until it is complete: after a failure the abandoned operation may go on writing
-        # into this memory, so it is never seen again.
+        # Local until it is complete: after a failure the abandoned operation may still write into
+        # this memory, so nobody uses it again.
         buffer = self._take_memory(plan)
         stop = threading.Event()
 

@@ -1,298 +1,403 @@
-"""Rendezvous of a transfer group: the store at the sender, and each member's connection to it."""
+"""The keys under which the members of one epoch find each other: a gRPC server at the sender, and
+each member's connection to it, a store for torch's process groups.
+
+The server lives as long as the sender and holds the keys of one epoch, the newest. It answers only
+members that have the epoch's secret, and never waits: a member that waits for a key asks again, so
+that its own deadline and its caller's stop end the wait and the error names the missing members.
+"""
 
 from __future__ import annotations
 
-import secrets
+import hmac
+import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from typing import Any, NoReturn, TypeVar
 
+import grpc
 from torch._C._distributed_c10d import Store
 
+from sluice.api.weights.v1 import weights_pb2 as messages
+from sluice.api.weights.v1 import weights_pb2_grpc as services
 from sluice.concurrency.threads import StopReason
 from sluice.config.addresses import bare_host, join_host_port
 from sluice.errors import ConfigError, DeadlineError, WeightSyncError
-from sluice.types import TransferGroupSpec
-from sluice.weights.store import (
-    FRAME_HEADER,
-    MAX_FRAME_BYTES,
-    NONCE_BYTES,
-    Action,
-    Add,
-    Conversation,
-    Delete,
-    FrameKind,
-    KeyTable,
-    Read,
-    Replace,
-    StoreAnswer,
-    StoreQuestion,
-    StoreServer,
-    Write,
-    from_body,
-    signed_length,
-    to_body,
+from sluice.types import TransferCertificates, TransferGroupSpec
+
+KEY_BYTES = 32
+"""Length of an epoch's secret."""
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_VALUE_BYTES = 256 << 10
+MAX_KEY_CHARS = 256
+MAX_KEYS_ASKED = 4096
+MAX_KEYS = 16384
+MAX_TABLE_BYTES = 64 << 20
+
+_HANDLER_THREADS = 4
+_CLOSE_GRACE_S = 0.5
+_POLL_MIN_S, _POLL_MAX_S = 0.001, 0.02
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    # Members whose machine vanished, and strangers that send nothing, lose their connection.
+    ("grpc.max_connection_idle_ms", 30_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+)
+_CHANNEL_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    # A connection of its own: a shared one would also share the pause after a failed attempt.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+_log = logging.getLogger(__name__)
+_RequestT = TypeVar(
+    "_RequestT", messages.PutKeyRequest, messages.GetKeysRequest, messages.AddToKeyRequest
+)
+_AnswerT = TypeVar("_AnswerT")
 
-_POLL_MIN_S = 0.001
-_POLL_MAX_S = 0.02
 
-
-class StoreLink:
-    """The keys of one epoch, as one member sees them. Any thread may ask.
-
-    Only addresses are used: a name in the spec is resolved once, here, and no address is ever
-    turned into a name.
+class RendezvousStore:
+    """The server; members of no epoch are answered before `begin`.
 
     Args:
-        spec: where the store is, the epoch and its secret, and how long to wait for it.
-        phase: what the keys are for, in errors.
-        stop_reason: ends every wait.
+        host: the address that members connect to; a name, or an address of IPv4 or IPv6.
+        port: 0 lets the operating system choose.
+        bind_host: the address to listen on; by default `host`.
+        certificates: for TLS; without them the connections are not encrypted.
 
     Raises:
-        DeadlineError: the store does not answer.
-        WeightSyncError: the connection is refused or the name does not resolve.
+        ConfigError: the address cannot be bound.
     """
 
-    def __init__(self, spec: TransferGroupSpec, phase: str, stop_reason: StopReason) -> None:
-        self._epoch, self._timeout_s = spec.epoch, spec.timeout_s
-        self._store_key = spec.store_key
-        self._phase, self._stop_reason = phase, stop_reason
-        self._store = f"store {join_host_port(spec.host, spec.port)}"
-        self._address: tuple[str, int] = (bare_host(spec.host), spec.port)
-        with self._connect() as connection:
-            self._address = connection.getpeername()[:2]
-            self.local_address: str = connection.getsockname()[0]
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        bind_host: str | None = None,
+        certificates: TransferCertificates | None = None,
+    ) -> None:
+        self.host = bare_host(host)
+        self._keys = _Keys()
+        self._threads = ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="weights-store")
+        self._server = grpc.server(self._threads, options=_SERVER_OPTIONS)
+        services.add_RendezvousServiceServicer_to_server(self._keys, self._server)
+        self.port = _bind(self._server, bare_host(bind_host or host), port, certificates)
+        self._server.start()
 
-    def ask(self, action: Action) -> tuple[bytes | None, ...]:
-        """Put one question to the store; the values of its answer.
-
-        Raises:
-            DeadlineError: no answer within the spec's timeout.
-            WeightSyncError: the connection broke, the store ended it because another epoch has
-                begun, it refused because a bound is broken, or what answers is not the store.
-        """
-        try:
-            question = to_body(StoreQuestion(self._epoch, action))
-            with self._connect() as connection:
-                answer = from_body(self._exchange(connection, question), StoreAnswer)
-        except TimeoutError as error:
-            raise DeadlineError(self._store, self._phase, self._timeout_s) from error
-        except ConnectionError as error:
-            detail = f"{error}: it is gone, or epoch {self._epoch} is over and so is its key"
-            raise WeightSyncError(self._store, self._phase, detail) from error
-        except (OSError, ValueError) as error:
-            raise WeightSyncError(self._store, self._phase, str(error)) from error
-        if answer.refusal is not None:
-            raise WeightSyncError(self._store, self._phase, answer.refusal)
-        return answer.values
-
-    def await_keys(
-        self, keys: Sequence[str], timeout_s: float, owners: Callable[[Sequence[int]], str]
-    ) -> list[bytes]:
-        """Ask until all keys are there; their values.
+    def begin(self, epoch: int, store_key: bytes = b"") -> None:
+        """Forget the keys of earlier epochs and hold those of this one.
 
         Args:
-            keys: what to wait for.
-            timeout_s: from this call on.
-            owners: who did not write the keys of these indexes, for the error.
-
-        Raises:
-            DeadlineError: some did not come; names their owners.
-            WeightSyncError: there was a reason to stop, or see `ask`.
+            store_key: the epoch's secret, unknown to members of earlier epochs. With an empty one
+                everybody is a member.
         """
-        deadline = time.monotonic() + timeout_s
-        pause = _POLL_MIN_S
-        while True:
-            values = self.ask(Read(tuple(keys)))
-            missing = [index for index, value in enumerate(values) if value is None]
-            if not missing:
-                return [value for value in values if value is not None]
-            if reason := self._stop_reason():
-                raise WeightSyncError(owners(missing), self._phase, f"{reason}, before joining")
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    owners(missing),
-                    self._phase,
-                    timeout_s,
-                    "probe it, and form a new epoch without it",
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_MAX_S)
+        self._keys.begin(epoch, store_key)
 
-    def _connect(self) -> socket.socket:
-        try:
-            connection = socket.create_connection(self._address, timeout=self._timeout_s)
-        except TimeoutError as error:
-            raise DeadlineError(self._store, self._phase, self._timeout_s) from error
-        except OSError as error:
-            raise WeightSyncError(self._store, self._phase, f"cannot connect: {error}") from error
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
-
-    def _exchange(self, connection: socket.socket, question: bytes) -> bytes:
-        """Prove the key and ask; the answer's body. ``TimeoutError`` after the timeout in all."""
-        deadline = time.monotonic() + self._timeout_s
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        conversation = Conversation(_receive(connection, NONCE_BYTES, deadline), nonce)
-        proof = conversation.proof(self._store_key)
-        frame = conversation.sign(self._store_key, FrameKind.QUESTION, question)
-        connection.sendall(nonce + proof + frame)
-        header = _receive(connection, FRAME_HEADER.size, deadline)
-        signed_frame = _receive(connection, signed_length(header, MAX_FRAME_BYTES), deadline)
-        return conversation.open(self._store_key, FrameKind.ANSWER, signed_frame)
+    def close(self) -> None:
+        """Stop listening. Groups that have formed stay intact; closing again is harmless."""
+        self._server.stop(_CLOSE_GRACE_S).wait()
+        self._threads.shutdown()
 
 
-def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    received = bytearray()
-    while len(received) < num_bytes:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        connection.settimeout(left_s)
-        chunk = connection.recv(num_bytes - len(received))
-        if not chunk:
-            raise ConnectionError("the store closed the connection")
-        received += chunk
-    return bytes(received)
+def _bind(
+    server: grpc.Server, host: str, port: int, certificates: TransferCertificates | None
+) -> int:
+    address = join_host_port(host, port)
+    try:
+        # gRPC reports only that it cannot bind; the operating system also reports why.
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+        if certificates is None:
+            return server.add_insecure_port(address)
+        assert certificates.key is not None
+        assert certificates.certificate is not None
+        credentials = grpc.ssl_server_credentials(
+            [(certificates.key, certificates.certificate)],
+            certificates.authority if certificates.asks_certificate else None,
+            require_client_auth=certificates.asks_certificate,
+        )
+        return server.add_secure_port(address, credentials)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"rendezvous store {address}: cannot listen ({error}); use an address of this host and "
+            "a free port, or port 0"
+        ) from error
 
 
-# The rendezvous store as torch's process groups want it.
-#
-# Torch's own TCP store asks a name server for the name of each address that connects (only to
-# log it), and an answer that is lost costs 5 s, more than a formation may take. It also cannot
-# be told to stop. Here the constructors' waits end by our deadlines, with our errors, which pass
-# through torch unchanged.
+class _Keys(services.RendezvousServiceServicer):
+    """Keys and values of the newest epoch. Refused calls change nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._epoch: int | None = None
+        self._store_key = b""
+        self._values: dict[str, bytes] = {}
+        self._num_bytes = 0
+
+    def begin(self, epoch: int, store_key: bytes) -> None:
+        with self._lock:
+            self._epoch = epoch
+            self._store_key = store_key
+            self._values = {}
+            self._num_bytes = 0
+
+    def PutKey(
+        self, request: messages.PutKeyRequest, context: grpc.ServicerContext
+    ) -> messages.PutKeyResponse:
+        with self._lock:
+            self._admit(request, context)
+            held = self._values.get(request.key)
+            if request.HasField("expected") and (
+                (held or b"") != request.expected or (held is None and request.expected)
+            ):
+                # Like torch's own stores: a missing key is reported as the value expected of it.
+                return messages.PutKeyResponse(value=request.expected if held is None else held)
+            if request.HasField("value"):
+                self._put(request.key, request.value, context)
+                return messages.PutKeyResponse(value=request.value)
+            if self._values.pop(request.key, None) is not None:
+                self._num_bytes -= len(request.key) + len(held or b"")
+            return messages.PutKeyResponse(value=held)
+
+    def GetKeys(
+        self, request: messages.GetKeysRequest, context: grpc.ServicerContext
+    ) -> messages.GetKeysResponse:
+        with self._lock:
+            self._admit(request, context)
+            if len(request.keys) > MAX_KEYS_ASKED:
+                _refuse(context, f"{len(request.keys)} keys; at most {MAX_KEYS_ASKED}")
+            found = {key: self._values[key] for key in request.keys if key in self._values}
+        if (size := sum(len(key) + len(value) for key, value in found.items())) > MAX_MESSAGE_BYTES:
+            _refuse(
+                context, f"the values have {size} bytes; at most {MAX_MESSAGE_BYTES} may travel"
+            )
+        return messages.GetKeysResponse(values=found)
+
+    def AddToKey(
+        self, request: messages.AddToKeyRequest, context: grpc.ServicerContext
+    ) -> messages.AddToKeyResponse:
+        with self._lock:
+            self._admit(request, context)
+            held = self._values.get(request.key, b"0")
+            try:
+                total = int(held) + request.amount
+            except ValueError:
+                _refuse(context, f"{held[:20]!r} is not a number")
+            self._put(request.key, str(total).encode(), context)
+        return messages.AddToKeyResponse(sum=total)
+
+    def _admit(self, request: _RequestT, context: grpc.ServicerContext) -> None:
+        # The secret is compared first: strangers learn nothing, not even the number of the epoch.
+        has_key = self._epoch is not None and hmac.compare_digest(
+            request.store_key, self._store_key
+        )
+        if not has_key or request.epoch != self._epoch:
+            _log.warning("weights: the store refuses a call of %s: wrong key", context.peer())
+            context.abort(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"epoch {request.epoch} is over or has not begun, or this is not its key",
+            )
+
+    def _put(self, key: str, value: bytes, context: grpc.ServicerContext) -> None:
+        if not 0 < len(key) <= MAX_KEY_CHARS:
+            _refuse(context, f"a key of {len(key)} characters; use 1 to {MAX_KEY_CHARS}")
+        if len(value) > MAX_VALUE_BYTES:
+            _refuse(context, f"a value of {len(value)} bytes; at most {MAX_VALUE_BYTES} fit")
+        held = self._values.get(key)
+        growth = len(value) - len(held) if held is not None else len(key) + len(value)
+        num_keys = len(self._values) + (held is None)
+        if num_keys > MAX_KEYS or self._num_bytes + growth > MAX_TABLE_BYTES:
+            _refuse(
+                context,
+                f"the store is full: {num_keys} keys, {self._num_bytes + growth} bytes with "
+                f"this one; at most {MAX_KEYS} keys and {MAX_TABLE_BYTES} bytes fit",
+            )
+        self._values[key] = value
+        self._num_bytes += growth
+
+
+def _refuse(context: grpc.ServicerContext, reason: str) -> NoReturn:
+    context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+    raise AssertionError  # `abort` raises; its stub does not declare so
 
 
 class EpochStore(Store):
-    """The keys of one epoch.
+    """The keys of one epoch, as one member sees them, and as torch's process groups want them.
 
-    Torch refers to the C++ half of this object only: keep a reference as long as the group lives.
+    Its waits end by our deadlines with our errors, which pass through torch unchanged. Torch refers
+    to the C++ half of this object only: keep a reference as long as the group lives. Any thread may
+    call. A name in the spec is resolved once, here; no address is ever turned into a name.
 
     Args:
-        link: where the keys are.
-        timeout_s: how long `get` waits for a key.
-        peers: the other members, for errors.
+        spec: where the store is, the epoch and its secret, and how long to wait for each answer
+            and for each key.
+        phase: what the keys are for, in errors.
+        peers: the other members, in errors.
+        stop_reason: ends every wait.
+
+    Raises (all methods, too):
+        DeadlineError: no answer, or no key, came within the spec's timeout.
+        WeightSyncError: the store cannot be reached, its epoch is another one, it refused because a
+            bound is exceeded, or there was a reason to stop.
     """
 
-    def __init__(self, link: StoreLink, timeout_s: float, peers: str) -> None:
+    def __init__(
+        self, spec: TransferGroupSpec, phase: str, peers: str, stop_reason: StopReason
+    ) -> None:
         super().__init__()
-        self._link, self._timeout_s, self._peers = link, timeout_s, peers
+        self._member: dict[str, Any] = {"epoch": spec.epoch, "store_key": spec.store_key}
+        self._timeout_s = spec.timeout_s
+        self._phase = phase
+        self._peers = peers
+        self._stop_reason = stop_reason
+        self._name = f"store {join_host_port(spec.host, spec.port)}"
         self._clones: list[EpochStore] = []
+        host = bare_host(spec.host)
+        try:
+            found = socket.getaddrinfo(host, spec.port, type=socket.SOCK_DGRAM)
+            family, kind, _, _, address = found[0]
+            # Connecting a datagram socket sends nothing; the kernel chooses the interface.
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                self.local_address: str = probe.getsockname()[0]
+        except OSError as error:
+            raise WeightSyncError(self._name, phase, f"cannot connect: {error}") from error
+        self._channel = _channel(
+            join_host_port(str(address[0]), spec.port), host, spec.certificates
+        )
+        self._calls = services.RendezvousServiceStub(self._channel)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a key."""
-        self._link.ask(Write(key, _as_bytes(value)))
+        request = messages.PutKeyRequest(**self._member, key=key, value=_as_bytes(value))
+        self._call(self._calls.PutKey, request)
 
     def get(self, key: str) -> bytes:
-        """Wait for a key; its value."""
-        return self._await([key], self._timeout_s)[0]
+        """Wait for a key; return its value."""
+        return self.await_keys([key], self._timeout_s)[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        self._await(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+        self.await_keys(keys, self._timeout_s if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-        return None not in self._link.ask(Read(tuple(keys)))
+        """Return whether all keys are there."""
+        return self.present(keys).keys() >= set(keys)
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number; the sum."""
-        return int(_only(self._link.ask(Add(key, value))))
+        """Add to a number, 0 if missing; return the sum."""
+        request = messages.AddToKeyRequest(**self._member, key=key, amount=value)
+        return self._call(self._calls.AddToKey, request).sum
 
-    def compare_set(  # torch passes bytes where its stubs say str
+    def compare_set(  # torch passes bytes where its stubs declare str
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Write a key if it holds what is expected; what it holds then."""
-        replace = Replace(key, _as_bytes(expected_value), _as_bytes(desired_value))
-        return _only(self._link.ask(replace))
+        """Write a key if it holds what is expected, or is missing and that is empty.
+
+        Returns:
+            what it holds then; what was expected if it is still missing.
+        """
+        request = messages.PutKeyRequest(
+            **self._member,
+            key=key,
+            value=_as_bytes(desired_value),
+            expected=_as_bytes(expected_value),
+        )
+        return self._call(self._calls.PutKey, request).value
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it was there."""
-        return self._link.ask(Delete(key)) != (None,)
+        """Remove a key; return whether it was there."""
+        request = messages.PutKeyRequest(**self._member, key=key)
+        return self._call(self._calls.PutKey, request).HasField("value")
 
     # Torch's C++ looks this one method up by its C++ name.
     deleteKey = delete_key
 
     def clone(self) -> EpochStore:
-        """The same keys, for another thread of torch."""
-        clone = EpochStore(self._link, self._timeout_s, self._peers)
+        """Return the same keys over the same connection, for another thread of torch."""
+        clone = EpochStore.__new__(EpochStore)
+        Store.__init__(clone)
+        vars(clone).update(vars(self), _clones=[])
         self._clones.append(clone)
         return clone
 
-    def _await(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        return self._link.await_keys(keys, timeout_s, lambda _: self._peers)
+    def present(self, keys: Sequence[str]) -> Mapping[str, bytes]:
+        """Return the values of those keys that are there."""
+        request = messages.GetKeysRequest(**self._member, keys=keys)
+        return self._call(self._calls.GetKeys, request).values
+
+    def await_keys(
+        self,
+        keys: Sequence[str],
+        timeout_s: float,
+        owners: Callable[[Sequence[int]], str] | None = None,
+    ) -> list[bytes]:
+        """Wait until all keys are there; return their values.
+
+        Args:
+            keys: what to wait for.
+            timeout_s: from this call on.
+            owners: names the members that did not write the keys of these indexes; by default all
+                peers.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause = _POLL_MIN_S
+        while True:
+            found = self.present(keys)
+            missing = [index for index, key in enumerate(keys) if key not in found]
+            if not missing:
+                return [found[key] for key in keys]
+            absent = owners(missing) if owners else self._peers
+            if reason := self._stop_reason():
+                raise WeightSyncError(absent, self._phase, f"{reason}, before joining")
+            if time.monotonic() > deadline:
+                remedy = "probe it, and form a new epoch without it"
+                raise DeadlineError(absent, self._phase, timeout_s, remedy)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_MAX_S)
+
+    def _call(self, method: Callable[..., _AnswerT], request: _RequestT) -> _AnswerT:
+        try:
+            return method(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            code = error.code()
+            detail = error.details() or code.name
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError(self._name, self._phase, self._timeout_s) from error
+            if code is grpc.StatusCode.UNAVAILABLE:
+                detail = f"cannot connect: {detail}"
+            raise WeightSyncError(self._name, self._phase, detail) from error
 
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def _only(values: tuple[bytes | None, ...]) -> bytes:
-    """The one value of an answer to `Add` or `Replace`, which always have one."""
-    (value,) = values
-    if value is None:
-        raise ValueError("the store answered no value")
-    return value
+def _channel(target: str, host: str, certificates: TransferCertificates | None) -> grpc.Channel:
+    if certificates is None:
+        return grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        certificates.authority, certificates.key, certificates.certificate
+    )
+    # The target is an address; the certificate names the host.
+    name = ("grpc.ssl_target_name_override", certificates.server_name or host)
+    return grpc.secure_channel(target, credentials, options=(*_CHANNEL_OPTIONS, name))
 
 
-# Where the members of a group find each other: one store of keys at the sender.
-#
-# The store lives as long as the sender and knows the keys of one epoch, the newest; what belongs
-# to a group that failed is forgotten when the next one begins, and its late members are refused.
-# So is whoever does not have the epoch's secret (`sluice.weights.store`).
+def gather(store: EpochStore, spec: TransferGroupSpec, names: Mapping[int, str]) -> None:
+    """Announce this rank and wait until every rank has done so.
 
-_BACKLOG = 128
-
-
-class RendezvousStore:
-    """The store's server, listening on one address only.
-
-    Args:
-        host: what members are told to connect to; a name, or an address of IPv4 or IPv6.
-        port: 0 lets the operating system choose.
-        bind_host: the address to listen on; by default `host`.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
-
-    def __init__(self, host: str, port: int = 0, bind_host: str | None = None) -> None:
-        self.host = bare_host(host)
-        listener = _listen(bare_host(bind_host or host), port)
-        self.port: int = listener.getsockname()[1]
-        self._server = StoreServer(listener)
-
-    def begin(self, epoch: int, store_key: bytes = b"") -> None:
-        """Forget the keys of earlier epochs and take those of this one.
-
-        Args:
-            store_key: the epoch's secret. The members of an earlier one do not have it; an empty
-                one keeps nobody out.
-        """
-        table = KeyTable()
-        table.begin(epoch)
-        self._server.serve(store_key, partial(_answer, table))
-
-    def close(self) -> None:
-        """Stop listening. Groups already formed live on."""
-        self._server.close()
-
-
-def _answer(table: KeyTable, body: bytes) -> bytes:
-    try:
-        return to_body(table.answer(from_body(body, StoreQuestion)))
-    except ValueError as error:
-        return to_body(StoreAnswer(refusal=str(error)))
-
-
-def gather(link: StoreLink, spec: TransferGroupSpec, names: Mapping[int, str]) -> None:
-    """Announce this rank and wait until every rank did.
-
-    Torch's constructors would only report *that* a member is missing; this says which one, and
+    Torch's constructors would only report *that* a member is missing; this reports which one, and
     leaves them next to nothing to wait for.
 
     Args:
@@ -302,30 +407,6 @@ def gather(link: StoreLink, spec: TransferGroupSpec, names: Mapping[int, str]) -
         DeadlineError: some ranks did not come within the spec's timeout; names them.
         WeightSyncError: there was a reason to stop, or the store refused.
     """
-    link.ask(Write(_joined(spec.rank), b"1"))
-
-    def owners(ranks: Sequence[int]) -> str:
-        return ", ".join(names[rank] for rank in ranks)
-
-    link.await_keys([_joined(rank) for rank in range(spec.world_size)], spec.timeout_s, owners)
-
-
-def _joined(rank: int) -> str:
-    return f"joined/{rank}"
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server(
-            (address, port),
-            family=family,
-            backlog=_BACKLOG,
-            # Like the servers of gRPC: "every interface" includes those of IPv4.
-            dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"rendezvous store {join_host_port(address, port)}: cannot listen ({error}); "
-            "use an address of this host and a free port, or port 0"
-        ) from error
+    keys = [f"joined/{rank}" for rank in range(spec.world_size)]
+    store.set(keys[spec.rank], b"1")
+    store.await_keys(keys, spec.timeout_s, lambda ranks: ", ".join(names[rank] for rank in ranks))

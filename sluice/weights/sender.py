@@ -1,12 +1,11 @@
-"""The trainer's end of the weight wire.
+"""The trainer's end of weight transfers.
 
-Consumes: weights and their version, or what changed since an earlier one. Produces: one broadcast
-per version to all members of the current epoch: a header, the buckets, a trailer with the digest of
-each tensor.
-Waits for: members at `join`, each collective at `broadcast`; both end by the timeout or the stop
-event. That every byte was *sent* proves nothing about a receiver (sockets buffer megabytes): only
-its answer with the same digest does.
-On failure: the epoch is over; `form_group` starts the next one, and everything is sent again.
+Input: weights and their version, or the changes since an earlier one. Output: one broadcast per
+version to all members of the current epoch: a header, the buckets, a trailer with the digest of
+each tensor. `join` waits for members, `broadcast` for each collective, up to the timeout or the
+stop event. That every byte was *sent* proves nothing about a receiver (sockets buffer megabytes);
+only its answer with the same digest does. After a failure the epoch is over: `form_group` starts
+the next one, and everything is sent again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
-from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.types import TensorSpec, TransferCertificates, TransferGroupSpec
 from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import (
     TransferPlan,
@@ -29,9 +28,8 @@ from sluice.weights.plan import (
     hiding_bucket_bytes,
     plan_transfer,
 )
-from sluice.weights.rendezvous import RendezvousStore
+from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
 from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
-from sluice.weights.store import KEY_BYTES
 from sluice.weights.transfer import (
     NUM_FRAMING_COLLECTIVES,
     Base,
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastReport:
-    """One version went out. `digest` is what every receiver must report; bytes count padding.
+    """One version that was sent. Every receiver must report `digest`; bytes count padding.
 
     `sent_bytes` are those of the buckets, or of their changes; `dense_bytes` those of all weights.
     """
@@ -66,29 +64,31 @@ class BroadcastReport:
 def broadcast_deadline_s(
     tensors: Sequence[TensorSpec], bucket_bytes: int, timeout_s: float
 ) -> float:
-    """Seconds that all collectives of one version may take together.
+    """Return the seconds that all collectives of one version may take together.
 
     Args:
         tensors: what is sent, tied weights once.
-        bucket_bytes: as a `WeightSender` is given it.
+        bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
     """
     return _deadline_s(_plan(tensors, bucket_bytes), timeout_s)
 
 
 class WeightSender:
-    """Hosts the rendezvous store and is rank 0 of every epoch's group.
+    """The host of the rendezvous store and rank 0 of every epoch's group.
 
-    Methods block and are called from one thread at a time; `abandon` and `close` from any.
+    Methods block; call them from one thread at a time. Any thread may call `abandon` and `close`.
 
     Args:
         device: where collectives run; decides the backend.
         bucket_bytes: largest collective, a multiple of 64; few weights go in smaller ones.
         timeout_s: for each formation and each collective.
-        host: the address members connect to; port 0 lets the operating system choose.
+        host: the address that members connect to.
+        port: where the rendezvous store listens; 0 lets the operating system choose.
         bind_host: the address to listen on, by default `host`.
-        keeps_base: whether receivers hold what they committed, for updates to build on. It costs
-            them the memory of the weights once more.
+        certificates: with which the rendezvous store serves TLS; none: it does not.
+        keeps_base: whether receivers hold the version that they committed, for updates to build
+            on. It costs them the memory of the weights once more.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -103,20 +103,22 @@ class WeightSender:
         host: str = "127.0.0.1",
         port: int = 0,
         bind_host: str | None = None,
+        certificates: TransferCertificates | None = None,
         keeps_base: bool = True,
     ) -> None:
         self._keeps_base = keeps_base
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._store = RendezvousStore(host, port, bind_host)
+        self._certificates = certificates
+        self._store = RendezvousStore(host, port, bind_host, certificates)
         self._group: TransferGroup | None = None
         self._plan: TransferPlan | None = None
         self._last_epoch: int | None = None
 
     @property
     def port(self) -> int:
-        """Where the rendezvous store listens."""
+        """Return where the rendezvous store listens."""
         return self._store.port
 
     def form_group(
@@ -126,7 +128,7 @@ class WeightSender:
         tensors: Sequence[TensorSpec],
         ranks: Mapping[str, int] | None = None,
     ) -> dict[str, TransferGroupSpec]:
-        """Begin an epoch, leaving any earlier one. Returns at once.
+        """Begin an epoch, leaving any earlier one, and return at once.
 
         Deliver each spec to its member and call `join` at the same time: all must join for the
         group to form.
@@ -138,7 +140,7 @@ class WeightSender:
             ranks: how many consecutive ones each member gets; 1 unless it is named here.
 
         Returns:
-            The spec for each member, by name, with its first rank. It holds the epoch's secret:
+            the spec for each member, by name, with its first rank. It holds the epoch's secret:
             keep it out of logs.
 
         Raises:
@@ -165,13 +167,14 @@ class WeightSender:
             plan_digest=plan.digest,
             store_key=store_key,
         )
-        self._group = TransferGroup(spec, {0: SENDER_NAME, **_names(places)}, self._device)
+        own_spec = replace(spec, certificates=self._certificates)
+        self._group = TransferGroup(own_spec, {0: SENDER_NAME, **_names(places)}, self._device)
         return {
             name: replace(spec, rank=first, ranks=count) for name, (first, count) in places.items()
         }
 
     def join(self, should_stop: threading.Event) -> None:
-        """Enter the group that `form_group` began; blocks until every member did.
+        """Enter the group that `form_group` began; block until every member has entered.
 
         Args:
             should_stop: set it when a member's control channel fails; the epoch is then over.
@@ -185,11 +188,11 @@ class WeightSender:
     def encode_update(
         self, base: Base, old: WeightBuffer, new: WeightBuffer, should_stop: threading.Event
     ) -> SparseUpdate | None:
-        """What to give `broadcast` instead of all of `new`; ``None`` if it is not worth it.
+        """Return the changes to broadcast instead of all of `new`; ``None`` if they are too many.
 
         Args:
-            base: what `old` is; every member of the epoch must have committed it.
-            old: its weights. Must not change until this returns.
+            base: version and digest of `old`; every member of the epoch must have committed it.
+            old: its weights. They must not change until this returns.
             new: the weights to be broadcast.
             should_stop: set it to give up early.
 
@@ -210,10 +213,10 @@ class WeightSender:
 
         Args:
             weights: exactly the tensors of the epoch. A buffer (a snapshot) is sent without a
-                copy if the wire is on the CPU. Must not change until this returns.
-            version: told to the receivers in the trailer.
+                copy if the wire is on the CPU. They must not change until this returns.
+            version: goes to the receivers in header and trailer.
             should_stop: set it when a member's control channel fails; the epoch is then over.
-            update: from `encode_update` of the same weights; sent in their place.
+            update: from `encode_update` of the same weights; sent instead of them.
 
         Raises:
             InvalidRequestError: the weights are not those of the epoch; nothing was sent.
@@ -242,7 +245,7 @@ class WeightSender:
         return BroadcastReport(version, digest, sent_bytes, plan.total_bytes, seconds)
 
     def abandon(self, reason: str) -> None:
-        """Leave the current epoch, if any. Returns at once; a call in progress fails soon."""
+        """Leave the current epoch, if any, and return at once; a call in progress fails soon."""
         if self._group is not None:
             self._group.abandon(reason)
 
@@ -286,7 +289,7 @@ class WeightSender:
             return ChangeSendingPort(update, weights, wire_device)
         if not isinstance(weights, WeightBuffer) or wire_device.type != "cpu":
             return PackingPort(plan, tensors, wire_device)
-        # The same tensors in another order lie differently.
+        # The same tensors in another order have another layout.
         same_layout = weights.plan.tensors == plan.tensors
         return DirectPort(weights) if same_layout else PackingPort(plan, tensors, wire_device)
 
@@ -316,7 +319,7 @@ def _check_weights(plan: TransferPlan, weights: Mapping[str, torch.Tensor]) -> N
 
 
 def _places(members: Sequence[str], ranks: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The first rank of each member, and how many it has."""
+    """Return each member's first rank and its number of ranks."""
     places: dict[str, tuple[int, int]] = {}
     following = 1
     for name in members:
@@ -327,7 +330,7 @@ def _places(members: Sequence[str], ranks: Mapping[str, int]) -> dict[str, tuple
 
 
 def _names(places: Mapping[str, tuple[int, int]]) -> dict[int, str]:
-    """Whose each rank is, for errors."""
+    """Return the member of each rank, for errors."""
     return {
         first + worker: name if count == 1 else f"{name} worker {worker}"
         for name, (first, count) in places.items()

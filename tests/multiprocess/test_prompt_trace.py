@@ -68,6 +68,7 @@ def run(small_assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Trace
         "trainer.total_epochs=1000",
         "trainer.test_freq=2",
         "sluice.telemetry.traces.file=traces.jsonl",
+        "sluice.telemetry.traces.sample_ratio=1",
     ]
     trained: dict[str, int] = {}
     silent: list[str] = []

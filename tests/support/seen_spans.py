@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
-from sluice.telemetry.tracing import TRACER, RecordedSpan
+from sluice.telemetry.otel import OtelRecorder
+from sluice.telemetry.tracing import TRACER, TraceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +77,73 @@ def tree(spans: Iterable[ReadSpan]) -> dict[str, set[str]]:
     return found
 
 
-@dataclass
-class Kept:
-    """A sink that keeps what ended; `begun` counts all that began."""
+@dataclass(frozen=True, slots=True)
+class KeptSpan:
+    """A span that ended in this process."""
 
-    spans: list[RecordedSpan] = field(default_factory=list)
-    begun: int = 0
+    name: str
+    context: TraceContext
+    parent_id: int | None
+    start_ns: int
+    duration_ns: int
+    attributes: dict[str, Any]
+    links: tuple[TraceContext, ...]
+    error: str | None
 
-    def put(self, span: RecordedSpan) -> None:
+
+class Kept(SpanProcessor):
+    """Keeps what ended; `begun` counts all that began, `ended` has the SDK's spans."""
+
+    def __init__(self) -> None:
+        self.ended: list[ReadableSpan] = []
+        self.begun = 0
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        """Counts it."""
+        self.begun += 1
+
+    def on_end(self, span: ReadableSpan) -> None:
         """Keeps it."""
-        self.spans.append(span)
+        self.ended.append(span)
 
-    def named(self, name: str) -> list[RecordedSpan]:
+    @property
+    def spans(self) -> list[KeptSpan]:
+        """All spans, in the order of their ends."""
+        return [_kept(span) for span in self.ended]
+
+    def named(self, name: str) -> list[KeptSpan]:
         """Those of one name."""
         return [span for span in self.spans if span.name == name]
+
+
+def _kept(span: ReadableSpan) -> KeptSpan:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return KeptSpan(
+        span.name,
+        _context(span.context),
+        span.parent.span_id if span.parent else None,
+        span.start_time,
+        span.end_time - span.start_time,
+        dict(span.attributes or {}),
+        tuple(_context(link.context) for link in span.links),
+        None if span.status.is_ok else span.status.description,
+    )
+
+
+def _context(context: Any) -> TraceContext:
+    return TraceContext(context.trace_id, context.span_id, is_sampled=True)
 
 
 @contextmanager
 def traced(ratio: float = 1.0, *, follows_callers: bool = True) -> Iterator[Kept]:
     """This process is traced inside."""
-    kept, begin = Kept(), RecordedSpan.__init__
-
-    def counted(span: RecordedSpan, *arguments: Any) -> None:
-        kept.begun += 1
-        begin(span, *arguments)
-
-    RecordedSpan.__init__ = counted  # type: ignore[method-assign]
-    TRACER.start([kept], ratio, follows_callers=follows_callers)
+    kept = Kept()
+    TRACER.start(OtelRecorder({}, [kept]), ratio, follows_callers=follows_callers)
     try:
         yield kept
     finally:
         TRACER.stop()
-        RecordedSpan.__init__ = begin  # type: ignore[method-assign]
 
 
 @dataclass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from sluice.concurrency.threads import StopReason
 from sluice.types import TransferGroupSpec
-from sluice.weights.rendezvous import RendezvousStore, StoreLink
-from tests.support.raw_member import KEY
+from sluice.weights.rendezvous import EpochStore, RendezvousStore
+
+KEY = bytes(range(32))
 
 
 def make_spec(
@@ -40,8 +41,8 @@ def link_to(
     timeout_s: float = 5.0,
     stop_reason: StopReason = lambda: None,
     store_key: bytes = KEY,
-) -> StoreLink:
+) -> EpochStore:
     spec = make_spec(
         store.port, epoch=epoch, host=store.host, timeout_s=timeout_s, store_key=store_key
     )
-    return StoreLink(spec, "forming epoch 1", stop_reason)
+    return EpochStore(spec, "forming epoch 1", "rollout-0", stop_reason)

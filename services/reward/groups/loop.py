@@ -377,9 +377,9 @@ def _idle_reason(facts: LoopFacts) -> Blocker:
     return Blocker("data", "data set", "reading prompts")
 
 
-def as_waits(awaited: Sequence[tuple[Blocker, float]], later_s: float = 0.0) -> tuple[Waiting, ...]:
-    """The same as waits of the whole service, `later_s` seconds after they were looked at."""
-    return tuple(Waiting(one.peer, one.phase, seconds + later_s) for one, seconds in awaited)
+def as_waits(awaited: Sequence[tuple[Blocker, float]]) -> tuple[Waiting, ...]:
+    """Return the same as waits of the whole service."""
+    return tuple(Waiting(one.peer, one.phase, seconds) for one, seconds in awaited)
 
 
 class AwaitedClock:

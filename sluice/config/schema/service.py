@@ -80,7 +80,7 @@ class TracesConfig(Section, frozen=True):
                 "Share of the prompts whose traces are recorded. Steps are always recorded."
             )
         ),
-    ] = 1.0
+    ] = 0.1
     file_mb: Annotated[
         PositiveInt,
         Meta(

@@ -1,4 +1,4 @@
-"""Every metric that services export to Prometheus, by the kind of process that tells it."""
+"""Every metric that services export to Prometheus, by the kind of process that exports it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from types import ModuleType
 from sluice.telemetry.instruments import fleet, process, reward, rollout, trainer
 from sluice.telemetry.metrics import Instrument
 
-__all__ = ["INSTRUMENTS", "declared_in"]
-
 
 def declared_in(*modules: ModuleType) -> tuple[Instrument, ...]:
-    """The instruments of modules, in the order of their names in the code."""
+    """Return the instruments of modules, in the order of the code."""
     found: list[Instrument] = []
     for module in modules:
         for value in vars(module).values():
@@ -28,4 +26,4 @@ INSTRUMENTS: dict[str, tuple[Instrument, ...]] = {
     "reward": declared_in(reward),
     "rollout": declared_in(rollout),
 }
-"""By who tells them."""
+"""By the process that exports them."""

@@ -1,22 +1,8 @@
-"""What the trainer tells of the replicas, as it hears of them in heartbeats."""
+"""Metrics of the replicas that the trainer exports, by their heartbeats."""
 
 from __future__ import annotations
 
 from sluice.telemetry.metrics import counter, gauge
-
-__all__ = [
-    "FLEET_SECONDS",
-    "FLEET_TOKENS",
-    "FLEET_WALL",
-    "HEARTBEAT_AGE",
-    "QUEUED",
-    "REPLICAS",
-    "REPLICA_BUSY",
-    "REPLICA_TOKENS",
-    "REPLICA_VERSION",
-    "SLOTS",
-    "SLOTS_BUSY",
-]
 
 REPLICAS = gauge("sluice_fleet_replicas", "replicas", "Registered replicas by state.", "state")
 SLOTS = gauge(
@@ -29,7 +15,7 @@ QUEUED = gauge(
 FLEET_TOKENS = counter(
     "sluice_fleet_tokens_total",
     "tokens",
-    "Response tokens by the last heartbeats, of replicas that have left too.",
+    "Response tokens by the last heartbeats, also of replicas that have left.",
 )
 FLEET_SECONDS = counter(
     "sluice_fleet_seconds_total",
@@ -50,7 +36,7 @@ REPLICA_BUSY = gauge("sluice_fleet_replica_slots_busy", "slots", "Its busy slots
 REPLICA_TOKENS = counter(
     "sluice_fleet_replica_tokens_total",
     "tokens",
-    "Response tokens that it drew since its process began.",
+    "Response tokens that it sampled since its process began.",
     "replica",
     may_restart=True,
 )

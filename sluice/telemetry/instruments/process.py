@@ -1,25 +1,8 @@
-"""What every process tells of itself."""
+"""Metrics that every process exports."""
 
 from __future__ import annotations
 
 from sluice.telemetry.metrics import counter, gauge
-
-__all__ = [
-    "CERTIFICATE_END",
-    "INFO",
-    "LONGEST_WAIT",
-    "QUOTA_REFUSALS",
-    "RESTARTS",
-    "RPC_ERRORS",
-    "RUN_FOLDER_FREE",
-    "RUN_FOLDER_SIZE",
-    "SCRAPE_COMPLETE",
-    "STILL",
-    "TELEMETRY_CPU",
-    "TELEMETRY_SPANS",
-    "UPTIME",
-    "WAITS",
-]
 
 INFO = gauge(
     "sluice_process_info",
@@ -45,20 +28,20 @@ WAITS = gauge("sluice_watchdog_waits", "waits", "Waits under way, for peers and 
 RPC_ERRORS = counter(
     "sluice_rpc_errors_total",
     "calls",
-    "gRPC calls that ended with an error, each attempt by itself: answered so (server) or met so "
+    "gRPC calls that ended with an error, each attempt counted: answered (server) or received "
     "(client).",
     *("side", "method", "code"),
 )
 QUOTA_REFUSALS = counter(
     "sluice_quota_refusals_total",
     "requests",
-    "Requests refused because a client had as much under way as a limit allows.",
+    "Requests refused because a client already had as much in flight as a limit allows.",
     "limit",
 )
 CERTIFICATE_END = gauge(
     "sluice_certificate_end_seconds",
     "seconds since 1970",
-    "When the certificates end that it loaded at its start: the first of cert_file, the last of "
+    "When the certificates that it loaded at its start end: the first of cert_file, the last of "
     "ca_file.",
     "file",
 )
@@ -71,8 +54,7 @@ RUN_FOLDER_SIZE = gauge(
 TELEMETRY_CPU = counter(
     "sluice_telemetry_cpu_seconds_total",
     "CPU seconds",
-    "What telling about the run took of this process's own threads: to send or write spans, to "
-    "answer scrapes.",
+    "What telemetry took of this process's own threads: to send or write spans, to answer scrapes.",
     "part",
 )
 TELEMETRY_SPANS = counter(
@@ -86,5 +68,5 @@ SCRAPE_COMPLETE = gauge(
     "sluice_scrape_complete",
     "0 or 1",
     "1 if the service's event loop answered this scrape; 0 if it is blocked or its numbers cannot "
-    "be read, and only what needs no loop is told.",
+    "be read, and the page has only what needs no loop.",
 )

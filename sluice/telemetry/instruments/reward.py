@@ -1,42 +1,8 @@
-"""What the reward service tells: prompts, groups, samples, batches, demand for replicas."""
+"""Metrics of the reward service: prompts, groups, samples, batches, demand for replicas."""
 
 from __future__ import annotations
 
 from sluice.telemetry.metrics import counter, gauge, histogram
-
-__all__ = [
-    "AWAITED",
-    "BATCHES",
-    "BATCH_ASKED",
-    "BATCH_FILL",
-    "BATCH_FILL_SECONDS",
-    "BATCH_GROUPS",
-    "DEMAND_REPLICAS",
-    "DEMAND_SLOTS",
-    "GROUPS_KEPT",
-    "GROUPS_QUEUED",
-    "GROUPS_RESTARTED",
-    "GROUPS_SURPLUS",
-    "KNOWN_REPLICAS",
-    "KNOWN_VERSION",
-    "MAX_STALENESS",
-    "PROMPTS",
-    "PROMPTS_ENDED",
-    "PROMPTS_LOST",
-    "PROMPTS_SUBMITTED",
-    "QUARANTINED",
-    "RECEIVED_TOKENS",
-    "RESPONSES_AT_BOUND",
-    "SAMPLES",
-    "SAMPLES_AGAIN",
-    "SAMPLES_GRADED",
-    "SCORER_SECONDS",
-    "SLOT_SECONDS",
-    "STALENESS",
-    "STARVED_SECONDS",
-    "VALIDATION_GROUPS",
-    "YIELD",
-]
 
 _P = "sluice_reward_"
 _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -55,22 +21,22 @@ PROMPTS_ENDED = counter(
 )
 PROMPTS = gauge(f"{_P}prompts", "prompts", "Pending prompts by where they stand.", "state")
 PROMPTS_LOST = gauge(
-    f"{_P}prompts_lost", "prompts", "Prompts that the service lost track of; only a defect does it."
+    f"{_P}prompts_lost", "prompts", "Prompts that the service lost track of, by a defect."
 )
 QUARANTINED = gauge(f"{_P}quarantined_prompts", "prompts", "Prompts in quarantine.")
-GROUPS_QUEUED = gauge(f"{_P}queued_groups", "groups", "Groups that wait for room on a replica.")
+GROUPS_QUEUED = gauge(f"{_P}queued_groups", "groups", "Groups that wait for capacity of a replica.")
 GROUPS_KEPT = counter(
     f"{_P}groups_kept_total", "groups", "Groups that passed the filter, since the start."
 )
 GROUPS_RESTARTED = counter(
     f"{_P}groups_restarted_total",
     "groups",
-    "Groups generated once more from the start: withdrawn, too old or taken over.",
+    "Groups generated again from the start: preempted, too old or taken over.",
 )
 GROUPS_SURPLUS = counter(
     f"{_P}groups_surplus_total",
     "groups",
-    "Kept groups thrown away: too old, or surplus of a batch of rounds.",
+    "Kept groups that were dropped: too old, or surplus of a batch of rounds.",
 )
 SAMPLES = counter(
     f"{_P}samples_total",

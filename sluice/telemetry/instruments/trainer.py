@@ -1,36 +1,8 @@
-"""What the trainer tells: steps, phases, the books, the policy's numbers, weight updates."""
+"""Metrics of the trainer: steps, phases, accounting, the policy's numbers, weight updates."""
 
 from __future__ import annotations
 
 from sluice.telemetry.metrics import Instrument, counter, gauge, histogram
-
-__all__ = [
-    "ACCOUNTING_AGE",
-    "ACCOUNTING_MOVED",
-    "ACCOUNTING_RESIDUAL",
-    "ACCOUNTING_RESIDUAL_SHARE",
-    "BATCH_WAIT",
-    "BY_ROW",
-    "OPEN_TOKENS",
-    "PHASE",
-    "PHASE_AGE",
-    "PHASE_SECONDS",
-    "PLANNED_STEPS",
-    "POLICY_VERSION",
-    "SKIPPED_UPDATES",
-    "STEPS",
-    "STEP_SECONDS",
-    "SYNC_BYTES",
-    "SYNC_DENSE_BYTES",
-    "SYNC_FAILURES",
-    "SYNC_SECONDS",
-    "SYNC_STALL",
-    "SYNC_UPDATES",
-    "TOKENS",
-    "TOKENS_GENERATED",
-    "VALIDATION_SCORE",
-    "WALL",
-]
 
 _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
@@ -84,7 +56,7 @@ OPEN_TOKENS = gauge(
 ACCOUNTING_RESIDUAL = gauge(
     "sluice_books_residual",
     "tokens or seconds",
-    "What of an account's total no part of it explains.",
+    "The part of an account's total that no use explains.",
     "account",
 )
 ACCOUNTING_RESIDUAL_SHARE = gauge(
@@ -93,12 +65,12 @@ ACCOUNTING_RESIDUAL_SHARE = gauge(
 ACCOUNTING_AGE = gauge(
     "sluice_books_tokens_age_seconds",
     "seconds",
-    "Time since all were asked for the counters in the account of tokens.",
+    "Time since all processes were asked for the counters in the account of tokens.",
 )
 ACCOUNTING_MOVED = gauge(
     "sluice_books_tokens_moved",
     "tokens",
-    "Tokens that came in meanwhile: the residual may be off by so many at most.",
+    "Tokens that arrived meanwhile: the residual may be off by that many at most.",
 )
 
 _PREFIX = "sluice_trainer_"

@@ -22,7 +22,7 @@ def test_an_error_of_ours_is_one_line_and_1(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == "trainer: ERROR key a: 7; use 5\n"
 
 
-def test_grouped_errors_of_ours_are_a_line_each_and_repeats_are_told_once(
+def test_grouped_errors_of_ours_are_a_line_each_and_repeats_are_reported_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     inner = ExceptionGroup("inner", [DataError("b"), ConfigError("a")])

@@ -1,4 +1,4 @@
-"""When work that stands still is told of and given up; all time is made up."""
+"""When work that stands still is reported and given up; all time is made up."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def times(count: int, *, progress: object = 0, **more: object) -> Iterable[WorkS
     return [WorkState(progress, **more)] * count  # type: ignore[arg-type]
 
 
-def test_a_stall_is_told_of_once_and_given_up_in_the_end() -> None:
+def test_a_stall_is_reported_once_and_given_up_in_the_end() -> None:
     verdicts = Watched().see(*times(21)).verdicts
     assert verdicts.count(STALLED) == 1
     assert verdicts.index(STALLED) == 5
     assert verdicts.index(HOPELESS) == 20
 
 
-def test_what_moves_is_never_told_of() -> None:
+def test_what_moves_is_never_reported() -> None:
     watched = Watched().see(*(WorkState(second // 4) for second in range(100)))
     assert set(watched.verdicts) == {FINE}
 
 
-def test_every_stall_is_told_of() -> None:
+def test_every_stall_is_reported() -> None:
     watched = Watched().see(*times(8), *times(8, progress=1), *times(8, progress=2))
     assert watched.verdicts.count(STALLED) == 3
 
@@ -62,7 +62,7 @@ def test_rest_is_no_stall_and_what_stood_still_before_does_not_count_after() -> 
     assert Watched().see(*rest).judge.still_at_work_s is None
 
 
-def test_a_wait_with_a_deadline_of_its_own_is_told_of_but_left_to_it() -> None:
+def test_a_wait_with_a_deadline_of_its_own_is_reported_but_left_to_it() -> None:
     watched = Watched().see(*times(29, patience_s=25.0))
     assert STALLED in watched.verdicts
     assert HOPELESS not in watched.verdicts

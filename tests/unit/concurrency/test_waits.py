@@ -34,7 +34,7 @@ def waits(clock: Clock) -> WaitRegistry:
     return WaitRegistry(clock)
 
 
-def test_a_wait_is_told_while_its_block_runs_and_not_after(
+def test_a_wait_is_reported_while_its_block_runs_and_not_after(
     waits: WaitRegistry, clock: Clock
 ) -> None:
     with waits.waiting_for("rollout-1", "staging version 7"):

@@ -27,7 +27,7 @@ WAIT_S = 30.0
 
 
 class Scripted(StallJudge):
-    """Finds what it is told to, look by look, then nothing any more."""
+    """Finds scripted verdicts, look by look, then nothing any more."""
 
     def __init__(self, *verdicts: StallVerdict) -> None:
         super().__init__(1.0, 2.0, 0.01)
@@ -53,15 +53,14 @@ def dog(judge: StallJudge, ends: list[int], ended: threading.Event, file: Path |
 
     return Watchdog(
         judge,
-        lambda: WorkState(0),
-        waits=lambda: WAITS,
+        lambda: WorkState(0, waits=WAITS),
         stacks_file=file,
         interval_s=0.01,
         end=end,
     )
 
 
-async def test_a_stall_is_told_with_what_is_awaited_and_the_process_goes_on(
+async def test_a_stall_is_reported_with_what_is_awaited_and_the_process_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     judge, ends, ended = Scripted(StallVerdict.STALLED), list[int](), threading.Event()
@@ -80,7 +79,7 @@ async def test_a_stall_is_told_with_what_is_awaited_and_the_process_goes_on(
     assert "rollout-1: generating (34 s, 12 times) [prompt data-3]" in record.getMessage()
     stacks = file.read_text(encoding="utf-8")
     assert "  prompt data-3\n" in stacks
-    assert "in test_a_stall_is_told" in stacks
+    assert "in test_a_stall_is_reported" in stacks
     assert "a_group" in stacks
     assert ends == []
 

@@ -36,7 +36,7 @@ def test_a_host_that_is_well_set_up_has_no_findings() -> None:
         ({"num_devices": 0}, "no /dev/davinci0", "install the driver"),
     ],
 )
-def test_a_host_without_what_it_needs_is_told_what_to_install(
+def test_a_host_without_a_package_names_what_to_install(
     change: dict[str, str | int | None], what: str, remedy: str
 ) -> None:
     (found,) = ascend_findings(replace(_GOOD, **change), _DEMAND)  # type: ignore[arg-type]
@@ -49,11 +49,11 @@ def test_a_host_without_what_it_needs_is_told_what_to_install(
     ("variables", "what"),
     [
         ({"ASCEND_RT_VISIBLE_DEVICES": "3"}, "2 NPUs are wanted and 1 are visible"),
-        ({"ASCEND_RT_VISIBLE_DEVICES": "a,b"}, "no list of different numbers"),
-        ({"ASCEND_RT_VISIBLE_DEVICES": "1,1"}, "no list of different numbers"),
-        ({"HCCL_CONNECT_TIMEOUT": "60"}, "'60' is no whole number from 120 to 7200 s"),
-        ({"HCCL_EXEC_TIMEOUT": "soon"}, "'soon' is no whole number"),
-        ({"HCCL_BUFFSIZE": "0"}, "'0' is no whole number from 1"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "a,b"}, "not a list of different numbers"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "1,1"}, "not a list of different numbers"),
+        ({"HCCL_CONNECT_TIMEOUT": "60"}, "'60' is not a whole number from 120 to 7200 s"),
+        ({"HCCL_EXEC_TIMEOUT": "soon"}, "'soon' is not a whole number"),
+        ({"HCCL_BUFFSIZE": "0"}, "'0' is not a whole number from 1"),
         ({"HCCL_SOCKET_IFNAME": "=eth7"}, "no such interface, only eth0, lo"),
         ({"GLOO_SOCKET_IFNAME": "eth7"}, "no such interface"),
         ({"HCCL_WHITELIST_DISABLE": "0"}, "HCCL_WHITELIST_FILE names none"),
@@ -69,7 +69,7 @@ def test_a_variable_that_cannot_work_is_named_with_its_value(
     assert next(iter(variables)) in str(found)
 
 
-def test_a_replica_with_vllm_is_told_to_install_its_plugin() -> None:
+def test_a_replica_with_vllm_names_the_plugin_to_install() -> None:
     demand = replace(_DEMAND, runs_vllm=True)
     host = replace(_GOOD, vllm_version="0.23.0")
     (found,) = ascend_findings(host, demand)
@@ -80,7 +80,7 @@ def test_a_replica_with_vllm_is_told_to_install_its_plugin() -> None:
     assert ascend_findings(host, _DEMAND) == (), "other processes do without"
 
 
-def test_a_plugin_for_another_vllm_is_told_of() -> None:
+def test_a_plugin_for_another_vllm_is_reported() -> None:
     host = replace(_GOOD, vllm_version="0.32.0", vllm_ascend_version="0.23.0")
     (found,) = ascend_findings(host, replace(_DEMAND, runs_vllm=True))
     assert not found.is_fatal
@@ -96,7 +96,7 @@ def test_what_may_work_is_left_alone(variables: dict[str, str]) -> None:
     assert ascend_findings(host, _DEMAND) == ()
 
 
-def test_a_watchdog_that_ends_processes_is_told_of_where_collectives_are_on_the_device() -> None:
+def test_a_watchdog_that_ends_processes_is_reported_where_collectives_are_on_the_device() -> None:
     host = replace(_GOOD, environment={**_GOOD.environment, "HCCL_ASYNC_ERROR_HANDLING": "1"})
     (found,) = ascend_findings(host, _DEMAND)
     assert not found.is_fatal
@@ -125,7 +125,7 @@ def test_the_npus_of_a_host_are_its_device_files_unless_a_variable_says_less(dev
     ("name", "visible", "wanted"),
     [("npu", "", True), ("cpu", "0", False), (None, "0", True), (None, "", False)],
 )
-def test_a_process_computes_on_an_npu_if_it_is_told_to_or_finds_one(
+def test_a_process_computes_on_an_npu_if_configured_or_found(
     name: str | None, visible: str, wanted: bool, devices: Path
 ) -> None:
     assert wants_npu(name, {"ASCEND_RT_VISIBLE_DEVICES": visible}, devices) is wanted
@@ -142,7 +142,7 @@ def test_only_processes_on_npus_get_hccls_variables(config: RunConfig, devices: 
     assert launch_environment(config, "cpu", endpoint, {}) == {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
-def test_a_process_that_is_told_to_take_an_npu_begins_with_all_that_is_wrong(
+def test_a_process_configured_for_an_npu_begins_with_all_faults(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ascend_host, "_version", lambda _: None)

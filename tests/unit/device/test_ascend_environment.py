@@ -95,7 +95,7 @@ def test_a_whitelist_of_the_users_stays() -> None:
     )
 
 
-def test_torch_loads_no_npu_by_itself_where_torch_npu_is_installed() -> None:
+def test_torch_does_not_load_the_npu_where_torch_npu_is_installed() -> None:
     variable = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     assert import_environment(has_torch_npu=True, given={}) == variable
     assert import_environment(has_torch_npu=False, given={}) == {}

@@ -41,7 +41,7 @@ def two_npus(monkeypatch: pytest.MonkeyPatch) -> _FakeNpus:
     module, runtime = ModuleType("torch_npu"), _FakeNpus()
     module.npu = runtime  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_npu", module)
-    monkeypatch.setattr(select, "is_installed", lambda: True)
+    monkeypatch.setattr(select, "has_torch_npu", lambda: True)
     return runtime
 
 
@@ -119,7 +119,7 @@ def test_a_torch_npu_that_cannot_load_is_one_error_with_the_remedy(
 def test_a_broken_torch_npu_is_reported_and_passed_over_by_detection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(select, "is_installed", lambda: True)
+    monkeypatch.setattr(select, "has_torch_npu", lambda: True)
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     assert select_device().name == "cpu"
     assert "torch_npu is installed but not used" in caplog.text

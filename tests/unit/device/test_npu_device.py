@@ -21,7 +21,7 @@ from tests.support.stand_in_hccl import FakeNpus, fake_torch_npu
 def npus(monkeypatch: pytest.MonkeyPatch) -> FakeNpus:
     runtime = FakeNpus(2)
     monkeypatch.setitem(sys.modules, "torch_npu", fake_torch_npu(runtime))
-    monkeypatch.setattr(select, "is_installed", lambda: True)
+    monkeypatch.setattr(select, "has_torch_npu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return runtime
@@ -88,7 +88,7 @@ def test_weights_travel_by_the_devices_collectives_or_by_gloo_from_the_cpu(npus:
     assert transfer_device("npu", None).collective_backend == "hccl"
     assert transfer_device("npu", "hccl").name == "npu:0"
     assert transfer_device("npu", "gloo").name == "cpu"
-    with pytest.raises(ConfigError, match="npu:0 speaks hccl"):
+    with pytest.raises(ConfigError, match="npu:0 uses hccl"):
         transfer_device("npu", "nccl")
 
 

@@ -33,7 +33,7 @@ async def test_groups_that_replicas_generate_are_work_that_moves_with_every_samp
         assert before_sample.has_work
         assert before_sample.patience_s == 600.0
         assert work.work_state().progress == before_sample.progress
-        assert ("rollout fleet", 1) in [(wait.peer, wait.count) for wait in work.waits()]
+        assert ("rollout fleet", 1) in [(wait.peer, wait.count) for wait in work.work_state().waits]
         released[0].set()
         await settled(lambda: work.work_state().progress != before_sample.progress)
         released[1].set()
@@ -54,7 +54,7 @@ async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> N
         await loop.pipeline.announce("trainer-1", 0, [], None)
         assert not work.work_state().has_work
         assert loop.pipeline.num_generating == 1
-        assert "rollout fleet" in {wait.peer for wait in work.waits()}
+        assert "rollout fleet" in {wait.peer for wait in work.work_state().waits}
 
 
 async def test_what_the_watchdog_asks_every_second_does_not_count_all_prompts(

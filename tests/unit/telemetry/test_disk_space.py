@@ -1,4 +1,4 @@
-"""The room on a disk is read by a thread that may hang without anybody else."""
+"""The space on a disk is read by a thread that may hang without anybody else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sluice.telemetry import process
 from sluice.telemetry.process import DiskSpace
 
 
-def test_the_room_is_the_file_systems(tmp_path: Path) -> None:
+def test_the_space_is_the_file_systems(tmp_path: Path) -> None:
     disk = DiskSpace(tmp_path)
     disk.start()
     capacity, found = disk.capacity(), os.statvfs(tmp_path)
@@ -23,16 +23,16 @@ def test_the_room_is_the_file_systems(tmp_path: Path) -> None:
     assert 0 < capacity.free_bytes <= capacity.size_bytes
 
 
-def test_while_the_file_system_hangs_the_last_reading_is_told(
+def test_while_the_file_system_hangs_the_last_reading_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, hangs, go_on, looks = os.statvfs, threading.Event(), threading.Event(), list[Path]()
+    real, hangs, proceed, looks = os.statvfs, threading.Event(), threading.Event(), list[Path]()
 
     def statvfs(folder: Path) -> Any:
         looks.append(folder)
         if len(looks) > 1:
             hangs.set()
-            go_on.wait(60)
+            proceed.wait(60)
         return real(folder)
 
     monkeypatch.setattr(process.os, "statvfs", statvfs)
@@ -41,7 +41,7 @@ def test_while_the_file_system_hangs_the_last_reading_is_told(
     assert hangs.wait(20)
     assert disk.capacity() is not None
     disk.stop()
-    go_on.set()
+    proceed.set()
 
 
 def test_without_the_folder_there_is_no_reading(tmp_path: Path) -> None:

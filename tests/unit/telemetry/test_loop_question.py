@@ -17,7 +17,7 @@ async def test_the_question_is_answered_in_the_loops_thread() -> None:
     assert await asyncio.to_thread(ask_loop, loop, threading.get_ident, 20.0) == own
 
 
-async def test_what_the_question_raises_is_raised_to_whoever_asked() -> None:
+async def test_an_error_of_the_question_is_raised_in_the_caller() -> None:
     def fail() -> None:
         raise TimeoutError("of its own")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
+from sluice.concurrency.threads import WriteError
+from sluice.telemetry.otel import OtelRecorder, SpanQueue
 from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart
-from sluice.telemetry.span_export import ExportError, SpanQueue
-from sluice.telemetry.tracing import RecordedSpan, SpanName, Tracer
+from sluice.telemetry.tracing import SpanName, Tracer
 
 SPUN_S = 0.05
 
@@ -18,29 +19,19 @@ def spin(seconds: float) -> None:
         pass
 
 
-class Spinning:
-    """An exporter that computes, and takes spans or not."""
-
-    destination = "nowhere"
-
-    def __init__(self, *, takes: bool) -> None:
-        self._takes = takes
-
-    def export(self, spans: list[RecordedSpan]) -> None:
-        spin(SPUN_S)
-        if not self._takes:
-            raise ExportError("no")
-
-    def close(self) -> None:
-        pass
-
-
 def send_one_span(*, takes: bool) -> None:
-    queue = SpanQueue(Spinning(takes=takes), interval_s=3600)
+    """By an exporter that computes, and takes the span or not."""
+
+    def export(_: object) -> None:
+        spin(SPUN_S)
+        if not takes:
+            raise WriteError("no")
+
+    queue = SpanQueue("nowhere", export, interval_s=3600)
     tracer = Tracer()
-    tracer.start([queue], 1.0)
+    tracer.start(OtelRecorder({}, [queue]), 1.0)
     tracer.trace(SpanName.SAMPLE).end()
-    queue.close(30.0)
+    queue.writer.close(30.0)
 
 
 def spans_so_far(outcome: SpanOutcome) -> int:

@@ -1,4 +1,4 @@
-"""Spans in a file: OTLP in JSON, whole lines whoever writes."""
+"""Spans in a file: OTLP in JSON, whole lines whatever process writes."""
 
 from __future__ import annotations
 
@@ -9,31 +9,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 
-from sluice.telemetry.span_export import ExportError, SpanFile
-from sluice.telemetry.tracing import TRACER, Key, RecordedSpan, SpanKind, SpanName, TraceContext
-from tests.support.seen_spans import spans_in, traced
+from sluice.concurrency.threads import WriteError
+from sluice.telemetry.otel import OtelRecorder, SpanFile
+from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName, TraceContext
+from tests.support.seen_spans import Kept, spans_in, traced
 
 RESOURCE = {"service.name": "sluice-reward"}
+MANY_BYTES = 1 << 30
 CALLER = TraceContext(0xABC, 0xDEF, is_sampled=True)
 
 
-def spans(count: int) -> list[RecordedSpan]:
+def spans(count: int) -> list[ReadableSpan]:
     with traced() as kept:
         for _ in range(count):
             TRACER.trace(SpanName.SAMPLE).end()
-    return kept.spans
+    return kept.ended
 
 
 def test_a_span_is_read_back_as_it_was_recorded(tmp_path: Path) -> None:
     attributes = {Key.STEP: 2**40, Key.DETAIL: "ü", "share": 0.5, "is_last": True}
-    with traced() as kept:
+    kept = Kept()
+    TRACER.start(OtelRecorder(RESOURCE, [kept]), 1.0)
+    try:
         span = TRACER.child(CALLER, SpanName.ATTEMPT, attributes, SpanKind.CLIENT)
         span.link([TraceContext(1, 2, is_sampled=True)])
         span.fail("lost")
         span.end()
+    finally:
+        TRACER.stop()
     path = tmp_path / "later" / "traces.jsonl"
-    SpanFile(path, RESOURCE).export(kept.spans)
+    SpanFile(path, MANY_BYTES).append(kept.ended)
     (seen,) = spans_in(path)
     (recorded,) = kept.spans
     assert seen.name == "attempt"
@@ -59,9 +66,9 @@ def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
     path, some = tmp_path / "traces.jsonl", spans(200)
 
     def write() -> None:
-        file = SpanFile(path, RESOURCE)
+        file = SpanFile(path, MANY_BYTES)
         for _ in range(20):
-            file.export(some)
+            file.append(some)
 
     writers = [threading.Thread(target=write) for _ in range(4)]
     for writer in writers:
@@ -73,24 +80,24 @@ def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_the_exporters_error(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ExportError, match="taken"):
-        SpanFile(tmp_path / "taken" / "traces.jsonl", RESOURCE).export(spans(1))
+    with pytest.raises(WriteError, match="taken"):
+        SpanFile(tmp_path / "taken" / "traces.jsonl", MANY_BYTES).append(spans(1))
 
 
 def test_a_file_at_its_bound_takes_nothing_until_it_is_moved_away(tmp_path: Path) -> None:
     path, some = tmp_path / "traces.jsonl", spans(3)
-    file = SpanFile(path, RESOURCE, most_bytes=10)
-    file.export(some)
+    file = SpanFile(path, most_bytes=10)
+    file.append(some)
     size = path.stat().st_size
-    with pytest.raises(ExportError, match=r"sluice\.telemetry\.traces\.file_mb"):
-        file.export(some)
+    with pytest.raises(WriteError, match=r"sluice\.telemetry\.traces\.file_mb"):
+        file.append(some)
     assert path.stat().st_size == size
     path.rename(tmp_path / "moved")
-    file.export(some)
+    file.append(some)
     assert len(spans_in(path)) == 3
 
 
-def test_a_line_that_was_cut_short_is_told_and_the_next_one_stands_by_itself(
+def test_after_a_line_that_was_cut_short_the_next_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capacity = [20, 0, None]
@@ -102,11 +109,11 @@ def test_a_line_that_was_cut_short_is_told_and_the_next_one_stands_by_itself(
 
     monkeypatch.setattr(Path, "open", lambda path, *_, **__: Full(path, "ab"))
     path = tmp_path / "traces.jsonl"
-    file = SpanFile(path, RESOURCE)
+    file = SpanFile(path, MANY_BYTES)
     for _ in range(2):
-        with pytest.raises(ExportError, match="bytes were written"):
-            file.export(spans(2))
-    file.export(spans(3))
+        with pytest.raises(WriteError, match="bytes were written"):
+            file.append(spans(2))
+    file.append(spans(3))
     monkeypatch.undo()
     torn, whole, end = path.read_bytes().split(b"\n")
     assert (len(torn), end) == (20, b"")

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.telemetry.tracing import (
+    SPAN_BITS,
+    TRACE_BITS,
     TraceContext,
     is_chosen,
-    new_span_id,
-    new_trace_id,
+    new_id,
     parse_traceparent,
 )
 
@@ -55,7 +56,7 @@ def test_only_what_the_standard_allows_is_a_context(
 
 
 def test_new_ids_differ_and_are_never_0() -> None:
-    ids = {new_trace_id() for _ in range(1000)} | {new_span_id() for _ in range(1000)}
+    ids = {new_id(TRACE_BITS) for _ in range(1000)} | {new_id(SPAN_BITS) for _ in range(1000)}
     assert len(ids) == 2000
     assert 0 not in ids
 
@@ -74,5 +75,5 @@ def test_a_larger_share_takes_what_a_smaller_one_takes(
 
 
 def test_about_the_share_that_was_asked_for_is_taken() -> None:
-    taken = sum(is_chosen(new_trace_id(), 0.25) for _ in range(10_000))
+    taken = sum(is_chosen(new_id(TRACE_BITS), 0.25) for _ in range(10_000))
     assert 2_000 < taken < 3_000

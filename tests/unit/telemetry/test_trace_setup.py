@@ -36,7 +36,7 @@ import sys
 sys.modules["opentelemetry"] = None
 from sluice.errors import ConfigError
 try:
-    import sluice.telemetry.otlp_export
+    import sluice.telemetry.otel
 except ConfigError as error:
     print(error)
 """
@@ -65,11 +65,6 @@ def test_by_default_nothing_is_traced_and_no_package_is_loaded_whatever_the_envi
     assert printed(SERVICES_THAT_LOAD_NOTHING.format(tree={})) == "False False"
 
 
-def test_spans_in_a_file_need_no_package(tmp_path: Path) -> None:
-    tree = {"sluice": {"run_dir": str(tmp_path), "telemetry": {"traces": {"file": "traces.jsonl"}}}}
-    assert printed(SERVICES_THAT_LOAD_NOTHING.format(tree=tree)) == "True False"
-
-
 def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
     found = printed(NO_PACKAGES)
     assert "sluice[traces]" in found
@@ -77,12 +72,22 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
 
 
 def test_a_file_is_looked_for_in_the_runs_folder_and_holds_the_last_span(tmp_path: Path) -> None:
-    with traced_process(config(tmp_path, file="traces.jsonl"), "trainer", "trainer"):
+    with traced_process(
+        config(tmp_path, file="traces.jsonl", sample_ratio=1), "trainer", "trainer"
+    ):
         assert TRACER.is_on
         TRACER.trace(SpanName.STEP).end()
     assert not TRACER.is_on
     (span,) = spans_in(tmp_path / "traces.jsonl")
     assert (span.name, span.service) == ("step", "sluice-trainer")
+
+
+def test_by_default_one_trace_in_ten_is_recorded_and_every_step(tmp_path: Path) -> None:
+    with traced_process(config(tmp_path, file="traces.jsonl"), "reward", "reward"):
+        for share in (0.09, 0.11):
+            TRACER.trace(SpanName.PROMPT, trace_id=round(share * 2**64)).end()
+        TRACER.trace(SpanName.STEP, is_always=True).end()
+    assert [span.name for span in spans_in(tmp_path / "traces.jsonl")] == ["prompt", "step"]
 
 
 def test_nothing_is_written_for_traces_that_were_not_chosen(tmp_path: Path) -> None:

@@ -21,10 +21,9 @@ from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
-from sluice.weights.rendezvous import RendezvousStore, StoreLink, gather
+from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
 from sluice.weights.sender import WeightSender
-from tests.support.raw_member import KEY
-from tests.support.weight_rendezvous import link_to, make_spec
+from tests.support.weight_rendezvous import KEY, link_to, make_spec
 
 _WEIGHTS = {"w": torch.arange(9.0)}
 _TENSORS = tensor_specs(_WEIGHTS.items())
@@ -78,7 +77,7 @@ def _announce(spec: TransferGroupSpec) -> None:
     """As a member does that dies before it reaches torch's constructor."""
     spec = replace(spec, timeout_s=0.05)
     with pytest.raises(DeadlineError):
-        gather(StoreLink(spec, "joining", lambda: None), spec, {0: "trainer", 1: "r0"})
+        gather(EpochStore(spec, "joining", "trainer", lambda: None), spec, {0: "trainer", 1: "r0"})
 
 
 def test_a_member_that_dies_after_it_came_ends_the_formation_by_its_deadline() -> None:
@@ -106,18 +105,18 @@ def test_a_stop_reaches_into_torchs_constructor_and_leaves_no_thread_behind(
     assert wait_for_retired_threads(10) == 0  # long before the 60 s that torch was given
 
 
-def test_a_late_member_of_an_epoch_that_is_over_is_told_so() -> None:
+def test_a_late_member_of_an_epoch_that_is_over_is_refused_with_the_reason() -> None:
     with closing(_sender(5.0)) as sender:
         late = sender.form_group(1, ["r0"], _TENSORS)["r0"]
         sender.form_group(2, ["r0"], _TENSORS)
-        with pytest.raises(WeightSyncError, match=r"forming .*epoch 1 is over and so is its key"):
+        with pytest.raises(WeightSyncError, match=r"forming .*epoch 1 is over or has not begun"):
             WeightReceiver(CpuDevice()).join(late)
 
 
 def test_a_store_that_does_not_answer_is_named_with_the_phase() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        link = StoreLink(make_spec(port, timeout_s=0.1), "forming epoch 1", lambda: None)
+        link = EpochStore(make_spec(port, timeout_s=0.1), "forming epoch 1", "r0", lambda: None)
         with pytest.raises(
             DeadlineError, match=f"^store 127.0.0.1:{port}: no answer within 0.1 s while forming"
         ):

@@ -142,5 +142,5 @@ def test_memory_is_not_taken_for_sizes_that_cannot_be(size: int) -> None:
     staging = WeightBuffer(plan_transfer(_SPECS, 4096))
     sizes = [20] * len(staging.plan.buckets)
     sizes[2] = size
-    with pytest.raises(ValueError, match=f"bucket 3 is said to change by {size} bytes"):
+    with pytest.raises(ValueError, match=f"bucket 3 claims changes of {size} bytes"):
         ChangeReceivingPort(staging, staging, sizes, _CPU, "a test")

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from sluice.config.addresses import join_host_port, split_host_port
 from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.rendezvous import EpochStore, RendezvousStore, StoreLink, gather
-from sluice.weights.store import Read
+from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
 
 FORMING = "forming the trainer ranks' process group"
 LATE_REMEDY = (
@@ -88,7 +87,7 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = _given(environment, name)
     if not (text.isascii() and text.isdigit()):
-        raise _no_place(f"{name} = {text!r} is no number")
+        raise _no_place(f"{name} = {text!r} is not a number")
     return int(text)
 
 
@@ -119,27 +118,27 @@ def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
         tensors=(),
         plan_digest="",
     )
-    link = _reached(spec, place)
+    store = _reached(spec, place)
     try:
-        gather(link, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
+        gather(store, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
     except DeadlineError as error:
         raise DeadlineError(error.peer, FORMING, timeout_s, LATE_REMEDY) from error
     except WeightSyncError as error:
         raise PeerError(place.store_name, FORMING, error.detail) from error
-    return EpochStore(link, timeout_s, "another trainer rank")
+    return store
 
 
-def _reached(spec: TransferGroupSpec, place: RankPlace) -> StoreLink:
+def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
     """Retry until the store answers: rank 0 may start later than the others."""
     ends_s = time.monotonic() + spec.timeout_s
     while True:
         try:
-            link = StoreLink(spec, FORMING, lambda: None)
-            link.ask(Read(()))
+            store = EpochStore(spec, FORMING, "another trainer rank", lambda: None)
+            store.present(())
         except (DeadlineError, WeightSyncError) as error:
             if time.monotonic() > ends_s:
                 why = f"{error}; {LATE_REMEDY}"
                 raise DeadlineError(place.store_name, FORMING, spec.timeout_s, why) from error
         else:
-            return link
+            return store
         time.sleep(_RETRY_S)

@@ -275,3 +275,174 @@ class AbortUpdateResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_policy_version", b"_policy_version"]) -> typing.Literal["policy_version"] | None: ...
 
 global___AbortUpdateResponse = AbortUpdateResponse
+
+@typing.final
+class PutKeyRequest(google.protobuf.message.Message):
+    """Writes or deletes a key."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    STORE_KEY_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    EXPECTED_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the group."""
+    store_key: builtins.bytes
+    """Secret of the epoch."""
+    key: builtins.str
+    """The key, 1 to 256 characters."""
+    value: builtins.bytes
+    """The value, at most 256 KiB. Absent: delete the key."""
+    expected: builtins.bytes
+    """Write only if the key holds this value, or if it is missing and this is empty."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        store_key: builtins.bytes = ...,
+        key: builtins.str = ...,
+        value: builtins.bytes | None = ...,
+        expected: builtins.bytes | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected", b"_expected", "_value", b"_value", "expected", b"expected", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected", b"_expected", "_value", b"_value", "epoch", b"epoch", "expected", b"expected", "key", b"key", "store_key", b"store_key", "value", b"value"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_expected", b"_expected"]) -> typing.Literal["expected"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_value", b"_value"]) -> typing.Literal["value"] | None: ...
+
+global___PutKeyRequest = PutKeyRequest
+
+@typing.final
+class PutKeyResponse(google.protobuf.message.Message):
+    """The key is written or deleted."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: builtins.int
+    value: builtins.bytes
+    """What the key holds now; of a deleted key, what it held. Absent: it is, or was, missing."""
+    def __init__(
+        self,
+        *,
+        value: builtins.bytes | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_value", b"_value", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_value", b"_value", "value", b"value"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_value", b"_value"]) -> typing.Literal["value"] | None: ...
+
+global___PutKeyResponse = PutKeyResponse
+
+@typing.final
+class GetKeysRequest(google.protobuf.message.Message):
+    """Reads keys."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    STORE_KEY_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the group."""
+    store_key: builtins.bytes
+    """Secret of the epoch."""
+    @property
+    def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The keys, at most 4096."""
+
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        store_key: builtins.bytes = ...,
+        keys: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "keys", b"keys", "store_key", b"store_key"]) -> None: ...
+
+global___GetKeysRequest = GetKeysRequest
+
+@typing.final
+class GetKeysResponse(google.protobuf.message.Message):
+    """The keys that are there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ValuesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.bytes = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.bytes]:
+        """Value by key; a missing key is left out."""
+
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Mapping[builtins.str, builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+global___GetKeysResponse = GetKeysResponse
+
+@typing.final
+class AddToKeyRequest(google.protobuf.message.Message):
+    """Adds to a number."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    STORE_KEY_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    AMOUNT_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the group."""
+    store_key: builtins.bytes
+    """Secret of the epoch."""
+    key: builtins.str
+    """The key, 1 to 256 characters."""
+    amount: builtins.int
+    """What to add."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        store_key: builtins.bytes = ...,
+        key: builtins.str = ...,
+        amount: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["amount", b"amount", "epoch", b"epoch", "key", b"key", "store_key", b"store_key"]) -> None: ...
+
+global___AddToKeyRequest = AddToKeyRequest
+
+@typing.final
+class AddToKeyResponse(google.protobuf.message.Message):
+    """The number was added to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUM_FIELD_NUMBER: builtins.int
+    sum: builtins.int
+    """The sum."""
+    def __init__(
+        self,
+        *,
+        sum: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sum", b"sum"]) -> None: ...
+
+global___AddToKeyResponse = AddToKeyResponse

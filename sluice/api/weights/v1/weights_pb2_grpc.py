@@ -232,3 +232,173 @@ class WeightSyncService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class RendezvousServiceStub(object):
+    """The keys under which the members of one epoch's transfer group find each other. The trainer serves
+    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
+    is answered at once: a member that waits for a key asks again.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.PutKey = channel.unary_unary(
+                '/sluice.api.weights.v1.RendezvousService/PutKey',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.PutKeyRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.PutKeyResponse.FromString,
+                _registered_method=True)
+        self.GetKeys = channel.unary_unary(
+                '/sluice.api.weights.v1.RendezvousService/GetKeys',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.GetKeysRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.GetKeysResponse.FromString,
+                _registered_method=True)
+        self.AddToKey = channel.unary_unary(
+                '/sluice.api.weights.v1.RendezvousService/AddToKey',
+                request_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AddToKeyRequest.SerializeToString,
+                response_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AddToKeyResponse.FromString,
+                _registered_method=True)
+
+
+class RendezvousServiceServicer(object):
+    """The keys under which the members of one epoch's transfer group find each other. The trainer serves
+    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
+    is answered at once: a member that waits for a key asks again.
+    """
+
+    def PutKey(self, request, context):
+        """Writes or deletes a key, unconditionally or if it holds an expected value.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetKeys(self, request, context):
+        """Reads keys.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AddToKey(self, request, context):
+        """Adds to a number in decimal digits; a missing key counts as 0.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RendezvousServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'PutKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutKey,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.PutKeyRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.PutKeyResponse.SerializeToString,
+            ),
+            'GetKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetKeys,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.GetKeysRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.GetKeysResponse.SerializeToString,
+            ),
+            'AddToKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddToKey,
+                    request_deserializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AddToKeyRequest.FromString,
+                    response_serializer=sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AddToKeyResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'sluice.api.weights.v1.RendezvousService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('sluice.api.weights.v1.RendezvousService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class RendezvousService(object):
+    """The keys under which the members of one epoch's transfer group find each other. The trainer serves
+    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
+    is answered at once: a member that waits for a key asks again.
+    """
+
+    @staticmethod
+    def PutKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.RendezvousService/PutKey',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.PutKeyRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.PutKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.RendezvousService/GetKeys',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.GetKeysRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.GetKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddToKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.api.weights.v1.RendezvousService/AddToKey',
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AddToKeyRequest.SerializeToString,
+            sluice_dot_api_dot_weights_dot_v1_dot_weights__pb2.AddToKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

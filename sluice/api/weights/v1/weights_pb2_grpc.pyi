@@ -116,3 +116,84 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         """Throws the staged version away and leaves the epoch's group. A second call does nothing more."""
 
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
+
+class RendezvousServiceStub:
+    """The keys under which the members of one epoch's transfer group find each other. The trainer serves
+    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
+    is answered at once: a member that waits for a key asks again.
+    """
+
+    def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
+    PutKey: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.PutKeyRequest,
+        sluice.api.weights.v1.weights_pb2.PutKeyResponse,
+    ]
+    """Writes or deletes a key, unconditionally or if it holds an expected value."""
+
+    GetKeys: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.GetKeysRequest,
+        sluice.api.weights.v1.weights_pb2.GetKeysResponse,
+    ]
+    """Reads keys."""
+
+    AddToKey: grpc.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.AddToKeyRequest,
+        sluice.api.weights.v1.weights_pb2.AddToKeyResponse,
+    ]
+    """Adds to a number in decimal digits; a missing key counts as 0."""
+
+class RendezvousServiceAsyncStub:
+    """The keys under which the members of one epoch's transfer group find each other. The trainer serves
+    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
+    is answered at once: a member that waits for a key asks again.
+    """
+
+    PutKey: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.PutKeyRequest,
+        sluice.api.weights.v1.weights_pb2.PutKeyResponse,
+    ]
+    """Writes or deletes a key, unconditionally or if it holds an expected value."""
+
+    GetKeys: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.GetKeysRequest,
+        sluice.api.weights.v1.weights_pb2.GetKeysResponse,
+    ]
+    """Reads keys."""
+
+    AddToKey: grpc.aio.UnaryUnaryMultiCallable[
+        sluice.api.weights.v1.weights_pb2.AddToKeyRequest,
+        sluice.api.weights.v1.weights_pb2.AddToKeyResponse,
+    ]
+    """Adds to a number in decimal digits; a missing key counts as 0."""
+
+class RendezvousServiceServicer(metaclass=abc.ABCMeta):
+    """The keys under which the members of one epoch's transfer group find each other. The trainer serves
+    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
+    is answered at once: a member that waits for a key asks again.
+    """
+
+    @abc.abstractmethod
+    def PutKey(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.PutKeyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.PutKeyResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.PutKeyResponse]]:
+        """Writes or deletes a key, unconditionally or if it holds an expected value."""
+
+    @abc.abstractmethod
+    def GetKeys(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.GetKeysRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.GetKeysResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.GetKeysResponse]]:
+        """Reads keys."""
+
+    @abc.abstractmethod
+    def AddToKey(
+        self,
+        request: sluice.api.weights.v1.weights_pb2.AddToKeyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[sluice.api.weights.v1.weights_pb2.AddToKeyResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.AddToKeyResponse]]:
+        """Adds to a number in decimal digits; a missing key counts as 0."""
+
+def add_RendezvousServiceServicer_to_server(servicer: RendezvousServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
