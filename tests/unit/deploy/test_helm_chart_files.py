@@ -191,7 +191,7 @@ def test_every_reference_of_the_schema_leads_somewhere() -> None:
         {"image": {"reward": {"tag": 10**17}}},
         {"storage": {"runs": {"size": "much"}}},
         {"networkPolicy": {"dnsPorts": [0]}},
-        {"run": {"settings": ["--anew"]}},
+        {"run": {"settings": ["--restart"]}},
     ],
     ids=str,
 )
