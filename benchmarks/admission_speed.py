@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import prompt_key
-from services.reward.group import Ending, Group, Groups
+from services.reward.group import Group, GroupEnding, GroupTable
 from services.reward.groups.admission import GroupAdmission
 from services.reward.groups.leases import ChangeSignal, TrainBatches
 from services.reward.groups.settings import BatchRules, PipelineSettings
@@ -61,7 +61,7 @@ class _World:
             SamplingRules(StrategyName.STREAM, _BATCH, _STALENESS, _GROUP)
         )
         ledger = PromptLedger()
-        self._groups = Groups(ledger, GroupAges(_BATCH, _STALENESS, "wait"))
+        self._groups = GroupTable(ledger, GroupAges(_BATCH, _STALENESS, "wait"))
         self._groups.policy_version = 0
         source, statistics = cast("PromptSource", None), cast("GroupStatistics", None)  # not used
         self._quarantine = Quarantine(ledger, None)
@@ -114,7 +114,7 @@ class _World:
         self._running.append(group)
 
     def end_oldest(self) -> None:
-        self._groups.end(self._running.popleft(), Ending(PromptEnd.FILTERED_ALL_WRONG))
+        self._groups.end(self._running.popleft(), GroupEnding(PromptEnd.FILTERED_ALL_WRONG))
 
 
 def _prompt(sequence: int) -> Prompt:

@@ -15,7 +15,7 @@ from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import GenerationClient, greedy_sampling, training_sampling
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import check_routes, scorer_for
-from services.reward.group import Groups, GroupState, prompts_lost
+from services.reward.group import GroupState, GroupTable, prompts_lost
 from services.reward.groups.admission import GroupAdmission
 from services.reward.groups.evaluation import Evaluator
 from services.reward.groups.leases import ChangeSignal, TrainBatches
@@ -161,7 +161,7 @@ class RewardLoop:
         self.strategy = _strategy(config, files.memory)
         rules = settings.rules
         ages = GroupAges(rules.batch_size, rules.max_staleness, rules.on_stale)
-        self.groups = Groups(self.ledger, ages)
+        self.groups = GroupTable(self.ledger, ages)
         self.source = PromptSource(
             self.groups,
             open_stream,

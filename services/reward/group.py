@@ -1,8 +1,8 @@
 """One group: its state, its attempt and what came of it; the table of all groups; their events.
 
 A `Group` exists from the acceptance of a prompt until the prompt ends, through all of its attempts.
-Each event of its life is one method of `Groups`, which changes the group, in this order: the ledger
-first, then the group and the counts, then the observers.
+Each event of its life is one method of `GroupTable`, which changes, in this order: the ledger, the
+group and the counts; then the observers hear of it.
 
 event      from                               to          what happened
 accepted   -                                  waiting     a client's prompt, a data-set row, or a
@@ -16,7 +16,7 @@ kept       grading                            kept        the group waits for a 
 leased     kept                               leased      the trainer has the batch
 returned   leased                             kept        the batch was taken back
 requeued   generating, grading, kept, leased  waiting     the attempt is given up; another follows
-ended      any but ended                      ended       the prompt has its outcome (`Ending`)
+ended      any but ended                      ended       the prompt has its outcome (`GroupEnding`)
 forgotten  waiting, leased                    ended       the row will be issued again, under
                                                           another number
 
@@ -125,7 +125,7 @@ class EndCause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class GroupEnding:
     """How a prompt ended.
 
     Args:
@@ -163,7 +163,7 @@ NOT_ADMITTED = Attempt("", -1, None, 0)
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One prompt and its present attempt. Only `Groups` changes what is named here.
+    """One prompt and its present attempt. Only `GroupTable` changes what is named here.
 
     Attributes:
         prompt: what is answered.
@@ -192,7 +192,7 @@ class Group:
     prompt: Prompt
     state: GroupState = GroupState.WAITING
     num_preemptions: int = 0
-    ending: Ending | None = None
+    ending: GroupEnding | None = None
     admitted_as: Attempt = NOT_ADMITTED
     attempt: Attempt = NOT_ADMITTED
     version: int | None = None
@@ -280,7 +280,7 @@ class GroupEvent:
 Observer = Callable[[GroupEvent], None]
 
 
-class Groups:
+class GroupTable:
     """Every group whose prompt is pending, by prompt id.
 
     Counts by state and the ages of groups (`GroupAges`, by version) are derived from the groups and
@@ -481,7 +481,7 @@ class Groups:
         self._publish(GroupEvent(EventKind.REQUEUED, group, before, why=why))
         group.reset()
 
-    def end(self, group: Group, ending: Ending, graded: GradedGroup | None = None) -> None:
+    def end(self, group: Group, ending: GroupEnding, graded: GradedGroup | None = None) -> None:
         """End a prompt; the ledger first.
 
         Args:
@@ -564,7 +564,7 @@ def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
     return dict(Counter(names))
 
 
-def prompts_lost(ledger: PromptLedger, groups: Groups, num_waiting: int) -> int:
+def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> int:
     """Count prompts that nothing explains or nobody holds; 0 unless there is a defect.
 
     The ledger's counts alone add up by construction. So its pending prompts are compared with two

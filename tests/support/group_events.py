@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.reward.generation.request import GroupTokens
-from services.reward.group import Ending, EventKind, Group, GroupEvent, GroupState
+from services.reward.group import EventKind, Group, GroupEnding, GroupEvent, GroupState
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.types import Prompt, PromptEnd
 from tests.support.client_prompt import client_prompt
@@ -23,7 +23,7 @@ def group_ended(
     group = Group(
         prompt or client_prompt(),
         GroupState.ENDED,
-        ending=Ending(end),
+        ending=GroupEnding(end),
         admitted_as=attempt,
         attempt=attempt,
         version=version,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import prompt_key
-from services.reward.group import EndCause, Ending, Group, Groups
+from services.reward.group import EndCause, Group, GroupEnding, GroupTable
 from services.reward.groups.leases import TrainBatches
 from services.reward.groups.settings import PipelineSettings
 from services.reward.prompts.history import PromptMemoryStore
@@ -50,7 +50,7 @@ class GroupAdmission:
         self,
         *,
         settings: PipelineSettings,
-        groups: Groups,
+        groups: GroupTable,
         batches: TrainBatches,
         strategy: SamplingStrategy,
         source: PromptSource,
@@ -87,7 +87,7 @@ class GroupAdmission:
                 return True
             group = self._groups[prompt.prompt_id]
             if (reason := self._quarantine.reason(prompt)) is not None:
-                ending = Ending(PromptEnd.DROPPED_FAILED, reason, cause=EndCause.QUARANTINE)
+                ending = GroupEnding(PromptEnd.DROPPED_FAILED, reason, cause=EndCause.QUARANTINE)
                 self._groups.end(group, ending)
                 continue
             try:
@@ -102,7 +102,7 @@ class GroupAdmission:
             if attempt.is_skipped:
                 self._num_skipped += 1
                 self._strategy.skipped(attempt)
-                self._groups.end(group, Ending(PromptEnd.SKIPPED, why_skipped(attempt)))
+                self._groups.end(group, GroupEnding(PromptEnd.SKIPPED, why_skipped(attempt)))
             else:
                 self._num_skipped = 0
                 start(group, attempt)

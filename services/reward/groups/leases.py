@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from uuid import uuid4
 
-from services.reward.group import CancelReason, Discard, Ending, Group, Groups, GroupState
+from services.reward.group import CancelReason, Discard, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.settings import BatchRules
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.source import PromptSource
@@ -69,7 +69,7 @@ class TrainBatches:
     def __init__(
         self,
         *,
-        groups: Groups,
+        groups: GroupTable,
         ledger: PromptLedger,
         source: PromptSource,
         strategy: SamplingStrategy,
@@ -174,7 +174,7 @@ class TrainBatches:
         groups = self._groups.leased()
         self._statistics.acknowledged(len(groups))
         for group in groups:
-            self._groups.end(group, Ending(PromptEnd.TRAINED, detail, step))
+            self._groups.end(group, GroupEnding(PromptEnd.TRAINED, detail, step))
         self._ledger.acknowledge()
         self.leased = None
         return tuple(group.graded for group in groups if group.graded is not None)
@@ -328,14 +328,14 @@ class TrainBatches:
         taken = set(chosen)
         for group in self._groups.in_state(GroupState.KEPT):
             if group not in taken:
-                self._groups.end(group, Ending(PromptEnd.DROPPED_SURPLUS, detail))
+                self._groups.end(group, GroupEnding(PromptEnd.DROPPED_SURPLUS, detail))
 
     def _drop_stale(self, decision: BatchDecision, version: int) -> None:
         for prompt_id in decision.dropped:
             group = self._groups[prompt_id]
             assert group.graded is not None
             detail = f"oldest token of version {group.graded.oldest_version}, batch of {version}"
-            self._groups.end(group, Ending(PromptEnd.DROPPED_STALE, detail))
+            self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
         self._cancel(decision.expired, version)
 
     def _form(self, chosen: list[Group], version: int) -> TrainBatch:

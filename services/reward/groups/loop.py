@@ -35,7 +35,7 @@ from functools import partial
 
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.queue import ReplicaQueue
-from services.reward.group import CancelReason, Discard, Ending, Group, Groups, GroupState
+from services.reward.group import CancelReason, Discard, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.admission import GroupAdmission
 from services.reward.groups.leases import ChangeSignal, TrainBatches
 from services.reward.groups.run import GroupRun
@@ -83,7 +83,7 @@ class Pipeline:
         *,
         settings: PipelineSettings,
         ledger: PromptLedger,
-        groups: Groups,
+        groups: GroupTable,
         source: PromptSource,
         queue: ReplicaQueue,
         dispatcher: GroupDispatcher,
@@ -222,7 +222,7 @@ class Pipeline:
         match group.cancel_reason:
             case CancelReason.TOO_OLD:
                 detail = f"started under version {group.start_version}, too old to be trained"
-                self._groups.end(group, Ending(PromptEnd.DROPPED_STALE, detail))
+                self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
                 return
             case CancelReason.PREEMPTED:
                 why = Discard.PREEMPTED
@@ -282,7 +282,7 @@ class Pipeline:
         kept = self._groups.in_state(GroupState.KEPT)
         for group in sorted([*leased, *kept], key=lambda group: group.prompt.sequence):
             if resume_from is not None and _covers(resume_from, group.prompt.position):
-                self._groups.end(group, Ending(PromptEnd.TRAINED))
+                self._groups.end(group, GroupEnding(PromptEnd.TRAINED))
             else:
                 self._requeue(group, Discard.TAKEN_OVER)
 

@@ -38,7 +38,7 @@ from services.reward.generation.request import (
     for_prompt,
 )
 from services.reward.grading.grader import Grader
-from services.reward.group import EndCause, Ending, Group, Groups
+from services.reward.group import EndCause, Group, GroupEnding, GroupTable
 from services.reward.groups.leases import TrainBatches
 from services.reward.groups.settings import GroupNeeds, PipelineSettings
 from services.reward.prompts.quarantine import Quarantine
@@ -87,7 +87,7 @@ class GroupRun:
         self,
         *,
         settings: PipelineSettings,
-        groups: Groups,
+        groups: GroupTable,
         dispatcher: GroupDispatcher,
         grader: Grader,
         quarantine: Quarantine,
@@ -111,7 +111,7 @@ class GroupRun:
         except OverlongPromptError as error:
             group.check_cancelled()
             self._quarantine.cleared(group.prompt)
-            ending = Ending(PromptEnd.DROPPED_FAILED, str(error), cause=EndCause.OVERLONG)
+            ending = GroupEnding(PromptEnd.DROPPED_FAILED, str(error), cause=EndCause.OVERLONG)
             self._groups.end(group, ending)
             return
         except SluiceError as error:
@@ -129,7 +129,7 @@ class GroupRun:
             self._groups.keep(group, graded)
             self._batches.cancel_expired()
         else:
-            self._groups.end(group, Ending(verdict.end, detail), graded)
+            self._groups.end(group, GroupEnding(verdict.end, detail), graded)
 
     def _not_generated(self, group: Group, error: SluiceError) -> None:
         """End a group without its samples."""
@@ -138,7 +138,7 @@ class GroupRun:
             failed = Failed(error.kind, detail)
             detail = f"{error.kind}: {detail.removeprefix(f'{error.kind}: ')}"
         detail = self._quarantined(group, (failed,) if failed else ()) or detail
-        self._groups.end(group, Ending(PromptEnd.DROPPED_FAILED, detail, failed=failed))
+        self._groups.end(group, GroupEnding(PromptEnd.DROPPED_FAILED, detail, failed=failed))
         if not isinstance(error, GroupFailedError):
             self._batches.fail(error)
 

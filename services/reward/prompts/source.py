@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from services.reward.generation.request import prompt_key
-from services.reward.group import Groups
+from services.reward.group import GroupTable
 from services.reward.prompts.dataset import IssuedRow
 from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
 from sluice.errors import DataError
@@ -45,7 +45,7 @@ class PromptSource:
 
     def __init__(
         self,
-        groups: Groups,
+        groups: GroupTable,
         open_stream: Callable[[DataProgress], RowStream] | None,
         check_data_source: Callable[[str], None],
         forecast: FinishForecast,
@@ -97,7 +97,7 @@ class PromptSource:
         heappush(self._waiting, (prompt.sequence, prompt))
 
     def forget_data(self) -> None:
-        """Issue no data-set prompt that waits: `Groups` has forgotten them."""
+        """Issue no data-set prompt that waits: `GroupTable` has forgotten them."""
         self._waiting = [each for each in self._waiting if each[1].origin is PromptOrigin.CLIENT]
         heapify(self._waiting)
         self._in_line.clear()

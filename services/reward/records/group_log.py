@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.reward.group import EndCause, Ending, EventKind, Group, GroupEvent
+from services.reward.group import EndCause, EventKind, Group, GroupEnding, GroupEvent
 from sluice.algorithm.groups.filter import is_right
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.telemetry.samples import (
@@ -247,7 +247,7 @@ class EndedGroups:
         self._queue_lock, self._write_lock = threading.Lock(), threading.Lock()
         self._is_broken = False
 
-    def add(self, group: Group, ending: Ending) -> None:
+    def add(self, group: Group, ending: GroupEnding) -> None:
         """Take on a group that has ended; its tokens, log-probs and images are not held."""
         if self._is_broken:
             return

@@ -24,9 +24,9 @@ from services.reward.group import (
     SCORED,
     Discard,
     EndCause,
-    Ending,
     EventKind,
     Group,
+    GroupEnding,
     GroupEvent,
     GroupState,
     outcome_counts,
@@ -323,7 +323,7 @@ class GroupStatistics:
                 group.tokens.num_received,
             )
 
-    def _ended(self, group: Group, ending: Ending, before: GroupState) -> None:
+    def _ended(self, group: Group, ending: GroupEnding, before: GroupState) -> None:
         self._num_ended += 1
         if ending.failed is not None:
             self._count_outcomes({ending.failed.kind.value: group.num_ungraded})

@@ -15,12 +15,12 @@ from services.reward.group import (
     PENDING_STATES,
     TRANSITIONS,
     Discard,
-    Ending,
     EventKind,
     Group,
+    GroupEnding,
     GroupEvent,
-    Groups,
     GroupState,
+    GroupTable,
     IllegalTransitionError,
     prompts_lost,
 )
@@ -41,7 +41,7 @@ class World:
     def __init__(self, batch_size: int = 1, max_staleness: int = 1) -> None:
         self.ledger = PromptLedger()
         self.ages = GroupAges(batch_size, max_staleness, "wait")
-        self.groups = Groups(self.ledger, self.ages)
+        self.groups = GroupTable(self.ledger, self.ages)
         self.groups.policy_version = 5
         self.heard: list[EventKind] = []
         self.groups.observe(self.hear)
@@ -82,7 +82,7 @@ EVENTS: dict[EventKind, Callable[[World, Group], None]] = {
     EventKind.KEPT: lambda world, group: world.groups.keep(group, graded(group.prompt)),
     EventKind.LEASED: lambda world, group: world.groups.lease("batch", 5, [group]),
     EventKind.REQUEUED: lambda world, group: world.groups.requeue(group, Discard.STALE),
-    EventKind.ENDED: lambda world, group: world.groups.end(group, Ending(PromptEnd.TRAINED)),
+    EventKind.ENDED: lambda world, group: world.groups.end(group, GroupEnding(PromptEnd.TRAINED)),
 }
 TO_STATE = {
     GroupState.WAITING: (),
@@ -167,7 +167,7 @@ def test_pending_prompts_of_an_earlier_service_wait_or_are_leased() -> None:
         first.keep(first.start(name, 5))
     first.groups.lease("batch", 5, [first.groups["leased"]])
     ledger = PromptLedger(content=first.ledger.content)
-    again = Groups(ledger, first.ages)
+    again = GroupTable(ledger, first.ages)
     assert {group.prompt_id: group.state for group in again} == {
         "leased": GroupState.LEASED,
         "kept": GroupState.WAITING,
@@ -211,7 +211,7 @@ def test_a_group_counts_from_its_start_until_it_ends() -> None:
     assert world.waited_for() == ()
     world.groups.set_start_version(group, 4)
     assert world.waited_for() == (4,)
-    world.groups.end(group, Ending(PromptEnd.DROPPED_FAILED))
+    world.groups.end(group, GroupEnding(PromptEnd.DROPPED_FAILED))
     assert world.waited_for() == ()
     world.groups.set_start_version(group, 4)  # reported after the end
     assert world.waited_for() == ()
@@ -245,7 +245,7 @@ def test_a_reserved_slot_counts_before_the_group_holds_tokens_and_after_its_prob
     assert world.ages.expired(5) == ("other",)
     world.groups.continued(reserved, is_sure=False)
     assert (world.groups.num_sure, world.groups.num_reserved) == (1, 1)
-    world.groups.end(reserved, Ending(PromptEnd.DROPPED_FAILED))
+    world.groups.end(reserved, GroupEnding(PromptEnd.DROPPED_FAILED))
     assert (world.groups.num_sure, world.groups.num_reserved, world.ages.expired(5)) == (0, 0, ())
 
 

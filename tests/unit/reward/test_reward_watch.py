@@ -8,7 +8,7 @@ import pytest
 
 from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest
-from services.reward.group import Groups
+from services.reward.group import GroupTable
 from services.reward.metrics import RewardWork
 from sluice.config.loading.loader import load_config
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
@@ -66,7 +66,7 @@ async def test_what_the_watchdog_asks_every_second_does_not_count_all_prompts(
         await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
         monkeypatch.setattr(RewardLoop, "statistics", None)
         for walk in ("__iter__", "in_state", "in_order"):
-            monkeypatch.setattr(Groups, walk, None)
+            monkeypatch.setattr(GroupTable, walk, None)
         submit(loop, ["answer=1 right=1"])
         await settled(lambda: work.work_state().progress != before.progress)
         await settled(lambda: loop.groups.num_kept == 1)
