@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TypeVar
 
+from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.messages import replica_to_proto
@@ -36,25 +36,6 @@ _PAUSE_S = 0.5
 _MAX_REPEATS = 5
 # In a row; a service that answers in this way does not get well by itself.
 _MAX_DEFECTS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One validation response to look at."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Validation numbers of one version."""
-
-    metrics: Mapping[str, float]
-    examples: tuple[Example, ...]
-    generated_tokens: int
 
 
 class RewardClient:

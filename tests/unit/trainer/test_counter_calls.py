@@ -1,4 +1,4 @@
-"""Counters as replicas and the reward service tell them over the wire."""
+"""Requests for counters of replicas and the reward service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.rpc_server import connected
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
-    """Tells its counters."""
+    """A replica that reports its counters."""
 
     num_asked = 0
     asked_without_engine = False
@@ -60,7 +60,7 @@ async def calls() -> AsyncIterator[ReplicaCounterCalls]:
     await calls.close()
 
 
-async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCalls) -> None:
+async def test_a_replica_reports_all_counters_of_the_accounts(calls: ReplicaCounterCalls) -> None:
     async with serving(Replica()) as info:
         reported = await calls.ask(info)
     seconds = {"idle": 1.5, "generating": 2.5}
@@ -75,7 +75,7 @@ async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCa
     )
 
 
-async def test_the_books_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:
+async def test_the_accounts_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:
     replica = Replica()
     async with serving(replica) as info:
         await calls.ask(info)

@@ -1,4 +1,4 @@
-"""The trainer's calls to the reward service: what is waited out and what is not."""
+"""The trainer's calls to the reward service: which failures are waited out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INTERNAL = grpc.StatusCode.INTERNAL
 
 
 class Clock:
-    """Stands for `time` and `asyncio`: time passes only while somebody sleeps."""
+    """Replacement of `time` and `asyncio`: time passes only during sleeps."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -121,7 +121,7 @@ async def test_a_long_absence_is_an_error_that_names_the_call(
     assert 30.0 <= clock.now_s - began_s <= 35.0
 
 
-async def test_a_lease_that_is_gone_is_told_and_no_error(
+async def test_a_lease_that_is_gone_is_logged_and_not_an_error(
     client: RewardClient, stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub.answers["AcknowledgeBatch"] = [NotFoundError("never leased")]
@@ -212,7 +212,7 @@ async def test_a_defect_now_and_then_is_waited_out(
     assert (await client.take_batch(4, 3, no_tokens)).batch_id == "b"
 
 
-async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_policy_again(
+async def test_a_service_that_restarts_while_a_batch_is_awaited_gets_the_policy_again(
     client: RewardClient, stub: Stub
 ) -> None:
     stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
@@ -229,7 +229,7 @@ async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_
     assert again.resume_from.low_water == 40
 
 
-async def test_a_service_that_started_anew_is_told_where_the_data_set_stands_by_then(
+async def test_a_restarted_service_gets_the_current_position_in_the_data_set(
     client: RewardClient, stub: Stub
 ) -> None:
     stands_at = DataProgress(40)
@@ -328,7 +328,7 @@ async def test_accounts_hold_what_the_service_counts_as_acknowledged_and_lost(
     }
 
 
-async def test_a_service_that_is_back_is_told_the_policy_before_it_is_asked_for_a_batch(
+async def test_a_service_that_is_back_gets_the_policy_before_a_request_for_a_batch(
     client: RewardClient, stub: Stub, clock: Clock
 ) -> None:
     stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
