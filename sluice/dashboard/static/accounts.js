@@ -21,7 +21,7 @@ export const showAccounts = whenChanged((accounts, prompts) => {
 function account({ title, total, parts, residual, residual_share: residualShare }) {
   const write = title === "tokens" ? count : duration;
   const rows = parts.map((part) => [part.name, part.amount, part.share]);
-  const residue = ["unaccounted for", write(residual), share(residualShare)];
+  const residue = ["unaccounted", write(residual), share(residualShare)];
   const name = `${TITLES[title] ?? title}: ${write(total)}`;
   return panel(name, "Since the processes started", rows, write, [residue]);
 }
