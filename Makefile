@@ -121,7 +121,7 @@ compose-test:  ## Train in containers, scale them and kill them while they train
 
 helm-test:  ## Render the Helm chart and check it, without a cluster, in an environment of its own (VENV-helm)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-helm $(VENV)-helm/.installed-helm
-	@$(VENV)-helm/bin/python -m tools.helm_test
+	@$(VENV)-helm/bin/python -m tools.helm_test $(ARGS)
 
 dashboard-test: $(VENV)/.installed-dev  ## Use the live page of a run that trains in headless Chromium (VENV-browser)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-browser $(VENV)-browser/.installed-browser

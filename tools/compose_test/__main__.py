@@ -39,7 +39,7 @@ from tools.compose_test.overlays import (
     prometheus_stand_in,
     remove_stand_in,
 )
-from tools.compose_test.phases import PhaseError, Phases, say
+from tools.phases import PhaseError, Phases, say
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.run_record import read_metrics
 from tools.compose_test.scenario import RUN, TARGET_ACCURACY, Scenario

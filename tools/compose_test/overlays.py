@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from tools.compose_test.commands import output_of, succeeds
-from tools.compose_test.phases import PhaseError, Phases, until
+from tools.phases import PhaseError, Phases, until
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.scenario import RUN, Scenario
 from tools.observability_test.prometheus_server import PrometheusServer

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.compose_test.phases import PhaseError, Phases, until
+from tools.phases import PhaseError, Phases, until
 from tools.compose_test.project import ContainerState, Project
 from tools.compose_test.run_record import RunRecord, prompts_lost, read_metrics
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.compose_test.phases import Phases, say
+from tools.phases import Phases, say
 from tools.dashboard_test.chromium import NoBrowserError, chromium, launch_arguments
 from tools.dashboard_test.click_through import ClickThrough
 from tools.dashboard_test.page_watch import PageWatch

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.compose_test.phases import PhaseError, until
+from tools.phases import PhaseError, until
 from tools.dashboard_test.training import HOSTILE, HOSTILE_PROMPT
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.compose_test.phases import PhaseError
+from tools.phases import PhaseError
 
 __all__ = ["PrometheusServer", "hurried_copy", "prometheus_server"]
 

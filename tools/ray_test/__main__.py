@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.compose_test.commands import CommandError
-from tools.compose_test.phases import PhaseError, Phases, say
+from tools.phases import PhaseError, Phases, say
 from tools.ray_test.job_scenario import run_job
 from tools.ray_test.marked_processes import MarkedProcesses
 from tools.ray_test.scenario import Scenario

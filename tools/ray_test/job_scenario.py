@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.chaos.preparation import SIZES, prepare_run
-from tools.compose_test.phases import Phases
+from tools.phases import Phases
 from tools.ray_test.marked_processes import MarkedProcesses
 from tools.ray_test.scenario import NODE, PLACES, WORKERS, is_service
 from tools.ray_test.simulated_cluster import HEAD, SimulatedCluster

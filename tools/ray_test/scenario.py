@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.chaos.preparation import SIZES, prepare_run
-from tools.compose_test.phases import PhaseError, Phases
+from tools.phases import PhaseError, Phases
 from tools.ray_test.marked_processes import MarkedProcesses, send
 from tools.ray_test.simulated_cluster import HEAD, SimulatedCluster
 from tools.ray_test.training import Serving, Training, training

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tools.compose_test.commands import CommandError, output_of
-from tools.compose_test.phases import PhaseError
+from tools.phases import PhaseError
 from tools.ray_test.marked_processes import MarkedProcesses, parent_of, send
 
 _START_S, _ATTEMPTS = 120.0, 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.compose_test.commands import output_of
-from tools.compose_test.phases import PhaseError
+from tools.phases import PhaseError
 from tools.compose_test.run_record import read_metrics
 
 __all__ = ["JobOutcome", "submit_and_wait"]

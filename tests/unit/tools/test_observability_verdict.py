@@ -16,7 +16,7 @@ import yaml
 from sluice.telemetry.instruments import INSTRUMENTS
 from tests.support.source_tree import ROOT
 from tools.compose_test.commands import CommandError
-from tools.compose_test.phases import PhaseError
+from tools.phases import PhaseError
 from tools.observability_test import __main__ as entry
 from tools.observability_test.dashboard_queries import (
     ONLY_AFTER_A_FAILURE,

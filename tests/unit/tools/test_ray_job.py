@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.compose_test.commands import CommandError
-from tools.compose_test.phases import PhaseError
+from tools.phases import PhaseError
 from tools.ray_test.job_scenario import STEPS, JobReading
 from tools.ray_test.submitted_job import JobOutcome, submit_and_wait
 
