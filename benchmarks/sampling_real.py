@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.simulator.fit import fitted_simulation
+from benchmarks.simulator.twin import Twin, twin
 from sluice.cli.run.quickstart import mark_run_folder
-from sluice.cli.simulate.fitted import fitted_simulation
 from sluice.quickstart.prepare import prepare
 from sluice.quickstart.settings import PrepareProgress
 from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
-from sluice.simulate.fitting.twin import Twin, twin
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = "stretch"

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from sluice.cli.simulate.command import twin_row
+from benchmarks.simulator.twin import Twin, twin_row
 from sluice.cli.terminal import print_table
 
 if TYPE_CHECKING:
     from benchmarks.sampling_real import RealRun
-    from sluice.simulate.fitting.twin import Twin
 
 _WIDTH = 160
 

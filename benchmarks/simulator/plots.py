@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sluice.errors import ConfigError
-from sluice.simulate.fitting.sweep import Sweep
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.strategies import Compared, FillTimes
+from sluice.simulate.sweep import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

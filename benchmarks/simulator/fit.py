@@ -1,6 +1,4 @@
-"""A simulation's workload, fleet and trainer from the record of a run: `groups.jsonl` and
-`metrics.jsonl`.
-"""
+"""Fit a simulation's workload, fleet and trainer to a run: `groups.jsonl`, `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -8,33 +6,41 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
 import numpy as np
 import numpy.typing as npt
 
-from sluice.errors import DataError
+from benchmarks.simulator.group_records import GROUPS_NAME, GroupRecord, read_groups
+from sluice.algorithm.sampling.admission import YieldFloor
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.client.run_address import CONFIG_NAME
+from sluice.config.derived import on_policy_fill
+from sluice.config.loading.loader import load_config
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError, DataError
 from sluice.report.run_record import RunRecord, read_progress
-from sluice.simulate.fitting.group_records import GROUPS_NAME, GroupRecord, read_groups
 from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
+from sluice.simulate.strategies import OpenWorkload
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 
 NUM_NEIGHBOURS = 128
-"""Groups that one is drawn from: those whose versions are nearest. The policy learns."""
+"""Groups to sample from: those with the nearest versions, since the policy learns."""
 
 LONG_SHARE = 0.1
 
 
 class FittedWorkload:
     """Recorded groups in the order they started, life after life of the reward service; beyond
-    these, draws from groups of about the same version, with replacement.
+    these, samples of groups of about the same version, with replacement.
 
     Args:
         records: kept or filtered ones, at least one.
-        seed: decides which sample comes when, and what is drawn.
+        seed: decides which sample comes when, and what is sampled.
     """
 
     def __init__(self, records: Sequence[GroupRecord], seed: int = 0) -> None:
@@ -69,7 +75,7 @@ class FittedWorkload:
     def samples(
         self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
     ) -> SimulatedSamples:
-        """See `Workload`. Samples beyond those recorded are drawn from them again."""
+        """See `Workload`. Samples beyond the recorded ones are sampled from them."""
         record = self._records[prompt.number]
         draws = np.random.default_rng([self._seed, 5, position, num_restarts])
         num_recorded = min(len(record.tokens), record.scored)
@@ -86,7 +92,7 @@ def _order(record: GroupRecord) -> tuple[int, float]:
 
 
 def _values(record: GroupRecord, num_samples: int) -> list[float] | None:
-    """Of the filter's metric; ``None`` where the grades alone tell how the group ended.
+    """Return values of the filter's metric; ``None`` where the grades decide how the group ended.
 
     Which samples differed is not recorded, so these stand for the whole group only.
     """
@@ -105,7 +111,7 @@ _OUTAGE_FACTOR = 10.0
 
 @dataclass(frozen=True, slots=True)
 class FittedRun:
-    """What a run's record says of it.
+    """A run and what its record contains.
 
     Args:
         groups: those that were kept or filtered, each once; at least one.
@@ -121,7 +127,7 @@ class FittedRun:
 
 
 def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
-    """Fits the fleet and the trainer to a run.
+    """Fit the fleet and the trainer to a run.
 
     Args:
         run_dir: the run's folder.
@@ -136,10 +142,10 @@ def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
     recorded = read_groups(file)
     groups = [group for group in recorded if not group.is_redone and group.is_kept is not None]
     if not groups:
-        raise DataError(f"{file}: no group was kept or filtered; let the run go on for some steps")
+        raise DataError(f"{file}: no group was kept or filtered; let the run train some steps")
     if len(record.steps) < 2:
         raise DataError(
-            f"{run_dir}: the record of {len(record.steps)} steps says too little; at least 2 are "
+            f"{run_dir}: the record of {len(record.steps)} steps is too short; at least 2 are "
             "needed"
         )
     num_replicas = max(1, round(record.largest("rollout/replicas")))
@@ -148,7 +154,7 @@ def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
 
 
 def _trainer(record: RunRecord) -> TrainerSettings:
-    """What is neither waiting nor training belongs to the publication: checkpoints too."""
+    """Fit the times of a step: what is neither waiting nor training counts as publication."""
     train = [row.get("timing_s/train") or 0.0 for row in record.steps]
     step, wait = record.total("timing_s/step"), record.total("timing_s/wait_batch")
     publish_s = max(0.0, (step - wait) / len(train) - fmean(train))
@@ -157,7 +163,7 @@ def _trainer(record: RunRecord) -> TrainerSettings:
 
 
 def _handover_s(record: RunRecord) -> float:
-    """Mean wait for batches that were formed already; 0: the record does not tell it apart.
+    """Return the mean wait for batches that were formed already; 0 if it is not recorded.
 
     Waits far beyond the median are left out: a reward service died meanwhile and was started again.
     """
@@ -194,7 +200,7 @@ def _fleet(
 
 
 def _grading_s(groups: Sequence[GroupRecord]) -> float:
-    """Median, of filtered groups: kept ones end when they are trained."""
+    """Return the median of filtered groups: kept ones end when they are trained."""
     waits = [
         group.ended_s - group.generated_s
         for group in groups
@@ -204,7 +210,7 @@ def _grading_s(groups: Sequence[GroupRecord]) -> float:
 
 
 def tokens_per_busy_s(record: RunRecord) -> float | None:
-    """Tokens that a replica drew in a second that it was busy; ``None``: that is not recorded."""
+    """Return the tokens of a replica's busy second; ``None`` if that is not recorded."""
     tokens = busy_s = 0.0
     for row in record.steps:
         step_s = row.get("timing_s/step") or 0.0
@@ -223,7 +229,7 @@ def _profiles(groups: Sequence[GroupRecord], slots: int) -> list[_Concurrency]:
 
 
 def _step_time(profiles: Sequence[_Concurrency]) -> tuple[float, float]:
-    """Seconds of a step, and those that each running sequence adds.
+    """Return the seconds of a step, and those that each running sequence adds.
 
     A group's time per token of its longest sample is the mean step time while it ran; a line
     through these over the mean number of sequences beside it, least squares, no negative term.
@@ -236,7 +242,7 @@ def _step_time(profiles: Sequence[_Concurrency]) -> tuple[float, float]:
 
 
 def _line(points: Floats) -> tuple[float, float]:
-    """Intercept and slope through (sequences, seconds, weight), neither negative."""
+    """Return intercept and slope through (sequences, seconds, weight), neither negative."""
     x, y, weight = points.T
     mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
     spread = np.average((x - mean_x) ** 2, weights=weight)
@@ -266,12 +272,12 @@ class _Concurrency:
         self.busy_s = float(self._spans[self._running > 0].sum())
 
     def tokens(self, base_s: float, per_sequence_s: float) -> float:
-        """What would have been drawn with these step times."""
+        """Return the tokens that these step times would have generated."""
         rates = self._running / np.maximum(base_s + per_sequence_s * self._running, 1e-12)
         return float(rates @ self._spans)
 
     def point(self, group: GroupRecord) -> tuple[float, float, float] | None:
-        """Mean sequences while a group ran, seconds per token, and its weight (tokens)."""
+        """Return mean sequences while a group ran, seconds per token, and its weight (tokens)."""
         (begin, end), longest = _span(group), max(group.tokens)
         if end <= begin or not longest:
             return None
@@ -285,18 +291,13 @@ def _span(group: GroupRecord) -> tuple[float, float]:
     return begin, max(begin, group.generated_s)
 
 
-# Step times that make a simulated replica as fast as the real one was.
-#
-# A record does not say how many sequences ran at each moment, so that step times read off it are
-# a little wrong. Tokens per busy second are recorded exactly: the simulation is run a few times,
-# and the step times are scaled until it has the same. How fast a busy fleet is, is thereby
-# given; when it is busy is what the simulation finds.
-
+# A record does not hold how many sequences ran at each moment, so step times read off it are a
+# little wrong. Tokens per busy second are exact: a few simulations scale the step times to them.
 NUM_ROUNDS = 3
 
 
 def calibrated(fitted: FittedRun, settings: SimulationSettings) -> SimulationSettings:
-    """The settings with step times scaled to the run's tokens per busy second.
+    """Return the settings with step times scaled to the run's tokens per busy second.
 
     Args:
         fitted: the run.
@@ -323,4 +324,93 @@ def _scaled(fleet: FleetSettings, factor: float) -> FleetSettings:
         fleet,
         base_step_s=fleet.base_step_s * factor,
         per_sequence_s=fleet.per_sequence_s * factor,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FittedSimulation:
+    """A run, and what simulates it."""
+
+    run: FittedRun
+    settings: SimulationSettings
+    open_workload: OpenWorkload
+
+
+def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulation:
+    """Fit a simulation to a run's record.
+
+    Args:
+        run: the run's folder.
+        steps: batches to simulate; ``None``: as many as the run has trained.
+        seed: of everything random.
+
+    Raises:
+        ConfigError: nothing was started from there, or the configuration is not the recorded run's.
+        DataError: its record is missing, too short, cannot be read, or is of a strategy that leaves
+            samples or prompts out.
+    """
+    file = run / CONFIG_NAME
+    if not file.is_file():
+        raise ConfigError(f"{run} holds no {CONFIG_NAME}; give the folder of a started run")
+    config = load_config(file, ())
+    fitted = fit_run(
+        run,
+        slots=config.actor_rollout_ref.rollout.max_num_seqs,
+        slack=config.sluice.reward.inflight_slack,
+    )
+    _check_filter(config, fitted, file)
+    settings = _settings(config, fitted, steps, seed)
+    settings = calibrated(fitted, settings)
+    return FittedSimulation(fitted, settings, partial(FittedWorkload, fitted.groups, seed))
+
+
+def _settings(
+    config: RunConfig, fitted: FittedRun, steps: int | None, seed: int
+) -> SimulationSettings:
+    group_filter = config.algorithm.filter_groups
+    return SimulationSettings(
+        _rules(config, seed),
+        on_stale=config.sluice.asynchrony.on_stale,
+        fleet=fitted.fleet,
+        trainer=fitted.trainer,
+        num_steps=max(2, steps or len(fitted.record.steps)),
+        # Steps of a short run are few: only the first one, which starts with nothing, is left out.
+        warmup_steps=0,
+        seed=seed,
+        filters_groups=group_filter.enable,
+        # Without a filter none is judged.
+        knows_each_sample=not group_filter.enable
+        or all(group.is_decided_by_grades for group in fitted.groups),
+        yield_floor=YieldFloor(group_filter.min_yield, group_filter.min_yield_groups),
+    )
+
+
+def _check_filter(config: RunConfig, fitted: FittedRun, file: Path) -> None:
+    """A filter that was switched off on the way would keep what the record says was filtered."""
+    filtered = [group for group in fitted.groups if group.is_kept is False]
+    if filtered and not config.algorithm.filter_groups.enable:
+        raise ConfigError(
+            f"{file}: algorithm.filter_groups.enable = false, but {GROUPS_NAME} beside it has "
+            f"{len(filtered)} groups that were filtered (prompt {filtered[0].prompt_id}: "
+            f"{filtered[0].end}); put the configuration there that these were recorded with, or "
+            "record a run that has one filter from its start to its end"
+        )
+
+
+def _rules(config: RunConfig, seed: int) -> SamplingRules:
+    sampling, num_samples = config.sluice.sampling, config.actor_rollout_ref.rollout.n
+    return SamplingRules(
+        strategy=StrategyName(sampling.strategy),
+        train_batch_size=config.data.train_batch_size,
+        max_staleness=config.sluice.asynchrony.max_staleness,
+        samples_per_group=num_samples,
+        gen_batch_size=config.data.gen_batch_size or config.data.train_batch_size,
+        max_num_gen_batches=0,
+        probe_samples=max(1, min(sampling.probe_samples, num_samples - 1)),
+        exploration=sampling.exploration,
+        coverage_guard=sampling.coverage_guard,
+        seed=seed,
+        paces=config.sluice.asynchrony.pace,
+        ahead_share=config.sluice.asynchrony.ahead_share,
+        on_policy_fill=on_policy_fill(config),
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.simulator.fit import FittedWorkload, fit_run
+from benchmarks.simulator.group_records import GroupRecord, read_groups
 from sluice.errors import DataError
-from sluice.simulate.fitting.fit import FittedWorkload, fit_run
-from sluice.simulate.fitting.group_records import GroupRecord, read_groups
 
 STEP = '{"step":%d,"training/global_step":%d,"timing_s/step":1,"rollout/replicas":1}\n'
 

@@ -11,11 +11,11 @@ from statistics import fmean
 import msgspec
 import pytest
 
+from benchmarks.simulator.fit import FittedWorkload, calibrated, fit_run
+from benchmarks.simulator.group_records import GroupRecord, read_groups
+from benchmarks.simulator.twin import TwinFigure, twin
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.errors import DataError
-from sluice.simulate.fitting.fit import FittedWorkload, calibrated, fit_run
-from sluice.simulate.fitting.group_records import GroupRecord, read_groups
-from sluice.simulate.fitting.twin import TwinFigure, twin
 from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings

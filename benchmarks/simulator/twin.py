@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
+from benchmarks.simulator.fit import FittedRun, FittedWorkload
+from sluice.cli.simulate.command import result_as_json
+from sluice.cli.terminal import print_table
 from sluice.report.run_record import RunRecord
-from sluice.simulate.fitting.fit import FittedRun, FittedWorkload
 from sluice.simulate.recorder import Recorder
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.strategies import FillTimes, simulate_fill_times
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,46 @@ def twin(
     simulated = {**_times(recorder, settings), "waste": result.gen_per_trained}
     figures = tuple(TwinFigure(name, value, simulated[name]) for name, value in real.items())
     return Twin(figures, result, fill)
+
+
+def print_twin(console: Console, title: str, found: Twin) -> None:
+    """Print a run's figures beside its simulation's."""
+    columns = ("figure", "run", "simulated", "difference", "relative error")
+    rows = [twin_row(figure) for figure in found.figures]
+    print_table(console, title, columns, rows, right=columns[1:])
+    console.print(
+        "difference: simulated less run, in points of idle shares; relative error: that over the "
+        "run's figure",
+        soft_wrap=True,
+    )
+
+
+def twin_row(figure: TwinFigure) -> tuple[str, str, str, str, str]:
+    """Return a figure's name, both values, their difference, and that over the run's."""
+    name, relative = figure.name.replace("_", " "), figure.relative_error
+    of_run = "" if relative is None else f"{relative:+.1%}"
+    if figure.is_share:
+        points = f"{100 * figure.difference:+.1f} points"
+        return name, f"{figure.real:.1%}", f"{figure.simulated:.1%}", points, of_run
+    difference = f"{figure.difference:+.3f}"
+    return name, f"{figure.real:.3f}", f"{figure.simulated:.3f}", difference, of_run
+
+
+def twin_as_json(found: Twin) -> dict[str, object]:
+    """Return figures by name, and the simulation."""
+    return {
+        "twin_error": {figure.name: figure.error for figure in found.figures},
+        "figures": [
+            {
+                **asdict(figure),
+                "error": figure.error,
+                "difference": figure.difference,
+                "relative_error": figure.relative_error,
+            }
+            for figure in found.figures
+        ],
+        "simulated": result_as_json(found.result, found.fill),
+    }
 
 
 def _training_times(record: RunRecord) -> tuple[float, ...]:
