@@ -75,27 +75,27 @@ protos: $(VENV)/.installed-dev  ## Generate sluice/api and its reference from pr
 	@$(PY) tools/generate_api_reference.py
 
 bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three seeds and against TRL
-	@$(PY) benchmarks/bench_quickstart.py $(ARGS)
+	@$(PY) -m benchmarks.quickstart $(ARGS)
 
 bench-algorithms: $(VENV)/.installed-train  ## Measure PPO with a critic and GRPO with a KL loss on the quickstart job
-	@$(PY) benchmarks/bench_algorithms.py $(ARGS)
+	@$(PY) -m benchmarks.algorithms $(ARGS)
 
 bench-sampling: $(VENV)/.installed-train  ## Measure the strategies of over-generation, simulated and real
-	@$(PY) benchmarks/bench_sampling.py $(ARGS)
+	@$(PY) -m benchmarks.sampling $(ARGS)
 
 bench-sync: $(VENV)/.installed-train  ## Measure what bringing new weights to the replicas costs
-	@$(PY) benchmarks/bench_sync.py $(ARGS)
+	@$(PY) -m benchmarks.sync $(ARGS)
 
 # Engines of other environments take part where their python is given; that of test-vllm is found.
 VLLM_PYTHON ?= $(wildcard $(VENV)-vllm/bin/python)
 SGLANG_PYTHON ?= $(wildcard $(VENV)-sglang/bin/python)
 
 bench-engine: $(VENV)/.installed-train  ## Measure each engine's tokens/s, against vLLM on the CPU and transformers
-	@$(PY) benchmarks/bench_engine.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
+	@$(PY) -m benchmarks.engine $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 		$(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) $(ARGS)
 
 bench-telemetry: $(VENV)/.installed-dev  ## Measure what traces and metrics cost a run that trains
-	@$(PY) benchmarks/bench_telemetry.py $(ARGS)
+	@$(PY) -m benchmarks.telemetry $(ARGS)
 
 fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
 	@$(PY) -m tools.fuzz $(ARGS)

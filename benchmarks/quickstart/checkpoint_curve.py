@@ -3,7 +3,7 @@
 The run itself does not validate, so its clock holds training only; the checkpoints are measured
 afterwards by the code that measures the TRL baseline::
 
-    python benchmarks/checkpoint_curve.py --run-dir runs/bench/seed-0 --seed 0
+    python -m benchmarks.quickstart.checkpoint_curve --run-dir runs/bench/seed-0 --seed 0
 
 The last line printed is one JSON object: `curve`, a list of [batch, seconds, accuracy].
 """
@@ -20,14 +20,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.trl_evaluation import HeldOut, load_rows
-from benchmarks.trl_settings import DapoJob
+from benchmarks.quickstart.trl_evaluation import HeldOut, load_rows
+from benchmarks.quickstart.trl_settings import DapoJob
 from sluice.report.run_record import read_run
 
 
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measures every checkpoint; the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python benchmarks/checkpoint_curve.py --run-dir runs/bench/seed-0",
+        epilog="example: --run-dir runs/bench/seed-0 --seed 0",
     )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

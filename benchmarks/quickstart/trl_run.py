@@ -16,16 +16,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.training_record import AccuracyCurve, Bounds, StopReason
-from benchmarks.trl_evaluation import (
+from benchmarks.quickstart.training_record import AccuracyCurve, Bounds, StopReason
+from benchmarks.quickstart.trl_evaluation import (
     EvaluateAndStop,
     HeldOut,
     load_rows,
     progress_line,
     sum_over_ranks,
 )
-from benchmarks.trl_scoring import DapoReward
-from benchmarks.trl_settings import LR_SCHEDULE, DapoJob, TrlTuning, lr_schedule_arguments
+from benchmarks.quickstart.trl_scoring import DapoReward
+from benchmarks.quickstart.trl_settings import (
+    LR_SCHEDULE,
+    DapoJob,
+    TrlTuning,
+    lr_schedule_arguments,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

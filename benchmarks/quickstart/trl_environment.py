@@ -1,6 +1,6 @@
 """Makes the virtual environment of the TRL baseline, apart from the project's own.
 
-    python benchmarks/trl_environment.py DIR
+    python -m benchmarks.quickstart.trl_environment DIR
 
 Installs `trl_requirements.txt`. A directory that already holds exactly these is left as it is.
 Packages come from pip's configured sources or the wheels in `wheelhouse/`; a CPU build of torch in
@@ -16,8 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.reporting import ROOT, print_line
+
 REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
-WHEELHOUSE = Path(__file__).resolve().parent.parent / "wheelhouse"
+WHEELHOUSE = ROOT / "wheelhouse"
 STAMP = "requirements.sha256"
 
 
@@ -48,17 +50,17 @@ def make_environment(directory: Path, requirements: Path = REQUIREMENTS) -> Path
     """
     python = interpreter_of(directory)
     if is_complete(directory, requirements):
-        _print_line(f"{directory}: complete, nothing to do")
+        print_line(f"{directory}: complete, nothing to do")
         return python
     if not python.exists():
-        _print_line(f"{directory}: creating a virtual environment")
+        print_line(f"{directory}: creating a virtual environment")
         if _run([sys.executable, "-m", "venv", str(directory)]) != 0:
             raise EnvironmentFailedError(
                 f"python -m venv {directory} failed; on Debian: apt-get install python3-venv"
             )
     _install(python, requirements)
     (directory / STAMP).write_text(_digest(requirements))
-    _print_line(f"{directory}: complete")
+    print_line(f"{directory}: complete")
     return python
 
 
@@ -66,7 +68,7 @@ def _install(python: Path, requirements: Path) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(requirements)]
     if WHEELHOUSE.is_dir():
         command += ["--find-links", str(WHEELHOUSE)]
-    _print_line(
+    print_line(
         f"installing {requirements.name} from pip's configured sources (about 1.5 GB on disk with "
         "the CPU build of torch)"
     )
@@ -83,11 +85,6 @@ def _run(command: Sequence[str]) -> int:
 
 def _digest(requirements: Path) -> str:
     return hashlib.sha256(requirements.read_bytes()).hexdigest()
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Has a measured process record spans only while the file that the environment names exists.
 
 Python imports this module at its start where this folder is on ``PYTHONPATH``; a run has no such
-switch of its own. `benchmarks.bench_telemetry` uses it to compare steps of one run.
+switch of its own. `benchmarks.telemetry` uses it to compare steps of one run.
 """
 
 from __future__ import annotations

@@ -34,10 +34,9 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.sync_bytes import bytes_ratios
-from benchmarks.sync_peer import NoDigest
+from benchmarks.reporting import ROOT, alternate, print_line
+from benchmarks.sync.bytes_ratio import bytes_ratios
+from benchmarks.sync.peer import NoDigest
 from sluice.config.schema.service import WeightsConfig
 from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec
@@ -45,7 +44,6 @@ from sluice.weights import transfer
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import WeightSender
 
-ROOT = Path(__file__).resolve().parent.parent
 RATES = (3e-7, 1e-6, 3e-6, 1e-5)
 _NEVER = threading.Event()
 _TIMEOUT_S = 60.0
@@ -56,7 +54,7 @@ class Replica:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.sync_peer"],
+            [sys.executable, "-m", "benchmarks.sync.peer"],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -160,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measures; the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python benchmarks/bench_sync.py --replicas 1 --repeats 5",
+        epilog="example: python -m benchmarks.sync --replicas 1 --repeats 5",
     )
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16, help="6.5 MB of weights each")
@@ -174,9 +172,9 @@ def main(arguments: Sequence[str]) -> int:
     ratios = bytes_ratios(
         RATES, pretrain=parsed.pretrain, warm_up=parsed.warm_up, measured=parsed.steps
     )
-    _print_line(f"bytes of an update over all bytes: {ratios}")
+    print_line(f"bytes of an update over all bytes: {ratios}")
     with _fleet(parsed.replicas, parsed.layers, parsed.bucket_mb) as fleet:
-        _print_line(f"{fleet.weights.plan.total_bytes / 1e6:.0f} MB to {parsed.replicas} replicas")
+        print_line(f"{fleet.weights.plan.total_bytes / 1e6:.0f} MB to {parsed.replicas} replicas")
         figures = measure(fleet, parsed.repeats)
     sys.stdout.write(json.dumps({"bytes_ratio": ratios, **figures}) + "\n")
     return 0
@@ -194,9 +192,9 @@ def measure(fleet: Fleet, repeats: int) -> dict[str, float]:
         "bare": fleet.bare_broadcast,
         "no digest": lambda: _without_digest(fleet),
     }
-    seconds = _alternate(kinds, repeats)
+    seconds = alternate(kinds, repeats)
     stalls = _stalls(fleet, repeats)
-    _print_line(f"seconds: {seconds}, stalls {stalls}, joins {joins}")
+    print_line(f"seconds: {seconds}, stalls {stalls}, joins {joins}")
     dense = median(seconds["dense"])
     return {
         "stall_ratio": median(stalls) / dense,
@@ -204,15 +202,6 @@ def measure(fleet: Fleet, repeats: int) -> dict[str, float]:
         "digest_overhead": 1 - median(seconds["no digest"]) / dense,
         "join_s": median(joins),
     }
-
-
-def _alternate(kinds: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each kind; in turns, so that what else the machine does meets all of them."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(repeats):
-        for kind, run in kinds.items():
-            seconds[kind].append(run())
-    return seconds
 
 
 def _without_digest(fleet: Fleet) -> float:
@@ -258,11 +247,6 @@ def _fleet(replicas: int, layers: int, bucket_mb: int) -> Iterator[Fleet]:
         yield Fleet(sender, peers, folder)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.sampling_overlap import Figures, by_mixture, simulate_stream
+from benchmarks.sampling.overlap import Figures, by_mixture, simulate_stream
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.settings import IDEAL_TRAINER

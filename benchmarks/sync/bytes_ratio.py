@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.reporting import ROOT
 from sluice.config.schema.service import WeightsConfig
 from sluice.weights.delta import encode_change
 from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer, tensor_specs
 
-_ROOT = Path(__file__).resolve().parent.parent
 _PRETRAIN_LR = 1e-3
 _BYTES = 256
 
@@ -89,7 +88,7 @@ def _model() -> LlamaForCausalLM:
 
 
 def _text() -> torch.Tensor:
-    pages = b"".join(page.read_bytes() for page in sorted((_ROOT / "docs").glob("*.md")))
+    pages = b"".join(page.read_bytes() for page in sorted((ROOT / "docs").glob("*.md")))
     return torch.from_numpy(np.frombuffer(pages, dtype=np.uint8).astype(np.int64))
 
 

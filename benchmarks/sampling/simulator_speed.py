@@ -42,7 +42,7 @@ def measure_simulator(steps: int = _STEPS, least_samples: int = LEAST_SAMPLES) -
     if found.num_samples < least_samples:
         raise SystemExit(
             f"benchmark: {steps} steps took {found.num_samples:,} samples, and {least_samples:,} "
-            "are to be timed; raise _STEPS in benchmarks/simulator_speed.py"
+            "are to be timed; raise _STEPS in benchmarks/sampling/simulator_speed.py"
         )
     sys.stdout.write(
         f"simulated {found.num_samples:,} samples on {_FLEET.num_replicas:,} replicas in "

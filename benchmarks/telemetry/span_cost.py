@@ -1,8 +1,8 @@
-"""What one span costs this process: CPU from its beginning to its departure for a collector.
+"""Measure what one span costs this process, from its beginning to its departure for a collector.
 
-`python -m benchmarks.span_cost` prints one JSON object: microseconds of CPU a span to record it, to
-send it to a collector (`export_us`, in the queue's thread) and to write it into a file, and those
-of a stage where nothing is traced.
+`python -m benchmarks.telemetry.span_cost` prints one JSON object: microseconds of CPU a span to
+record it, to send it to a collector (`export_us`, in the queue's thread) and to write it into a
+file, and those of a stage where nothing is traced.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.reporting import ROOT
 from sluice.telemetry.otlp_export import OtlpSpans
 from sluice.telemetry.span_export import BATCH, Exporter, SpanFile
 from sluice.telemetry.tracing import TRACER, Key, Moment, RecordedSpan, SpanName
 
-ROOT = Path(__file__).resolve().parent.parent
 RESOURCE = {"service.name": "sluice-rollout"}
 COUNT, REPEATS = 10 * BATCH, 9
 
@@ -91,7 +89,7 @@ def main() -> None:
     recording_us, spans = _recorded()
     with (
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.span_sink"],
+            [sys.executable, "-m", "benchmarks.telemetry.span_sink"],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.trl_settings import DapoJob
+from benchmarks.quickstart.trl_settings import DapoJob
 from services.reward.grading.scorers.math_dapo import compute_score
 from sluice.algorithm.overlong import overlong_penalty
 

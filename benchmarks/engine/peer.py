@@ -1,6 +1,6 @@
 """One side of `make bench-engine`: an engine, or transformers `generate`, steered by JSON lines.
 
-``python -m benchmarks.engine_peer`` in an environment that has the engine. Operations: ``start``
+``python -m benchmarks.engine.peer`` in an environment that has the engine. Operations: ``start``
 (engine, model folder, dtype, device, sequences at once, tokens of a sample), ``join`` (spec),
 ``stage`` (epoch, version), ``commit`` (epoch, version, digest), ``draw`` (sequences, new tokens; it
 tells tokens and seconds), ``busy`` (draws until ``quiet``), ``load`` (busy slots) and ``bandwidth``

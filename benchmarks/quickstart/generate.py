@@ -3,7 +3,7 @@
 Both draw the same number of samples with the same model, prompts, lengths and temperature, each
 with one torch thread, in alternating runs of one process::
 
-    python benchmarks/bench_generate.py --sequences 64
+    python -m benchmarks.quickstart.generate --model FOLDER --sequences 64
 
 The last line printed is one JSON object. Rates are per second of processor time (of all threads of
 the process, so that other programs on the machine count less); `_wall` are per second on the clock.
@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -27,11 +26,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from services.rollout.engines.causal_lm import TorchEngineSettings
 from services.rollout.engines.embedded.engine import TorchEngine
@@ -79,22 +77,6 @@ def _rate(tokens: int, run: Callable[[], None]) -> Rate:
         tokens / (time.process_time() - cpu),
         tokens / (time.perf_counter() - wall),
     )
-
-
-def _quickstart_config(directory: Path) -> Path:
-    """The shape of the quickstart's model."""
-    Qwen3Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=192,
-        vocab_size=369,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-    ).save_pretrained(directory)
-    return directory
 
 
 def _model(directory: Path, dtype: str) -> PreTrainedModel:
@@ -183,7 +165,7 @@ def _summary(ours: Sequence[Rate], theirs: Sequence[Rate]) -> dict[str, Any]:
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--model", type=Path, help="model directory; default: quickstart's shape")
+    parser.add_argument("--model", type=Path, required=True, help="folder of a model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--group", type=int, default=8, help="samples of one prompt")
@@ -202,12 +184,11 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     parsed = _arguments(arguments)
     torch.set_num_threads(1)
     workload = Workload(parsed.sequences, parsed.group, parsed.prompt_tokens, parsed.new_tokens)
-    with tempfile.TemporaryDirectory() as scratch, asyncio.Runner() as runner:
-        directory = parsed.model or _quickstart_config(Path(scratch))
-        model = _model(directory, parsed.dtype)
+    with asyncio.Runner() as runner:
+        model = _model(parsed.model, parsed.dtype)
         engine = TorchEngine(
             TorchEngineSettings(
-                model_path=str(directory),
+                model_path=str(parsed.model),
                 dtype=parsed.dtype,
                 slots=workload.sequences,
                 max_model_len=workload.prompt_tokens + workload.new_tokens,

@@ -32,17 +32,15 @@ from typing import Any
 import msgspec
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.contract_record import contract_record
-from benchmarks.engine_peer import PROMPT_TOKENS, TRANSFORMERS
-from benchmarks.engine_shapes import SHAPES, Shape, bandwidth_share
+from benchmarks.engine.contract_record import contract_record
+from benchmarks.engine.peer import PROMPT_TOKENS, TRANSFORMERS
+from benchmarks.engine.shapes import SHAPES, Shape, bandwidth_share
+from benchmarks.reporting import ROOT, print_line
 from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from sluice.weights.sender import WeightSender
 
-ROOT = Path(__file__).resolve().parent.parent
 TORCH, VLLM, SGLANG = "torch", "vllm", "sglang"
 ENGINES = (TORCH, VLLM, SGLANG)
 COUNTS = (1, 16, 64, 128)
@@ -95,7 +93,7 @@ class Peer:
         self.engine = engine
         began_s = time.perf_counter()
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.engine_peer"],
+            [python, "-m", "benchmarks.engine.peer"],
             cwd=ROOT,
             env=_environment(engine, workload.device),
             stdin=subprocess.PIPE,
@@ -233,17 +231,17 @@ def measure(shape: Shape, pythons: Mapping[str, str], workload: Workload) -> Mea
     found = Measured()
     with _peers(shape, pythons, workload) as peers:
         found.startup_s = {peer.engine: round(peer.startup_s, 1) for peer in peers}
-        _print_line(f"  seconds to the first token: {found.startup_s}")
+        print_line(f"  seconds to the first token: {found.startup_s}")
         for count in workload.counts:
             found.rates[count] = _in_turns(peers, count, workload)
-            _print_line(f"  {count} sequences, tokens/s: {found.tokens_per_s()[str(count)]}")
+            print_line(f"  {count} sequences, tokens/s: {found.tokens_per_s()[str(count)]}")
         for peer in peers:
             if peer.takes_updates:
                 found.stall_ms[peer.engine] = round(1000 * median(peer.stalls(workload)), 1)
-        _print_line(f"  ms without a token for an update: {found.stall_ms}")
+        print_line(f"  ms without a token for an update: {found.stall_ms}")
         if workload.device != "cpu":
             found.bandwidth = _shares(found, shape, workload, peers[0].bytes_per_s())
-            _print_line(f"  share of the memory's speed: {found.bandwidth}")
+            print_line(f"  share of the memory's speed: {found.bandwidth}")
     return found
 
 
@@ -318,7 +316,7 @@ def summary(
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python benchmarks/bench_engine.py --vllm-python .venv-vllm/bin/python",
+        epilog="example: python -m benchmarks.engine --vllm-python .venv-vllm/bin/python",
     )
     parser.add_argument("--vllm-python", help="of an environment with vLLM and sluice")
     parser.add_argument("--sglang-python", help="of an environment with SGLang and sluice")
@@ -357,15 +355,10 @@ def main(arguments: Sequence[str]) -> int:
     contract = contract_record((ROOT / "docs" / "engines.md").read_text("utf-8"), ENGINES)
     found: dict[str, Measured] = {}
     for name in parsed.models:
-        _print_line(f"{name}: {SHAPES[name].num_parameters / 1e6:.2f} M parameters, {parsed.dtype}")
+        print_line(f"{name}: {SHAPES[name].num_parameters / 1e6:.2f} M parameters, {parsed.dtype}")
         found[name] = measure(SHAPES[name], pythons, workload)
-    _print_line(json.dumps(summary(found, contract, workload)))
+    print_line(json.dumps(summary(found, contract, workload)))
     return 0
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

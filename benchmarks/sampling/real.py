@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.reporting import ROOT
 from benchmarks.simulator.fit import fitted_simulation
 from benchmarks.simulator.twin import Twin, twin
 from sluice.cli.run.quickstart import mark_run_folder
@@ -18,7 +19,6 @@ from sluice.quickstart.prepare import prepare
 from sluice.quickstart.settings import PrepareProgress
 from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
 
-ROOT = Path(__file__).resolve().parent.parent
 TASK = "stretch"
 GROUP_OF_16 = "actor_rollout_ref.rollout.n=16"  # as in the simulated figures
 COMMON = (

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.sampling_simulated import BATCH, FLEET, GEN_BATCH, GROUP, TRAINER
+from benchmarks.sampling.simulated import BATCH, FLEET, GEN_BATCH, GROUP, TRAINER
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import SimulationSettings, TrainerSettings

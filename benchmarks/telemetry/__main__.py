@@ -1,4 +1,4 @@
-"""`make bench-telemetry`: what telling about a run costs the run.
+"""Measure what traces and metrics cost a run; `make bench-telemetry`.
 
 The quickstart's job trains at a learning rate of next to nothing, so that its steps stay alike,
 and telemetry is on for eight of its steps and off for eight, in turns. The first two of each turn
@@ -6,11 +6,11 @@ are not measured, since their prompts were accepted before, and spans leave a se
 runs one after the other differ by 5 % and more on a shared machine; steps side by side show less.
 On means: the spans of every prompt go to a collector, and every process is scraped every 5 s, three
 times as often as Prometheus does as shipped. What the switch adds to a step of so many tokens is
-fitted by least squares (`benchmarks.step_regression`), to the CPU of all of the run's processes and
-to the clock, for whose two cores collector and scraper compete with the run.
+fitted by least squares (`step_regression`), to the CPU of all of the run's processes and to the
+clock, for whose two cores collector and scraper compete with the run.
 
 The run is also asked what it spent: what its threads that send spans and answer scrapes took, by
-their own clocks, and its spans times what `benchmarks.span_cost` measures for recording one.
+their own clocks, and its spans times what `span_cost` measures for recording one.
 Printed last is one JSON object:
 
 overhead        CPU seconds a step that telemetry adds, over those of a step; mean of the rounds
@@ -41,17 +41,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.metrics_scraper import TelemetryAccount, scraped_run, telemetry_account
-from benchmarks.process_cpu import cpu_seconds
-from benchmarks.span_cost import record_us
-from benchmarks.step_regression import MeasuredStep, added
+from benchmarks.reporting import ROOT, print_line
+from benchmarks.telemetry.metrics_scraper import TelemetryAccount, scraped_run, telemetry_account
+from benchmarks.telemetry.process_cpu import cpu_seconds
+from benchmarks.telemetry.span_cost import record_us
+from benchmarks.telemetry.step_regression import MeasuredStep, added
 from sluice.cli.run.quickstart import mark_run_folder
 from sluice.quickstart.prepare import prepare
 from sluice.quickstart.settings import PrepareProgress
 
-ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = (
     "sluice.asynchrony.max_staleness=0",
     "actor_rollout_ref.actor.optim.lr=1e-9",
@@ -87,7 +85,10 @@ class Switch:
     @property
     def environment(self) -> dict[str, str]:
         """Of the run's processes."""
-        folders = [str(ROOT / "benchmarks" / "toggled_tracing"), os.environ.get("PYTHONPATH", "")]
+        folders = [
+            str(ROOT / "benchmarks" / "telemetry" / "toggled_tracing"),
+            os.environ.get("PYTHONPATH", ""),
+        ]
         path = os.pathsep.join(filter(None, folders))
         return {**os.environ, "PYTHONPATH": path, _SWITCH: str(self._path)}
 
@@ -124,7 +125,7 @@ class RoundFigures:
 def _span_sink() -> Iterator[str]:
     """A collector in a process of its own; the override that sends spans there."""
     with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.span_sink"],
+        [sys.executable, "-m", "benchmarks.telemetry.span_sink"],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -153,18 +154,18 @@ def main(arguments: Sequence[str]) -> int:
     for number in range(1, parsed.rounds + 1):
         figures = _round(parsed)
         rounds.append(figures)
-        _print_line(
+        print_line(
             f"round {number}: telemetry adds {figures['overhead']:+.1%} of CPU "
             f"(standard error {figures['overhead_error']:.1%})"
         )
-    _print_line(json.dumps(report(rounds)))
+    print_line(json.dumps(report(rounds)))
     return 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Measures what telling about a run costs the run.",
-        epilog="example: python benchmarks/bench_telemetry.py --rounds 1 --steps 60",
+        epilog="example: python -m benchmarks.telemetry --rounds 1 --steps 60",
     )
     parser.add_argument("--rounds", type=int, default=4, help="runs, one after the other")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before those that count")
@@ -291,11 +292,6 @@ def _share_assets(assets: Path, folder: Path) -> None:
 
 def _silent(_progress: PrepareProgress) -> None:
     """The making of the model takes under a minute."""
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run by the environment that `trl_environment.py` makes::
 
-    VENV/bin/python benchmarks/trl_dapo.py --assets DIR --seed 0 --target 0.85 --output result.json
+    VENV/bin/python -m benchmarks.quickstart.trl_dapo --assets DIR --seed 0 --target 0.85
 
 By default it becomes two data-parallel ranks of one thread each, TRL's fastest way on two cores.
 The clock covers `Trainer.train` without the evaluations; loading and the first evaluation come
@@ -20,13 +20,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.training_record import Bounds
-from benchmarks.trl_settings import DapoJob, TrlTuning
+from benchmarks.quickstart.training_record import Bounds
+from benchmarks.quickstart.trl_settings import DapoJob, TrlTuning
+from benchmarks.reporting import print_line
 
 if TYPE_CHECKING:
-    from benchmarks.trl_run import TrlOutcome
+    from benchmarks.quickstart.trl_run import TrlOutcome
 
 REQUIRED_ASSETS = ("model/config.json", "data/train.parquet", "data/test.parquet")
 
@@ -109,20 +108,20 @@ def main(arguments: Sequence[str]) -> int:
     tuning = tuning_of(parsed)
     if tuning.processes > 1 and "LOCAL_RANK" not in os.environ:
         _become_ranks(tuning, arguments)
-    from benchmarks.trl_run import TrlRun, train, versions
+    from benchmarks.quickstart.trl_run import TrlRun, train, versions
 
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     job = DapoJob()
     bounds = Bounds(parsed.target, parsed.max_batches, parsed.max_seconds)
     run = TrlRun(parsed.assets, job, tuning, bounds, parsed.evaluate_every, parsed.seed)
-    outcome = train(run, report=_print_line if is_first else _print_nothing)
+    outcome = train(run, report=print_line if is_first else _print_nothing)
     settings: dict[str, object] = {"job": asdict(job), "tuning": asdict(tuning)}
     result = make_result(outcome, seed=parsed.seed, bounds=bounds, settings=settings)
     if is_first:
         line = json.dumps(result | {"versions": versions()})
         if parsed.output:
             parsed.output.write_text(line + "\n")
-        _print_line(line)
+        print_line(line)
     return 0
 
 
@@ -132,14 +131,9 @@ def _become_ranks(tuning: TrlTuning, arguments: Sequence[str]) -> NoReturn:
     The launcher takes this process's place, so that whoever ends this process ends the ranks.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(tuning.processes), str(Path(__file__).resolve())]
+    command += ["--nproc-per-node", str(tuning.processes), "-m", "benchmarks.quickstart.trl_dapo"]
     environment = os.environ | {"OMP_NUM_THREADS": str(tuning.threads)}
     os.execve(sys.executable, [*command, *arguments], environment)  # noqa: S606
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def _print_nothing(line: str) -> None:

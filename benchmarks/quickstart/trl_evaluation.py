@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from benchmarks.training_record import AccuracyCurve, Bounds, StopReason, TrainingClock
-from benchmarks.trl_settings import DapoJob
+from benchmarks.quickstart.training_record import AccuracyCurve, Bounds, StopReason, TrainingClock
+from benchmarks.quickstart.trl_settings import DapoJob
 from services.reward.grading.scorers.math_dapo import compute_score
 
 if TYPE_CHECKING:

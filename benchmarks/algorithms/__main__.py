@@ -14,7 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.reporting import ROOT
+
 UNFILTERED = "algorithm.filter_groups.enable=false"
 ALGORITHMS: Mapping[str, Sequence[str]] = {
     "ppo_critic": (
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the chosen algorithms one after the other; the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python benchmarks/bench_algorithms.py --algorithms ppo_critic --seed 1",
+        epilog="example: python -m benchmarks.algorithms --algorithms ppo_critic --seed 1",
     )
     parser.add_argument(
         "--algorithms", nargs="+", choices=sorted(ALGORITHMS), default=sorted(ALGORITHMS)

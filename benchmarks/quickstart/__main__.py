@@ -22,13 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.training_record import AccuracyPoint
-from benchmarks.trl_environment import interpreter_of
+from benchmarks.quickstart.training_record import AccuracyPoint
+from benchmarks.quickstart.trl_environment import interpreter_of
+from benchmarks.reporting import ROOT, print_line
 from sluice.report.run_record import read_run
 
-ROOT = Path(__file__).resolve().parent.parent
 MEASURE_EVERY = 2
 # TRL trains on-policy on two data-parallel ranks, so sluice does too. Both replicas are there
 # before the first batch, as TRL's ranks are. On-policy, the behaviour logprobs are the old ones. A
@@ -86,23 +84,27 @@ def main(arguments: Sequence[str]) -> int:
     parsed = _parse(arguments)
     parsed.output.mkdir(parents=True, exist_ok=True)
     if parsed.trl:
-        _run([sys.executable, str(ROOT / "benchmarks/trl_environment.py"), str(parsed.trl_venv)])
+        _run(
+            [
+                *(sys.executable, "-m", "benchmarks.quickstart.trl_environment"),
+                str(parsed.trl_venv),
+            ]
+        )
     results = [_measure_seed(seed, parsed) for seed in parsed.seeds]
     model = parsed.output / f"seed-{parsed.seeds[0]}" / "assets" / "model"
-    generate = _last_json(
-        [sys.executable, str(ROOT / "benchmarks/bench_generate.py"), "--model", str(model)]
-    )
+    command = [sys.executable, "-m", "benchmarks.quickstart.generate", "--model", str(model)]
+    generate = _last_json(command)
     report = _report(results, generate, parsed.seeds, parsed.target, parsed.overrides)
     line = json.dumps(report)
     (parsed.output / "bench.json").write_text(line + "\n", encoding="utf-8")
-    _print_line(line)
+    print_line(line)
     return 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Measures the quickstart over seeds and against TRL.",
-        epilog="example: python benchmarks/bench_quickstart.py --seeds 0 1 2 --target 0.88",
+        epilog="example: python -m benchmarks.quickstart --seeds 0 1 2 --target 0.88",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.88, help="held-out accuracy to reach")
@@ -118,16 +120,16 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
     run_dir = parsed.output / f"seed-{seed}"
-    _print_line(f"seed {seed}: sluice without a group filter, as TRL trains")
+    print_line(f"seed {seed}: sluice without a group filter, as TRL trains")
     unfiltered = _run_sluice(seed, run_dir, [*parsed.overrides, *UNFILTERED])
     trl: Mapping[str, object] = {}
     one_process: Mapping[str, object] = {}
     if parsed.trl:
-        _print_line(f"seed {seed}: TRL")
+        print_line(f"seed {seed}: TRL")
         trl = _run_trl(seed, run_dir / "assets", parsed)
-        _print_line(f"seed {seed}: TRL in one process")
+        print_line(f"seed {seed}: TRL in one process")
         one_process = _run_trl(seed, run_dir / "assets", parsed, TRL_ONE_PROCESS)
-    _print_line(f"seed {seed}: sluice with DAPO's group filter")
+    print_line(f"seed {seed}: sluice with DAPO's group filter")
     filtered = _run_sluice(seed, parsed.output / f"seed-{seed}-filtered", parsed.overrides)
     if (start := filtered.curve[0].accuracy) != unfiltered.curve[0].accuracy:
         raise SystemExit(
@@ -147,8 +149,8 @@ def _run_sluice(seed: int, run_dir: Path, overrides: Sequence[str]) -> SluiceRun
             *overrides,
         ]
     )
-    script = str(ROOT / "benchmarks" / "checkpoint_curve.py")
-    measured = _last_json([sys.executable, script, "--run-dir", str(run_dir), "--seed", str(seed)])
+    command = [sys.executable, "-m", "benchmarks.quickstart.checkpoint_curve"]
+    measured = _last_json([*command, "--run-dir", str(run_dir), "--seed", str(seed)])
     curve = measured["curve"]
     assert isinstance(curve, list)
     return SluiceRun(
@@ -166,13 +168,11 @@ def seconds_to_target(curve: Sequence[AccuracyPoint], target: float) -> float | 
 def _run_trl(
     seed: int, assets: Path, parsed: argparse.Namespace, tuning: Sequence[str] = ()
 ) -> Mapping[str, object]:
-    script = ROOT / "benchmarks" / "trl_dapo.py"
     limits = ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
     limits += ["--max-batches", "60", "--evaluate-every", str(MEASURE_EVERY)]
-    interpreter = str(interpreter_of(parsed.trl_venv))
-    return _last_json(
-        [interpreter, str(script), "--assets", str(assets), "--seed", str(seed), *limits, *tuning]
-    )
+    command = [str(interpreter_of(parsed.trl_venv)), "-m", "benchmarks.quickstart.trl_dapo"]
+    command += ["--assets", str(assets), "--seed", str(seed)]
+    return _last_json([*command, *limits, *tuning])
 
 
 def _report(
@@ -276,16 +276,11 @@ def _run(command: Sequence[str]) -> str:
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
-        _print_line(line.rstrip())
+        print_line(line.rstrip())
         lines.append(line)
     if process.wait() != 0:
         raise SystemExit(f"{command[0]} {command[1]} ended with code {process.returncode}")
     return "".join(lines)
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from benchmarks.simulator.twin import Twin, twin_row
 from sluice.cli.terminal import print_table
 
 if TYPE_CHECKING:
-    from benchmarks.sampling_real import RealRun
+    from benchmarks.sampling.real import RealRun
 
 _WIDTH = 160
 

@@ -16,12 +16,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.admission_speed import admissions_per_second
-from benchmarks.sampling_on_policy import simulate_on_policy
-from benchmarks.sampling_overlap import simulate_ahead, simulate_pacing
-from benchmarks.sampling_real import (
+from benchmarks.reporting import ROOT
+from benchmarks.sampling.admission_speed import admissions_per_second
+from benchmarks.sampling.on_policy import simulate_on_policy
+from benchmarks.sampling.overlap import simulate_ahead, simulate_pacing
+from benchmarks.sampling.real import (
     AHEAD_SHARES,
     RealRun,
     accuracy_of_end,
@@ -32,11 +31,9 @@ from benchmarks.sampling_real import (
     twin_idle_errors,
     twin_of,
 )
-from benchmarks.sampling_real_tables import print_strategies, print_synchrony, print_twin_errors
-from benchmarks.sampling_simulated import SimulatedFigures, simulate_mixtures
-from benchmarks.simulator_speed import measure_simulator
-
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.sampling.real_tables import print_strategies, print_synchrony, print_twin_errors
+from benchmarks.sampling.simulated import SimulatedFigures, simulate_mixtures
+from benchmarks.sampling.simulator_speed import measure_simulator
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Measures the strategies of over-generation, simulated and real.",
-        epilog="example: python benchmarks/bench_sampling.py --seeds 0 1 2 --no-real",
+        epilog="example: python -m benchmarks.sampling --seeds 0 1 2 --no-real",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="simulated")
     parser.add_argument("--simulated-steps", type=int, default=180)
