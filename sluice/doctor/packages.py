@@ -146,7 +146,7 @@ def extra_findings(asked: tuple[tuple[str, Requirement], ...]) -> Iterator[Findi
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """An engine's packages, any of which does, and its versions, the last one included."""
+    """An engine's packages (one of them suffices), and its versions, the last one included."""
 
     packages: tuple[str, ...]
     oldest: str

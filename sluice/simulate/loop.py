@@ -60,18 +60,18 @@ class Batching:
         return len(self._unpublished) * self._batch_size
 
     def reserve(self, group: SimulatedGroup, version: int) -> None:
-        """A group is issued whose place in the batch for `version` is certain."""
+        """Reserve a place in the batch for `version` for a group that is issued."""
         self._started[group.name] = group
         self._ages.reserve(group.name, version)
 
     def started(self, group: SimulatedGroup) -> None:
-        """A replica draws tokens for a group from now on."""
+        """Record that a replica generates for a group from now on."""
         assert group.start_version is not None
         self._started[group.name] = group
         self._ages.runs(group.name, group.start_version)
 
     def left(self, group: SimulatedGroup) -> None:
-        """A group runs no more; harmless if it never started."""
+        """Record that a group runs no more; harmless if it never started."""
         self._started.pop(group.name, None)
         self._ages.left(group.name)
 
@@ -86,25 +86,25 @@ class Batching:
         self._ages.remove(group.name)
 
     def lease(self, groups: Sequence[SimulatedGroup], version: int) -> None:
-        """The trainer takes a batch."""
+        """Let the trainer take a batch."""
         for group in groups:
             self.remove(group)
         self._unpublished.append(version)
 
     def published(self, version: int) -> None:
-        """A version was announced."""
+        """Record that a version was announced."""
         self._unpublished = [leased for leased in self._unpublished if leased >= version]
 
     def next_version(self, announced: int) -> int:
-        """Version of the next batch to be formed while `announced` is."""
+        """Return the version of the next batch to be formed while `announced` is."""
         return max((announced, *(leased + 1 for leased in self._unpublished)))
 
     def decide(self, version: int, estimate: YieldEstimate) -> BatchDecision:
-        """What to do towards the batch for `version`."""
+        """Return what to do towards the batch for `version`."""
         return self._ages.decide(version, partial(kept_upper_bound, estimate=estimate))
 
     def expired(self, announced: int) -> list[SimulatedGroup]:
-        """Running groups that no batch will have a place for."""
+        """Return the running groups that no batch will have a place for."""
         return self.running(self._ages.expired(self.next_version(announced)))
 
     def running(self, names: Sequence[str]) -> list[SimulatedGroup]:
@@ -116,7 +116,7 @@ class Batching:
         return [self._kept[name] for name in names]
 
     def drops(self, group: SimulatedGroup, next_version: int) -> bool:
-        """Whether a doomed group is dropped, not begun again."""
+        """Whether a group that is sure to be stale is dropped, not restarted."""
         return self._ages.drops(group.name, next_version)
 
 
@@ -138,15 +138,15 @@ class PromptFeed:
         self._next_position = 0
 
     def put(self, group: SimulatedGroup) -> None:
-        """A group begins again before any later one."""
+        """Let a group begin again before any later one."""
         heappush(self._waiting, (group.position, group))
 
     def waiting(self) -> SimulatedGroup | None:
-        """The first group that waits to begin again."""
+        """Return the first group that waits to begin again."""
         return heappop(self._waiting)[1] if self._waiting else None
 
     def next_position(self, version: int, now_s: float) -> int:
-        """The next position of the data set to start under `version`."""
+        """Return the next position of the data set to start under `version`."""
         while len(self._order) < self._num_in_line:
             expected = self._forecast.tokens(self._key(self._next_position))
             self._order.add(self._next_position, expected, version)
@@ -166,8 +166,7 @@ _REMEDY = (
     "(--group-size); of a run, lower its min_yield"
 )
 _BATCHES_WITHOUT_BOUND = 100
-"""So many batches' groups of which none is kept end a simulation whose run has no bound: a
-simulation that goes on for ever tells nothing."""
+"""Without a bound of the run, a simulation ends when none of so many batches' groups is kept."""
 
 
 class SimulatedLoop:
@@ -177,7 +176,7 @@ class SimulatedLoop:
         settings: what is simulated.
         workload: the data set and its answers.
         recorder: counts.
-        on_step: told of the number of batches leased.
+        on_step: gets the number of batches leased.
     """
 
     def __init__(
@@ -218,7 +217,7 @@ class SimulatedLoop:
         self.num_samples = 0
 
     def run(self) -> None:
-        """Until the last step is published.
+        """Run until the last step is published.
 
         Raises:
             BatchUnfillableError: hardly a group is kept any more, or ``rounds`` used up its waves.
@@ -235,15 +234,15 @@ class SimulatedLoop:
                 self._settle()
 
     def statistics(self) -> dict[str, float]:
-        """What the strategy says of itself."""
+        """Return what the strategy reports about itself."""
         return self._strategy.statistics()
 
     def totals(self) -> tuple[float, float, float]:
-        """Tokens generated, busy seconds, slot seconds."""
+        """Return tokens generated, busy seconds, slot seconds."""
         return self._fleet.totals
 
     def num_pending_tokens(self) -> float:
-        """Tokens of groups that run or wait for a batch."""
+        """Return the tokens of groups that run or wait for a batch."""
         running = (g.finished_tokens + self._fleet.num_sampled(g) for g in self._in_flight.values())
         return sum(running) + sum(group.finished_tokens for group in self._batching.kept)
 
@@ -281,7 +280,7 @@ class SimulatedLoop:
             self._issue(self._feed.waiting())
 
     def _issue(self, again: SimulatedGroup | None) -> None:
-        """Draw the next prompt, or that of a group that begins again."""
+        """Issue the next prompt, or that of a group that begins again."""
         if again is None:
             position = self._feed.next_position(self._version, self._events.now)
         else:
@@ -334,7 +333,7 @@ class SimulatedLoop:
             self._after_grading(partial(self._sample_graded, group, is_right=is_right))
 
     def _sample_graded(self, group: SimulatedGroup, *, is_right: bool) -> None:
-        """Draw the rest as soon as the grades of two of the first samples differ."""
+        """Ask for the rest as soon as the grades of two of the first samples differ."""
         if group.is_cancelled:
             return
         group.graded(is_right=is_right)
@@ -349,7 +348,7 @@ class SimulatedLoop:
         self._after_grading(partial(self._graded, group, group.num_needed))
 
     def _graded(self, group: SimulatedGroup, num_samples: int) -> None:
-        """Judge a group, unless more samples than these were asked for while they were graded."""
+        """Judge a group, unless the strategy asked for more samples while these were graded."""
         if group.is_cancelled or group.num_needed > num_samples:
             return
         self._has_changed = True
@@ -404,7 +403,7 @@ class SimulatedLoop:
             raise floor.error(last, " (all of them simulated)", _REMEDY)
 
     def _has_no_place(self, group: SimulatedGroup) -> bool:
-        """Whether another group, kept at the same instant, has taken the last place."""
+        """Return whether another group, kept at the same instant, has taken the last place."""
         return self._rules.preempts and group in self._batching.expired(self._version)
 
     def _cancel_expired(self, expired: list[SimulatedGroup]) -> None:

@@ -1,4 +1,4 @@
-"""How many replicas, and which staleness: the cheapest that keep the trainer fed."""
+"""A sweep over replicas and staleness; it recommends the cheapest that keep the trainer busy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """All points, and the one to take."""
+    """All points, and the recommended one."""
 
     points: tuple[SweepPoint, ...]
     recommended: SweepPoint
 
     @property
     def is_at_edge(self) -> bool:
-        """Whether the point to take is the largest fleet or bound, so that more may be better."""
+        """Whether the recommended fleet or bound is the largest, so that more may be better."""
         sizes = max(point.num_replicas for point in self.points)
         bounds = max(point.max_staleness for point in self.points)
         return self.recommended.num_replicas == sizes or self.recommended.max_staleness == bounds
@@ -44,14 +44,14 @@ def sweep(
     bounds: Sequence[int],
     on_step: Callable[[int], None] | None = None,
 ) -> Sweep:
-    """Simulates every fleet size with every bound.
+    """Simulate every fleet size with every bound.
 
     Args:
         settings: everything else.
         open_workload: the same data set for each.
         replicas: fleet sizes.
         bounds: values of S.
-        on_step: told after each step of each simulation.
+        on_step: called after each step of each simulation.
 
     Raises:
         BatchUnfillableError: the workload is hopeless.
@@ -67,14 +67,14 @@ def sweep(
 
 
 def recommend(points: Sequence[SweepPoint]) -> SweepPoint:
-    """The fewest replicas, and then the smallest S, within `TOLERANCE` of the best step rate."""
+    """Return the fewest replicas, then the smallest S, within `TOLERANCE` of the best step rate."""
     best = max(point.result.steps_per_hour for point in points)
     good = [p for p in points if p.result.steps_per_hour >= (1.0 - TOLERANCE) * best]
     return min(good, key=lambda point: (point.num_replicas, point.max_staleness))
 
 
 def grid_around(num_replicas: int, max_staleness: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Fleet sizes from a quarter to four times as many, and bounds from 0 to at least 4."""
+    """Return fleet sizes from a quarter to four times as many, and bounds from 0 to at least 4."""
     sizes = {
         max(1, round(num_replicas * factor)) for factor in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
     }

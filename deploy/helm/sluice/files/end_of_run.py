@@ -1,7 +1,7 @@
-"""Gives back what the run's other services hold when the trainer's Job is over.
+"""Free what the run's other services hold when the trainer's Job is over.
 
-`end_of_run.py NAMESPACE JOB deployments/NAME statefulsets/NAME ...`: waits until the Job is
-complete or has failed for good, then scales the named objects to 0 through the API, as the pod's
+`end_of_run.py NAMESPACE JOB deployments/NAME statefulsets/NAME ...`: wait until the Job is
+complete or has failed permanently, then scale the named objects to 0 through the API, as the pod's
 service account. A program of the Python standard library. Exit code 0: all are scaled.
 """
 
