@@ -73,7 +73,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Response tokens ``[start, end)`` were drawn by policy `version`."""
+    """Response tokens ``[start, end)``, sampled by policy `version`."""
 
     version: int
     start: int
@@ -248,8 +248,8 @@ class GradedGroup:
 class PromptEnd(StrEnum):
     """How an accepted prompt ended (invariant 1): exactly one of these, or it is pending.
 
-    ``DROPPED_SURPLUS`` is a kept group beyond the batch, which only the strategy `rounds` throws
-    away. ``SKIPPED`` is a data-set prompt for which nothing was generated, since its earlier visits
+    ``DROPPED_SURPLUS`` is a kept group beyond the batch, which only the strategy `rounds` discards.
+    ``SKIPPED`` is a data-set prompt for which nothing was generated, because its earlier attempts
     promise too little.
     """
 
@@ -272,7 +272,7 @@ class TrainGroup:
     rollouts: tuple[Rollout, ...]
     scores: tuple[Scored, ...]
     data_source: str
-    baseline_reward: float | None = None  # of the prompt's greedy response, where one is drawn
+    baseline_reward: float | None = None  # of the prompt's greedy response, if there is one
     images: tuple[bytes, ...] = ()  # encoded files, in the order of their tokens in the prompt
     traceparent: str = ""  # of the prompt's span; empty where it is not recorded
 

@@ -1,6 +1,4 @@
-"""Token and time accounting of a run: where its tokens, and the time of trainer and replicas,
-went.
-"""
+"""Account for the tokens of a run and for the time of its trainer and replicas."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ RECEIVED = (
     "pending",
 )
 TOKENS_AGE, TOKENS_MOVED = "tokens_age_s", "tokens_moved"
-# Drawn in calls that go on at the replicas, and not sent yet.
+# Sampled in calls that are still running at the replicas, and not sent yet.
 _UNDER_WAY = "under_way"
-# Drawn for callers that are no service of the run: the SDK, the command line, the OpenAI front.
+# Sampled for callers outside the run: the SDK, the command line, the OpenAI front.
 _DIRECT_CLIENTS = "direct_clients"
 _ABORTED = "aborted"
 
@@ -35,9 +33,9 @@ _ABORTED = "aborted"
 class ReplicaCounters:
     """Counters of one replica's process since its start, or sums of them.
 
-    Of `generated_tokens` the caller never got `unsent_tokens` and has not got `running_tokens`.
-    Callers that are no service of the run got `direct_sent_tokens`; of the unsent ones
-    `direct_unsent_tokens` were drawn for them.
+    `generated_tokens` include `unsent_tokens`, which their caller never got, and `running_tokens`,
+    which it has not got yet. Callers outside the run got `direct_sent_tokens`;
+    `direct_unsent_tokens` are those of the unsent ones that were sampled for such callers.
     """
 
     generated_tokens: int = 0
@@ -50,18 +48,18 @@ class ReplicaCounters:
 
     @property
     def sent_tokens(self) -> int:
-        """Tokens that services of the run got."""
+        """Tokens sent to services of the run."""
         kept = self.unsent_tokens + self.running_tokens
         return self.generated_tokens - kept - self.direct_sent_tokens
 
     def abandoned(self) -> ReplicaCounters:
-        """The same of a replica that has left: what it had not sent, nobody gets any more."""
+        """Return the counters of a replica that left: its running tokens count as unsent."""
         unsent = self.unsent_tokens + self.running_tokens
         return replace(self, unsent_tokens=unsent, running_tokens=0)
 
 
 def fleet_counters(replicas: Iterable[ReplicaCounters]) -> ReplicaCounters:
-    """The sums over replicas."""
+    """Return the sums over replicas."""
     known, seconds = tuple(replicas), Counter[str]()
     for replica in known:
         seconds.update(replica.seconds_by_state)
@@ -85,22 +83,22 @@ class Account:
 
     @property
     def residual(self) -> float:
-        """What of the total no part explains; below 0 where the parts are more than the total."""
+        """The total less its parts; negative if the parts exceed the total."""
         return self.total - sum(self.parts.values())
 
     @property
     def residual_share(self) -> float:
-        """Size of the residual over the total; 0 of nothing."""
+        """Absolute residual over the total; 0 if the total is 0."""
         residual = abs(self.residual)
         return residual / max(self.total, residual) if residual else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunAccounts:
-    """The accounts at one moment. `tokens` is ``None`` if the reward service's are not known.
+    """The accounts at one moment. `tokens` is ``None`` while the reward service is out of reach.
 
-    `tokens` may be older than the others by `tokens_age_s`; its residual may be off by
-    `tokens_moved` tokens, which came in while everybody was asked.
+    `tokens` may be older than the others by `tokens_age_s`. Its residual may be off by
+    `tokens_moved` tokens, which arrived while the counters were read.
     """
 
     tokens: Account | None
@@ -110,7 +108,7 @@ class RunAccounts:
     tokens_moved: int = 0
 
     def as_mapping(self) -> dict[str, float]:
-        """All numbers by the names of `accounts.json`, totals and residuals included."""
+        """Return all numbers by their names in `accounts.json`, with totals and residuals."""
         named = {
             f"{prefix}/{part}": value
             for prefix, account in (
@@ -138,11 +136,11 @@ class RunAccounts:
 
 
 def token_account(fleet: ReplicaCounters, received: Mapping[str, float]) -> Account:
-    """What became of all tokens that replicas drew.
+    """Return the account of all tokens that replicas sampled.
 
-    Tokens that a replica drew for a call that ended before they were sent count as aborted, like
-    those of samples that the reward service broke off. All tokens of other clients' calls count for
-    those clients: the ones that they got, and the ones that were not sent.
+    Tokens of a call that ended before they were sent count as aborted, like those of samples that
+    the reward service aborted. All tokens of other clients' calls, sent or not, count for those
+    clients.
     """
     parts = {name: float(received.get(name, 0.0)) for name in RECEIVED}
     parts[_ABORTED] += fleet.unsent_tokens - fleet.direct_unsent_tokens
@@ -157,12 +155,12 @@ def run_accounts(
     trainer_s: Mapping[str, float],
     trainer_wall_s: float,
 ) -> RunAccounts:
-    """Settles the three accounts.
+    """Return the three accounts: tokens, trainer time, replica time.
 
     Args:
-        fleet: sums over all replicas that ever took part, those that left as `abandoned`.
-        received: tokens that the reward service got, by what became of them (`RECEIVED`; missing
-            ones are 0, others are ignored); None: not known.
+        fleet: sums over all replicas of the run; replicas that left count as `abandoned`.
+        received: tokens that the reward service got, by use (`RECEIVED`; missing uses are 0, others
+            are ignored); None: not known.
         trainer_s: the trainer's seconds by phase.
         trainer_wall_s: seconds since its process started, by another clock.
     """
@@ -177,14 +175,14 @@ def run_accounts(
 class TokenReading:
     """The fleet's counters, read between two readings of the reward service's.
 
-    Tokens flow from the fleet to the service all the time, so no two readings fit. But what came in
-    between the service's two is known, and a token that came in after the fleet was read was drawn:
-    by then it was under way, or drawn even later.
+    Tokens flow from the fleet to the service all the time, so no two readings match. Two readings
+    of the service bound the difference: a token that arrived between them may be missing from the
+    fleet's counters, because it was sampled after they were read.
 
     Attributes:
-        before: tokens that the reward service had got, by what became of them.
+        before: tokens that the reward service had got, by use.
         fleet: sums over the replicas, read after `before`.
-        after: as `before`, read when all replicas had answered.
+        after: as `before`, read after all replicas had answered.
     """
 
     before: Mapping[str, float]
@@ -195,15 +193,15 @@ class TokenReading:
     def moved_tokens(self) -> int:
         """Tokens that the reward service got between its two readings.
 
-        The residual may be off by so many at most.
+        They bound the error of the residual.
         """
         return max(0, round(sum(self.after.values()) - sum(self.before.values())))
 
     def account(self) -> Account:
-        """The tokens by what became of them, at the moment of `after`.
+        """Return the tokens by use at the moment of `after`.
 
-        Tokens that were sent and have not been received are in the residual; so are those that were
-        received and not sent, but for `moved_tokens` of them.
+        The residual holds tokens that were sent and not received. It also holds tokens that were
+        received without being sent, beyond the `moved_tokens` that the reading explains.
         """
         fleet = self.fleet
         unknown = round(sum(self.after.values())) - fleet.sent_tokens

@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens, and entropies, from a language model's logits.
 
-Both are of ``softmax(logits / temperature)``, the distribution that was sampled from before any
-top-p or top-k cut. Arithmetic is float32 whatever the dtype of the logits. With large vocabularies
-memory decides: only the logits are kept for backward, which computes the softmax anew, a block of
-rows at a time; the sole full-size tensor made is the gradient, in the dtype of the logits.
+Both describe ``softmax(logits / temperature)``, the sampling distribution before any top-p or
+top-k cut. Arithmetic is float32 for every dtype of the logits. With large vocabularies memory
+decides: forward keeps only the logits, and backward computes the softmax again, one block of rows
+at a time. The gradient, in the dtype of the logits, is the only other full-size tensor.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 class _Context(FunctionCtx):
-    """What both functions keep from forward to backward."""
+    """Values that both functions keep from forward to backward."""
 
     temperature: float
     rows: int

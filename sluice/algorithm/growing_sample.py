@@ -1,4 +1,4 @@
-"""A sample that comes in pieces: tokens with their logprobs and the version that drew each."""
+"""A sample that arrives in pieces: tokens with their logprobs and policy versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sluice.types import FinishReason, Logprobs, Rollout, TokenIds, VersionSpan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewTokens:
-    """Tokens that continue sample `sample_index`, all drawn by one version."""
+    """Tokens that continue sample `sample_index`, all sampled by one version."""
 
     sample_index: int
     token_ids: TokenIds  # [new tokens]
@@ -23,8 +23,8 @@ class NewTokens:
 class GrowingSample:
     """The tokens of one unfinished sample so far.
 
-    However a sample is cut into pieces, and wherever it was broken off and adopted again, the sum
-    of the pieces is the same `Rollout`.
+    The pieces always add up to the same `Rollout`, however the sample was cut, aborted and adopted
+    again.
     """
 
     num_tokens: int = 0
@@ -34,14 +34,14 @@ class GrowingSample:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Which version drew which tokens."""
+        """The tokens sampled by each version."""
         return tuple(self._spans)
 
     def append(self, token_ids: TokenIds, logprobs: Logprobs, version: int) -> None:
-        """Take on new tokens of one version; none at all changes nothing.
+        """Append new tokens of one version; an empty piece changes nothing.
 
         Raises:
-            ValueError: not one logprob a token.
+            ValueError: the number of logprobs differs from the number of tokens.
         """
         size = int(token_ids.size)
         if logprobs.shape != token_ids.shape:
@@ -56,7 +56,7 @@ class GrowingSample:
         self._spans.append(VersionSpan(version, start, self.num_tokens))
 
     def adopt(self, partial: Rollout) -> None:
-        """Take on all tokens of an earlier part."""
+        """Append all tokens of an earlier part."""
         for span in partial.version_spans:
             part = slice(span.start, span.end)
             self.append(partial.token_ids[part], partial.behavior_logprobs[part], span.version)
@@ -76,7 +76,7 @@ class GrowingSample:
     def rollout(
         self, sample_index: int, finish_reason: FinishReason = FinishReason.ABORTED, text: str = ""
     ) -> Rollout:
-        """The sample as it stands; by default as one that was broken off, without its text."""
+        """Return the sample so far; by default as aborted and without text."""
         return Rollout(
             sample_index,
             self.token_ids(),

@@ -17,7 +17,7 @@ MAX_K3 = 10.0
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, *, kind: str) -> torch.Tensor:
-    """KL(policy || reference) at each token drawn from the policy.
+    """Estimate KL(policy || reference) at each token sampled from the policy.
 
     With ``x = logprobs - ref_logprobs``: ``kl``, ``k1``: x; ``abs``: |x|; ``mse``, ``k2``:
     x^2 / 2; ``low_var_kl``, ``k3``: ``exp(-x) + x - 1`` with x within +-20 and the result within

@@ -62,7 +62,7 @@ def assign_rows_to_ranks(rows: Sequence[RowSize], num_ranks: int) -> tuple[tuple
 
     While the heaviest rank exceeds `IMBALANCE_TOLERANCE` times the mean or a rank has nothing, the
     costliest piece of several rows (in the first case of the heaviest rank) is halved and all
-    pieces are placed anew: 0.2 s at most measured, for 64 groups of 16 rows on 64 ranks.
+    pieces are placed again: 0.2 s at most measured, for 64 groups of 16 rows on 64 ranks.
 
     Args:
         rows: all rows of a mini-batch.
@@ -104,7 +104,7 @@ def plan_micro_batches(
 ) -> tuple[MicroBatchPlan, ...]:
     """Pack one rank's rows of a mini-batch into micro-batches; every row is in exactly one.
 
-    By budget, pieces go costliest first into the fullest micro-batch that still has room, and
+    By budget, pieces go costliest first into the fullest micro-batch that still has space, and
     micro-batches come largest first, so that memory peaks (and runs out) at the first. A row longer
     than the budget gets a micro-batch of its own: it is never dropped. verl balances micro-batches
     by workload and may exceed the budget; here it is a bound on memory and kept.
@@ -258,7 +258,7 @@ def plan_whole_group_micro_batches(
 ) -> tuple[MicroBatchPlan, ...]:
     """Pack one rank's groups into micro-batches; no group is ever split.
 
-    By budget, groups go largest first into the fullest micro-batch with room for all of their
+    By budget, groups go largest first into the fullest micro-batch with space for all of their
     rows; a group longer than the budget gets a micro-batch of its own, which then exceeds it. By
     rows, consecutive groups share a micro-batch. Micro-batches come largest first.
 

@@ -46,7 +46,7 @@ class RoutedReplica:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Room on a replica for one group, of which `num_missing` sequences are still to come."""
+    """Capacity of a replica for one group; `num_missing` sequences are still to come."""
 
     member: RoutedReplica
     num_missing: int
@@ -89,7 +89,7 @@ class _SameSlots:
         heappush(self._heap, (member.num_outstanding, member.order, member))
 
     def first(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
-        """The member with the fewest sequences among those with room for the group."""
+        """Return the member with the fewest sequences among those with capacity for the group."""
         passed_over: list[tuple[int, int, RoutedReplica]] = []
         found = None
         while self._heap and found is None:
@@ -143,7 +143,7 @@ class ReplicaRouter:
         return sum(min(member.num_outstanding, member.announced.info.slots) for member in members)
 
     def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[RoutedReplica, ...]:
-        """Take on a new fleet; pauses end. Returns members that are gone, marked withdrawn."""
+        """Replace the fleet and end pauses. Return the members that left, marked as removed."""
         previous, self._members = self._members, {}
         for replica in replicas:
             key = (replica.info.name, replica.info.instance_id)
@@ -161,7 +161,7 @@ class ReplicaRouter:
         return any(wanted.accepts(version) for version in self._num_serving)
 
     def choose(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
-        """The least loaded replica with room for the group; ``None`` if all are full or paused."""
+        """Return the least loaded replica with capacity for the group, or ``None``."""
         if not self.serves(wanted):
             return None
         firsts = [same.first(wanted, now) for same in self._by_slots.values()]
@@ -184,18 +184,18 @@ class ReplicaRouter:
         return free - paused
 
     def reservation(self, member: RoutedReplica, num_sequences: int) -> Reservation:
-        """Take room for a group on `member`."""
+        """Reserve capacity for a group on `member`."""
         member.num_groups += 1
         self._load(member, num_sequences)
         return Reservation(member, num_sequences)
 
     def sequence_ended(self, reservation: Reservation) -> None:
-        """Give back the room of one finished sequence."""
+        """Release the capacity of one finished sequence."""
         reservation.num_missing -= 1
         self._load(reservation.member, -1)
 
     def give_back(self, reservation: Reservation) -> None:
-        """Give back what room is left of a group's."""
+        """Release the capacity that is left of a group's reservation."""
         reservation.member.num_groups -= 1
         self._load(reservation.member, -reservation.num_missing)
         reservation.num_missing = 0
@@ -216,7 +216,7 @@ class ReplicaRouter:
         return member.paused_until
 
     def _arrange(self) -> None:
-        """Count and sort all members anew."""
+        """Count and sort all members again."""
         self._by_slots, self._num_serving, self._num_free = {}, Counter(), Counter()
         self._paused.clear()
         for order, member in enumerate(self._members.values()):
@@ -262,7 +262,7 @@ HEADROOM = 1.1
 
 MOST_GROWTH = 4.0
 """Times the present fleet that one measurement may ask for: far beyond it nothing is known about
-how the work would spread. The next measurement goes on from there."""
+how the work would spread. The next measurement continues from there."""
 
 _DEMAND_ROUNDING = 1e-9
 

@@ -95,7 +95,7 @@ def bootstrap_sizes(num_responses: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def bootstrap_indices(num_responses: int, size: int) -> npt.NDArray[np.int64]:
-    """Response indices drawn with replacement, int64 [1000, size], read-only."""
+    """Return response indices chosen with replacement, int64 [1000, size], read-only."""
     state = np.random.RandomState(BOOTSTRAP_SEED)
     draws: npt.NDArray[np.int64] = state.randint(
         0, num_responses, size=(NUM_BOOTSTRAP_SAMPLES, size), dtype=np.int64
@@ -109,13 +109,13 @@ def majority_values(
 ) -> Values:
     """Value of the most frequent prediction of each draw, float64 [draws].
 
-    Among equally frequent predictions the one drawn first wins. Its value is that of its first
-    member drawn (members of one prediction may differ in reward through their length).
+    Among equally frequent predictions the one sampled first wins. Its value is that of its first
+    member sampled (members of one prediction may differ in reward through their length).
     """
     numbers = {prediction: number for number, prediction in enumerate(predictions)}
     codes = np.asarray([numbers[prediction] for prediction in predictions])[draws]
     votes = (codes[:, :, None] == codes[:, None, :]).sum(axis=2)
-    # argmax returns the first maximum: first member of the first-drawn winner.
+    # argmax returns the first maximum: first member of the first-sampled winner.
     winners = votes.argmax(axis=1)
     picked: Values = values[draws[np.arange(draws.shape[0]), winners]]
     return picked

@@ -95,8 +95,8 @@ def _builder(config: PreTrainedConfig) -> Callable[..., object]:
         if any(name.endswith(ending) for name in names):
             return build
     raise CheckpointError(
-        f"config.json names the architectures {names}, none of which is merged; known endings: "
-        f"{', '.join(_FAMILIES)}"
+        f"config.json names the architectures {names}, and none of them can be merged; known "
+        f"endings: {', '.join(_FAMILIES)}"
     )
 
 

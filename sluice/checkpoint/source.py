@@ -1,4 +1,4 @@
-"""Which kind of checkpoint a folder holds, told from the names in it."""
+"""Find out which kind of checkpoint a folder holds, from the names in it."""
 
 from __future__ import annotations
 

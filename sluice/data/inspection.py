@@ -74,7 +74,7 @@ def inspect_files(
         measure_tokens: tokens of a prompt; its errors make a row a bad one.
         check_row: further checks of a row of the file with this path; its errors likewise.
         num_head: usable rows to keep.
-        on_rows: told how many rows more were read.
+        on_rows: called with the number of rows read since the last call.
 
     Raises:
         DataError: a file is damaged.

@@ -71,7 +71,7 @@ def prepare(order: Preparation, on_rows: Callable[[int], None] | None = None) ->
 
     Args:
         order: what is to be made.
-        on_rows: told how many rows were read so far.
+        on_rows: called with the number of rows read so far.
 
     Raises:
         DataError: a file or a row cannot be used; names file, row and column. Nothing is written.

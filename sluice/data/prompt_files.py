@@ -146,12 +146,11 @@ def _suffix(path: str) -> str:
     return Path(path).suffix.lower()
 
 
-# Whether a data set comes with images, found out before the first row is drawn.
+# Find out whether a data set has images before the first row is read.
 #
-# Parquet: the footer counts, for every row group, the values of the images' column and the empty
-# ones among them. Only row groups that hold a value are read, to name the row; so are those of
-# files written without these counts. JSON lines: the first row; `decode_row` refuses the others
-# as they are drawn, since they are read whole anyway.
+# Parquet: the footer counts the values of the image column for every row group. Only row groups
+# with a value, or without counts, are read, to name the row. JSON lines: read the first row;
+# `decode_row` refuses others when the data set reaches them, because it reads each row whole.
 
 IMAGE_ROWS_PER_READ = 16
 """Few, since a row with images is large."""
@@ -161,7 +160,7 @@ def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
     """File and row (from 0) of the first row found to hold images; ``None``: none was found.
 
     Args:
-        paths: Parquet files, or files of JSON lines, of which the first row is read.
+        paths: Parquet files, or files of JSON lines, ; only the first row is read.
         column: the images' column, ``data.image_key``.
 
     Raises:
@@ -258,7 +257,7 @@ def row_digests(files: PromptFiles, on_rows: Callable[[int], None] | None = None
 
     Args:
         files: checked files.
-        on_rows: told how many rows more were read.
+        on_rows: called with the number of rows read since the last call.
     """
     digests = np.empty(files.num_rows, dtype=np.uint64)
     reader, columns = SlabReader(), files.columns

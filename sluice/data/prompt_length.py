@@ -43,7 +43,7 @@ class PromptLimit:
     Args:
         max_prompt_length: tokens a prompt may have.
         truncation: what to do with a longer one, as of `fit_prompt`.
-        filter_overlong: refuse a longer one whatever `truncation` says, so that whoever sent it
+        filter_overlong: refuse a longer one under every `truncation`, so that its sender
             can leave it out.
     """
 
@@ -62,7 +62,7 @@ class PromptLimit:
 
 
 def check_context(num_tokens: int, max_model_len: int) -> None:
-    """Whether a prompt leaves room for a token of the response.
+    """Check that a prompt leaves space for one token of the response.
 
     Raises:
         InvalidRequestError: it does not.

@@ -1,6 +1,4 @@
-"""Read images within bounds that are checked first: those of a data-set row, and files into
-pixels.
-"""
+"""Read the images of a data-set row, and decode image files, within limits checked beforehand."""
 
 from __future__ import annotations
 
@@ -30,18 +28,18 @@ if TYPE_CHECKING:
 
 _PNG_KEPT = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT"))
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
-# Frames SOF0 to SOF15 with the tables DHT and DAC among them; DQT, DRI, the scan; APP0 and APP14
-# (JFIF and Adobe), which say how colours are coded.
+# Frames SOF0 to SOF15 with the tables DHT and DAC, DQT, DRI, the scan, and APP0 and APP14 (JFIF and
+# Adobe), which define the colour coding.
 _JPEG_KEPT = frozenset((*range(0xC0, 0xC8), *range(0xC9, 0xD0), 0xDB, 0xDD, JPEG_SCAN, 0xE0, 0xEE))
 _WEBP_KEPT, _WEBP_FRAMES = frozenset((b"VP8X", b"ALPH")), frozenset((b"VP8 ", b"VP8L"))
 _WEBP_ALPHA = 0x10
 
 
 def bare_image(data: bytes) -> bytes:
-    """The same pixels in the same format, and nothing else.
+    """Return the file with its pixels alone, without any metadata.
 
     Args:
-        data: a file that `sluice.vision.image_header.read_image_header` has read.
+        data: a file that `read_image_header` accepted.
 
     Raises:
         BadImageError: a part is cut short.
@@ -64,7 +62,7 @@ def _bare_png(data: bytes) -> bytes:
 
 
 def _bare_jpeg(data: bytes) -> bytes:
-    """Behind the first scan's header all is kept: decoders skip what is no table or scan there."""
+    """Keep everything behind the first scan's header: decoders skip what is no table or scan."""
     kept = [data[:2]]
     end = 2
     for segment in jpeg_segments(data):
@@ -90,9 +88,9 @@ def _bare_webp(data: bytes) -> bytes:
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_IMAGE_PIXELS = 1 << 26
-"""What a decoded image may hold, whatever limits are set: 67 million pixels take 200 MB in RGB."""
+"""Largest decoded image under any settings: 67 million pixels take 200 MB in RGB."""
 
-# By EXIF's orientation: the name in Pillow of what undoes it.
+# EXIF orientation -> name of the Pillow transpose that undoes it.
 _TURNS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -105,36 +103,34 @@ _TURNS = {
 
 
 def image_size(encoded: bytes, place: str) -> tuple[int, int]:
-    """Height and width in pixels as the image is meant to be seen, from its header alone.
-
-    An orientation (EXIF) is heeded in JPEG and WebP files.
+    """Return height and width in pixels, after the EXIF orientation, from the header alone.
 
     Args:
         encoded: a PNG, JPEG or WebP file.
-        place: names the image in errors.
+        place: name of the image, for errors.
 
     Raises:
-        InvalidRequestError: it is none of these, damaged or too large.
+        InvalidRequestError: the file has another format, is damaged or too large.
     """
     return _checked_header(encoded, place).upright_size
 
 
 def decode_image(encoded: bytes, place: str) -> Image:
-    """The decoded image, upright as by `image_size`, in RGB; what is transparent is white.
+    """Decode an image to RGB, upright, with transparent pixels on white.
 
-    Pillow is given pixels alone, none of the file's metadata.
+    Pillow gets the pixels alone, without the file's metadata.
 
     Args:
         encoded: a PNG, JPEG or WebP file.
-        place: names the image in errors.
+        place: name of the image, for errors.
 
     Raises:
-        InvalidRequestError: it is none of these, damaged or too large.
+        InvalidRequestError: the file has another format, is damaged or too large.
         ConfigError: Pillow is not installed.
     """
     header = _checked_header(encoded, place)
     try:
-        import PIL.Image  # noqa: F401 - told apart from whatever decoding raises
+        import PIL.Image  # noqa: F401 - a missing package is not a damaged image
     except ImportError as error:
         raise ConfigError(
             "prompts with images need Pillow; install it: pip install 'sluice[torch]'"
@@ -143,8 +139,8 @@ def decode_image(encoded: bytes, place: str) -> Image:
         return _decoded(bare_image(encoded), header)
     except MemoryError:
         raise
-    # Pillow's decoders tell of damage by whatever they stumble over: OSError, SyntaxError,
-    # struct.error, EOFError, KeyError and more; none of it may break the service.
+    # Pillow's decoders raise whatever they stumble over in a damaged file: OSError, SyntaxError,
+    # struct.error, EOFError, KeyError and more. None of it may break the service.
     except Exception as error:
         raise InvalidRequestError(
             f"{place}: the image is damaged ({error}); send a whole PNG, JPEG or WebP file"
@@ -156,7 +152,7 @@ def _decoded(bare: bytes, header: ImageHeader) -> Image:
 
     image = images.open(io.BytesIO(bare), formats=FORMATS)
     if image.size != (header.width, header.height):
-        raise BadImageError(f"{image.width} x {image.height} pixels, which its header does not say")
+        raise BadImageError(f"{image.width} x {image.height} pixels differ from its header")
     upright = image.convert("RGBA" if image.has_transparency_data else "RGB")
     if header.orientation in _TURNS:
         upright = upright.transpose(images.Transpose[_TURNS[header.orientation]])
@@ -173,7 +169,7 @@ def _checked_header(encoded: bytes, place: str) -> ImageHeader:
 
 
 def _on_white(image: Image) -> Image:
-    """Diagrams are often black lines on nothing, which would be black on black."""
+    """Put transparent pixels on white: a diagram of black lines would else be black on black."""
     if image.mode == "RGB":
         return image
     from PIL import Image as images
@@ -183,15 +179,15 @@ def _on_white(image: Image) -> Image:
 
 
 def images_of_row(row: PromptRow, path: str, limits: ImageLimits | None) -> tuple[bytes, ...]:
-    """The encoded images of a row, read and checked.
+    """Read and check the encoded images of a row.
 
     Args:
-        row: with the images or their paths.
-        path: of the row's file, beside which relative paths are looked up.
-        limits: the most of each; ``None``: no images are read.
+        row: the row, with images or their paths.
+        path: the row's file; relative paths of images start from its folder.
+        limits: limits on number and size; ``None`` reads no image.
 
     Raises:
-        DataError: names file and row, the image, and the remedy.
+        DataError: an image is missing or beyond a limit; names file, row, image and remedy.
     """
     if not row.images or limits is None:
         return ()

@@ -1,6 +1,6 @@
-"""How many images a prompt may have, and how large they may be.
+"""Limit the number and size of a prompt's images.
 
-One rule for every door: clients' calls, submitted prompts and rows of data sets.
+The same rules hold for clients' calls, submitted prompts and rows of data sets.
 """
 
 from __future__ import annotations
@@ -12,29 +12,19 @@ from sluice.errors import InvalidRequestError
 from sluice.types import IMAGE_MARK
 from sluice.vision.image_header import read_image_header
 
-__all__ = [
-    "DEFAULT_LIMITS",
-    "MOST_PIXELS",
-    "ImageLimits",
-    "check_image",
-    "check_image_count",
-    "check_images",
-    "check_marks",
-]
-
 _KEYS = "sluice.limits"
 MOST_PIXELS = 1 << 25
-"""What no setting goes beyond: decoded they take 100 MB."""
+"""Upper bound of the setting: 33 million pixels take 100 MB decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """The most of each; bytes are those of the encoded files.
+    """Limits on images; bytes are those of the encoded files.
 
     Attributes:
-        max_images: of one prompt.
-        max_bytes: of one image.
-        max_total_bytes: of all images of one prompt.
+        max_images: images in one prompt.
+        max_bytes: bytes of one image.
+        max_total_bytes: bytes of all images in one prompt.
         max_pixels: width times height of one image.
     """
 
@@ -50,13 +40,13 @@ DEFAULT_LIMITS = ImageLimits()
 def check_images(
     field: str, images: Sequence[bytes], texts: Iterable[str], limits: ImageLimits
 ) -> None:
-    """What may be decoded at all. Headers are read, pixels are not.
+    """Check a prompt's images against the limits. Read headers, decode no pixel.
 
     Args:
-        field: what holds the images, for errors.
+        field: name of the field that holds the images, for errors.
         images: encoded files.
-        texts: those of the prompt's turns, which hold ``<image>`` for each image.
-        limits: the most of each.
+        texts: texts of the prompt's turns, with one ``<image>`` for each image.
+        limits: limits on number and size.
 
     Raises:
         InvalidRequestError: names the image, the value, and the setting or the remedy.
@@ -76,7 +66,7 @@ def check_images(
 
 
 def check_image_count(field: str, num_images: int, limits: ImageLimits) -> None:
-    """At most so many images in a prompt. Raises InvalidRequestError."""
+    """Check the number of images in a prompt. Raise InvalidRequestError."""
     if num_images > limits.max_images:
         raise InvalidRequestError(
             f"{field}: {num_images} images; {_KEYS}.max_prompt_images allows {limits.max_images}"
@@ -84,7 +74,7 @@ def check_image_count(field: str, num_images: int, limits: ImageLimits) -> None:
 
 
 def check_image(field: str, image: bytes, limits: ImageLimits) -> None:
-    """One encoded image. Raises InvalidRequestError."""
+    """Check one encoded image. Raise InvalidRequestError."""
     if len(image) > limits.max_bytes:
         raise InvalidRequestError(
             f"{field}: {len(image)} bytes; {_KEYS}.max_image_mb allows {limits.max_bytes}: send a "
@@ -99,7 +89,7 @@ def check_image(field: str, image: bytes, limits: ImageLimits) -> None:
 
 
 def check_marks(field: str, num_images: int, texts: Iterable[str]) -> None:
-    """As many ``<image>`` in the texts as there are images, if there are any.
+    """Check that the texts hold as many ``<image>`` marks as there are images, if any.
 
     Raises:
         InvalidRequestError: names both numbers.

@@ -1,4 +1,4 @@
-"""From one placeholder token an image to one token for each of its merged patches."""
+"""Expand one placeholder token per image to one token per merged patch, and read the pixels."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class ImagePromptReader:
     def fitted(self, encoded: bytes, number: int) -> Image:
         """An image in the size that the processor gives it, resized as in `read`.
 
-        Whoever lays it out by the same processor's rule leaves its size as it is, and so has the
-        numbers of `read`, however it would resize.
+        An engine that lays the result out by the same processor's rule keeps its size, so it gets
+        the same patches as `read`.
 
         Args:
             encoded: a file.

@@ -1,8 +1,8 @@
-"""Where tokens stand for rotary embeddings with three axes: time, height and width.
+"""Positions of tokens for rotary embeddings with three axes: time, height and width.
 
-Text counts on alike on all three axes. An image's tokens share one time; their height and width
-are those of their patch, counted from where the image begins. What follows an image goes on behind
-the largest number in it (M-RoPE: Wang et al., "Qwen2-VL", 2024, section 2.1).
+Text has equal positions on all three axes. An image's tokens share one time; their height and
+width are those of their patch, counted from the image's start. Text after an image continues
+behind the largest position in it (M-RoPE: Wang et al., "Qwen2-VL", 2024, section 2.1).
 """
 
 from __future__ import annotations

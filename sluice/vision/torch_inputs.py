@@ -1,7 +1,7 @@
-"""A prompt's images inside the language model of a vision-language model of transformers.
+"""Feed a prompt's images to a vision-language model of transformers.
 
-The model's own forward finds images by their token's id. A response may hold that id too, drawn
-like any other, and is then text. So images are put where the prompt has them, and nowhere else.
+The model's own forward finds images by their token id. A response may contain that id as sampled
+text, so images are placed by the prompt's positions instead.
 """
 
 from __future__ import annotations

@@ -111,7 +111,9 @@ def test_the_documents_quote_commands_and_keys() -> None:
     assert "data.train_batch_size" in {key.path for key in all_keys()}
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pages = [page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")]
-    assert not [page for page in pages if f"({page})" not in readme]
+def test_every_page_is_linked_from_the_index_and_the_index_from_the_readme() -> None:
+    docs = ROOT / "docs"
+    assert "(docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")} - {"index.md"}
+    assert not [page for page in sorted(pages) if f"({page})" not in index]

@@ -1,4 +1,4 @@
-"""Golden verdicts of verl's gsm8k scorer, both ways to find the number (verl-semantics §3.6)."""
+"""Golden verdicts of verl's gsm8k scorer, both methods (`verl/utils/reward_score/gsm8k.py`)."""
 
 from __future__ import annotations
 

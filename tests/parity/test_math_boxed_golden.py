@@ -1,4 +1,4 @@
-r"""Golden verdicts of verl's MATH scorer and its normal form (verl-semantics §3.6)."""
+r"""Golden verdicts of verl's MATH scorer (`verl/utils/reward_score/math_reward.py`)."""
 
 from __future__ import annotations
 

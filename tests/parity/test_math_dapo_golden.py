@@ -1,4 +1,4 @@
-"""Golden verdicts of verl's math_dapo scorer (verl-semantics §3.5, HEAD with boxed fallback)."""
+"""Golden verdicts of verl's math_dapo scorer (`verl/utils/reward_score/math_dapo.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From score to reward as verl's managers naive, dapo and gdpo do it (verl-semantics §3.3)."""
+"""From score to reward as in verl's managers (`verl/workers/reward_manager`)."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ async def watch_idle(
         if not before:
             continue
         seen, look_s = await asyncio.to_thread(_timed_look, set(before))
-        # One that was asked meanwhile used its CPU for good reason.
+        # A process that got a request meanwhile had a reason to use its CPU.
         steady = {mark: n for mark, n in idle().items() if mark in seen and before.get(mark) == n}
         at_s = time.monotonic()
         sights = {mark: CpuReading(n, at_s, seen[mark]) for mark, n in steady.items()}

@@ -222,7 +222,7 @@ class ScorerPool:
         self._idle.put_nowait(slot)
 
     def _take_out(self, slot: _WorkerSlot) -> None:
-        """No request gets this idle seat until it is put back; the others keep their order."""
+        """Reserve this idle slot until it is put back; the others keep their order."""
         idle = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
         for each in reversed(idle):
             if each is not slot:
@@ -299,7 +299,7 @@ async def running_scorer_pool(
 
 @asynccontextmanager
 async def _beside(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
-    """`work` goes on for the length of the block; the block's errors come out as they are."""
+    """Run `work` for the length of the block. Errors of the block pass unchanged."""
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(work, name="idle scorers")

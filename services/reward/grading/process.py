@@ -55,12 +55,13 @@ _SHORT.maxstring = _SHORT.maxother = 150
 
 
 def answer_of(returned: object) -> ScorerAnswer:
-    """Interpret a scorer's return value as verl does (verl-semantics §3.3, §3.4).
+    """Interpret a scorer's return value as verl's reward managers do
+    (`verl/workers/reward_manager/naive.py`, `dapo.py`).
 
-    A mapping gives its ``score``; its further numbers become metrics and ``pred`` the prediction,
-    of which the first 1000 characters are kept. A number is the score and the accuracy. Of any
-    other sequence the first element counts. Missing, non-numeric, NaN or infinite scores are
-    refused, and so are NaN or infinite metrics and mappings of more than 64 keys.
+    A mapping gives its ``score``; its other numbers become metrics, and ``pred``, cut to 1000
+    characters, the prediction. A number is both score and accuracy. A list or tuple counts by its
+    first element. Missing, non-numeric, NaN or infinite scores are refused, and so are NaN or
+    infinite metrics and mappings of more than 64 keys.
     """
     if isinstance(returned, Mapping):
         return _of_mapping(returned)
@@ -68,8 +69,8 @@ def answer_of(returned: object) -> ScorerAnswer:
     score = _number(value)
     if score is None or not math.isfinite(score):
         return refusal(
-            f"the scorer returned {_shown(returned)}, which is no finite number; return a number, "
-            "or a dict with 'score'"
+            f"the scorer returned {_shown(returned)}, which is not a finite number; return a "
+            "number, or a dict with 'score'"
         )
     return ScorerNumber(score, {ACCURACY_KEY: score})
 
@@ -89,7 +90,7 @@ def _of_mapping(returned: Mapping[object, object]) -> ScorerAnswer:
     score = metrics.pop(SCORE_KEY, None)
     if score is None or not math.isfinite(score):
         return refusal(
-            f"the scorer's 'score' is {_shown(returned[SCORE_KEY])}, which is no finite number"
+            f"the scorer's 'score' is {_shown(returned[SCORE_KEY])}, which is not a finite number"
         )
     for key, value in metrics.items():
         if not math.isfinite(value):
@@ -241,7 +242,7 @@ class ProcessLimit:
             _allow(num_threads, num_threads + MAX_MORE_PROCESSES_EVER)
 
     def renew(self) -> None:
-        """Counts anew if the last count is older than `COUNTED_EVERY_S`; before a request."""
+        """Count again, before a request, if the last count is older than `COUNTED_EVERY_S`."""
         if self._clock() - self._counted_at < COUNTED_EVERY_S:
             return
         self._counted_at = self._clock()

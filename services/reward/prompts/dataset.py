@@ -1,10 +1,10 @@
-"""The endless stream of data-set draws: streamed, shuffled, resumable to the row.
+"""Stream the rows of the data set, shuffled, epoch after epoch, resumable at any row.
 
-A *position* counts draws, epoch after epoch: position p is row ``p % N`` of epoch ``p // N`` in
-that epoch's order. The order is a function of (seed, epoch) alone: blocks (row groups of Parquet, a
-thousand lines of JSON) are visited in random order, cut into windows of `shuffle_buffer_rows` rows,
-and each window is permuted. Memory holds one window; a stream can start at any position without
-drawing those before it, since the sizes of blocks say which of them to skip.
+A *position* counts rows over all epochs: position p is row ``p % N`` of epoch ``p // N`` in that
+epoch's order. The order depends on (seed, epoch) alone: blocks (row groups of Parquet, a thousand
+lines of JSON) come in random order, are cut into windows of `shuffle_buffer_rows` rows, and each
+window is permuted. Memory holds one window. A stream can start at any position without reading the
+rows before it, because the sizes of the blocks show which of them to skip.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNSHUFFLED_WINDOW_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class IssuedRow:
-    """One row drawn at a position of the stream; `images` are encoded files, in its order."""
+    """The row at one position of the stream; `images` are its encoded files, in order."""
 
     position: int
     row: PromptRow
@@ -46,10 +46,10 @@ class IssuedRow:
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """What decides which row is drawn at a position.
+    """The settings that decide which row stands at a position.
 
-    `max_samples` rows are used in every epoch, the same ones: a random choice if `choose_at_random`
-    (``None``: if shuffled), else the first. ``None``: all rows.
+    Every epoch uses the same `max_samples` rows: a random choice if `choose_at_random` (``None``:
+    if shuffled), else the first ones. ``None`` uses all rows.
     """
 
     shuffle: bool
@@ -60,14 +60,14 @@ class RowOrder:
 
 
 class PromptStream:
-    """Draws from `progress` on, up to the end of the last epoch. Blocking reads; not thread-safe.
+    """The rows from `progress` to the end of the last epoch. Reads block; not thread-safe.
 
     Args:
         files: checked files.
         order: shuffling.
-        total_epochs: epochs to draw.
-        progress: positions that ended before; they are not drawn again.
-        images: limits of the rows' images; ``None``: none are read.
+        total_epochs: number of epochs.
+        progress: positions that ended earlier; the stream skips them.
+        images: limits of the rows' images; ``None`` reads none.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class PromptStream:
         self._rows = self._rows_from(progress.low_water)
 
     def take(self, count: int) -> list[IssuedRow]:
-        """The next `count` draws; fewer only at the end of the stream.
+        """Return the next `count` rows; fewer only at the end of the stream.
 
         Raises:
-            DataError: a row is malformed, an image of it cannot be used, or a file is damaged.
+            DataError: a row is malformed, one of its images cannot be used, or a file is damaged.
         """
         return list(islice(self._rows, count))
 
@@ -122,7 +122,7 @@ class PromptStream:
         return (places[i] for i in generator.permutation(len(places)))
 
     def _slabs(self, epoch: int, skip_rows: int) -> Iterator[Slab]:
-        """Slabs of the epoch's blocks in visiting order, without the first `skip_rows` rows."""
+        """Yield slabs of the epoch's blocks in their order, without the first `skip_rows` rows."""
         for group in self._block_order(epoch):
             num_rows = self._num_selected(group)
             if num_rows <= skip_rows:
@@ -148,14 +148,14 @@ class PromptStream:
 
 
 class _Cutter:
-    """Cuts a run of slabs into pieces of a given number of rows."""
+    """Cut a sequence of slabs into pieces of a given number of rows."""
 
     def __init__(self, slabs: Iterator[Slab]) -> None:
         self._slabs = slabs
         self._rest: Slab | None = None
 
     def cut(self, num_rows: int) -> list[Slab]:
-        """The next `num_rows` rows; fewer at the end, none after it."""
+        """Return the next `num_rows` rows; fewer at the end, none after it."""
         pieces: list[Slab] = []
         while num_rows:
             slab = self._rest if self._rest is not None else next(self._slabs, None)
@@ -169,18 +169,17 @@ class _Cutter:
 
 
 def training_files(data: DataConfig, images: ImageLimits | None = None) -> PromptFiles | None:
-    """The checked training files; ``None`` if only clients give prompts.
+    """Return the checked training files; ``None`` if all prompts come from clients.
 
-    Without `images` rows that hold some are refused.
-    With ``data.deduplicate`` all rows are read once, to leave out those whose messages and ground
-    truth came before.
+    Without `images`, rows with images are refused. With ``data.deduplicate``, read all rows once
+    and leave out those whose messages and ground truth came before.
     """
     files = _files(data, data.train_files, "data.train_files", images)
     return without_duplicates(files) if files is not None and data.deduplicate else files
 
 
 def validation_files(data: DataConfig, images: ImageLimits | None = None) -> PromptFiles | None:
-    """The checked validation files, as `training_files`; ``None`` without validation."""
+    """Return the checked validation files, as `training_files`; ``None`` without validation."""
     return _files(data, data.val_files, "data.val_files", images)
 
 
@@ -192,7 +191,7 @@ def training_stream(
     progress: DataProgress,
     images: ImageLimits | None = None,
 ) -> PromptStream:
-    """Training draws as configured."""
+    """Return the stream of training rows as configured."""
     order = _order(data, shuffle=data.shuffle, max_samples=data.train_max_samples)
     return PromptStream(files, order, total_epochs=total_epochs, progress=progress, images=images)
 
@@ -200,10 +199,10 @@ def training_stream(
 def validation_stream(
     files: PromptFiles, data: DataConfig, images: ImageLimits | None = None
 ) -> PromptStream:
-    """The validation set once, in the same order in every evaluation.
+    """Return the validation set once, in the same order in every evaluation.
 
-    Which rows data.val_max_samples leaves is chosen as in training, by data.shuffle (verl's rule);
-    data.validation_shuffle is about their order alone.
+    ``data.shuffle`` decides which rows ``data.val_max_samples`` leaves, as in training (verl's
+    rule); ``data.validation_shuffle`` decides their order alone.
     """
     order = _order(data, shuffle=data.validation_shuffle, max_samples=data.val_max_samples)
     return PromptStream(files, order, total_epochs=1, progress=DataProgress(0), images=images)
@@ -256,10 +255,10 @@ _TEXT_ENGINES = frozenset({"sglang"})
 
 
 def prompt_images(config: RunConfig) -> ImageLimits | None:
-    """Limits of prompts' images; ``None``: a part of the run reads text alone.
+    """Return the limits of prompts' images; ``None`` if a part of the run reads text alone.
 
-    That may be the model, the engine or a critic. Where this machine has no `config.json` of the
-    model, replicas refuse what they cannot read.
+    That part is the model, the engine or a critic. If this machine has no `config.json` of the
+    model, replicas refuse images that they cannot read.
     """
     if uses_critic(config) or config.actor_rollout_ref.rollout.name in _TEXT_ENGINES:
         return None

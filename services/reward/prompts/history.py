@@ -1,8 +1,8 @@
 """Keep what earlier attempts showed (`<run_dir>/reward/prompt_memory.sqlite`).
 
-One SQLite file in WAL mode: what was saved survives the process, however it ends. A history is read
-when its prompt is drawn, so memory does not grow with the data set; histories are written together,
-in one transaction a policy version. All calls block: they belong into a thread.
+One SQLite file in WAL mode: saved histories survive the process, however it ends. A history is
+read when its prompt is issued, so memory does not grow with the data set. Histories are written in
+one transaction per policy version. All calls block: make them from a thread.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _WRITE = "INSERT OR REPLACE INTO histories VALUES (?, ?, ?, ?, ?, ?)"
 
 
 class PromptMemoryStore:
-    """Histories by key (`prompt_key`). May be used from any thread, one call at a time.
+    """Histories by key (`prompt_key`). Any thread may use it, one call at a time.
 
     Args:
-        path: the file; it and its folder are made if missing.
+        path: the file; a missing file or folder is created.
 
     Raises:
-        DataError: the file is damaged, of another program or of another format.
+        DataError: the file is damaged, belongs to another program or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,12 +73,12 @@ class PromptMemoryStore:
         self.close()
 
     def close(self) -> None:
-        """Close the file; what was saved stays."""
+        """Close the file; saved histories stay."""
         with self._lock:
             self._database.close()
 
     def read(self, key: str) -> PromptHistory | None:
-        """The history of a prompt; ``None`` if it was never visited.
+        """Return the history of a prompt; ``None`` if it had no attempt.
 
         Raises:
             DataError: the file is damaged.
@@ -91,7 +91,7 @@ class PromptMemoryStore:
         return None if row is None else PromptHistory(*row)
 
     def add(self, attempts: Sequence[tuple[str, RememberedAttempt]]) -> None:
-        """Add visits to the histories of their prompts, all or none.
+        """Add attempts to the histories of their prompts, all or none.
 
         Raises:
             DataError: the file cannot be read or written.
@@ -111,7 +111,7 @@ class PromptMemoryStore:
         self._database.execute(_WRITE, (key, *counts, after.version, after.num_attempts))
 
     def lengths(self, count: int) -> list[tuple[str, float]]:
-        """Key and mean response length of the prompts visited last, the last one at the end.
+        """Return key and mean response length of the latest prompts, the newest at the end.
 
         Raises:
             DataError: the file is damaged.
@@ -125,7 +125,7 @@ class PromptMemoryStore:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that were visited."""
+        """Number of prompts with a history."""
         with self._lock:
             return int(self._database.execute("SELECT count(*) FROM histories").fetchone()[0])
 
@@ -138,8 +138,8 @@ class PromptMemoryStore:
             return
         if found != APPLICATION_ID:
             raise DataError(
-                f"{self._path}: a database of another program, no memory of prompts; move it away, "
-                "or choose another sluice.run_dir"
+                f"{self._path}: a database of another program, not a memory of prompts; move it "
+                "away, or choose another sluice.run_dir"
             )
         if (version := self._number("user_version")) != FORMAT:
             raise DataError(

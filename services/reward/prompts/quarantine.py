@@ -1,14 +1,14 @@
 """Quarantine prompts that fail repeatedly and cost other prompts their capacity.
 
-A visit whose group failed by a scorer that hung or crashed, or by an error that a replica's engine
-answered with, is a strike against the prompt's words (`prompt_key`), whichever row or client brings
-them. A group that ends in any other way takes its strikes back; one that is broken off (too old, or
-by another trainer) says nothing. Strikes are in the ledger. After `max_strikes` in a row the prompt
-gets a line in `<run_dir>/reward/quarantine.jsonl`, and from then on ends as failed without being
-generated for.
+An attempt is a strike against the prompt's text (`prompt_key`) if its group failed because a scorer
+hung or crashed, or because a replica's engine answered with an error. It does not matter which row
+or client sends the text. A group that ends in another way clears the strikes; an aborted group (too
+old, or stopped by another trainer) changes nothing. The ledger keeps strikes. After `max_strikes`
+in a row the prompt gets a line in `<run_dir>/reward/quarantine.jsonl`. From then on it ends as
+failed without being generated.
 
-That file is what counts: a service that starts anew quarantines the prompts in it and no others.
-So a prompt is released by deleting its line (or the file) and starting the service anew.
+The file decides: a restarted service quarantines the prompts in it and no others. To release a
+prompt, delete its line (or the file) and restart the service.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the file.
 
     Args:
-        key: the prompt's words (`prompt_key`).
-        prompt_id: under which it failed last.
-        place: its file and row; empty for a client's.
-        strikes: failed visits in a row.
+        key: hash of the prompt's text (`prompt_key`).
+        prompt_id: its id at the last failure.
+        place: its file and row; empty for a client's prompt.
+        strikes: failed attempts in a row.
         why: the last failure.
     """
 
@@ -49,12 +49,12 @@ class QuarantinedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quarantine:
-    """The prompts in quarantine, and the strikes of those that are not.
+    """The prompts in quarantine, and the strikes of other prompts.
 
     Args:
-        ledger: holds the strikes.
-        max_strikes: visits in a row; ``None``: no prompt is quarantined.
-        path: the file; ``None``: none is written, and quarantine ends with the process.
+        ledger: keeps the strikes.
+        max_strikes: strikes in a row; ``None`` quarantines no prompt.
+        path: the file; ``None`` writes none, and quarantine ends with the process.
 
     Raises:
         DataError: the file cannot be read.
@@ -73,14 +73,14 @@ class Quarantine:
         return len(self._found)
 
     def reason(self, prompt: Prompt) -> str | None:
-        """Why a prompt is not to be drawn; ``None``: it may be."""
+        """Return why a prompt must not start; ``None`` if it may."""
         if not self._found or self._max_strikes is None:
             return None
         entry = self._found.get(prompt_key(prompt))
         return None if entry is None else self._description(entry)
 
     def struck(self, prompt: Prompt, failed: Failed) -> str | None:
-        """Note a strike. Returns the reason if the prompt is quarantined by it."""
+        """Note a strike. Return the reason if it quarantines the prompt."""
         if self._max_strikes is None:
             return None
         key = prompt_key(prompt)
@@ -101,7 +101,7 @@ class Quarantine:
         return self._description(entry)
 
     def cleared(self, prompt: Prompt) -> None:
-        """A visit ended without a strike: those before it do not count any more."""
+        """Clear the strikes of a prompt whose attempt ended without one."""
         if not self._ledger.has_strikes:
             return
         key = prompt_key(prompt)
@@ -111,13 +111,13 @@ class Quarantine:
     def _description(self, entry: QuarantinedPrompt) -> str:
         where = self._path or "the memory of this service"
         return (
-            f"quarantined: {entry.strikes} visits in a row failed, the last: {entry.why}; to "
+            f"quarantined: {entry.strikes} attempts in a row failed, the last: {entry.why}; to "
             f"release it, repair the prompt or its scorer, delete its line ({entry.key}) from "
-            f"{where} and start the reward service anew"
+            f"{where} and restart the reward service"
         )
 
     def _release_others(self) -> None:
-        """Whoever has been taken out of the file begins without strikes."""
+        """Clear the strikes of prompts that were deleted from the file."""
         for key, strikes in self._ledger.all_strikes().items():
             if is_quarantined(strikes, self._max_strikes) and key not in self._found:
                 logger.info("prompt %s is released from quarantine", key)
@@ -135,10 +135,10 @@ class Quarantine:
 
 
 def read_quarantine(path: Path) -> Mapping[str, QuarantinedPrompt]:
-    """The prompts of a file by their keys; none if there is no file.
+    """Return the prompts of a file by key; none if there is no file.
 
-    Lines that are none of a quarantine, such as one that a killed process left unfinished, are
-    passed by with a warning.
+    Skip, with a warning, lines that are not quarantined prompts, such as one that a killed process
+    left unfinished.
 
     Raises:
         DataError: the file cannot be read.
@@ -156,20 +156,19 @@ def read_quarantine(path: Path) -> Mapping[str, QuarantinedPrompt]:
         try:
             entry = _entry(line)
         except ValueError as error:
-            logger.warning("%s, line %d: no quarantined prompt: %s", path, number, error)
+            logger.warning("%s, line %d: not a quarantined prompt: %s", path, number, error)
         else:
             found[entry.key] = entry
     return found
 
 
 def _entry(line: bytes) -> QuarantinedPrompt:
-    """Raises `ValueError` (msgspec's errors and those of UTF-8 are some) if the line is none."""
+    """Decode a line. Raise `ValueError`, or a subclass of msgspec or UTF-8, if it is malformed."""
     return msgspec.json.decode(line, type=QuarantinedPrompt)
 
 
 def _end_last_line(path: Path) -> None:
-    """Make what is appended a line of its own: a last line without its end is ended, or cut off if
-    it is unfinished."""
+    """End a last line that has no newline, or cut it off if it is unfinished, before appending."""
     try:
         with path.open("r+b") as file:
             whole, end, last = file.read().rpartition(b"\n")

@@ -1,7 +1,7 @@
 """Choose the next prompt: waiting prompts in order of issue, then the data set at its pace.
 
-Waiting prompts are clients' and those that start again; the data set's are accepted in its order,
-a few ahead, and started in the order that `pacing` gives them.
+Waiting prompts come from clients, or start again. Data-set prompts are accepted in the data set's
+order, a few ahead, and start in the order that `pacing` gives them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ DATASET_ID_PREFIX = "data-"
 
 
 class RowStream(Protocol):
-    """Draws in order; `PromptStream` is one."""
+    """Rows in order; `PromptStream` is one."""
 
     def take(self, count: int) -> list[IssuedRow]:
-        """The next draws; fewer only at the end."""
+        """Return the next rows; fewer only at the end."""
         ...
 
 
@@ -36,11 +36,11 @@ class PromptSource:
     """Prompts to issue.
 
     Args:
-        ledger: takes on what is drawn from the data set.
-        open_stream: opens the data set at a progress; ``None``: clients only.
-        check_data_source: raises `DataError` where no scorer knows a row's data source.
+        ledger: accepts the prompts read from the data set.
+        open_stream: opens the data set at a progress; ``None``: all prompts come from clients.
+        check_data_source: raises `DataError` if no scorer knows a row's data source.
         forecast: how long groups take.
-        num_in_line: rows that are weighed against each other for the next start; 1: none.
+        num_in_line: rows that compete for the next start; 1 keeps the data set's order.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class PromptSource:
 
     @property
     def num_waiting(self) -> int:
-        """Accepted prompts that wait to be issued, those in hand included."""
+        """Accepted prompts that wait to be issued, including the one in hand."""
         return len(self._waiting) + len(self._in_line) + self._num_in_hand
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the data set was read to its end and nothing waits."""
+        """Whether the data set has ended and no prompt waits."""
         return self._at_end and not self._issued and not self.num_waiting
 
     @contextmanager
     def in_hand(self) -> Iterator[None]:
-        """A prompt that was issued is being decided about; it counts as waiting meanwhile."""
+        """Count an issued prompt as waiting until its admission is decided."""
         self._num_in_hand += 1
         try:
             yield
@@ -87,7 +87,7 @@ class PromptSource:
             self._num_in_hand -= 1
 
     def start_data(self, progress: DataProgress) -> None:
-        """Draw from `progress` on; what was read ahead is forgotten."""
+        """Read from `progress` on; forget rows that were read ahead."""
         self._issued.clear()
         self._at_end = False
         self._stream = self._open_stream(progress) if self._open_stream else None
@@ -104,11 +104,11 @@ class PromptSource:
         self._order.clear()
 
     async def next_prompt(self, version: int, now_s: float) -> Prompt | None:
-        """The next prompt, accepted by the ledger; ``None`` if there is none now.
+        """Return the next prompt, accepted by the ledger; ``None`` if there is none now.
 
         Args:
-            version: announced now.
-            now_s: on the forecast's clock.
+            version: the announced policy version.
+            now_s: now, on the forecast's clock.
 
         Raises:
             DataError: the data set holds a row that cannot be used.
@@ -136,7 +136,7 @@ class PromptSource:
         if stream is None:
             return
         issued_rows = await asyncio.to_thread(stream.take, ROWS_PER_READ)
-        if stream is self._stream:  # it is another after a restart meanwhile
+        if stream is self._stream:  # a restart may have replaced it meanwhile
             self._issued.extend(issued_rows)
             self._at_end = len(issued_rows) < ROWS_PER_READ
 

@@ -1,9 +1,9 @@
-"""Prompts submitted by clients: receipts at once, outcomes when the prompts end.
+"""Take prompts from clients: send a receipt at once, and the outcome when the prompt ends.
 
-What a client is told is durable first: a receipt or an outcome leaves once the ledger has committed
-what it says. A client that goes away loses no prompt, and may ask: the same prompt sent again, in
-another call or to a service that has started anew, is not accepted twice; its receipt is repeated,
-and its outcome too, as far as ended prompts are remembered.
+A receipt or an outcome is sent after the ledger has committed it. A client that disconnects loses
+no prompt. It may send the same prompt again, in another call or to a restarted service: the prompt
+is not accepted twice, and the client gets its receipt again, and its outcome too, while the ledger
+remembers it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """`sequence` is ``None`` when the prompt was refused."""
+    """The answer to a submitted prompt; `sequence` is ``None`` if it was refused."""
 
     prompt_id: str
     sequence: int | None
@@ -50,16 +50,16 @@ class Receipt:
 
     @classmethod
     def refusal(cls, prompt_id: str, error: SluiceError) -> Receipt:
-        """Of a prompt that `error` keeps out; an `ExhaustedError` does not for good."""
+        """Return the receipt of a prompt refused by `error`; it may be retried if exhausted."""
         return cls(shown_id(prompt_id), None, str(error), isinstance(error, ExhaustedError))
 
 
 class SubmissionSession:
-    """One client's call: receipts and outcomes on their way to it.
+    """One client's call, with the receipts and outcomes that wait to be sent.
 
     Args:
-        ledger: has to have committed what the client is told; ``None``: nothing is waited for.
-        client: whose it is, for quotas; ``None``: nobody's in particular.
+        ledger: commits each event before it is sent; ``None`` sends at once.
+        client: its name, for quotas; ``None``: anonymous.
     """
 
     def __init__(self, ledger: PromptLedger | None = None, client: str | None = None) -> None:
@@ -71,18 +71,18 @@ class SubmissionSession:
         self.num_open = 0
 
     def put(self, event: Receipt | PromptOutcome) -> None:
-        """Tell the client, once the ledger's changes so far are durable."""
+        """Send an event once the ledger's changes so far are durable."""
         change_number = self._ledger.noted() if self._ledger is not None else 0
         self._events.put_nowait((change_number, event))
         if self._events.qsize() >= MAX_UNSENT:
             self._has_capacity.clear()
 
     async def capacity(self) -> None:
-        """Wait until the client has read enough of what it was told to be given more."""
+        """Wait until the client has read enough events to get more."""
         await self._has_capacity.wait()
 
     def check_capacity(self, most: int) -> None:
-        """Raises ExhaustedError if `most` of its prompts are unfinished."""
+        """Raise ExhaustedError if `most` of its prompts are unfinished."""
         if self.num_open >= most:
             QUOTA_REFUSALS.add("sluice.limits.max_prompts_per_stream")
             raise ExhaustedError(
@@ -91,22 +91,22 @@ class SubmissionSession:
             )
 
     def close_input(self) -> None:
-        """No more prompts come: the call ends when all of them have ended."""
+        """Note that no more prompts come: end the call when all of them have ended."""
         self._is_closed = True
         self._events.put_nowait(None)
 
     def lose(self) -> None:
-        """Another call waits for one of its prompts from now on."""
+        """Give up one prompt: another call waits for it from now on."""
         self.num_open -= 1
         self._events.put_nowait(None)
 
     def end(self) -> None:
-        """The service ends: the call does, whatever is unfinished."""
+        """End the call with the service, even if prompts are unfinished."""
         self.num_open = 0
         self.close_input()
 
     async def next_event(self) -> Receipt | PromptOutcome | None:
-        """What to send next; ``None`` at the end.
+        """Wait for the next event; ``None`` at the end.
 
         Raises:
             DataError, DeadlineError: the ledger cannot be written.
@@ -124,14 +124,14 @@ class SubmissionSession:
 
 
 class Submissions:
-    """All clients.
+    """The sessions of all clients.
 
     Args:
         ledger: numbers prompts.
-        accept: hands an accepted prompt to the loop; `InvalidRequestError` for a used id.
-        check_data_source: raises `DataError` where no scorer knows a data source.
-        max_pending: unfinished client prompts at once.
-        max_image_bytes: images of these, bytes.
+        accept: hands a prompt to the loop; raises `InvalidRequestError` for a used id.
+        check_data_source: raises `DataError` if no scorer knows a data source.
+        max_pending: largest number of unfinished client prompts.
+        max_image_bytes: largest size of their images, bytes.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ class Submissions:
         session: SubmissionSession,
         check_capacity: Callable[[], None] = lambda: None,
     ) -> None:
-        """Accept or refuse a prompt, or find it again; the receipt goes to the session.
+        """Accept or refuse a prompt, or find it again, and put the receipt into the session.
 
         Args:
-            check_room: raises `ExhaustedError` where the client has too many unfinished prompts;
-                not asked for a prompt that is found again, which takes no further room.
+            check_capacity: raises `ExhaustedError` if the client has too many unfinished prompts;
+                not called for a prompt that is found again.
         """
         if (outcome := self._known_outcome(submission)) is not None:
             session.put(Receipt(submission.prompt_id, outcome.prompt.sequence))
@@ -178,7 +178,7 @@ class Submissions:
         session.put(Receipt(prompt.prompt_id, prompt.sequence))
 
     def ended(self, outcome: PromptOutcome) -> None:
-        """A prompt ended: tell its client, if it has one that still listens."""
+        """Send the outcome of a prompt to its client, if one still listens."""
         if outcome.prompt.origin is not PromptOrigin.CLIENT:
             return
         session = self._sessions.pop(outcome.prompt.prompt_id, None)
@@ -187,7 +187,7 @@ class Submissions:
             session.put(_without_images(outcome))
 
     def check_quota(self, session: SubmissionSession, most: int) -> None:
-        """Raises ExhaustedError if `most` prompts of the session's client are unfinished."""
+        """Raise ExhaustedError if `most` prompts of the session's client are unfinished."""
         if session.client is None:
             return
         num_open = sum(s.num_open for s in self._open_sessions if s.client == session.client)
@@ -202,10 +202,10 @@ class Submissions:
     def session(
         self, most: int = MAX_SESSIONS, client: str | None = None
     ) -> Iterator[SubmissionSession]:
-        """A client's session; when it leaves its prompts stay.
+        """Open a client's session; its prompts stay when it ends.
 
         Raises:
-            ExhaustedError: `most` are open.
+            ExhaustedError: `most` sessions are open.
         """
         if len(self._open_sessions) >= most:
             raise ExhaustedError(
@@ -222,7 +222,7 @@ class Submissions:
                 del self._sessions[prompt_id]
 
     def end(self) -> None:
-        """The service ends: all calls do."""
+        """End all calls with the service."""
         for session in self._open_sessions:
             session.end()
 
@@ -231,7 +231,7 @@ class Submissions:
         self._check_data_source(submission.data_source)
         self._check_image_size(submission)
         self._check_unused(submission.prompt_id)
-        # Whoever is told that there is no room waits for it.
+        # A client that is refused for capacity waits and sends the prompt again.
         check_capacity()
         self._check_pending()
         self._check_image_capacity(submission)
@@ -271,14 +271,14 @@ class Submissions:
             )
 
     def _known_pending(self, submission: Submission, session: SubmissionSession) -> Prompt | None:
-        """The pending prompt that is sent again, by another call than the one that waits for it."""
+        """Return the pending prompt that another call sends again, if it is one."""
         prompt = self._ledger.prompt(submission.prompt_id)
         if prompt is None or self._sessions.get(prompt.prompt_id) is session:
             return None
         return prompt if _prompt(submission, prompt.sequence) == prompt else None
 
     def _known_outcome(self, submission: Submission) -> PromptOutcome | None:
-        """The outcome of an ended prompt that is sent again."""
+        """Return the outcome of an ended prompt that is sent again."""
         ended = self._ledger.ended(submission.prompt_id)
         if ended is None:
             return None
@@ -293,7 +293,7 @@ class Submissions:
 
 
 def shown_id(prompt_id: str) -> str:
-    """An id as receipts of refused prompts echo it: whole if it may be one, else its beginning."""
+    """Return an id as receipts of refused prompts repeat it: whole if valid, else its beginning."""
     return prompt_id if len(prompt_id) <= MAX_ID_BYTES else prompt_id[:MAX_ID_BYTES]
 
 
@@ -327,7 +327,7 @@ def _prompt(submission: Submission, sequence: int) -> Prompt:
 
 
 def _without_images(outcome: PromptOutcome) -> PromptOutcome:
-    """As a client is told it, which may take its time to read."""
+    """Drop the images, which a slow client would else keep in memory."""
     if not outcome.prompt.images:
         return outcome
     return replace(outcome, prompt=replace(outcome.prompt, images=()))

@@ -13,7 +13,7 @@ WEIGHT_EPSILON = 1e-8
 def pf_ppo_weights(
     scores: torch.Tensor, *, reweight_method: str, weight_pow: float = 2.0
 ) -> torch.Tensor:
-    """Unnormalised probability of drawing each row.
+    """Return the unnormalised probability of choosing each row.
 
     ``pow``: ``|R| ** weight_pow``; ``max_min``: 1 for the best and the worst rewards of the batch,
     else 0; ``max_random``: 0.4 for the best rewards, else 0.1. 1e-8 is added to all.
@@ -44,10 +44,10 @@ def pf_ppo_weights(
 
 
 def pf_ppo_rows(weights: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
-    """As many rows as there are weights, drawn with replacement; int64 [rows].
+    """Choose as many rows as there are weights, with replacement; int64 [rows].
 
     Args:
         weights: float [rows], of `pf_ppo_weights`.
-        generator: on the weights' device; the draw depends on nothing else.
+        generator: on the weights' device; the choice depends on nothing else.
     """
     return torch.multinomial(weights, weights.numel(), replacement=True, generator=generator)

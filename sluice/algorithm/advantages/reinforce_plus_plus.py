@@ -14,7 +14,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, settings: AdvantageSettings) ->
     """``G_t = r_t + gamma G_{t+1}``; advantages are G whitened over the batch, 0 off the mask.
 
     A position outside the mask gets return 0, and the return of the next masked position is
-    carried past it, so a response goes on after an observation of a tool. No groups.
+    carried past it, so a response continues after a tool's observation. No groups.
 
     Raises:
         ValueError: the batch has fewer than two masked positions.

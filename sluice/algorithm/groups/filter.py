@@ -104,15 +104,15 @@ _SHARE_DIGITS = 9  # 0.56 * 25 is 14.000000000000002, and asks for 14 samples
 
 
 def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHARE) -> int:
-    """Scored samples that make a group.
+    """Return the number of scored samples that a group needs.
 
-    Half of those drawn and, of several, two: with fewer, what is left would be another comparison
-    than the one that was asked for.
+    Half of the samples, and at least two of several: a comparison among fewer would be another one
+    than the configured.
 
     Args:
-        n: samples drawn for a prompt, >= 1.
-        whole_groups: no sample may be missing, since the loss compares all of a group's.
-        least_share: of the samples drawn, in [`LEAST_SHARE`, 1]; a run may ask for more than half.
+        n: samples generated for a prompt, >= 1.
+        whole_groups: no sample may be missing, because the loss compares all samples of a group.
+        least_share: share of the samples, in [`LEAST_SHARE`, 1]; a run may ask for more than half.
     """
     if whole_groups:
         return n

@@ -1,11 +1,10 @@
 """Decide what happens to a sample without a score: one rule for each kind of failure.
 
-A failure never becomes a number. A sample that ended without a score is scored again, drawn again,
-left out of its group, or costs the whole group; the first two a bounded number of times. What a
-group is trained on are its scored samples alone, if enough of them are left
-(`group_completeness.fewest_samples`).
+A failure never becomes a number. A sample that ended without a score is scored again, generated
+again, left out of its group, or fails the whole group; the first two a bounded number of times. A
+group is trained on its scored samples alone, if enough of them are left (`filter.fewest_samples`).
 
-Tokens that grew too old for any batch are no matter of single samples: `staleness` decides.
+Whether tokens are too old for a batch is decided for whole groups, in `staleness`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class OutcomeRule:
 
     Args:
         action: at first.
-        max_attempts: how often the sample is scored (or drawn) in all, where `action` says again.
+        max_attempts: how often the sample is scored (or generated) in all, if `action` repeats it.
         then: what is done after the last attempt; a final action.
 
     Raises:
@@ -83,7 +82,7 @@ class OutcomePolicy:
 
     Raises:
         ValueError: a rule asks for another look at, or another draw of, what has no response:
-            broken-off samples end for good, and the engine's failures are counted by group.
+            aborted samples are never repeated, and the engine's failures count by group.
     """
 
     rules: Mapping[FailureKind, OutcomeRule] = field(default_factory=dict)
@@ -102,7 +101,7 @@ class OutcomePolicy:
         return self._with_action(outcomes, attempts, OutcomeAction.SCORE_AGAIN)
 
     def to_generate_again(self, outcomes: Sequence[Outcome], attempts: int) -> tuple[int, ...]:
-        """Places in `outcomes` that are drawn once more, after so many draws of each."""
+        """Return the indexes in `outcomes` to generate again, after so many rounds for each."""
         return self._with_action(outcomes, attempts, OutcomeAction.GENERATE_AGAIN)
 
     def decisive(self, outcomes: Sequence[Outcome]) -> Failed | None:
@@ -138,9 +137,9 @@ def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> 
 
 
 def is_quarantined(strikes: int, max_strikes: int | None) -> bool:
-    """Whether a prompt with so many strikes in a row is drawn no more; ``None``: never.
+    """Return whether a prompt with so many strikes in a row starts no more; ``None``: never.
 
-    A visit is a strike where the group failed and a striking failure took part in it. A group
+    An attempt is a strike if its group failed with at least one striking failure. A group
     that comes to any other end of its own takes the strikes before it back, so that trouble which
     meets all prompts now and then does not add up. One that is broken off (too old, or by another
     trainer) says nothing.

@@ -26,7 +26,7 @@ class StragglerRules:
     """When to give up; ``None`` turns a rule off.
 
     Attributes:
-        stall_timeout_s: a stream of which nothing comes for so long is stalled.
+        stall_timeout_s: a stream that is silent for so long is stalled.
         slow_factor: a stream so many times slower than the median of the other replicas is slow.
         group_deadline_s: seconds after its first start at which a group is over.
         group_token_budget: response tokens at which a group is over.
@@ -63,8 +63,8 @@ class StreamPace:
     """How a stream comes along.
 
     Attributes:
-        waiting: samples of which no token came from this stream; they may wait for a slot.
-        running: samples of which tokens came, but not all.
+        waiting: samples without a token from this stream; they may wait for a slot.
+        running: samples with some of their tokens, but not all.
         last_progress: when something came that shows that these samples get on.
         num_tokens: tokens that came.
     """
@@ -94,7 +94,7 @@ class StreamPace:
         self._accepted = self.last_progress = now
 
     def engine_progressed(self, engine_tokens: int, now: float) -> None:
-        """The replica says how many tokens it has drawn for whomever.
+        """Note how many tokens the replica has sampled, for all its callers.
 
         More than before are a sign of life for samples that may wait for a slot. Samples that have
         one get tokens of their own.

@@ -31,8 +31,8 @@ def clip_cov_objective(
 
     Clip-Cov (Cui et al. 2025, arXiv 2505.22617). Candidates have a covariance strictly between
     `clip_cov_lb` and `clip_cov_ub` and are not clipped by the ratio; ``max(int(clip_cov_ratio N),
-    1)`` of them are drawn with ``inputs.seed``. The ratio's exponent is not bounded.
-    ``actor/pg_clipfrac`` counts the drawn tokens only.
+    1)`` of them are chosen with ``inputs.seed``. The ratio's exponent is not bounded.
+    ``actor/pg_clipfrac`` counts the chosen tokens only.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     unclipped, clipped = surrogate_terms(
@@ -57,7 +57,7 @@ def clip_cov_objective(
 
 
 def _permutation(number: int, seed: int) -> torch.Tensor:
-    # Drawn on the CPU, so that a seed means the same on every device.
+    # Choose on the CPU, so that a seed means the same on every device.
     return torch.randperm(number, generator=torch.Generator().manual_seed(seed))
 
 

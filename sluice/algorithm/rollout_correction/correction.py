@@ -98,7 +98,7 @@ def rollout_correction(
 
     Args:
         logprobs: float [tokens]; the old policy's, or in bypass mode the current one's.
-        behavior_logprobs: float [tokens], of the distribution each token was drawn from.
+        behavior_logprobs: float [tokens], of the distribution that sampled each token.
         row_index: int64 [tokens]; all tokens of a row are in the same call.
         settings: which weights and rules.
     """

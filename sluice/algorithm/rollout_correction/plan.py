@@ -207,7 +207,7 @@ def correction_plan(settings: RolloutCorrectionSettings, *, loss_mode: str) -> C
     """The plan for a configuration.
 
     In bypass mode, also where only the loss is named, the loss is verl's ``bypass_mode``: with
-    ``ppo_clip`` the ratio to the engine's policy corrects by itself and is not weighted again,
+    ``ppo_clip`` the ratio to the engine's policy corrects alone and is not weighted again,
     ``reinforce`` has no ratio and takes the weights. Rejection applies in both.
 
     Args:

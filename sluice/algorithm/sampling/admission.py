@@ -230,7 +230,7 @@ class YieldFloor:
     ) -> BatchUnfillableError:
         """What giving up says.
 
-        The first words are verl's, which its users look for in a log (verl-semantics, filtering).
+        It begins with verl's words (`recipe/dapo/dapo_ray_trainer.py`), which users search logs for.
 
         Args:
             last: groups that ended.

@@ -41,7 +41,7 @@ def test_a_prompt_is_quarantined_by_the_strike_at_the_bound_and_no_earlier(
     assert (quarantine.reason(POISON), len(quarantine)) == (None, 0)
     reason = quarantine.struck(POISON, CRASHED)
     assert reason is not None
-    assert reason.startswith("quarantined: 3 visits in a row failed, the last: scorer_crash: exit")
+    assert reason.startswith("quarantined: 3 attempts in a row failed, the last: scorer_crash: exit")
     assert str(path) in reason
     assert quarantine.reason(POISON) == reason
     assert quarantine.reason(SOUND) is None
@@ -172,7 +172,7 @@ async def test_a_poisonous_prompt_costs_a_bounded_number_of_visits_over_restarts
     assert (num_calls, first[0].startswith("4 of 4 samples failed")) == (1, True)
     second, num_calls, statistics = await attempts(rules, 1, 3, scorer, monkeypatch)
     assert num_calls == 1
-    assert all(detail.startswith("quarantined: 2 visits in a row") for detail in second)
+    assert all(detail.startswith("quarantined: 2 attempts in a row") for detail in second)
     assert statistics["reward/prompts_quarantined"] == 2
     assert statistics["reward/quarantine"] == 1
     assert statistics["reward/prompts_lost"] == 0

@@ -12,7 +12,7 @@ from services.reward.grading.scorers.math_answer import same_value
 FORM_SHARE = 0.1
 
 _FORM_BEGINS = "<think>"
-_FORM_GOES_ON = ("</think>", "\\boxed{", "}")
+_FORM_REST = ("</think>", "\\boxed{", "}")
 
 
 def compute_score(solution: str, ground_truth: str, *, form_share: float = FORM_SHARE) -> float:
@@ -31,7 +31,7 @@ def has_form(solution: str) -> bool:
     if not solution.startswith(_FORM_BEGINS):
         return False
     start = len(_FORM_BEGINS)
-    for part in _FORM_GOES_ON:
+    for part in _FORM_REST:
         found = solution.find(part, start)
         if found < 0:
             return False

@@ -1,4 +1,4 @@
-"""The GSM8K scorer: is the final number the reference number? (verl-semantics: gsm8k)
+"""The GSM8K scorer: is the final number the reference number? (verl/utils/reward_score/gsm8k.py)
 
 ``strict`` wants the data set's own form ``#### 72``; ``flexible`` takes the last number there is.
 Comparison is of text: ``72.0`` and ``72`` differ.
@@ -23,7 +23,7 @@ def compute_score(
     """1 if right; `format_score` if a number was found but is wrong; 0 if none was found.
 
     Args:
-        solution: the response's text, of which the last 300 characters count.
+        solution: the response's text; only its last 300 characters count.
         ground_truth: digits, without thousands separators.
         method: how the number is found.
         format_score: partial credit.
