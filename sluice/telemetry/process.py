@@ -36,8 +36,8 @@ def process_age_s() -> float:
 # What telling about a run costs this process: CPU of the threads that do it, and spans.
 #
 # Recording a span takes a few microseconds in whichever thread works, which is too little to be
-# timed each time; `benchmarks/telemetry/span_cost.py` measures it. Threads of libraries (gRPC's, for one)
-# do not count.
+# timed each time; `benchmarks.telemetry.span_cost` measures it. Threads of libraries (gRPC's, for
+# one) do not count.
 
 
 class TelemetryPart(StrEnum):

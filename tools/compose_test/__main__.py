@@ -39,10 +39,10 @@ from tools.compose_test.overlays import (
     prometheus_stand_in,
     remove_stand_in,
 )
-from tools.phases import PhaseError, Phases, say
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.run_record import read_metrics
 from tools.compose_test.scenario import RUN, TARGET_ACCURACY, Scenario
+from tools.phases import PhaseError, Phases, say
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tools.compose_test.base_image import base_image
 from tools.compose_test.commands import CommandError, output_of, succeeds
-from tools.phases import Phases, say
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.wheelhouse import cpu_torch
+from tools.phases import Phases, say
 
 BASE_IMAGE = "python:3.11-slim"
 _IMAGES = ("sluice", "sluice-reward")

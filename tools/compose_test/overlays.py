@@ -11,10 +11,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from tools.compose_test.commands import output_of, succeeds
-from tools.phases import PhaseError, Phases, until
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.scenario import RUN, Scenario
 from tools.observability_test.prometheus_server import PrometheusServer
+from tools.phases import PhaseError, Phases, until
 
 PROMETHEUS_STAND_IN = f"sluice-prometheus:{TAG}"
 _PROMETHEUS = "prometheus"

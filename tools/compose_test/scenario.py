@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.phases import PhaseError, Phases, until
 from tools.compose_test.project import ContainerState, Project
 from tools.compose_test.run_record import RunRecord, prompts_lost, read_metrics
+from tools.phases import PhaseError, Phases, until
 
 RUN = "/runs/run"
 # What the quickstart comes to in its 20 steps; docs/benchmarks.md.

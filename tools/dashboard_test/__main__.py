@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.phases import Phases, say
 from tools.dashboard_test.chromium import NoBrowserError, chromium, launch_arguments
 from tools.dashboard_test.click_through import ClickThrough
 from tools.dashboard_test.page_watch import PageWatch
 from tools.dashboard_test.training import Training
+from tools.phases import Phases, say
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from sluice.telemetry.instruments import INSTRUMENTS
 from sluice.telemetry.metrics_page import FOLDER
 from tools.compose_test.commands import CommandError, output_of
-from tools.phases import PhaseError, Phases, say, until
 from tools.fuzz.live_run import FuzzedRun, live_run
 from tools.observability_test.dashboard_queries import (
     ONLY_AFTER_A_FAILURE,
@@ -41,6 +40,7 @@ from tools.observability_test.prometheus_server import (
     hurried_copy,
     prometheus_server,
 )
+from tools.phases import PhaseError, Phases, say, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "deploy" / "observability"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.compose_test.commands import output_of
-from tools.phases import PhaseError
 from tools.compose_test.run_record import read_metrics
+from tools.phases import PhaseError
 
 __all__ = ["JobOutcome", "submit_and_wait"]
 
