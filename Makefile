@@ -16,7 +16,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	nodejs npm" >&2; exit 1; }; } && cd tests/support/node_client && \
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
-.PHONY: help quickstart test test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
+.PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
 	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz chaos \
 	compose-quickstart compose-test ray-test dashboard-test helm-test docs observability-test clean
 .DEFAULT_GOAL := help
@@ -29,6 +29,9 @@ quickstart: $(VENV)/.installed-train  ## Train a tiny model on this machine's CP
 
 test: $(VENV)/.installed-dev  ## Run every check and every test
 	@$(PY) tools/run_checks.py
+
+test-fast: $(VENV)/.installed-dev  ## Run the checks that read only, and the quick tests of units and parity
+	@$(PY) tools/run_checks.py --fast
 
 test-loggers:  ## Test the loggers of other vendors, in an environment of its own (VENV-loggers)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-loggers $(VENV)-loggers/.installed-dev,loggers
