@@ -110,7 +110,6 @@ docs:  ## Build the documentation site into build/site, in an environment of its
 	@$(MAKE) --no-print-directory VENV=$(VENV)-docs $(VENV)-docs/.installed-docs
 	@$(VENV)-docs/bin/python -m tools.docs_site.fetch_mermaid
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --clean --site-dir build/site
-	@$(VENV)-docs/bin/python -m tools.docs_site.built_site build/site
 
 compose-quickstart:  ## The quickstart's job in containers: engine, base image, build, training
 	@$(PYTHON) -m tools.compose_test --quickstart $(ARGS)

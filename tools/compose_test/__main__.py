@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.commands import CommandError
 from tools.compose_test.base_image import NoBaseImageError
-from tools.compose_test.commands import CommandError
 from tools.compose_test.engine import NoEngineError, engine
 from tools.compose_test.images import (
     BASE_IMAGE,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError, output_of, succeeds
+from tools.commands import CommandError, output_of, succeeds
 
 STAND_IN_LABEL = "sluice.stand-in"
 _PULL_WITHIN_S = 300.0

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tools.commands import CommandError, output_of, succeeds
 from tools.compose_test.base_image import base_image
-from tools.compose_test.commands import CommandError, output_of, succeeds
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.wheelhouse import cpu_torch
 from tools.phases import Phases, say

@@ -10,7 +10,7 @@ import tempfile
 from contextlib import closing, suppress
 from pathlib import Path
 
-from tools.compose_test.commands import output_of, succeeds
+from tools.commands import output_of, succeeds
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.scenario import RUN, Scenario
 from tools.observability_test.prometheus_server import PrometheusServer

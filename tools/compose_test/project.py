@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError, output_of, succeeds
+from tools.commands import CommandError, output_of, succeeds
 
 _SHORT_S = 120.0
 TAG = "compose-test"  # of the images

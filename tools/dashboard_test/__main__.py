@@ -17,9 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tools.dashboard_test.chromium import NoBrowserError, chromium, launch_arguments
+from tools.commands import NoProgramError
+from tools.dashboard_test.chromium import chromium, launch_arguments
 from tools.dashboard_test.click_through import ClickThrough
 from tools.dashboard_test.page_watch import PageWatch
 from tools.dashboard_test.training import Training
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     phases, problems = Phases(), []
     try:
         path = chromium()
-    except NoBrowserError as error:
+    except NoProgramError as error:
         return _without_browser(error)
     with tempfile.TemporaryDirectory(prefix="sluice-dashboard-") as scratch:
         training = Training(
@@ -131,7 +130,7 @@ def _page(path: str) -> Iterator[Page]:
             browser.close()
 
 
-def _without_browser(error: NoBrowserError) -> int:
+def _without_browser(error: NoProgramError) -> int:
     say(f"NO BROWSER: {error}")
     is_allowed = os.environ.get(SKIP_VARIABLE) == "1"
     report = {"passed": is_allowed, "phases": {}, "skipped" if is_allowed else "error": str(error)}

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError
+from tools.commands import CommandError
 from tools.phases import PhaseError, Phases, say
 from tools.ray_test.job_scenario import run_job
 from tools.ray_test.marked_processes import MarkedProcesses

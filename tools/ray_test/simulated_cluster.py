@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError, output_of
+from tools.commands import CommandError, output_of
 from tools.phases import PhaseError
 from tools.ray_test.marked_processes import MarkedProcesses, parent_of, send
 

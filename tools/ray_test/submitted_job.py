@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.compose_test.commands import output_of
+from tools.commands import output_of
 from tools.compose_test.run_record import read_metrics
 from tools.phases import PhaseError
 

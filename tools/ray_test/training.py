@@ -17,7 +17,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
 from tools.chaos.launched_run import LaunchedRun
-from tools.compose_test.commands import output_of
+from tools.commands import output_of
 from tools.compose_test.run_record import RunRecord, read_metrics
 
 FROM_NODES = (
