@@ -18,8 +18,6 @@ from sluice.telemetry.instruments import process
 from sluice.telemetry.metrics_page import FOLDER, PATH
 from sluice.telemetry.process import TelemetryPart
 
-__all__ = ["TelemetryAccount", "scraped_run", "telemetry_account"]
-
 INTERVAL_S = 5.0
 _TIMEOUT_S = 10.0
 

@@ -100,7 +100,8 @@ class ReplicaScale:
         *,
         has_fixed_port: bool = False,
     ) -> None:
-        self._processes, self._make_replica = processes, make_replica
+        self._processes = processes
+        self._make_replica = make_replica
         self._has_fixed_port = has_fixed_port
 
     def set(self, wanted: int) -> ScaleChange:

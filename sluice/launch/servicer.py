@@ -93,7 +93,8 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
     """
 
     def __init__(self, processes: Processes, scale: ReplicaScale) -> None:
-        self._processes, self._scale = processes, scale
+        self._processes = processes
+        self._scale = scale
 
     async def SetReplicas(
         self, request: launch.SetReplicasRequest, context: Context

@@ -39,17 +39,15 @@ class EventQueue:
         return True
 
 
-# A rollout replica: slots that draw a token a step, in step with each other.
-#
-# All running sequences advance together, so a replica has one clock that counts tokens per
-# sequence; a sequence that starts at clock c with n tokens ends at c + n, whatever happens to
-# the step time meanwhile. Only the next end has to be planned again when the load changes.
-
 _CLOCK_SLACK = 1e-6
 
 
 class SimulatedReplica:
-    """One replica.
+    """A rollout replica, whose slots generate a token a step together.
+
+    One clock counts tokens per sequence: a sequence that starts at clock c with n tokens ends at
+    c + n, whatever happens to the step time. Only the next end is planned again when the load
+    changes.
 
     Args:
         settings: slots and step times.
@@ -175,8 +173,10 @@ class SimulatedFleet:
         on_sample: Callable[[SimulatedGroup, bool], None],
         on_generated: Callable[[SimulatedGroup], None],
     ) -> None:
-        self._settings, self._events = settings, events
-        self._on_started, self._on_sample = on_started, on_sample
+        self._settings = settings
+        self._events = events
+        self._on_started = on_started
+        self._on_sample = on_sample
         self._on_generated = on_generated
         self._routing = ReplicaRouter(settings.slack)
         self._replicas = [SimulatedReplica(settings) for _ in range(settings.num_replicas)]

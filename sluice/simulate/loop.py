@@ -1,4 +1,10 @@
-"""The simulated loop: prompts in, kept groups out, versions back."""
+"""The simulated loop: prompts in, kept groups out, versions back.
+
+It decides with the same functions, in the same order, as the reward service: `SamplingStrategy`
+for what to start, `ReplicaRouter` for where, `filter_values` for what to keep, `staleness` for when
+a batch may be formed and what to break off, `YieldFloor` for when to give up. Only the waiting is
+replaced by a queue of events.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +138,9 @@ class PromptFeed:
     def __init__(
         self, num_in_line: int, key: Callable[[int], str], forecast: FinishForecast
     ) -> None:
-        self._num_in_line, self._key, self._forecast = num_in_line, key, forecast
+        self._num_in_line = num_in_line
+        self._key = key
+        self._forecast = forecast
         self._waiting: list[tuple[int, SimulatedGroup]] = []
         self._order = AdmissionOrder()
         self._next_position = 0
@@ -153,13 +161,6 @@ class PromptFeed:
             self._next_position += 1
         return self._order.take(version, self._forecast.tokens_in_time(now_s))
 
-
-# The simulated loop: prompts in, kept groups out, versions back.
-#
-# The reward service's decisions are taken by the same functions, in the same order, as its
-# pipeline takes them: `SamplingStrategy` for what to start, `Fleet` for where, `filter_values`
-# for what to keep, `staleness` for when a batch may be formed and what to break off,
-# `YieldFloor` for when to give up. Only the waiting is replaced by a queue of events.
 
 _REMEDY = (
     "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
@@ -187,8 +188,11 @@ class SimulatedLoop:
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         rules = settings.rules
-        self._settings, self._rules, self._workload = settings, rules, workload
-        self._recorder, self._on_step = recorder, on_step
+        self._settings = settings
+        self._rules = rules
+        self._workload = workload
+        self._recorder = recorder
+        self._on_step = on_step
         self._events = EventQueue()
         self._fleet = SimulatedFleet(
             settings.fleet, self._events, self._started, self._sample_ended, self._generated
@@ -463,7 +467,8 @@ class SimulatedLoop:
         self._trainer_wait_s += leased_s - asked_s
         self._recorder.leased(groups, self._version, now)
         self._recorder.marks.append(self._mark(now))
-        self._asked_s, self._has_changed = None, True
+        self._asked_s = None
+        self._has_changed = True
         trained_s = leased_s + self._train_s(len(self._recorder.marks) - 1)
         swap_s = trained_s + trainer.publish_s - trainer.stall_s
         self._events.at(swap_s, self._swap)

@@ -152,7 +152,8 @@ class DescribedWorkload:
     """
 
     def __init__(self, description: WorkloadDescription, seed: int = 0) -> None:
-        self._description, self._seed = description, seed
+        self._description = description
+        self._seed = seed
         lengths, num_prompts = description.lengths, description.num_prompts
         draws = np.random.default_rng([seed, 0])
         rates = _pass_rates(description, draws)
@@ -199,12 +200,8 @@ def _pass_rates(description: WorkloadDescription, draws: np.random.Generator) ->
     return np.clip(rates, _LEAST_RATE, 1.0 - _LEAST_RATE)
 
 
-# Three stages of a run as workloads: early, mid, late.
-#
-# A prompt is hard, middling or easy; its pass rate is sampled from that kind's Beta distribution.
-# Over a run prompts move from hard to easy, so that groups that are all right become more
-# frequent (DAPO, figure 3b). Lengths and drift are the defaults of a `WorkloadDescription`.
-# `docs/simulator.md` has the numbers and why.
+# Three stages of a run. Over a run prompts move from hard to easy, so that groups that are all
+# right become more frequent (DAPO, figure 3b). docs/simulator.md has the numbers and reasons.
 
 
 def _mixture(*, hard: float, middle: float, easy: float) -> tuple[BetaComponent, ...]:

@@ -14,18 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "AccountingVerdict",
-    "Dump",
-    "LedgerView",
-    "TrainerRestart",
-    "ended_as",
-    "judge_accounting",
-    "read_dumps",
-    "read_ledger",
-    "surviving_steps",
-]
-
 TRAINED = "trained"
 
 

@@ -22,8 +22,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Self
 
-__all__ = ["Cable", "CableError", "cable"]
-
 _TUNSETIFF, _IFF_TUN_NO_PI = 0x400454CA, 0x0001 | 0x1000
 _MTU = 16_000
 _LONGEST_POLL_S = 0.2

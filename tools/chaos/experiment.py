@@ -38,8 +38,6 @@ from tools.chaos.witness import Question, Witness
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Plan", "run_experiment"]
-
 _START_S, _END_S, _POLL_S, _NEWS_S = 240.0, 120.0, 0.2, 5.0
 _LOOPBACK = "127.0.0.1"
 _NUM_QUESTIONS = 1000

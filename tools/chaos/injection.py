@@ -17,8 +17,6 @@ from tools.chaos.cable import Cable
 from tools.chaos.launched_run import FAR, LaunchedRun, Process
 from tools.chaos.schedule import Fault, FaultKind
 
-__all__ = ["Injected", "Injector"]
-
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
 _START_FIELD = 19  # of what follows the command's name in /proc/PID/stat

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from sluice.config.schema.service import ServiceConfig
 
-__all__ = ["LateWait", "ObservedWait", "WaitLimits", "late_waits", "limits_of"]
-
 # A look takes a second, a busy machine some more.
 GRACE_S = 10.0
 _COUNT = re.compile(r"\d+")

@@ -24,8 +24,6 @@ from sluice.launch.servicer import launcher_of
 from sluice.rpc.client import open_channel, unary_call
 from tools.chaos.cable import Cable
 
-__all__ = ["FAR", "LaunchedRun", "Process", "launched_run"]
-
 FAR = "rollout-far"
 _END_S, _RESTART_S = 90.0, 0.5
 

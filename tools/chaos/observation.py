@@ -25,8 +25,6 @@ from tools.chaos.bookkeeping import TrainerRestart
 from tools.chaos.late_waits import ObservedWait
 from tools.chaos.recovery import Yield
 
-__all__ = ["DigestReading", "Observation", "Observer", "digest_mismatches"]
-
 _LOOK_S, _TAIL_S, _ANSWER_S = 1.0, 0.2, 2.0
 _RESUMED = re.compile(r"the run goes on from step (\d+)")
 

@@ -14,8 +14,6 @@ from sluice.launch.service_spec import with_ports
 from sluice.quickstart.prepare import prepare
 from sluice.quickstart.settings import PrepareProgress, PrepareSettings, WarmStartSettings
 
-__all__ = ["SIZES", "Size", "prepare_run"]
-
 DUMPS, RUN = "dumps", "run"
 _SCORER = """
 import zlib

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Yield", "longest_pause_s", "percentile", "recovery_s", "tokens_per_s"]
-
 FULL_SHARE = 0.95
 
 

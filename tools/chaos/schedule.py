@@ -11,8 +11,6 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Fault", "FaultKind", "draw_schedule"]
-
 
 class FaultKind(StrEnum):
     """What is done to the run."""

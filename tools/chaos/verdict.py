@@ -18,8 +18,6 @@ from tools.chaos.schedule import FaultKind
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Findings", "Times", "json_report", "print_tables"]
-
 
 @dataclass(frozen=True, slots=True)
 class Times:

@@ -11,8 +11,6 @@ from sluice.client.policy_client import NewPrompt, PolicyClient
 from sluice.errors import SluiceError
 from sluice.types import ChatMessage
 
-__all__ = ["Question", "Witness"]
-
 _SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
 
 

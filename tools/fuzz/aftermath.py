@@ -18,8 +18,6 @@ from tools.fuzz.live_run import FuzzedRun
 from tools.fuzz.process_size import ProcessSize
 from tools.fuzz.valid_requests import DATA_SOURCE, generate_request
 
-__all__ = ["MAX_GROWTH_MB", "RunControl", "growth_leaks"]
-
 MAX_GROWTH_MB = 100.0
 MAX_MORE_FILES, MAX_MORE_THREADS = 24, 24
 HOLDER = "the fuzz run itself"

@@ -31,8 +31,6 @@ from tools.fuzz.valid_requests import DATA_SOURCE
 if TYPE_CHECKING:
     import grpc
 
-__all__ = ["PROCESSES", "FuzzedRun", "live_run"]
-
 PROCESSES = ("trainer", "reward", "rollout-0")
 MAX_CLIENT_PENDING = 64
 _ROWS, _STEPS, _GRACE_S = 2000, 1_000_000, 20.0

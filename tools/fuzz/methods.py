@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import FileDescriptor
     from google.protobuf.message import Message
 
-__all__ = ["Method", "all_methods"]
-
 _SERVER_OF: dict[str, FileDescriptor] = {
     "trainer": trainer_pb2.DESCRIPTOR,
     "reward": reward_pb2.DESCRIPTOR,

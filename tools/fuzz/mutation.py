@@ -14,8 +14,6 @@ from tools.fuzz.nasty_values import nasty_scalar, nasty_text
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-__all__ = ["corrupted", "mutated", "random_bytes"]
-
 _REPEATS = (0, 1, 2, 2, 3, 65, 300, 5000)
 _DESCENTS = 6
 

@@ -7,8 +7,6 @@ import random
 import struct
 import zlib
 
-__all__ = ["exif_bomb", "jpeg_with", "nasty_image", "png_with", "small_png", "webp_with"]
-
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # A grey image of 8 x 8 pixels each.
 _SMALL_JPEG = bytes.fromhex(

@@ -9,8 +9,6 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from tools.fuzz.nasty_images import nasty_image
 
-__all__ = ["nasty_bytes", "nasty_scalar", "nasty_text"]
-
 _INT32 = (0, 1, -1, 2, 7, 64, 1023, 1024, 65535, 2**31 - 1, -(2**31))
 _INT64 = (*_INT32, 2**31, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))
 _UINT32 = (0, 1, 2, 3, 7, 256, 257, 1023, 1024, 65535, 65536, 2**31, 2**32 - 1)

@@ -17,8 +17,6 @@ from sluice.api.trainer.v1 import trainer_pb2
 from tools.fuzz.methods import Method
 from tools.fuzz.mutation import corrupted, mutated, random_bytes
 
-__all__ = ["DEFECTS", "Attack", "Tally", "Traffic"]
-
 DEFECTS = ("UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS")
 """Codes that no request may be answered with, whatever it holds."""
 MAX_EXAMPLES = 20

@@ -14,8 +14,6 @@ from tools.fuzz.nasty_images import small_png
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-__all__ = ["DATA_SOURCE", "generate_request", "valid_requests"]
-
 DATA_SOURCE = "math_dapo"
 MANY_TURNS = 20_000
 _TURN = common.ChatMessage(role="user", content="1 + 2 = ?")

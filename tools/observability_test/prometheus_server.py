@@ -18,8 +18,6 @@ from typing import Any
 
 from tools.phases import PhaseError
 
-__all__ = ["PrometheusServer", "hurried_copy", "prometheus_server"]
-
 _START_S, _END_S, _ANSWER_S = 30.0, 20.0, 20.0
 _INTERVAL = re.compile(
     r"\b(scrape_interval|evaluation_interval|refresh_interval|scrape_timeout): \d+s"

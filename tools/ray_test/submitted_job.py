@@ -12,8 +12,6 @@ from tools.commands import output_of
 from tools.compose_test.run_record import read_metrics
 from tools.phases import PhaseError
 
-__all__ = ["JobOutcome", "submit_and_wait"]
-
 _SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "ray" / "submit_job.sh"
 _SUBMITTED = r"Job '(raysubmit_\w+)' submitted successfully"
 # "Job 'x' succeeded", "Status for job 'x': RUNNING", as the status is one of an end or not.

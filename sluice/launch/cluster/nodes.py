@@ -118,12 +118,8 @@ def _absolute(path: str) -> str:
     return str(Path(path.removeprefix(_FILE)).absolute())
 
 
-# What a launcher has to know of the node that a service was placed on, and what follows from it.
-#
-# The specification of a service is made where the run is launched. Three things of it are the
-# node's: which Python runs it, by which address peers reach it, and which variables its devices
-# need.
-
+# A service's specification is made where the run is launched. Three parts of it belong to its
+# node: the Python that runs it, the address for its peers, and the variables of its devices.
 _EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 recognised, not bound
 _ROLLOUT_ENDPOINT = "sluice.rollout.endpoint"
 

@@ -1,4 +1,13 @@
-"""Run a launcher's processes on the nodes of a cluster, each kept by a `ServiceHost` there."""
+"""Run a launcher's processes on the nodes of a cluster, each kept by a `ServiceHost` there.
+
+Consumes: plans and specifications. Waits for: resources, hosts, files that nodes lack. Unblocked
+by: nodes that join or get free, files that appear, and cancellation (a replica that is not wanted
+any more). Produces: running processes. On failure: before the run begins, an error that names what
+each node lacks; later a repeated warning, while the others continue. The cluster restarts a host
+that died, on another node if its own is lost. A replica whose host is permanently dead, or broken,
+gives its resources back and asks for others; trainer and reward service end the run then, because
+the others know them by their address.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +53,9 @@ class RemoteChild:
     """
 
     def __init__(self, name: str, pid: int, host: HostCalls) -> None:
-        self._name, self._pid, self._host = name, pid, host
+        self._name = name
+        self._pid = pid
+        self._host = host
         self._code: int | None = None
         self._killed_s: float | None = None
         self._asking = asyncio.Lock()
@@ -140,17 +151,6 @@ class RemoteChild:
             await asyncio.sleep(_PAUSE_S)
 
 
-# Runs a launcher's processes on the nodes of a cluster.
-#
-# Consumes: plans and specifications. Waits for: resources, hosts, what nodes lack. Unblocked by:
-# nodes that join or get free, files that appear, and cancellation (a replica that is not wanted
-# any more). Produces: running processes. On failure: before the run begins, an error that says
-# what is missing on which node; later a warning, again and again, while the others continue. A host
-# that died is restarted by the cluster, on another node if its own is lost. A replica whose
-# host is permanently dead, or broken, gives its place back and asks for another; trainer and reward
-# service, which the others know by their address, end the run.
-
-
 _RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
 # Of a host: asking it again does not help.
 _UNFIT = (HostLostError, PeerDefectError)
@@ -199,7 +199,9 @@ class PlacedServices:
     def __init__(
         self, cluster: Cluster, plan_of: Callable[[str], PlacementPlan], patience_s: float
     ) -> None:
-        self._cluster, self._plan_of, self._patience_s = cluster, plan_of, patience_s
+        self._cluster = cluster
+        self._plan_of = plan_of
+        self._patience_s = patience_s
         self._placements: dict[str, Placement] = {}
         self._addresses: dict[str, str] = {}
         self._shared: SharedConfig | None = None

@@ -49,7 +49,8 @@ class RayHost:
     """
 
     def __init__(self, name: str, actor: Any) -> None:  # noqa: ANN401 Ray's own types are partial
-        self._name, self.actor = name, actor
+        self._name = name
+        self.actor = actor
 
     async def call(self, method: str, /, *arguments: object) -> Any:  # noqa: ANN401
         """Call a method, and return what it returns.

@@ -40,7 +40,9 @@ class ChildProcess:
         output: asyncio.StreamReader,
         pipe: asyncio.BaseTransport,
     ) -> None:
-        self._process, self._output, self._pipe = process, output, pipe
+        self._process = process
+        self._output = output
+        self._pipe = pipe
         self._killed_s: float | None = None
 
     @property

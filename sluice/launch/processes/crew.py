@@ -1,4 +1,11 @@
-"""Processes that start and end together: one replica, or all ranks of a trainer."""
+"""Processes that start and end together: one replica, or all ranks of a trainer.
+
+Consumes: specifications. Waits for: all of its processes. Unblocked by: their exits. When one of
+several ends, the others get a moment to end on their own, then SIGTERM and after the grace period
+SIGKILL: ranks of a trainer cannot continue without one of them, and a new one cannot join in the
+middle. A process that SIGKILL does not end is given up, and counts as killed. Produces: log lines,
+and how all of them ended. On shutdown: a cancelled run ends all that run.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +47,6 @@ async def done_unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, None]) 
         raise errors[0]
     return not working.cancelled()
 
-
-# Processes that start and end together: one replica, or all ranks of a trainer.
-#
-# Consumes: specifications. Waits for: all of its processes. Unblocked by: their exits. When one
-# of several ends, the others get a moment to end on their own, then SIGTERM and after the grace
-# period SIGKILL: ranks of a trainer cannot continue without one of them, nor meet a new one in the
-# middle. One that SIGKILL does not end is given up, and counts as killed. Produces: log lines,
-# and how all of them ended. On shutdown: a cancelled run ends what runs.
 
 LogLine = Callable[[str, str], None]
 
@@ -116,7 +115,9 @@ class Crew:
         self.restarts = 0
         self.released = asyncio.Event()
         self.is_dismissed = False
-        self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
+        self._log_dir = log_dir
+        self._on_line = on_line
+        self._grace_s = grace_s
         self._host = host
         self._starts = 0
         self._running: dict[str, Child] = {}

@@ -76,7 +76,9 @@ class Supervisor:
         on_left: Callable[[str], None] | None = None,
     ) -> None:
         self._on_left = on_left
-        self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
+        self._log_dir = log_dir
+        self._on_line = on_line
+        self._grace_s = grace_s
         self._host: ProcessHost = host or ThisMachine()
         self._crews = crews_of(specs, log_dir, on_line, grace_s, self._host)
         self._tasks: asyncio.TaskGroup | None = None
