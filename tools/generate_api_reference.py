@@ -40,7 +40,7 @@ A field of proto3 that is not sent has its type's zero; where that differs from 
 is `optional` and its comment says what absence means. Bytes whose name ends in `_u32` or `_f32` are
 arrays of little-endian numbers of that type.
 """
-# Numbers of descriptor.proto's fields, of which the paths of comments are made.
+# Numbers of descriptor.proto's fields: paths of comments consist of them.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
 _FIELDS, _NESTED, _NESTED_ENUMS = 2, 3, 4
 _METHODS = _VALUES = 2

@@ -1,4 +1,4 @@
-"""`make bench-algorithms`: other algorithms than DAPO on the quickstart job.
+"""Train the quickstart job by other algorithms than DAPO; `make bench-algorithms`.
 
 Each starts from the same warm-started model and raises the held-out accuracy: PPO with a critic
 (GAE), and GRPO with a divergence loss against the frozen starting model. The last line printed is
@@ -37,7 +37,7 @@ FIGURES = ("accuracy_before", "accuracy_after", "seconds_dapo", "steps", "prompt
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the chosen algorithms one after the other; the exit status."""
+    """Run the chosen algorithms one after the other; return the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", maxsplit=1)[0],
         epilog="example: python -m benchmarks.algorithms --algorithms ppo_critic --seed 1",
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(name: str, seed: int, run_dir: Path) -> dict[str, float]:
-    """One quickstart run; the figures of its summary."""
+    """Run the quickstart once; return figures of its summary."""
     sys.stdout.write(f"{name}\n")
     sys.stdout.flush()
     command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--seed", str(seed)]

@@ -1,4 +1,4 @@
-"""`make bench-engine`: generated tokens per second of each engine, in turns in one run.
+"""Measure generated tokens per second of each engine, in turns in one run; `make bench-engine`.
 
 Every engine, and transformers `generate`, is a process of its own with one thread; all draw the
 same number of samples of the same random Qwen3 (`engine_shapes`) from prompts of 20 tokens, with
@@ -8,7 +8,7 @@ JSON object:
 torch_vs_vllm_128, torch_vs_hf_128  tokens/s of the torch engine over theirs, 128 sequences; the
                                     median of the ratios of neighbouring runs
 startup_s         from the start of the process to the first token, weights sent in between
-update_stall_ms   in which no token is drawn for a swap, 64 sequences running
+update_stall_ms   in which no token comes because of a swap, 64 sequences running
 contract          cases of the engine contract, passed/total, as docs/engines.md records them
 """
 
@@ -58,7 +58,7 @@ _LONG_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is drawn, where."""
+    """What is generated, and where."""
 
     counts: tuple[int, ...]
     new_tokens: int
@@ -69,7 +69,7 @@ class Workload:
 
     @property
     def slots(self) -> int:
-        """Sequences at once."""
+        """How many sequences run at once."""
         return max(*self.counts, _BUSY)
 
     @property
@@ -79,7 +79,7 @@ class Workload:
 
 
 def _environment(engine: str, device: str) -> dict[str, str]:
-    """Of a peer's process. SGLang's CPU recipe has stand-ins for packages that need CUDA."""
+    """Return a peer's environment; on the CPU, SGLang has stand-ins for packages that need CUDA."""
     environment = _ENVIRONMENT | os.environ
     if engine == SGLANG and device == "cpu":
         environment["PYTHONPATH"] = str(ROOT / "tests" / "engine_sglang" / "stand_ins")
@@ -87,7 +87,7 @@ def _environment(engine: str, device: str) -> dict[str, str]:
 
 
 class Peer:
-    """One `engine_peer` that serves a model; the trainer of it is here."""
+    """A process of `engine.peer` that serves a model; this process is its trainer."""
 
     def __init__(self, engine: str, python: str, folder: Path, workload: Workload) -> None:
         self.engine = engine
@@ -139,7 +139,7 @@ class Peer:
         return self._sender is not None
 
     def update(self) -> float:
-        """Sends all weights as the next version; seconds in which no token was drawn for it."""
+        """Send all weights as the next version; return the seconds without a token for it."""
         assert self._sender is not None
         self._version += 1
         self._send("stage", epoch=1, version=self._version)
@@ -149,14 +149,14 @@ class Peer:
         return float(done["stall_s"])
 
     def draw(self, sequences: int, new_tokens: int) -> float:
-        """Tokens per second of one run."""
+        """Return the tokens per second of one run."""
         found = self._call("draw", sequences=sequences, new_tokens=new_tokens)
         if found["tokens"] != sequences * new_tokens:
             raise RuntimeError(f"{self.engine}: {found['tokens']} tokens of {sequences} sequences")
         return float(found["tokens"] / found["seconds"])
 
     def stalls(self, workload: Workload) -> list[float]:
-        """Of updates while it generates, seconds."""
+        """Return the seconds of each stall when updates come while it generates."""
         self._call("busy", sequences=_BUSY, new_tokens=workload.new_tokens)
         ends_s = time.monotonic() + _TIMEOUT_S
         while self._call("load")["slots_busy"] < _BUSY:
@@ -168,11 +168,11 @@ class Peer:
         return stalls
 
     def bytes_per_s(self) -> float:
-        """What its device's memory gives."""
+        """Return what its device's memory gives."""
         return float(self._call("bandwidth")["bytes_per_s"])
 
     def close(self) -> None:
-        """Ends the process; one that does not end by itself is killed."""
+        """End the process; kill it if it does not end."""
         if self._sender is not None:
             self._sender.close()
         assert self._process.stdin is not None
@@ -203,7 +203,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Measured:
-    """Of one model, by engine. `rates` are tokens/s of each run, by sequences at once."""
+    """Figures of one model, by engine. `rates` are tokens/s of each run, by sequences at once."""
 
     startup_s: dict[str, float] = field(default_factory=dict)
     rates: dict[int, dict[str, list[float]]] = field(default_factory=dict)
@@ -211,7 +211,7 @@ class Measured:
     bandwidth: dict[str, float] = field(default_factory=dict)
 
     def ratio(self, engine: str, other: str, sequences: int) -> float | None:
-        """Of neighbouring runs, in the median; none without runs of both."""
+        """Return the median of the ratios of neighbouring runs; none without runs of both."""
         found = self.rates.get(sequences, {})
         if engine not in found or other not in found:
             return None
@@ -219,7 +219,7 @@ class Measured:
         return round(median(ours / theirs for ours, theirs in pairs), 2)
 
     def tokens_per_s(self) -> dict[str, dict[str, int]]:
-        """Medians, by sequences and engine."""
+        """Return medians, by sequences and engine."""
         return {
             str(count): {engine: round(median(rates)) for engine, rates in found.items()}
             for count, found in self.rates.items()
@@ -227,7 +227,7 @@ class Measured:
 
 
 def measure(shape: Shape, pythons: Mapping[str, str], workload: Workload) -> Measured:
-    """All figures of one model."""
+    """Return all figures of one model."""
     found = Measured()
     with _peers(shape, pythons, workload) as peers:
         found.startup_s = {peer.engine: round(peer.startup_s, 1) for peer in peers}
@@ -246,7 +246,7 @@ def measure(shape: Shape, pythons: Mapping[str, str], workload: Workload) -> Mea
 
 
 def _in_turns(peers: Sequence[Peer], count: int, workload: Workload) -> dict[str, list[float]]:
-    """Tokens/s of each run by engine; in turns, so that what else goes on meets all of them.
+    """Return tokens/s of each run by engine; take turns, so that other load meets all of them.
 
     The first run is a warm-up and does not count, unless it took very long: then it is alone.
     """
@@ -279,7 +279,7 @@ def _shares(
 def _peers(
     shape: Shape, pythons: Mapping[str, str], workload: Workload
 ) -> Iterator[tuple[Peer, ...]]:
-    """One after the other, so that none slows another's start."""
+    """Start one peer after the other, so that none slows another's start."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shape.save_config(folder)
@@ -292,7 +292,7 @@ def _peers(
 def summary(
     found: Mapping[str, Measured], contract: Mapping[str, str], workload: Workload
 ) -> dict[str, object]:
-    """The JSON object; the seconds and stalls are those of the last model."""
+    """Return the JSON object; the seconds and stalls are those of the last model."""
     last, most = list(found.values())[-1], max(workload.counts)
 
     def ratios(other: str) -> dict[str, float | None]:
@@ -337,7 +337,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; the exit status."""
+    """Measure; return the exit status."""
     parsed = _arguments(arguments)
     torch.set_num_threads(1)
     given = {VLLM: parsed.vllm_python, SGLANG: parsed.sglang_python}

@@ -1,4 +1,4 @@
-"""What the table of docs/engines.md, written from real runs, says of each engine."""
+"""The record of the engine contract in docs/engines.md, which real runs wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BROKEN = re.compile(r"\*\*broken\*\* \((\d+) of (\d+)\)")
 
 
 def contract_record(page: str, engines: Sequence[str]) -> dict[str, str]:
-    """``passed/total`` cases of the contract for each engine, or why there are none.
+    """Return ``passed/total`` cases of the contract for each engine, or why there are none.
 
     Args:
         page: the text of docs/engines.md.

@@ -35,15 +35,17 @@ _COPIED_BYTES = 1 << 30
 
 
 class Side(Protocol):
-    """What draws tokens."""
+    """A side that generates tokens."""
 
     @property
     def layout(self) -> object:
-        """The weights it has to be sent; nothing if it has some."""
+        """The weights to send to it; nothing if it has some."""
         ...
 
     async def draw(self, prompts: np.ndarray, new_tokens: int) -> int:
-        """Draws one sample for each prompt; the number of tokens that came with a logprob."""
+        """Generate one sample for each prompt; return the number of tokens that came with a
+        logprob.
+        """
         ...
 
 
@@ -59,7 +61,7 @@ class EngineSide:
         return msgspec.to_builtins(tuple(self.engine.weight_layout))
 
     async def draw(self, prompts: np.ndarray, new_tokens: int) -> int:
-        """One call a prompt, as the reward service makes them."""
+        """Make one call a prompt, as the reward service does."""
         async with asyncio.TaskGroup() as tasks:
             sampled = [
                 tasks.create_task(self._one(str(number), prompt, new_tokens))
@@ -75,7 +77,7 @@ class EngineSide:
 
 
 class _LogprobRecorder:
-    """Notes the logprob of each drawn token when the next step shows which one it was.
+    """Records the logprob of each sampled token when the next step shows it.
 
     `output_scores` would keep the scores of all steps, a gigabyte of them.
     """
@@ -85,20 +87,20 @@ class _LogprobRecorder:
         self._scores: Any = None
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:  # noqa: ANN401 - tensors
-        """A step of `generate`: its tokens so far and the scores of the next one."""
+        """Take a step of `generate`: its tokens so far and the scores of the next one."""
         self.note(input_ids)
         self._scores = scores
         return scores
 
     def note(self, input_ids: Any) -> None:  # noqa: ANN401
-        """The last token of each row was drawn from the scores seen last."""
+        """Record the last token of each row from the scores of the step before."""
         if self._scores is not None:
             logprobs = self._scores.float().log_softmax(-1).gather(1, input_ids[:, -1:])
             self.steps.append(logprobs.cpu().numpy())
 
 
 class TransformersSide:
-    """`generate` of a model with weights of its own, the logprobs of drawn tokens told."""
+    """`generate` of a model with weights of its own, with the logprobs of sampled tokens."""
 
     layout: object = None
 
@@ -116,7 +118,7 @@ class TransformersSide:
         self._model.to(device).eval()
 
     async def draw(self, prompts: np.ndarray, new_tokens: int) -> int:
-        """One batch; nothing else goes on in this process."""
+        """Generate one batch, alone in this process."""
         torch, model = self._torch, self._model
         ids = torch.from_numpy(prompts.astype(np.int64)).to(model.device)
         with torch.inference_mode():
@@ -215,7 +217,7 @@ class _Peer:
 def _keys(
     engine: str, folder: str, dtype: str, device: str, slots: int, tokens: int
 ) -> tuple[str, ...]:
-    """A replica's configuration."""
+    """Return a replica's configuration."""
     return (
         f"actor_rollout_ref.model.path={folder}",
         f"actor_rollout_ref.rollout.name={engine}",
@@ -230,7 +232,7 @@ def _keys(
 
 
 def _bytes_per_s(device: str) -> float:
-    """Read and written by copies within the device's memory; the best of several."""
+    """Return bytes read and written by copies within the device's memory; the best of several."""
     import torch
 
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -253,14 +255,14 @@ def _finish(device: str) -> None:
 
 
 def _own_output() -> TextIO:
-    """Standard output for answers alone: what engines print goes to the errors."""
+    """Keep standard output for answers: what engines print goes to the errors."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
 
 
 async def main() -> None:
-    """Answers operations until the input ends."""
+    """Answer operations until the input ends."""
     answers = _own_output()
     async with asyncio.TaskGroup() as tasks:
         peer = _Peer(tasks)

@@ -25,7 +25,7 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; the embedding is the head, too."""
+        """Parameters of the whole model; the embedding is also the head."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         norms = 2 * self.hidden + 2 * self.head_dim
         layer = attention + 3 * self.hidden * self.intermediate + norms
@@ -36,11 +36,11 @@ class Shape:
         return self.num_parameters * _DTYPE_BYTES[dtype]
 
     def cache_bytes(self, dtype: str) -> int:
-        """Bytes of keys and values of one token."""
+        """Return the bytes of keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * _DTYPE_BYTES[dtype]
 
     def save_config(self, folder: Path) -> None:
-        """Writes ``config.json``, which is all of a model that an engine needs before weights."""
+        """Write ``config.json``, which is all that an engine needs of a model before weights."""
         content = {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -78,14 +78,14 @@ def bandwidth_share(
     tokens_per_s: float,
     bytes_per_s: float,
 ) -> float:
-    """Share of the memory's speed that decoding needs at least.
+    """Return the share of the memory's speed that decoding needs at least.
 
     Each step reads all weights once and the keys and values of every sequence.
 
     Args:
         shape: of the model.
         dtype: of weights and cache.
-        sequences: drawn at once.
+        sequences: generated at once.
         mean_context: tokens of a sequence, averaged over its steps.
         tokens_per_s: of all sequences.
         bytes_per_s: that the memory was measured to give.

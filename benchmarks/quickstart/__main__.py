@@ -1,4 +1,4 @@
-"""`make bench-quickstart`: the quickstart over several seeds, and against TRL on the same job.
+"""Measure the quickstart over several seeds, and against TRL; `make bench-quickstart`.
 
 For each seed, in turn and on the same machine: `sluice quickstart` as TRL would train it, that is
 without a group filter; TRL's GRPOTrainer on the same model, data, reward, batch sizes and learning
@@ -80,7 +80,7 @@ class SeedResult:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the benchmark; the exit status."""
+    """Run the benchmark; return the exit status."""
     parsed = _parse(arguments)
     parsed.output.mkdir(parents=True, exist_ok=True)
     if parsed.trl:
@@ -161,7 +161,7 @@ def _run_sluice(seed: int, run_dir: Path, overrides: Sequence[str]) -> SluiceRun
 
 
 def seconds_to_target(curve: Sequence[AccuracyPoint], target: float) -> float | None:
-    """Seconds of train steps, waits included, until the first accuracy at or above `target`."""
+    """Return the seconds of train steps, with waits, until the accuracy is at least `target`."""
     return next((point.train_seconds for point in curve if point.accuracy >= target), None)
 
 
@@ -205,7 +205,7 @@ def _report(
 
 
 def _of_sluice(runs: Sequence[SluiceRun], suffix: str) -> dict[str, object]:
-    """What whole runs took and gave; keys end with `suffix`."""
+    """Return the costs and results of whole runs; keys end with `suffix`."""
     summaries = (
         "seconds_total",
         "seconds_dapo",
@@ -228,7 +228,7 @@ def _against(
     target: float,
     suffix: str,
 ) -> dict[str, object]:
-    """Our seconds to the target, and what TRL needed over them; keys end with `suffix`."""
+    """Return our seconds to the target, and TRL's over them; keys end with `suffix`."""
     seconds = [seconds_to_target(run.curve, target) for run in ours]
     found: dict[str, object] = {
         f"seconds_to_target{suffix}": seconds,
@@ -243,7 +243,7 @@ def _against(
 
 
 def _of_trl(runs: Sequence[Mapping[str, object]], name: str) -> dict[str, object]:
-    """What a set-up of TRL needed; keys end with `name`."""
+    """Return what a set-up of TRL needed; keys end with `name`."""
     return {
         f"seconds_to_target_{name}": [run.get("seconds_to_target") for run in runs],
         f"seconds_per_batch_{name}": [run.get("seconds_per_batch") for run in runs],
@@ -253,7 +253,7 @@ def _of_trl(runs: Sequence[Mapping[str, object]], name: str) -> dict[str, object
 
 
 def _ratio(ours: float | None, trl: Mapping[str, object]) -> float | None:
-    """TRL's seconds over ours, 0 where we never got there.
+    """Return TRL's seconds over ours, 0 where we never reached the target.
 
     Where TRL never did, its seconds are a lower bound.
     """
@@ -271,7 +271,7 @@ def _last_json(command: Sequence[str]) -> Mapping[str, object]:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Runs a command, shows what it prints as it comes, and returns it."""
+    """Run a command, show what it prints as it comes, and return it."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     lines = []

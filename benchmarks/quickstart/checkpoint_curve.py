@@ -1,4 +1,4 @@
-"""Held-out accuracy of every checkpoint of a finished run, over the run's seconds of training.
+"""Measure the held-out accuracy of every checkpoint of a finished run, over seconds of training.
 
 The run itself does not validate, so its clock holds training only; the checkpoints are measured
 afterwards by the code that measures the TRL baseline::
@@ -31,7 +31,7 @@ from sluice.report.run_record import read_run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures every checkpoint; the exit status."""
+    """Measure every checkpoint; return the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", maxsplit=1)[0],
         epilog="example: --run-dir runs/bench/seed-0 --seed 0",
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(run_dir: Path, seed: int) -> Iterator[tuple[int, float, float]]:
-    """(batch, seconds of training until then, accuracy) of the start and of each checkpoint."""
+    """Yield (batch, seconds of training until then, accuracy) of start and checkpoints."""
     assets = run_dir / "assets"
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     rows = load_rows(assets / "data" / "test.parquet", tokenizer)
@@ -59,13 +59,13 @@ def measure(run_dir: Path, seed: int) -> Iterator[tuple[int, float, float]]:
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and Hugging Face folders of a run's checkpoints, in order of the steps."""
+    """Return steps and Hugging Face folders of a run's checkpoints, in order of the steps."""
     found = ((re.fullmatch(r"global_step_(\d+)", path.name), path) for path in folder.iterdir())
     return sorted((int(m[1]), path / "actor" / "huggingface") for m, path in found if m)
 
 
 def training_seconds(run_dir: Path) -> list[float]:
-    """Seconds from the first step's begin to the end of step k, at index k; waits are included."""
+    """Return seconds from the first step's begin to the end of step k, at index k, with waits."""
     seconds = [0.0]
     for row in read_run(run_dir).steps:
         seconds.append(seconds[-1] + (row.get("timing_s/step") or 0.0))

@@ -1,9 +1,8 @@
-"""Generated tokens per second: the embedded engine against transformers `generate`.
+"""Measure generated tokens per second: the embedded engine against transformers `generate`.
 
-Both draw the same number of samples with the same model, prompts, lengths and temperature, each
-with one torch thread, in alternating runs of one process::
-
-    python -m benchmarks.quickstart.generate --model FOLDER --sequences 64
+Both generate the same number of samples with the same model, prompts, lengths and temperature, each
+with one torch thread, in alternating runs of one process: `python -m benchmarks.quickstart.generate
+--model FOLDER`.
 
 The last line printed is one JSON object. Rates are per second of processor time (of all threads of
 the process, so that other programs on the machine count less); `_wall` are per second on the clock.
@@ -57,7 +56,7 @@ class Workload:
         return self.sequences * self.new_tokens
 
     def prompts(self, vocab_size: int) -> np.ndarray:
-        """[groups, prompt tokens] uint32."""
+        """Return [groups, prompt tokens] uint32."""
         shape = (self.sequences // self.group, self.prompt_tokens)
         return np.random.default_rng(_SEED).integers(0, vocab_size, shape).astype(np.uint32)
 
@@ -80,7 +79,7 @@ def _rate(tokens: int, run: Callable[[], None]) -> Rate:
 
 
 def _model(directory: Path, dtype: str) -> PreTrainedModel:
-    """The model as transformers runs it by default, with weights from its configuration."""
+    """Return the model as transformers runs it by default, with weights from its configuration."""
     torch.manual_seed(_SEED)
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), dtype=getattr(torch, dtype)
@@ -109,7 +108,7 @@ class Transformers:
         self._expected = (workload.sequences, workload.new_tokens)
 
     def run(self) -> None:
-        """One batch."""
+        """Generate one batch."""
         with torch.inference_mode():
             output = self._model.generate(**self._arguments)
         generated = output[:, self._arguments["input_ids"].shape[1] :]
@@ -137,7 +136,7 @@ class Embedded:
         self._expected = workload.total_tokens
 
     def run(self) -> None:
-        """One batch."""
+        """Generate one batch."""
         assert self._runner.run(self._all()) == self._expected
 
     async def _all(self) -> int:
@@ -151,7 +150,7 @@ class Embedded:
 
 
 def _summary(ours: Sequence[Rate], theirs: Sequence[Rate]) -> dict[str, Any]:
-    """Medians; the ratio is that of each pair of neighbouring runs, in the median."""
+    """Return medians; the ratio is the median of those of neighbouring runs."""
     ratios = [a.per_cpu_second / b.per_cpu_second for a, b in zip(ours, theirs, strict=True)]
     return {
         "generate_ratio_hf": round(statistics.median(ratios), 2),
@@ -180,7 +179,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs the benchmark and returns what it prints."""
+    """Run the benchmark and return what it prints."""
     parsed = _arguments(arguments)
     torch.set_num_threads(1)
     workload = Workload(parsed.sequences, parsed.group, parsed.prompt_tokens, parsed.new_tokens)

@@ -67,7 +67,7 @@ class Bounds:
     max_seconds: float
 
     def reason_to_stop(self, batch: int, seconds: float, accuracy: float) -> StopReason | None:
-        """Why the run ends now, with the newest measured `accuracy`; ``None`` to go on."""
+        """Return why the run ends now, by the newest `accuracy`; ``None`` to continue."""
         if accuracy >= self.target:
             return "target"
         if batch >= self.max_batches:
@@ -86,5 +86,5 @@ class AccuracyCurve:
         self.points.append(AccuracyPoint(batch, round(train_seconds, 3), round(accuracy, 4)))
 
     def first_at(self, target: float) -> AccuracyPoint | None:
-        """The first measurement at or above `target`, the untrained one included."""
+        """Return the first measurement at or above `target`, the untrained one included."""
         return next((point for point in self.points if point.accuracy >= target), None)

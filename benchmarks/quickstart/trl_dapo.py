@@ -69,14 +69,14 @@ def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
 
 
 def tuning_of(parsed: argparse.Namespace) -> TrlTuning:
-    """The tuning flags as settings."""
+    """Return the tuning flags as settings."""
     return TrlTuning(**{field.name: getattr(parsed, field.name) for field in fields(TrlTuning)})
 
 
 def make_result(
     outcome: TrlOutcome, *, seed: int, bounds: Bounds, settings: dict[str, object]
 ) -> dict[str, object]:
-    """The JSON object of a run; times in seconds."""
+    """Return the JSON object of a run; times in seconds."""
     reached = outcome.curve.first_at(bounds.target)
     batches = max(1, outcome.batches)
     return {
@@ -103,7 +103,7 @@ def make_result(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns the exit status."""
+    """Run the benchmark; return the exit status."""
     parsed = parse_arguments(arguments)
     tuning = tuning_of(parsed)
     if tuning.processes > 1 and "LOCAL_RANK" not in os.environ:
@@ -126,9 +126,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _become_ranks(tuning: TrlTuning, arguments: Sequence[str]) -> NoReturn:
-    """This script once more as data-parallel ranks, each told its threads.
+    """Start this script again as data-parallel ranks with their threads.
 
-    The launcher takes this process's place, so that whoever ends this process ends the ranks.
+    The launcher replaces this process, so that ending this process ends the ranks.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(tuning.processes), "-m", "benchmarks.quickstart.trl_dapo"]

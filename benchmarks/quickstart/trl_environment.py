@@ -1,4 +1,4 @@
-"""Makes the virtual environment of the TRL baseline, apart from the project's own.
+"""Make the virtual environment of the TRL baseline, apart from the project's own.
 
     python -m benchmarks.quickstart.trl_environment DIR
 
@@ -24,16 +24,16 @@ STAMP = "requirements.sha256"
 
 
 class EnvironmentFailedError(Exception):
-    """The environment could not be made. Names the step and the remedy."""
+    """The environment could not be made; names the step and the remedy."""
 
 
 def interpreter_of(directory: Path) -> Path:
-    """The Python of the environment in `directory`."""
+    """Return the Python of the environment in `directory`."""
     return directory / "bin" / "python"
 
 
 def is_complete(directory: Path, requirements: Path = REQUIREMENTS) -> bool:
-    """Whether `directory` holds an environment with exactly these requirements."""
+    """Return whether `directory` holds an environment with exactly these requirements."""
     stamp = directory / STAMP
     return (
         interpreter_of(directory).exists()
@@ -88,7 +88,7 @@ def _digest(requirements: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line; returns the exit status."""
+    """Make the environment; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("directory", type=Path)
     try:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks; (0, 1) without a process group."""
+    """Return this process's rank and the number of ranks; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def sum_over_ranks(value: float) -> float:
-    """Sum of every rank's `value`; all ranks must call it."""
+    """Return the sum of every rank's `value`; all ranks must call it."""
     total = torch.tensor(value, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -34,7 +34,7 @@ def sum_over_ranks(value: float) -> float:
 
 
 def load_rows(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """Prompts with the chat template applied, once here and not in every batch, and the truths."""
+    """Return prompts with the chat template applied (once, not in every batch), and the truths."""
     table = pq.read_table(path, columns=["prompt", "reward_model"]).to_pylist()
     return [
         {
@@ -72,7 +72,7 @@ class HeldOut:
         self._job = job
 
     def accuracy(self, model: Any, seed: int) -> float:  # noqa: ANN401 - typed without generate
-        """Share of right answers over all ranks. Global random numbers stay untouched."""
+        """Return the share of right answers over all ranks; leave global random numbers alone."""
         rank, size = rank_and_size()
         was_training = model.training
         model.eval()
@@ -153,7 +153,7 @@ class EvaluateAndStop(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,  # noqa: ANN401 - as the overridden method has it
     ) -> None:
-        """After the last optimizer step of a batch: accuracy, progress line, bounds."""
+        """Measure accuracy, print progress and check bounds after a batch's last optimizer step."""
         del args
         if state.global_step % self._job.steps_per_batch:
             return
@@ -176,5 +176,5 @@ class EvaluateAndStop(TrainerCallback):
 
 
 def progress_line(batch: int, seconds: float, accuracy: float) -> str:
-    """One measurement for the console."""
+    """Return one measurement for the console."""
     return f"batch {batch:3d}  trained {seconds:7.1f} s  accuracy {accuracy:.3f}"

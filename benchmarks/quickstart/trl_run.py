@@ -1,4 +1,4 @@
-"""Trains the quickstart job with TRL's GRPOTrainer. Runs in TRL's own environment."""
+"""Train the quickstart job with TRL's GRPOTrainer, in TRL's own environment."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def train(run: TrlRun, report: Callable[[str], None]) -> TrlOutcome:
 
 
 def load_model(run: TrlRun) -> PreTrainedModel:
-    """The warm-started model in float32."""
+    """Return the warm-started model in float32."""
     return AutoModelForCausalLM.from_pretrained(
         run.assets / "model", dtype=torch.float32, attn_implementation=run.tuning.attention
     )
 
 
 def make_config(run: TrlRun, scratch: str) -> GRPOConfig:
-    """TRL's configuration of the job: one generation feeds `steps_per_batch` optimizer steps."""
+    """Return TRL's configuration: one generation feeds `steps_per_batch` optimizer steps."""
     job, tuning = run.job, run.tuning
     return GRPOConfig(
         output_dir=scratch,
@@ -167,5 +167,5 @@ def make_config(run: TrlRun, scratch: str) -> GRPOConfig:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide the result."""
+    """Return versions of the packages that decide the result."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}

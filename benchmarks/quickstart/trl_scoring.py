@@ -8,7 +8,7 @@ from sluice.algorithm.overlong import overlong_penalty
 
 
 class DapoReward:
-    """Score plus overlong penalty of each completion; counts the tokens it is shown."""
+    """Score plus overlong penalty of each completion; counts the tokens it gets."""
 
     __name__ = "math_dapo"  # TRL names its metric after the function
 
@@ -24,7 +24,7 @@ class DapoReward:
         ground_truth: list[str],
         **_: object,
     ) -> list[float]:
-        """Rewards of the completions; ids include the stop token, texts do not."""
+        """Return rewards of the completions; ids include the stop token, texts do not."""
         self.num_tokens += sum(map(len, completion_ids))
         return [
             compute_score(text, truth)["score"] + self._penalty(len(ids))

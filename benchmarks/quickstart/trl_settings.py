@@ -47,7 +47,7 @@ class DapoJob:
 
 
 def lr_schedule_arguments(job: DapoJob) -> dict[str, object]:
-    """Arguments of `LR_SCHEDULE`; the plateau is fixed, or it would follow from the step bound."""
+    """Return arguments of `LR_SCHEDULE`; the plateau is fixed, independent of the step bound."""
     return {
         "num_stable_steps": 0,
         "num_decay_steps": job.schedule_steps - job.warmup_steps,

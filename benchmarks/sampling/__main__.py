@@ -1,4 +1,4 @@
-"""`make bench-sampling`: what the strategies of over-generation cost and gain.
+"""Measure costs and gains of the strategies of over-generation; `make bench-sampling`.
 
 Simulated: the simulator itself, timed; every strategy on the three mixtures of docs/simulator.md,
 G = 16, 64 groups a batch. Real: the quickstart's harder task on the embedded engine, one run a
@@ -37,7 +37,7 @@ from benchmarks.sampling.simulator_speed import measure_simulator
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the benchmark; the exit status."""
+    """Run the benchmark; return the exit status."""
     parsed = _parse(arguments)
     parsed.output.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {}
@@ -123,8 +123,7 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
 
 
 def _overlapped(pairs: Sequence[tuple[RealRun, RealRun]], steps: int) -> dict[str, object]:
-    """Of synchronous and asynchronous runs by seed: seconds of a step, and until the accuracy that
-    the asynchronous one ends with."""
+    """Return ratios of synchronous over asynchronous seconds: a step, and until equal accuracy."""
     speedups = [sync.step_s / overlapped.step_s for sync, overlapped in pairs]
     equally_good = [
         speedup * steps_to_accuracy(sync, accuracy_of_end(overlapped)) / steps

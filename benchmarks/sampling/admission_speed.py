@@ -1,4 +1,4 @@
-"""Admissions decided per second of one core, with the parts that the reward service decides by."""
+"""Measure admissions per second of one core, with the parts that decide in the reward service."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _REPEATS = 20_000
 
 
 def admissions_per_second(num_in_flight: int) -> float:
-    """Admits one prompt at a time with so many groups in flight on 1,024 replicas, `stream`.
+    """Admit one prompt at a time with so many groups in flight on 1,024 replicas, `stream`.
 
-    Counted is what an admission decides: how many may start, by the room of the fleet and the
-    groups in flight, once before and once after the prompt was read; which of those in line is
-    next, and whether it is in quarantine; the prompt's key; its visit; the group's entry; when it
-    starts, whether any group is left without a place. Another group ends for each that starts. Not
-    counted are the prompt's reading, the ledger and the calls. Seconds are of the
-    processor: one thread decides, and what else the machine does is not measured.
+    An admission decides: how many may start, by the fleet's capacity and the groups in flight, once
+    before and once after the prompt was read; which waiting prompt is next, and whether it is in
+    quarantine; the prompt's key, its attempt and the group's entry; when it starts, whether any
+    group is left without a batch slot. Another group ends for each that starts. Reading the prompt,
+    the ledger and calls are not measured. Seconds are of the processor: one thread decides, and
+    other load of the machine is not measured.
     """
     world = _World()
     prompts = [_prompt(sequence) for sequence in range(_BATCH + num_in_flight + _REPEATS)]
@@ -75,7 +75,7 @@ class _World:
         self._quarantine = quarantine
 
     def line_up(self, prompt: Prompt) -> None:
-        """It is weighed against those in line."""
+        """Let the prompt wait beside the others."""
         expected = 1_000.0 + prompt.sequence * 7_919 % 1_000  # as if it had been visited
         self._order.add(prompt.sequence, expected, 0)
         self._in_line[prompt.sequence] = prompt

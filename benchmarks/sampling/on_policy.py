@@ -1,4 +1,4 @@
-"""On-policy batches (S = 0), exact and filled on average, against waves: medians over seeds."""
+"""Compare on-policy batches (S = 0), exact and expected, with waves: medians over seeds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sluice.simulate.settings import IDEAL_TRAINER
 
 
 def simulate_on_policy(seeds: Sequence[int], steps: int) -> dict[str, Figures]:
-    """By mixture, for ``exact`` and ``expected`` batches of `stream`.
+    """Return figures by mixture, for ``exact`` and ``expected`` batches of `stream`.
 
     `fill_speedup_*` is the ratio of the seconds that a batch of ``rounds`` takes to fill to theirs,
     `tokens_ratio_*` theirs of generated tokens to those of ``rounds`` for as many batches,
-    `withdrawn_share_expected` what withdrawn groups took of all tokens, `long_prompt_ratio_*` the
-    share of long prompts among the trained over that among the issued, `hard_share_ratio_expected`
-    the share of hard prompts over that of exact batches.
+    `withdrawn_share_expected` the share of all tokens that preempted groups took,
+    `long_prompt_ratio_*` the share of long prompts among the trained over that among the issued,
+    `hard_share_ratio_expected` the share of hard prompts over that of exact batches.
     """
     return by_mixture(partial(_on_policy, steps), seeds)
 

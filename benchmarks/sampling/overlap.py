@@ -1,4 +1,4 @@
-"""What pacing and drawing ahead do at S = 1, on the simulator's mixtures: medians over seeds."""
+"""Measure pacing and generating ahead at S = 1, on the simulator's mixtures: medians over seeds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Figures = dict[str, float]
 
 
 def simulate_pacing(seeds: Sequence[int], steps: int) -> Figures:
-    """By mixture, seconds of a step in the order of issue over those of a paced run."""
+    """Return, by mixture, seconds of a step in the order of issue over those of a paced run."""
     found = by_mixture(partial(_pacing, steps), seeds)
     return {mixture: figures["speedup"] for mixture, figures in found.items()}
 
 
 def simulate_ahead(seeds: Sequence[int], steps: int) -> dict[str, Figures]:
-    """By mixture, for a trainer of t seconds and `ahead_share` x.
+    """Return figures by mixture, for a trainer of t seconds and `ahead_share` x.
 
     `speedup_t_x` is the ratio of a synchronous step's seconds to those of a step at S = 1;
     `staleness_t_x` the mean of trained samples, in versions.
@@ -39,7 +39,7 @@ def simulate_ahead(seeds: Sequence[int], steps: int) -> dict[str, Figures]:
 def by_mixture(
     measure: Callable[[tuple[str, int]], Figures], seeds: Sequence[int]
 ) -> dict[str, Figures]:
-    """By mixture, medians over seeds of what `measure` finds for a mixture and a seed."""
+    """Return, by mixture, medians over seeds of what `measure` finds."""
     runs = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
     with ProcessPoolExecutor() as pool:
         measured = list(pool.map(measure, runs))
@@ -73,7 +73,7 @@ def _ahead(steps: int, run: tuple[str, int]) -> Figures:
 def simulate_stream(
     run: tuple[str, int], steps: int, trainer: TrainerSettings = TRAINER, **changes: object
 ) -> SimulationResult:
-    """`stream` at S = 1, but for `changes` of its rules."""
+    """Simulate `stream` at S = 1, with `changes` of its rules."""
     mixture, seed = run
     rules = SamplingRules(StrategyName.STREAM, BATCH, 1, GROUP, GEN_BATCH, seed=seed)
     rules = replace(rules, **changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Real runs of the quickstart's harder task, and what their simulation makes of them."""
+"""Run the quickstart's harder task for real, and simulate those runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RealRun:
 
 
 def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
-    """One run a strategy, same seed, in groups of 16."""
+    """Run each strategy once, with the same seed, in groups of 16."""
     common = [GROUP_OF_16, f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
     return [
         measure(output, name, [*overrides, *common], seed=0)
@@ -74,7 +74,7 @@ def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
 
 
 def measure_synchrony(output: Path, *, steps: int, seed: int) -> dict[float, RealRun]:
-    """The same job with one thread on each side, by `ahead_share`; 0: synchronously."""
+    """Run the same job with one thread on each side, by `ahead_share`; 0: synchronously."""
     common = [*ONE_EACH, f"trainer.total_training_steps={steps}"]
     common.append(f"trainer.test_freq={PAIR_VALIDATION_EVERY}")
     synchronous = [*common, "sluice.asynchrony.max_staleness=0"]
@@ -87,7 +87,7 @@ def measure_synchrony(output: Path, *, steps: int, seed: int) -> dict[float, Rea
 
 
 def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> RealRun:
-    """One `sluice quickstart`."""
+    """Run `sluice quickstart` once."""
     folder = output / name
     _share_assets(output / f"assets-{seed}", folder, seed)
     command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--task", TASK]
@@ -116,12 +116,12 @@ def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> 
 
 
 def accuracy_of_end(run: RealRun) -> float:
-    """Held-out accuracy after the last batch."""
+    """Return the held-out accuracy after the last batch."""
     return run.record.accuracies()[-1].accuracy
 
 
 def steps_to_accuracy(run: RealRun, accuracy: float) -> float:
-    """Steps after which the held-out accuracy was reached, interpolated between validations.
+    """Return the steps until the accuracy, interpolated between validations; else all steps.
 
     Where it never was, the steps of the whole run.
     """
@@ -135,14 +135,16 @@ def steps_to_accuracy(run: RealRun, accuracy: float) -> float:
 
 
 def twin_of(run: RealRun) -> Twin:
-    """A run beside its simulation."""
+    """Return a run beside its simulation."""
     fitted = fitted_simulation(run.folder, None, 0)
     return twin(fitted.run, fitted.settings)
 
 
 def twin_errors(found: Twin) -> dict[str, float]:
-    """Absolute errors: relative for times and waste; of shares for idle, the trainer's or the
-    fleet's, whichever is larger (`twin_idle_errors` has both)."""
+    """Return absolute errors: relative for times and waste; for idle shares the larger one.
+
+    `twin_idle_errors` has both idle shares.
+    """
     return {
         "step_time": round(found.error("step_time"), 4),
         "idle": round(max(found.error(name) for name in IDLE_FIGURES.values()), 4),
@@ -151,8 +153,7 @@ def twin_errors(found: Twin) -> dict[str, float]:
 
 
 def twin_idle_errors(found: Twin) -> dict[str, dict[str, float | None]]:
-    """Of the trainer and of the fleet: both idle shares, the error in points (hundredths of the
-    time) and over the run's share; ``None``: that is 0."""
+    """Return idle shares, errors in points and over the run's share (``None`` if that is 0)."""
     errors: dict[str, dict[str, float | None]] = {}
     for owner, name in IDLE_FIGURES.items():
         figure = found.figure(name)
@@ -167,7 +168,7 @@ def twin_idle_errors(found: Twin) -> dict[str, dict[str, float | None]]:
 
 
 def _share_assets(assets: Path, folder: Path, seed: int) -> None:
-    """The model and data of a seed are made once."""
+    """Make the model and data of a seed once."""
     prepare(assets, task=TASK, seed=seed, progress=_silent)
     if folder.exists():
         shutil.rmtree(folder)
@@ -176,4 +177,4 @@ def _share_assets(assets: Path, folder: Path, seed: int) -> None:
 
 
 def _silent(_progress: PrepareProgress) -> None:
-    """The making of the model takes under a minute."""
+    """Print nothing: the model is made in under a minute."""

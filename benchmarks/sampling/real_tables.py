@@ -18,7 +18,7 @@ _WIDTH = 160
 
 
 def print_strategies(runs: Sequence[RealRun]) -> None:
-    """Tokens and seconds of each strategy, and what is left of `rounds`' ones."""
+    """Print tokens and seconds of each strategy, and their ratios to those of `rounds`."""
     base = next(run for run in runs if run.name == "rounds")
     columns = ("strategy", "generated / trained", "to rounds", "seconds a step", "rounds / it")
     rows = [
@@ -37,10 +37,10 @@ def print_strategies(runs: Sequence[RealRun]) -> None:
 def print_synchrony(
     by_seed: Sequence[Mapping[float, RealRun]], overlapped: Mapping[float, Mapping[str, object]]
 ) -> None:
-    """Synchronous against asynchronous, medians over seeds.
+    """Print synchronous against asynchronous, medians over seeds.
 
     Args:
-        by_seed: runs of each seed by the share of batches drawn ahead; 0: synchronously.
+        by_seed: runs of each seed by the share of batches generated ahead; 0: synchronously.
         overlapped: figures of the asynchronous runs by that share, as the report has them.
     """
     columns = (
@@ -53,7 +53,7 @@ def print_synchrony(
         figures = overlapped.get(share, {"speedup": 1.0, "speedup_equal_accuracy": 1.0})
         rows.append(
             (
-                f"async, {share:g} drawn ahead" if share else "sync",
+                f"async, {share:g} generated ahead" if share else "sync",
                 f"{median(run.step_s for run in runs):.2f}",
                 f"{figures['speedup']:.2f}x",
                 f"{median(run.record.accuracies()[-1].accuracy for run in runs):.3f}",
@@ -65,7 +65,7 @@ def print_synchrony(
 
 
 def print_twin_errors(found: Twin) -> None:
-    """A run's figures beside its simulation's."""
+    """Print a run's figures beside its simulation's."""
     columns = ("run against its simulation", "run", "simulated", "difference", "relative error")
     rows = [twin_row(figure) for figure in found.figures]
     print_table(_console(), "twin of the stream run", columns, rows, right=columns[1:])

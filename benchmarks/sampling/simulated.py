@@ -1,4 +1,4 @@
-"""The strategies on the simulator's mixtures: medians over seeds."""
+"""Simulate the strategies on the mixtures: medians over seeds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SimulatedFigures:
 
 
 def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFigures]:
-    """All strategies on all mixtures; prints a table."""
+    """Simulate all strategies on all mixtures; print a table."""
     sys.stdout.write(f"simulating {', '.join(MIXTURES)}, seeds {list(seeds)}\n")
     sys.stdout.flush()
     pairs = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
@@ -89,7 +89,7 @@ def _figures(runs: Sequence[Mapping[str, Compared]]) -> SimulatedFigures:
 
 
 def _ratio_of_means(runs: Sequence[Mapping[str, Compared]], name: str) -> float:
-    """Share of hard prompts over that of ``stream``: every seed trains equally many groups."""
+    """Return the hard share over that of ``stream``: every seed trains equally many groups."""
     plain = statistics.fmean(run["stream"].result.hard_share for run in runs)
     return round(statistics.fmean(run[name].result.hard_share for run in runs) / plain, 3)
 

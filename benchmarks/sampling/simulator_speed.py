@@ -1,4 +1,4 @@
-"""How long the simulator takes for 1,024 replicas and a million samples."""
+"""Time the simulator on 1,024 replicas and a million samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SimulatorSpeed:
 
 
 def measure_simulator(steps: int = _STEPS, least_samples: int = LEAST_SAMPLES) -> SimulatorSpeed:
-    """Simulates `stream` on 1,024 replicas with 32 slots, by itself: one process, one core.
+    """Simulate `stream` on 1,024 replicas with 32 slots, alone: one process, one core.
 
     Of the two that `sluice simulate --strategy stream --replicas 1024 --slots 32 --batch-size 512
     --steps 70` makes, it is the one with the trainer. Prints a line.

@@ -35,12 +35,11 @@ LONG_SHARE = 0.1
 
 
 class FittedWorkload:
-    """Recorded groups in the order they started, life after life of the reward service; beyond
-    these, samples of groups of about the same version, with replacement.
+    """Recorded groups in their order of start, instance by instance of the reward service.
 
-    Args:
-        records: kept or filtered ones, at least one.
-        seed: decides which sample comes when, and what is sampled.
+    Beyond these it samples groups of about the same version, with replacement.
+
+    Args: records are kept or filtered ones, at least one; the seed decides which sample comes when.
     """
 
     def __init__(self, records: Sequence[GroupRecord], seed: int = 0) -> None:
@@ -52,7 +51,7 @@ class FittedWorkload:
         self._are_long = means > np.quantile(means, 1.0 - LONG_SHARE)
 
     def prompt(self, position: int, version: int) -> SimulatedPrompt:
-        """See `Workload`."""
+        """Return the prompt; see `Workload`."""
         is_recorded = position < len(self._records)
         number = position if is_recorded else self._neighbour(position, version)
         record = self._records[number]
@@ -75,7 +74,7 @@ class FittedWorkload:
     def samples(
         self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
     ) -> SimulatedSamples:
-        """See `Workload`. Samples beyond the recorded ones are sampled from them."""
+        """Return the samples; see `Workload`. Beyond the recorded ones, sample from them."""
         record = self._records[prompt.number]
         draws = np.random.default_rng([self._seed, 5, position, num_restarts])
         num_recorded = min(len(record.tokens), record.scored)
@@ -386,7 +385,7 @@ def _settings(
 
 
 def _check_filter(config: RunConfig, fitted: FittedRun, file: Path) -> None:
-    """A filter that was switched off on the way would keep what the record says was filtered."""
+    """Refuse a record with filtered groups if the configuration has no filter."""
     filtered = [group for group in fitted.groups if group.is_kept is False]
     if filtered and not config.algorithm.filter_groups.enable:
         raise ConfigError(

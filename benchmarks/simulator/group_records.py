@@ -1,4 +1,4 @@
-"""Groups as a run recorded them: `groups.jsonl`, one object a group that ended."""
+"""Groups as a run recorded them: `groups.jsonl`, one object for each group that ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
     Args:
         prompt_id: unique in the run.
-        key: names the prompt across visits.
+        key: names the prompt across attempts.
         end: as `PromptEnd` has it.
         right: right samples.
         scored: graded samples.
@@ -37,8 +37,8 @@ class GroupRecord(msgspec.Struct, frozen=True):
         generated_s: when its last sample ended.
         ended_s: when it was judged, or left the kept ones.
         replicas: who generated it.
-        probes: samples drawn first; 0: all at once.
-        probability: that it was drawn.
+        probes: samples requested first; 0: all at once.
+        probability: that its prompt was chosen.
         step: that trained it.
         instance: names the start of the service that wrote the line; ``None``: an older file.
         life: place of that start among those in the file, from 0; not of the line.
@@ -73,8 +73,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
     @property
     def is_decided_by_grades(self) -> bool:
-        """Whether it was kept because its grades differ, or filtered because they do not; of one
-        that failed there is nothing to tell."""
+        """Whether grades decided: kept because they differ, or filtered because they do not."""
         if self.is_kept is None:
             return True
         grades = [number < self.right for number in range(self.scored)]
@@ -82,7 +81,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
 
 def read_groups(file: Path) -> list[GroupRecord]:
-    """Reads the groups that were generated whole, in the order of their end, life after life.
+    """Read the groups that were generated whole, in order of their end, instance after instance.
 
     Raises:
         DataError: the file is missing, a line is no such object, or it is of a run whose strategy
@@ -94,7 +93,7 @@ def read_groups(file: Path) -> list[GroupRecord]:
         )
     found = [record for record in _marked(_decoded(file)) if _is_whole(record)]
     if not found:
-        raise DataError(f"{file}: no group was generated whole; let the run go on for some steps")
+        raise DataError(f"{file}: no group was generated whole; let the run train some steps")
     return found
 
 
@@ -119,7 +118,7 @@ def _is_whole(record: GroupRecord) -> bool:
 
 
 def _marked(records: Sequence[GroupRecord]) -> list[GroupRecord]:
-    """The same lines with their `life` and `is_redone`."""
+    """Return the same lines with their `life` and `is_redone`."""
     lives, redone = _lives(records), _redone(records)
     return [
         msgspec.structs.replace(record, life=life, is_redone=number in redone)
@@ -128,8 +127,7 @@ def _marked(records: Sequence[GroupRecord]) -> list[GroupRecord]:
 
 
 def _lives(records: Sequence[GroupRecord]) -> list[int]:
-    """Of each line. Lines are appended as groups end, so in a file without instances a new life
-    begins where the time of the end falls."""
+    """Return the life of each line; without instances a new one begins where `ended_s` falls."""
     lives, life, last = list[int](), 0, None
     for record in records:
         if last is not None:
@@ -143,11 +141,11 @@ def _lives(records: Sequence[GroupRecord]) -> list[int]:
 
 
 def _redone(records: Sequence[GroupRecord]) -> set[int]:
-    """Numbers of the lines that a later one takes the place of.
+    """Return the numbers of lines that a later one replaces.
 
     A trainer that resumes from an earlier checkpoint trains its steps again, and the prompts that
-    ended since that checkpoint are drawn again. So the last line of a prompt counts; and a trained
-    group does not if a later batch was of its step or of an earlier one.
+    ended since then are issued again. So the last line of a prompt counts, and a trained group does
+    not if a later batch was of its step or of an earlier one.
     """
     redone, seen, lowest = set[int](), set[str](), math.inf
     is_undone, next_batch = False, None
@@ -165,7 +163,7 @@ def _redone(records: Sequence[GroupRecord]) -> set[int]:
 
 
 def _check_all_sampled(record: GroupRecord, where: str) -> None:
-    """A line tells of probes, or of a choice among prompts, wherever its strategy has them."""
+    """Refuse lines with probes or a choice among prompts: their strategy left something out."""
     if record.probes > 0:
         why = (
             f"its group began with {record.probes} samples (probes: {record.probes}), and of those "
@@ -173,8 +171,8 @@ def _check_all_sampled(record: GroupRecord, where: str) -> None:
         )
     elif record.probability < 1.0:
         why = (
-            f"its prompt was drawn with probability {record.probability:g}, and prompts that were "
-            "passed by have no line"
+            f"its prompt was chosen with probability {record.probability:g}, and prompts that were "
+            "skipped have no line"
         )
     else:
         return

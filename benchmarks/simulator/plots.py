@@ -23,7 +23,7 @@ _SIZE_INCHES = (6.4, 3.6)
 
 
 def plot_comparison(folder: Path, compared: Sequence[Compared]) -> tuple[Path, ...]:
-    """Writes bars of waste and fill time, curves of fill times, and a histogram of staleness.
+    """Write bars of waste and fill time, curves of fill times, and a histogram of staleness.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -38,7 +38,7 @@ def plot_comparison(folder: Path, compared: Sequence[Compared]) -> tuple[Path, .
 
 
 def plot_result(folder: Path, result: SimulationResult, fill: FillTimes) -> tuple[Path, ...]:
-    """Writes one simulation's curves of fill and step times and its staleness; errors likewise."""
+    """Write one simulation's curves of fill and step times and its staleness; errors likewise."""
     return (
         _draw(folder / "fill-time-curves.png", lambda axes: _draw_fills(axes, [fill])),
         _draw(folder / "step-time-curves.png", lambda axes: _draw_steps(axes, [result])),
@@ -47,7 +47,7 @@ def plot_result(folder: Path, result: SimulationResult, fill: FillTimes) -> tupl
 
 
 def plot_sweep(folder: Path, found: Sweep) -> tuple[Path, ...]:
-    """Writes a map of step rates over replicas and S; errors likewise."""
+    """Write a map of step rates over replicas and S; errors likewise."""
     return (_draw(folder / "sweep.png", lambda axes: _draw_map(axes, found)),)
 
 

@@ -88,7 +88,7 @@ def twin(
     Args:
         fitted: the run.
         settings: the run's rules with the fitted fleet and trainer, and as many steps.
-        on_step: told after each step, of two simulations: the second finds the times to fill.
+        on_step: called after each step, of two simulations: the second finds the times to fill.
 
     Raises:
         BatchUnfillableError: the workload is hopeless.

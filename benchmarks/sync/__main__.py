@@ -185,7 +185,7 @@ def measure(fleet: Fleet, repeats: int) -> dict[str, float]:
     joins = [_join(fleet) for _ in range(3)]
     fleet.meet()
     fleet.form(fleet.replicas)
-    for _ in range(3):  # until both ends have the memory they will go on using
+    for _ in range(3):  # until both ends have all of their memory
         fleet.update()
     kinds: dict[str, Callable[[], float]] = {
         "dense": lambda: fleet.update()[0],

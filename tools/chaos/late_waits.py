@@ -16,7 +16,7 @@ _BUCKETS = 3  # of a small model: one of weights, two that frame them
 
 @dataclass(frozen=True, slots=True)
 class ObservedWait:
-    """A wait as a service told of it at `at_s`."""
+    """A wait as a service reported it at `at_s`."""
 
     at_s: float
     service: str
@@ -27,7 +27,7 @@ class ObservedWait:
 
 @dataclass(frozen=True, slots=True)
 class LateWait:
-    """The worst sight of a wait, and what it was allowed."""
+    """The worst sight of a wait, and its deadline."""
 
     wait: ObservedWait
     allowed_s: float
@@ -41,13 +41,13 @@ class WaitLimits:
     longest_s: float
 
     def allowed_s(self, phase: str) -> float:
-        """The deadline of a wait."""
+        """Return the deadline of a wait."""
         name = phase.rstrip("0123456789 ")
         return next((limit for one, limit in self.by_phase if one == name), self.longest_s)
 
 
 def limits_of(service: ServiceConfig) -> WaitLimits:
-    """Deadlines by phase as `service` and the table of call policies set them.
+    """Return deadlines by phase as `service` and the table of call policies set them.
 
     What is not listed waits for another wait of the run and has to end with the longest of them.
     """
@@ -81,7 +81,7 @@ def late_waits(
     *,
     grace_s: float = GRACE_S,
 ) -> tuple[LateWait, ...]:
-    """One entry for each wait that grew too old.
+    """Return one entry for each wait that grew too old.
 
     Args:
         seen: all looks.

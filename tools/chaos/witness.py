@@ -1,4 +1,4 @@
-"""A client that submits prompts all the time and remembers what it was told."""
+"""A client that submits prompts all the time and remembers their outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, who grades the answer, and the right one."""
+    """A question, its scorer, and the right answer."""
 
     text: str
     data_source: str
@@ -28,7 +28,7 @@ class Witness:
 
     Attributes:
         accepted: ids with a receipt.
-        outcomes: how they ended, as told last.
+        outcomes: how they ended, as last reported.
         refused: ids with the reason.
     """
 
@@ -41,7 +41,7 @@ class Witness:
         self._count = 0
 
     async def run(self) -> None:
-        """Submits until it is cancelled; a service that is away is asked again."""
+        """Submit until cancelled; ask a service that is away again."""
         while True:
             if len(self._open) < _MOST_OPEN:
                 self._open.append(self._next())

@@ -81,13 +81,13 @@ class OverlayRun:
         """What is not as it has to be."""
         found = []
         if self.answers != _WANTED:
-            found.append(f"a stranger was told {self.answers}, wanted: {_WANTED}")
+            found.append(f"a stranger got {self.answers}, wanted: {_WANTED}")
         if self.page_answers != _PAGE_WANTED:
             found.append(f"the page answered {self.page_answers}, wanted: {_PAGE_WANTED}")
         return found
 
     def _strangers_answers(self) -> tuple[str, ...]:
-        """What a container of the same network is told by the reward service."""
+        """Return the reward service's answers to a container of the same network."""
         script = (Path(__file__).parent / "stranger.py").read_text(encoding="utf-8")
         name = self.project.name
         volume = f"{name}_run:/runs:ro"

@@ -66,7 +66,7 @@ class Project:
         self._environment = {
             **variables,
             "COMPOSE_PROJECT_NAME": name,
-            # docker-compose 1.29 builds with the older builder unless told so.
+            # docker-compose 1.29 builds with the older builder by default.
             "COMPOSE_DOCKER_CLI_BUILD": "1",
         }
         if _has_buildkit():

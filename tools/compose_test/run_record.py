@@ -47,7 +47,7 @@ def read_metrics(file: Path) -> RunRecord:
 
 
 def prompts_lost(accounts: Mapping[str, float]) -> int:
-    """Prompts that were submitted and of which nothing is known, by accounts.json."""
+    """Return the number of submitted prompts without any end, by accounts.json."""
     explained = sum(accounts.get(name, 0.0) for name in _ENDS)
     return int(accounts.get("prompts_lost", 0.0) or accounts.get("submitted", 0.0) - explained)
 

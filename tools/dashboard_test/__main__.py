@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         try:
             problems = _use(training, path, options, phases)
-        except Exception as error:  # noqa: BLE001 - Playwright's errors are told like ours
+        except Exception as error:  # noqa: BLE001 - Playwright's errors are reported like ours
             problems = [f"{type(error).__name__}: {error}"]
         finally:
             training.end()

@@ -42,7 +42,7 @@ class ClickThrough:
         _need(page.locator("#fleet-table tbody tr").count() >= 1, "the fleet is empty")
 
     def see_a_step_done(self) -> None:
-        """The step rises by itself."""
+        """See the step rise without a reload."""
         before = int(self._page.locator("#fact-step").inner_text().split(" ")[0].replace(",", ""))
         self._until(_STEP_ABOVE, before + 1)
 

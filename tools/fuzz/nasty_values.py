@@ -52,14 +52,14 @@ _SIZES = (1, 127, 128, 129, 1000, 5000, 70_000)
 
 
 def nasty_text(rng: random.Random) -> str:
-    """A text that is odd, or long."""
+    """Return a text that is odd, or long."""
     if rng.random() < 0.85:
         return rng.choice(_TEXTS)
     return rng.choice(("x", "é", "\0", " a", "{", "<|im_end|>")) * rng.choice(_SIZES)
 
 
 def nasty_bytes(rng: random.Random) -> bytes:
-    """Bytes of any length, whole numbers of four among them; or what claims to be an image."""
+    """Return bytes of any length, whole numbers of four among them; or a fake image."""
     if rng.random() < 0.25:
         return nasty_image(rng)
     size = rng.choice((0, 1, 2, 3, 4, 5, 8, 16, 63, 64, 256, 4096))
@@ -67,7 +67,7 @@ def nasty_bytes(rng: random.Random) -> bytes:
 
 
 def nasty_scalar(field: FieldDescriptor, rng: random.Random) -> object:
-    """A value of a field that holds no message; enumerations get unknown numbers too."""
+    """Return a value of a field that holds no message; enumerations get unknown numbers too."""
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_INT32 | FieldDescriptor.CPPTYPE_ENUM:
             return rng.choice(_INT32)

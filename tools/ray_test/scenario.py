@@ -176,7 +176,7 @@ class Scenario:
         self.outcome.scaled.append(replicas)
 
     async def _lose_node(self, run: Training) -> None:
-        """The replica of the lost node waits for room, and a node that joins has it."""
+        """Lose a node: its replica waits for capacity, and a node that joins has it."""
         with self._phases.phase("kill node"):
             lost = WORKERS[0]
             self._cluster.kill_node(lost)

@@ -39,7 +39,7 @@ class SimulatedCluster:
         self.environment = {
             **processes.environment,
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Whoever reaches Ray's ports could run code here; as the documentation asks for.
+            # As the documentation requires: a caller who reaches Ray's ports could run code here.
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -74,7 +74,7 @@ class SimulatedCluster:
         )
 
     def kill_node(self, address: str) -> None:
-        """SIGKILL to a node's raylet; what it started ends by itself.
+        """Send SIGKILL to a node's raylet; its children end with it.
 
         Raises:
             PhaseError: there is no such node.

@@ -68,5 +68,5 @@ def _steps(settings: Sequence[str]) -> int:
 def _found(pattern: str, said: str) -> str:
     match = re.search(pattern, said)
     if match is None:
-        raise PhaseError(f"Ray told no {pattern!r}:\n{said[-2000:]}")
+        raise PhaseError(f"Ray printed no {pattern!r}:\n{said[-2000:]}")
     return match[1]
