@@ -21,6 +21,7 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,10 +120,11 @@ async def _supervise(
 
 
 async def _end_with(run: SharedRun, supervisor: Supervisor) -> None:
-    while True:  # a file on a volume tells nobody that it changes
-        if run.seen_ending() is not None:
-            supervisor.end()
-            return
+    while True:  # nothing reports a change of a file on a volume
+        with suppress(OSError):  # a network file system may fail for a moment (EIO, ESTALE)
+            if run.ending() is not None:
+                supervisor.end()
+                return
         await asyncio.sleep(_WATCH_INTERVAL_S)
 
 

@@ -8,15 +8,12 @@ the run ended. A file is replaced as a whole, so no reader sees half of one.
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sluice.errors import ConfigError
 from sluice.service_contract import checkpoint_mark
-
-logger = logging.getLogger(__name__)
 
 _FOLDER, _BEGINNING, _ENDING = "launch", "began.json", "ended.json"
 
@@ -43,7 +40,6 @@ class SharedRun:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / _FOLDER
-        self._is_unreadable = False
 
     @property
     def is_active(self) -> bool:
@@ -109,26 +105,6 @@ class SharedRun:
             return None
         found = json.loads(text)
         return Ending(str(found["service"]), tuple(map(str, found["failures"])))
-
-    def seen_ending(self) -> Ending | None:
-        """Return how the run ended; None while it runs, or while the file cannot be read.
-
-        A network file system may fail for a moment (EIO, ESTALE), which ends no service; the first
-        such error in a row is logged.
-        """
-        try:
-            found = self.ending()
-        except OSError as error:
-            if not self._is_unreadable:
-                logger.warning(
-                    "%s cannot be read (%s): the run counts as active",
-                    self._folder / _ENDING,
-                    error,
-                )
-            self._is_unreadable = True
-            return None
-        self._is_unreadable = False
-        return found
 
     def _write(self, name: str, content: object) -> None:
         partial = self._folder / f"{name}.{uuid.uuid4().hex}.partial"

@@ -37,7 +37,7 @@ _LONGEST_S = {
     FaultKind.PARTITION: (3.0, 10.0),
     FaultKind.DELAY: (4.0, 10.0),
 }
-# The supervisor lets five deaths in a row pass, and counts from 0 again after a life of two minutes.
+# The supervisor accepts five deaths in a row; a life of two minutes ends the row.
 _MOST_DEATHS, _NEW_COUNT_S = 4, 150.0
 _KILLS = {
     FaultKind.KILL_TRAINER: ("trainer",),
