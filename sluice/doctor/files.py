@@ -162,29 +162,6 @@ def _shard_findings(
             )
 
 
-@dataclass(frozen=True, slots=True)
-class DataFacts:
-    """The files of one key.
-
-    Attributes:
-        key: that names them.
-        num_files: that it names.
-        num_rows: in all of them.
-        sources: data sources of the first rows, and how many have each.
-        has_own_scorer: a reward function or model grades whatever the source.
-        routes: from data source to scorer.
-        batch_rows: rows of one train batch; 0 for files that make none.
-    """
-
-    key: str
-    num_files: int
-    num_rows: int
-    sources: Mapping[str, int]
-    has_own_scorer: bool = False
-    routes: Mapping[str, str] = field(default_factory=lambda: DEFAULT_ROUTES)
-    batch_rows: int = 0
-
-
 def check_data(examined: Examined) -> Iterator[Finding]:
     """Check columns of every file, and the first rows."""
     data, config = examined.config.data, examined.config
@@ -212,30 +189,43 @@ def _data_findings(
     has_own = reward.custom_reward_function.path is not None or reward.reward_model.enable
     routes = {**DEFAULT_ROUTES, **reward.scorer_routes}
     yield from row_findings(
-        DataFacts(key, len(files), opened.num_rows, sources, has_own, routes, batch_rows)
+        key,
+        len(files),
+        opened.num_rows,
+        sources,
+        has_own_scorer=has_own,
+        routes=routes,
+        batch_rows=batch_rows,
     )
 
 
-def row_findings(facts: DataFacts) -> Iterator[Finding]:
-    """Yield sources that no scorer grades, and files that do not fill a batch."""
-    unknown = [name for name in facts.sources if scorer_name(name, facts.routes) is None]
-    if unknown and not facts.has_own_scorer:
+def row_findings(
+    key: str,
+    num_files: int,
+    num_rows: int,
+    sources: Mapping[str, int],
+    *,
+    has_own_scorer: bool = False,
+    routes: Mapping[str, str] = DEFAULT_ROUTES,
+    batch_rows: int = 0,
+) -> Iterator[Finding]:
+    """Yield sources (with their number of first rows) that no scorer grades, and too few rows."""
+    unknown = [name for name in sources if scorer_name(name, routes) is None]
+    if unknown and not has_own_scorer:
         yield problem(
-            f"{facts.key}: no scorer is known for data source {unknown[0]!r} "
-            f"({facts.sources[unknown[0]]} of the first {sum(facts.sources.values())} rows)",
+            f"{key}: no scorer is known for data source {unknown[0]!r} "
+            f"({sources[unknown[0]]} of the first {sum(sources.values())} rows)",
             "its samples cannot be graded, so every group of it fails",
             "set reward.custom_reward_function.path, or name a built-in scorer in "
-            f"reward.scorer_routes ({', '.join(sorted(set(facts.routes.values())))})",
+            f"reward.scorer_routes ({', '.join(sorted(set(routes.values())))})",
         )
-    if 0 < facts.num_rows < facts.batch_rows:
+    if 0 < num_rows < batch_rows:
         yield warning(
-            f"{facts.key}: {facts.num_rows} rows are fewer than data.train_batch_size = "
-            f"{facts.batch_rows}",
+            f"{key}: {num_rows} rows are fewer than data.train_batch_size = {batch_rows}",
             "an epoch does not fill one batch, and filtering leaves less",
             "lower data.train_batch_size, or raise trainer.total_epochs",
         )
-    sources = ", ".join(facts.sources)
-    yield fine(f"{facts.key}: {facts.num_rows} rows in {facts.num_files} file(s); {sources}")
+    yield fine(f"{key}: {num_rows} rows in {num_files} file(s); {', '.join(sources)}")
 
 
 def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
@@ -254,64 +244,58 @@ def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
                     yield slab.decode(index, files.columns)
 
 
-@dataclass(frozen=True, slots=True)
-class DiskFacts:
-    """One folder of the run.
-
-    Attributes:
-        key: the configuration key that names it.
-        folder: as named; it need not be there yet.
-        is_writable: it, or the nearest folder above it that is there.
-        free_bytes: of its file system, for this user.
-        checkpoint_bytes: of one checkpoint; 0 where none is written, ``None`` if not known.
-        num_kept: checkpoints at once; ``None``: all of them, and how many is not known.
-    """
-
-    key: str
-    folder: str
-    is_writable: bool
-    free_bytes: int
-    checkpoint_bytes: int | None
-    num_kept: int | None
-
-
 def check_disk(examined: Examined) -> Iterator[Finding]:
     """Check the run's folder, and that of checkpoints."""
     config = examined.config
-    yield disk_finding(_disk_facts("sluice.run_dir", config.sluice.run_dir, 0, 0))
+    yield _disk_finding("sluice.run_dir", config.sluice.run_dir, 0, 0)
     saves = config.trainer.save_freq > 0
     size = checkpoint_bytes(config, examined.shape) if saves else 0
     key = "trainer.default_local_dir" if config.trainer.default_local_dir else "sluice.run_dir"
     folder = checkpoint_folder(config)
-    yield disk_finding(_disk_facts(key, folder, size, checkpoints_kept(config)))
+    yield _disk_finding(key, folder, size, checkpoints_kept(config))
 
 
-def disk_finding(facts: DiskFacts) -> Finding:
-    """Judge whether the folder can be written, and holds what comes."""
-    where, free = f"{facts.key} = {facts.folder}", gib(facts.free_bytes)
-    one, kept = facts.checkpoint_bytes, facts.num_kept
-    move = f"free some, or set {facts.key} to a folder on another disk"
-    if not facts.is_writable:
-        return problem(
-            f"{where} cannot be written by this user",
-            "nothing of the run can be kept",
-            f"give the right to it, or set {facts.key} to another folder",
-        )
+def _disk_finding(key: str, folder: str, size: int | None, kept: int | None) -> Finding:
+    there = nearest_folder(Path(folder))
+    free_bytes = shutil.disk_usage(there).free
+    if os.access(there, os.W_OK | os.X_OK):
+        return disk_finding(key, folder, free_bytes, size, kept)
+    return problem(
+        f"{key} = {folder} cannot be written by this user",
+        "nothing of the run can be kept",
+        f"give the right to it, or set {key} to another folder",
+    )
+
+
+def disk_finding(
+    key: str, folder: str, free_bytes: int, one: int | None, kept: int | None
+) -> Finding:
+    """Judge whether the folder holds what comes.
+
+    Args:
+        key: the configuration key that names the folder.
+        folder: as named; it need not exist yet.
+        free_bytes: of its file system.
+        one: bytes of a checkpoint; 0 where none is written, ``None`` if not known.
+        kept: checkpoints at once; ``None``: all of them, and how many is not known.
+    """
+    where, free = f"{key} = {folder}", gib(free_bytes)
+    move = f"free some, or set {key} to a folder on another disk"
     if one is None:
         return warning(
             f"{where}: {free} free; the size of a checkpoint is not known",
             "the model's config.json is not here",
             "compare it with 12 bytes a parameter (float32 weights and AdamW's moments)",
         )
-    if one == 0 and facts.free_bytes < RUN_BYTES:
+    if one == 0 and free_bytes < RUN_BYTES:
         why = "logs, metrics and the ledger of a long run take about 1 GiB"
         return warning(f"{where}: {free} free", why, move)
     if one == 0:
         return fine(f"{where}: {free} free")
-    if facts.free_bytes < one:
+    if free_bytes < one:
         what = f"{where}: {free} free, and a checkpoint takes {gib(one)}"
         return problem(what, "the first save fails, and the run with it", move)
-    if facts.free_bytes < one * (kept or 2):
+    if free_bytes < one * (kept or 2):
         number = "all checkpoints are kept" if kept is None else f"{kept} at once"
         return warning(
             f"{where}: {free} free, and a checkpoint takes {gib(one)} ({number})",
@@ -341,12 +325,6 @@ def checkpoints_kept(config: RunConfig) -> int | None:
         return saves
     # One more than are kept: the oldest goes when the newest is whole.
     return keep + 1 if saves is None else min(keep + 1, saves)
-
-
-def _disk_facts(key: str, folder: str, size: int | None, kept: int | None) -> DiskFacts:
-    there = nearest_folder(Path(folder))
-    free = shutil.disk_usage(there).free
-    return DiskFacts(key, folder, os.access(there, os.W_OK | os.X_OK), free, size, kept)
 
 
 def nearest_folder(path: Path) -> Path:

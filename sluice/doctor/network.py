@@ -13,7 +13,6 @@ import msgspec
 from sluice.config.addresses import advertised_host
 from sluice.device.ascend_environment import (
     GLOO_INTERFACE_VARIABLE,
-    HOST_ADDRESS_VARIABLE,
     HOST_INTERFACE_VARIABLE,
 )
 from sluice.doctor.finding import Examined, Finding, fine, problem, warning
@@ -38,50 +37,22 @@ class Interface:
     is_loopback: bool
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkFacts:
-    """Networks, and what chooses among them.
-
-    Attributes:
-        interfaces: by name.
-        environment: of the processes.
-        has_remote_peers: whether some of the run's processes are on other hosts.
-        has_address: whether this host has the address that HCCL is to listen on.
-    """
-
-    interfaces: Mapping[str, Interface]
-    environment: Mapping[str, str]
-    has_remote_peers: bool
-    has_address: bool = True
-
-
 def check_network(examined: Examined) -> Iterator[Finding]:
     """Compare variables that name networks with the networks of this host."""
-    address = examined.environment.get(HOST_ADDRESS_VARIABLE, "")
     return network_findings(
-        NetworkFacts(
-            interfaces_of_host(),
-            examined.environment,
-            has_remote_peers(examined),
-            is_own_address(address),
-        )
+        interfaces_of_host(), examined.environment, has_remote_peers=has_remote_peers(examined)
     )
 
 
-def network_findings(facts: NetworkFacts) -> Iterator[Finding]:
+def network_findings(
+    interfaces: Mapping[str, Interface], environment: Mapping[str, str], *, has_remote_peers: bool
+) -> Iterator[Finding]:
     """Yield names of networks that are wrong, or missing where a run needs one."""
-    given = [name for name in _VARIABLES if facts.environment.get(name)]
+    given = [name for name in _VARIABLES if environment.get(name)]
     for name in given:
-        yield _variable(facts, name, facts.environment[name])
-    address = facts.environment.get(HOST_ADDRESS_VARIABLE)
-    if address and not facts.has_address:
-        yield problem(
-            f"{HOST_ADDRESS_VARIABLE}={address} is no address of this host",
-            "HCCL cannot listen there",
-            "set it to this host's own address, on every host to another one",
-        )
-    up = [n for n, one in facts.interfaces.items() if one.is_up and not one.is_loopback]
-    if not given and facts.has_remote_peers and len(up) > 1:
+        yield _variable(interfaces, name, environment[name], has_remote_peers=has_remote_peers)
+    up = [n for n, one in interfaces.items() if one.is_up and not one.is_loopback]
+    if not given and has_remote_peers and len(up) > 1:
         yield warning(
             f"the host has several networks ({', '.join(up)}) and neither {NCCL_VARIABLE} nor "
             f"{GLOO_INTERFACE_VARIABLE} names one",
@@ -89,7 +60,7 @@ def network_findings(facts: NetworkFacts) -> Iterator[Finding]:
             f"set both, the same way on every host: {_NAME_IT}",
         )
     elif not given:
-        where = "other hosts" if facts.has_remote_peers else "this host alone"
+        where = "other hosts" if has_remote_peers else "this host alone"
         yield fine(f"no network is named; peers are on {where}; up: {', '.join(up) or 'none'}")
 
 
@@ -109,17 +80,19 @@ def chosen(name: str, value: str, interfaces: Mapping[str, Interface]) -> list[s
     return matching
 
 
-def _variable(facts: NetworkFacts, name: str, value: str) -> Finding:
-    found = chosen(name, value, facts.interfaces)
-    up = [one for one in found if facts.interfaces[one].is_up]
+def _variable(
+    interfaces: Mapping[str, Interface], name: str, value: str, *, has_remote_peers: bool
+) -> Finding:
+    found = chosen(name, value, interfaces)
+    up = [one for one in found if interfaces[one].is_up]
     consequence, remedy = "collectives cannot be formed", _NAME_IT
     if not found:
-        what = f"there is no such network, only {', '.join(facts.interfaces)}"
+        what = f"there is no such network, only {', '.join(interfaces)}"
         remedy = f"{_NAME_IT}, or leave it out where all processes are on one host"
     elif not up:
         what = f"{', '.join(found)} is down"
         remedy = f"bring it up (`ip link set {found[0]} up`), or {_NAME_IT}"
-    elif facts.has_remote_peers and all(facts.interfaces[one].is_loopback for one in up):
+    elif has_remote_peers and all(interfaces[one].is_loopback for one in up):
         what = "this is the loopback, and the run has peers on other hosts"
         consequence = "they would connect to themselves"
     else:
@@ -156,17 +129,6 @@ def _is_this_host(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def is_own_address(address: str) -> bool:
-    """Return whether a socket can be bound to the address here; nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
 
 
 def check_ports(examined: Examined) -> Iterator[Finding]:

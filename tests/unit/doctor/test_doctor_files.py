@@ -20,7 +20,6 @@ from sluice.doctor.configuration import (
     security_findings,
 )
 from sluice.doctor.files import (
-    DataFacts,
     check_data,
     check_model,
     model_findings,
@@ -147,17 +146,15 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 
 def test_a_source_without_a_scorer_is_a_problem_unless_a_function_grades_it() -> None:
-    facts = DataFacts("data.train_files", 1, 100, sources={"my/set": 90, "math_dapo": 10})
-    first, _ = row_findings(facts)
+    first, _ = row_findings("data.train_files", 1, 100, {"my/set": 90, "math_dapo": 10})
     assert first.severity == "problem"
     assert "'my/set' (90 of the first 100 rows)" in first.what
-    own = DataFacts("data.train_files", 1, 100, sources={"my/set": 9}, has_own_scorer=True)
-    only(row_findings(own), "ok")
+    only(row_findings("data.train_files", 1, 100, {"my/set": 9}, has_own_scorer=True), "ok")
 
 
 def test_fewer_rows_than_a_batch_are_a_warning() -> None:
-    facts = DataFacts("data.train_files", 1, 10, sources={"math_dapo": 10}, batch_rows=64)
-    assert severities(row_findings(facts)) == ["warning", "ok"]
+    found = row_findings("data.train_files", 1, 10, {"math_dapo": 10}, batch_rows=64)
+    assert severities(found) == ["warning", "ok"]
 
 
 def test_without_a_function_built_in_scorers_grade() -> None:

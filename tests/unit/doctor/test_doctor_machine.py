@@ -8,7 +8,7 @@ import pytest
 
 from sluice.device.ascend_checks import AscendDemand, AscendHost
 from sluice.doctor.files import (
-    DiskFacts,
+    check_disk,
     checkpoint_bytes,
     checkpoints_kept,
     disk_finding,
@@ -124,13 +124,14 @@ def test_shared_memory_matters_where_processes_are_on_devices(
 def test_the_disk_holds_as_many_checkpoints_as_are_kept(
     checkpoint: int | None, kept: int | None, free: int, severity: str
 ) -> None:
-    facts = DiskFacts("sluice.run_dir", "runs", True, free, checkpoint, kept)
-    only([disk_finding(facts)], severity)
+    only([disk_finding("sluice.run_dir", "runs", free, checkpoint, kept)], severity)
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem() -> None:
-    facts = DiskFacts("sluice.run_dir", "runs", False, 100 * GIB, 0, 0)
-    assert "cannot be written" in only([disk_finding(facts)], "problem").what
+def test_a_folder_that_cannot_be_written_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    found, _ = check_disk(run_of())
+    assert found.severity == "problem"
+    assert "cannot be written" in found.what
 
 
 def test_a_checkpoint_holds_weights_and_two_moments(tmp_path: Path) -> None:
