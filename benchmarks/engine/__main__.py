@@ -1,7 +1,7 @@
 """Measure generated tokens per second of each engine, in turns in one run; `make bench-engine`.
 
 Every engine, and transformers `generate`, is a process of its own with one thread; all draw the
-same number of samples of the same random Qwen3 (`engine_shapes`) from prompts of 20 tokens, with
+same number of samples of the same random Qwen3 (`shapes`) from prompts of 20 tokens, with
 logprobs. vLLM and SGLang take part where their environment's python is given. Printed last is one
 JSON object:
 

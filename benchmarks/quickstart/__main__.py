@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.quickstart.training_record import AccuracyPoint
-from benchmarks.quickstart.trl_environment import interpreter_of
+from benchmarks.quickstart.trl_environment import trl_python
 from benchmarks.reporting import ROOT, print_line
 from sluice.report.run_record import read_run
 
@@ -84,12 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = _parse(arguments)
     parsed.output.mkdir(parents=True, exist_ok=True)
     if parsed.trl:
-        _run(
-            [
-                *(sys.executable, "-m", "benchmarks.quickstart.trl_environment"),
-                str(parsed.trl_venv),
-            ]
-        )
+        trl_python(parsed.trl_venv)
     results = [_measure_seed(seed, parsed) for seed in parsed.seeds]
     model = parsed.output / f"seed-{parsed.seeds[0]}" / "assets" / "model"
     command = [sys.executable, "-m", "benchmarks.quickstart.generate", "--model", str(model)]
@@ -170,7 +165,7 @@ def _run_trl(
 ) -> Mapping[str, object]:
     limits = ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
     limits += ["--max-batches", "60", "--evaluate-every", str(MEASURE_EVERY)]
-    command = [str(interpreter_of(parsed.trl_venv)), "-m", "benchmarks.quickstart.trl_dapo"]
+    command = [str(trl_python(parsed.trl_venv)), "-m", "benchmarks.quickstart.trl_dapo"]
     command += ["--assets", str(assets), "--seed", str(seed)]
     return _last_json([*command, *limits, *tuning])
 

@@ -1,6 +1,6 @@
 """Baseline of `make bench-quickstart`: the quickstart job under TRL's GRPOTrainer.
 
-Run by the environment that `trl_environment.py` makes::
+Run it in the environment of `trl_environment.py`::
 
     VENV/bin/python -m benchmarks.quickstart.trl_dapo --assets DIR --seed 0 --target 0.85
 

@@ -50,7 +50,7 @@ _TIMEOUT_S = 60.0
 
 
 class Replica:
-    """One `sync_peer`. A call is sent, then its answer is waited for."""
+    """A process of `peer`: send a call, then wait for its answer."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
