@@ -52,6 +52,10 @@ def network(head: str, interface: str, num_nodes: int) -> tuple[str, str]:
 
     The head's own name may lead to several addresses there (Debian gives it 127.0.1.1). Only those
     that others reach make a cluster of several machines.
+
+    Raises:
+        SystemExit: the head has no such address, or INTERFACE none at all.
+        OSError, SluiceError: nobody knows the head, or no network leads there.
     """
     chosen = address_of(interface) if interface else None
     if interface and chosen is None:

@@ -76,7 +76,7 @@ def is_over(job: dict[str, object]) -> bool:
 
 
 def wait_until_over(api: Api, namespace: str, job: str) -> None:
-    """Wait until it is; ignore errors of the API, and wait for a Job that is not there yet."""
+    """Wait until the Job is over; ignore errors of the API, and a Job that is not there yet."""
     reported = ""
     while True:
         try:
@@ -92,7 +92,7 @@ def wait_until_over(api: Api, namespace: str, job: str) -> None:
 
 
 def scale_to_zero(api: Api, namespace: str, target: str) -> str:
-    """Scale an object to 0; return why it was not done, or nothing if it was or the object is gone."""
+    """Scale an object to 0; return why it failed, or nothing (also if the object is gone)."""
     path = f"/apis/apps/v1/namespaces/{namespace}/{target}/scale"
     try:
         api.call("PATCH", path, {"spec": {"replicas": 0}})
