@@ -1,4 +1,4 @@
-"""Writes docs/reference/protos.md from proto/: services, calls, messages, with their comments.
+"""Write docs/reference/protos.md from proto/: services, calls, messages, with their comments.
 
 `python tools/generate_api_reference.py` writes the page; run it after every change of a proto.
 `python tools/generate_api_reference.py --check` writes nothing and fails if it is not current.
@@ -57,7 +57,7 @@ class Package:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     files = sorted(descriptors(), key=lambda file: (not file.service, file.package))
     maps = {name: entry for file in files for name, entry in _maps(f".{file.package}", file)}
     packages = [Package(file, _comments(file), maps) for file in files]
@@ -211,7 +211,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes or checks the page; 1 if the check failed."""
+    """Write or checks the page; 1 if the check failed."""
     parser = argparse.ArgumentParser(description="Writes docs/reference/protos.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     fresh = page()

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the catalogue of keys and the typed schema.
+"""Write docs/configuration.md from the catalogue of keys and the typed schema.
 
 `python tools/generate_config_docs.py` writes the page; run it after every change of a key.
 `python tools/generate_config_docs.py --check` writes nothing and fails if the page is not current.
@@ -163,7 +163,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes or checks the page; 1 if the check failed."""
+    """Write or checks the page; 1 if the check failed."""
     parser = argparse.ArgumentParser(description="Writes docs/configuration.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     fresh = page()

@@ -1,4 +1,4 @@
-"""Generates `sluice/api` from `proto/` with the pinned generator.
+"""Generate `sluice/api` from `proto/` with the pinned generator.
 
 `python tools/generate_protos.py` writes into the repository; run it after every change of a proto.
 `python tools/generate_protos.py --check` writes nothing and fails if the committed code is not
@@ -25,7 +25,7 @@ INIT = '"""Generated from proto/ by tools/generate_protos.py; do not edit."""\n'
 
 
 def generate(output: Path) -> None:
-    """Writes the messages, their type stubs and the gRPC stubs below `output`.
+    """Write the messages, their type stubs and the gRPC stubs below `output`.
 
     Raises:
         SystemExit: protoc found a mistake, which it has printed.

@@ -25,7 +25,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the block."""
+        """Measure the block."""
         name = f"{self._prefix}{name}"
         began_s = time.monotonic()
         say(f"{name} ...")
@@ -37,7 +37,7 @@ class Phases:
 
 
 def until(what: str, holds: Callable[[], bool], *, timeout_s: float, interval_s: float) -> None:
-    """Waits.
+    """Wait.
 
     Raises:
         PhaseError: it did not come true in time.

@@ -83,7 +83,7 @@ class Replica:
         self.answer()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
 
@@ -104,7 +104,7 @@ class Fleet:
         self._epoch, self._version = 0, 0
 
     def form(self, replicas: Sequence[Replica]) -> None:
-        """Forms an epoch of some of the replicas."""
+        """Form an epoch of some of the replicas."""
         self._epoch += 1
         self._members = replicas
         names = [f"r{index}" for index in range(len(replicas))]
@@ -130,7 +130,7 @@ class Fleet:
         return seconds, max(float(replica.answer()["stall_s"]) for replica in self._members)
 
     def meet(self) -> None:
-        """Makes a default process group of torch.distributed with all replicas."""
+        """Make a default process group of torch.distributed with all replicas."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         size, num_bytes = len(self.replicas) + 1, self.weights.plan.total_bytes
@@ -155,7 +155,7 @@ class Fleet:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; the exit status."""
+    """Measure; return the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", maxsplit=1)[0],
         epilog="example: python -m benchmarks.sync --replicas 1 --repeats 5",

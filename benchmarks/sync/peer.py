@@ -39,7 +39,7 @@ class NoDigest:
         self._plan = plan
 
     def absorb(self, bucket: Bucket, content: torch.Tensor) -> None:
-        """Takes nothing in."""
+        """Take nothing in."""
 
     def digests(self) -> WeightDigests:
         """The same for everything."""
@@ -124,7 +124,7 @@ class _Peer:
 
 
 async def main() -> None:
-    """Answers operations until the input ends."""
+    """Answer operations until the input ends."""
     async with asyncio.TaskGroup() as tasks:
         peer = _Peer(tasks)
         while line := await asyncio.to_thread(sys.stdin.readline):

@@ -148,7 +148,7 @@ def reported_run(folder: Path, switch: Switch) -> Iterator[Sequence[str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; the exit status."""
+    """Measure; return the exit status."""
     parsed = _parse(arguments)
     rounds = []
     for number in range(1, parsed.rounds + 1):

@@ -78,7 +78,7 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount:
 
 @contextmanager
 def scraped_run(run_dir: Path, is_wanted: Callable[[], bool]) -> Iterator[Sequence[str]]:
-    """Reads every process of a run every `INTERVAL_S` seconds, give or take the half.
+    """Read every process of a run every `INTERVAL_S` seconds, give or take the half.
 
     Args:
         run_dir: the run's folder.

@@ -84,7 +84,7 @@ def _recorded() -> tuple[float, list[RecordedSpan]]:
 
 
 def main() -> None:
-    """Measures."""
+    """Measure."""
     off_us = _cpu_us(_stages)
     recording_us, spans = _recorded()
     with (

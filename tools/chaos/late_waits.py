@@ -1,4 +1,4 @@
-"""Waits that lasted longer than their deadline allows."""
+"""Wait that lasted longer than their deadline allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make compose-test` and `make compose-quickstart`: the loop in containers on this machine.
+"""Run the loop in containers on this machine; `make compose-test`, `make compose-quickstart`.
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
 (replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`,
@@ -55,7 +55,7 @@ _COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the test, or the quickstart."""
+    """Run the test, or the quickstart."""
     options = _parse(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored
         signal.signal(number, signal.default_int_handler)  # containers are taken down all the same
@@ -82,7 +82,7 @@ def _without_engine(error: NoEngineError) -> int:
 
 
 def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
-    """Shows the run to its end; containers and volume stay, for a look."""
+    """Show the run to its end; containers and volume stay, for a look."""
     try:
         project = Project(ROOT, "sluice", {})
         build(project, phases)
@@ -140,7 +140,7 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
 
 
 def _network(file: Path, subnet: str) -> Path:
-    """An overlay with the project's network."""
+    """Write an overlay with the project's network."""
     file.write_text(
         f"networks: {{core: {{ipam: {{config: [{{subnet: {subnet}}}]}}}}}}\n", encoding="utf-8"
     )
@@ -149,7 +149,7 @@ def _network(file: Path, subnet: str) -> Path:
 
 @contextmanager
 def _taken_down(project: Project, phases: Phases, *, keep: bool) -> Iterator[None]:
-    """Takes the containers down after the block, and shows their last lines if it failed."""
+    """Take the containers down after the block, and shows their last lines if it failed."""
     try:
         yield
     except _FAILURES:

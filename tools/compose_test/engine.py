@@ -26,7 +26,7 @@ class NoEngineError(Exception):
 
 @contextmanager
 def engine(log: Path) -> Iterator[str]:
-    """Says which engine there is while the block runs; one that was started here ends after it.
+    """Yield which engine there is while the block runs; end one that was started here.
 
     Args:
         log: of an engine that is started here.

@@ -1,4 +1,4 @@
-"""A run's numbers, from the files of its volume. Reads them without the project being installed."""
+"""A run's numbers, from the files of its volume; works without the project installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunRecord:
 
 
 def read_metrics(file: Path) -> RunRecord:
-    """Reads metrics.jsonl; a line that is being written is passed over."""
+    """Read metrics.jsonl; a line that is being written is passed over."""
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     rows = [json.loads(line) for line in text.split("\n")[:-1]]
     steps = [row for row in rows if "training/global_step" in row]

@@ -1,4 +1,4 @@
-"""`make dashboard-test`: the live page of a training run, used in headless Chromium.
+"""Use the live page of a training run in headless Chromium; `make dashboard-test`.
 
 The last line printed is one JSON object: `passed`, `phases` (seconds by name), `problems`. Exit
 code 0: all is as it has to be; or there is no browser and SLUICE_SKIP_WITHOUT_CHROMIUM=1 allows it.
@@ -34,7 +34,7 @@ _VIEW = {"width": 1280, "height": 800}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the test."""
+    """Run the test."""
     options = _parse(arguments)
     phases, problems = Phases(), []
     try:

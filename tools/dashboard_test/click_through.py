@@ -33,7 +33,7 @@ class ClickThrough:
         page.set_default_timeout(1000 * _PATIENCE_S)
 
     def see_the_run(self) -> None:
-        """In the first lines: a verdict, the step, and what is waited for."""
+        """See a verdict, the step, and the current wait in the first lines."""
         page = self._page
         self._until("document.getElementById('verdict').dataset.verdict !== 'loading'")
         self._until(_STEP_ABOVE, 0)
@@ -47,7 +47,7 @@ class ClickThrough:
         self._until(_STEP_ABOVE, before + 1)
 
     def see_the_charts(self) -> None:
-        """Every chart is an image with words; the table of one opens and has rows."""
+        """See that every chart is an image with words; open the table of one, which has rows."""
         page = self._page
         self._until("document.querySelectorAll('.chart svg[aria-label]').length >= 8")
         page.get_by_text("Data of “Mean reward of trained groups”").click()
@@ -56,13 +56,13 @@ class ClickThrough:
         page.get_by_text("Data of “Mean reward of trained groups”").click()
 
     def find_all_wrong_groups(self) -> None:
-        """The list holds only those once they are asked for."""
+        """Filter for all-wrong groups; the list holds only those."""
         page = self._page
         page.get_by_role("checkbox", name=re.compile("^all wrong")).check()
         self._until(_ONLY_OUTCOME, "all wrong")
 
     def find_a_text(self) -> None:
-        """A search finds the one group with a text."""
+        """Find the one group with a text."""
         page = self._page
         page.get_by_label("Text of prompt or response").fill("FOLLOWED by a hostile")
         page.get_by_role("button", name="Find").click()
@@ -73,7 +73,7 @@ class ClickThrough:
         )
 
     def read_a_hostile_group(self) -> None:
-        """What tries to be markup is text."""
+        """Read a hostile response, whose markup is text."""
         page = self._page
         page.locator("#sample-table button.open").first.click()
         group = page.get_by_role("region", name=re.compile("^Group hostile"))
@@ -86,7 +86,7 @@ class ClickThrough:
         page.get_by_role("button", name="Clear").click()
 
     def read_a_group(self, num_responses: int) -> None:
-        """A group of the run opens with all of its responses and their scores."""
+        """Open a group of the run with all of its responses and their scores."""
         page = self._page
         page.get_by_role("checkbox", name=re.compile("^trained")).check()
         self._until(_ONLY_OUTCOME, "trained")
@@ -103,7 +103,7 @@ class ClickThrough:
         page.get_by_role("button", name="Clear").click()
 
     def use_the_keyboard_alone(self) -> None:
-        """Past the top, a filter, a search, a group and back, without a mouse."""
+        """Use a filter, a search, a group and the way back without a mouse."""
         page = self._page
         page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
         page.reload()
@@ -127,7 +127,7 @@ class ClickThrough:
         _need(HOSTILE_PROMPT in _focused(page), "the focus did not come back to the list")
 
     def show_a_token(self, token: str) -> None:
-        """Nothing is shown without a token, nor with a wrong one."""
+        """See nothing without a token, nor with a wrong one."""
         page = self._page
         page.get_by_label("Token", exact=True).fill("another-token-of-many-characters")
         page.keyboard.press("Enter")
@@ -139,14 +139,14 @@ class ClickThrough:
         page.wait_for_selector("#sample-table button.open")
 
     def see_the_end(self) -> None:
-        """Of a run that has ended the page says so, and shows what it left."""
+        """See that the run has ended, and what it left."""
         page = self._page
         page.wait_for_selector('#verdict[data-verdict="finished"]')
         page.wait_for_selector("#sample-table button.open")
         self._until("document.querySelectorAll('#accounts table').length >= 3")
 
     def picture(self, name: str, selector: str | None = None) -> None:
-        """Saves the top of the page, or one part of it."""
+        """Save the top of the page, or one part of it."""
         file = str(self._pictures / f"{name}.png")
         if selector is None:
             self._page.evaluate("window.scrollTo(0, 0)")
@@ -155,7 +155,7 @@ class ClickThrough:
             self._page.locator(selector).screenshot(path=file)
 
     def _until(self, condition: str, value: object = None) -> None:
-        """Polls from outside: Playwright's own wait evaluates text in the page, which the page's
+        """Poll from outside: Playwright's own wait evaluates text in the page, which the page's
         policy forbids."""
         until(
             condition,

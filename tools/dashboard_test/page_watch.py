@@ -46,7 +46,7 @@ class PageWatch:
         page.on("dialog", self._opened)
 
     def check_layout(self) -> None:
-        """Notes it if what is shown has moved under the reader's eyes."""
+        """Record it if the layout has shifted too much."""
         shift = float(self._page.evaluate("window.layoutShift"))
         if shift > MOST_SHIFT:
             self.problems.append(f"layout shift {shift:.2f}, more than {MOST_SHIFT}")

@@ -41,7 +41,7 @@ class Training:
         self._process = self._start("quickstart", "--run-dir", str(run_dir), *settings)
 
     def url(self, timeout_s: float) -> str:
-        """Where the page is served. Raises PhaseError."""
+        """Return the page's address. Raises PhaseError."""
         file = self.run_dir / _URL_NAME
         until(
             "the page's address",
@@ -52,7 +52,7 @@ class Training:
         return file.read_text(encoding="utf-8").strip()
 
     def add_hostile_group(self) -> None:
-        """A group as the reward service writes it, whose response tries to be markup."""
+        """Write a group as the reward service writes it, whose response tries to be markup."""
         response = {"text": HOSTILE, "tokens": 9, "finish": "stop", "score": -1.0, "reward": -1.0}
         group = {
             "prompt_id": "hostile",
@@ -66,7 +66,7 @@ class Training:
         file.write_text(json.dumps(group) + "\n", encoding="utf-8")
 
     def wait(self, timeout_s: float) -> None:
-        """To the run's end. Raises PhaseError if it fails or lasts longer."""
+        """Wait for the run's end. Raises PhaseError if it fails or lasts longer."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -76,7 +76,7 @@ class Training:
 
     @contextmanager
     def page_afterwards(self, timeout_s: float, token: str | None = None) -> Iterator[str]:
-        """The address of `sluice dashboard` on the run's folder, for the length of the block.
+        """Yield the address of `sluice dashboard` on the run's folder, for the length of the block.
 
         Args:
             token: that the page is to ask for, from here on.
@@ -94,7 +94,7 @@ class Training:
             raise PhaseError(f"sluice dashboard ended with exit code {process.returncode}")
 
     def _configure(self, token: str) -> None:
-        """Names a file with the token in the run's configuration, which names none."""
+        """Name a file with the token in the run's configuration, which names none."""
         secret = self.run_dir / "page.token"
         secret.touch(mode=0o600)
         secret.write_text(f"{token}\n", encoding="utf-8")
@@ -106,7 +106,7 @@ class Training:
         file.write_text(text.replace(_NO_TOKENS, named), encoding="utf-8")
 
     def end(self) -> None:
-        """Ends what still runs."""
+        """End what still runs."""
         _end(self._process)
 
     def _check_lives(self) -> bool:
@@ -127,7 +127,7 @@ class Training:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """In order; what does not end is killed with its children."""
+    """End it in order; kill it with its children if it does not end."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)

@@ -56,7 +56,7 @@ class Tally:
 
     @property
     def requests(self) -> int:
-        """Calls made."""
+        """Call made."""
         return self.codes.total()
 
 

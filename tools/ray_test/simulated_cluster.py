@@ -1,4 +1,4 @@
-"""Three Ray nodes on one machine, told apart by addresses of the loopback network.
+"""Three Ray nodes on one machine, with different addresses of the loopback network.
 
 Every process carries the test's mark, ports are drawn, and the cluster's files are in a folder of
 its own, so that it meets no other cluster of the machine. It is ended by process ids.
@@ -50,7 +50,7 @@ class SimulatedCluster:
         }
 
     def start_head(self, resources: Mapping[str, float], *, serves_jobs: bool = False) -> None:
-        """Starts the first node; one that serves jobs does so at `job_server`."""
+        """Start the first node; one that serves jobs does so at `job_server`."""
         port = self.address.rpartition(":")[2]
         server = (
             "--include-dashboard=true",
@@ -68,7 +68,7 @@ class SimulatedCluster:
         )
 
     def start_worker(self, address: str, resources: Mapping[str, float]) -> None:
-        """Starts another node."""
+        """Start another node."""
         self._start(
             f"--address={self.address}", f"--node-ip-address={address}", resources=resources
         )
@@ -90,12 +90,12 @@ class SimulatedCluster:
         send(found[0], signal.SIGKILL)
 
     def stop(self) -> None:
-        """Ends all of its processes, and what they left."""
+        """End all of its processes, and those that they left."""
         self._processes.end(signal.SIGTERM, 15.0)
         self._processes.end(signal.SIGKILL, 15.0)
 
     def actor_worker_of(self, pid: int) -> int:
-        """The process of the actor that a service's process belongs to.
+        """Return the process of the actor that a service's process belongs to.
 
         Raises:
             PhaseError: its parent is none.

@@ -1,4 +1,4 @@
-"""A run that is handed to a cluster's job server, as the documentation says."""
+"""A run that is submitted to a cluster's job server, as the documentation describes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ASK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What became of it: Ray's word for it, and the steps that it trained."""
+    """The job's result: Ray's word for it, and the steps that it trained."""
 
     status: str
     steps: int
@@ -34,7 +34,7 @@ async def submit_and_wait(
     environment: Mapping[str, str],
     deadline_s: float,
 ) -> JobOutcome:
-    """Submits a configuration by `deploy/ray/submit_job.sh`, which ends when the job does.
+    """Submit a configuration by `deploy/ray/submit_job.sh`, which ends when the job does.
 
     Args:
         folder: is sent to the cluster; holds ``run.yaml``.
