@@ -163,7 +163,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or checks the page; 1 if the check failed."""
+    """Write or check the page; return 1 if the check failed."""
     parser = argparse.ArgumentParser(description="Writes docs/configuration.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     fresh = page()

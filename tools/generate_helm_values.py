@@ -104,7 +104,7 @@ def _whole(seconds: float) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or checks the files; 1 if the check failed."""
+    """Write or check the files; return 1 if the check failed."""
     parser = argparse.ArgumentParser(description="Writes deploy/helm/sluice/files.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     fresh = {FILE: content(), **{MONITORING / name: text for name, text in copies().items()}}

@@ -77,7 +77,7 @@ def _difference(committed: Path, fresh: Path) -> str:
 
 
 def check() -> int:
-    """Compares the committed code with a fresh generation; returns the exit status."""
+    """Compare the committed code with a fresh generation; return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         found = differences(ROOT, Path(folder))
@@ -89,7 +89,7 @@ def check() -> int:
 
 
 def main() -> int:
-    """Command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare only")
     if parser.parse_args().check:

@@ -1,4 +1,4 @@
-"""What was done and for how many seconds; waits with a deadline that say what they wait for."""
+"""Phases of a tool with their seconds, and waits with a deadline."""
 
 from __future__ import annotations
 

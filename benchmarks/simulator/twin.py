@@ -83,7 +83,7 @@ def twin(
     settings: SimulationSettings,
     on_step: Callable[[int], None] | None = None,
 ) -> Twin:
-    """Simulate a run and sets its figures beside the real ones.
+    """Simulate a run and set its figures beside the real ones.
 
     Args:
         fitted: the run.

@@ -149,7 +149,7 @@ def _network(file: Path, subnet: str) -> Path:
 
 @contextmanager
 def _taken_down(project: Project, phases: Phases, *, keep: bool) -> Iterator[None]:
-    """Take the containers down after the block, and shows their last lines if it failed."""
+    """Take the containers down after the block, and show their last lines if it failed."""
     try:
         yield
     except _FAILURES:

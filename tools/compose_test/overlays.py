@@ -147,7 +147,7 @@ class OverlayRun:
 
 
 def prometheus_stand_in(base: str) -> bool:
-    """Make an image of this machine's own Prometheus; whether it has one."""
+    """Make an image of this machine's own Prometheus; return whether it has one."""
     program = shutil.which(_PROMETHEUS)
     if program is None:
         return False

@@ -78,7 +78,7 @@ class Project:
         return " ".join(self._client)
 
     def run(self, *arguments: str, timeout_s: float = _SHORT_S) -> str:
-        """Run a command of Compose and returns what it prints."""
+        """Run a command of Compose and return what it prints."""
         return output_of(
             *self._client,
             *self._files,
@@ -98,7 +98,7 @@ class Project:
         ).returncode
 
     def scale(self, replicas: int) -> None:
-        """Start or stops replicas while the others run on."""
+        """Start or stop replicas while the others keep running."""
         wanted = f"rollout={replicas}"
         self.run("up", "-d", "--no-build", "--no-recreate", "--scale", wanted, timeout_s=_SHORT_S)
 

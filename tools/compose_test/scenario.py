@@ -61,7 +61,7 @@ class Scenario:
         self.outcome = Outcome()
 
     def start(self, replicas: int, *services: str) -> None:
-        """Make the model and starts these services, or all; returns after the first step."""
+        """Make the model and start these services, or all; return after the first step."""
         with self._phases.phase("prepare and up"):
             scale = f"rollout={replicas}"
             self._project.run(

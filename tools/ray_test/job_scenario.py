@@ -43,7 +43,7 @@ async def run_job(
     folder: Path,
     deadline_s: float,
 ) -> JobReading:
-    """Start a cluster with a job server, has it train and looks at what is left.
+    """Start a cluster with a job server, let it train and check what is left.
 
     Args:
         cluster: nothing of it runs yet; the caller stops it.
