@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from services.rollout.engines.causal_lm import TorchEngineSettings
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
 from services.rollout.engines.protocol import GenerationRequest
 from sluice.types import SamplingParams
 

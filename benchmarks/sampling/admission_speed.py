@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING, cast
 
 from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import prompt_key
-from services.reward.groups.admission import GroupAdmission, GroupAdmissionParts, StaleGroups
-from services.reward.groups.batcher import Batcher, BatchRules
-from services.reward.groups.group import InFlightItem, InFlightTable
-from services.reward.groups.settings import PipelineSettings
-from services.reward.ledger.ledger import MemoryLedger
+from services.reward.group import Ending, Group, Groups
+from services.reward.groups.admission import GroupAdmission
+from services.reward.groups.leases import ChangeSignal, TrainBatches
+from services.reward.groups.settings import BatchRules, PipelineSettings
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.quarantine import Quarantine
+from services.reward.records.yield_guard import YieldGuard
+from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.pacing import AdmissionOrder
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.algorithm.sampling.strategy import SamplingStrategy
-from sluice.types import ChatMessage, Prompt, PromptOrigin, ReplicaInfo, SamplingParams
+from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin, ReplicaInfo, SamplingParams
 
 if TYPE_CHECKING:
     from services.reward.prompts.source import PromptSource
-    from services.reward.records.outcomes import OutcomeRecorder
+    from services.reward.records.statistics import GroupStatistics
 
 _BATCH, _STALENESS, _GROUP = 4096, 3, 16
 _REPLICAS, _SLOTS = 1024, 256
@@ -55,49 +57,64 @@ def admissions_per_second(num_in_flight: int) -> float:
 class _World:
     def __init__(self) -> None:
         rules = BatchRules(_BATCH, _STALENESS, "wait")
-        sampling_rules = SamplingRules(StrategyName.STREAM, _BATCH, _STALENESS, _GROUP)
-        self.strategy = SamplingStrategy(sampling_rules)
-        batcher, queue = Batcher(rules), ReplicaQueue(1.5, lambda: None)
-        self._in_flight = InFlightTable(batcher.ages)
-        self._stale = StaleGroups(batcher, self._in_flight, sampling_rules)
-        sampling = SamplingParams(1.0, 1.0, -1, 1024, 0)
-        settings = PipelineSettings(rules, _GROUP, sampling, "acc")
-        source, recorder = cast("PromptSource", None), cast("OutcomeRecorder", None)  # not asked
-        quarantine = Quarantine(MemoryLedger(), None)
-        parts = GroupAdmissionParts(
-            self.strategy, source, queue, batcher, self._in_flight, recorder, None, quarantine
+        self.strategy = SamplingStrategy(
+            SamplingRules(StrategyName.STREAM, _BATCH, _STALENESS, _GROUP)
         )
-        self._admission = GroupAdmission(settings, parts, lambda: 0)
+        ledger = PromptLedger()
+        self._groups = Groups(ledger, GroupAges(_BATCH, _STALENESS, "wait"))
+        self._groups.policy_version = 0
+        source, statistics = cast("PromptSource", None), cast("GroupStatistics", None)  # not used
+        self._quarantine = Quarantine(ledger, None)
+        self._batches = TrainBatches(
+            groups=self._groups,
+            ledger=ledger,
+            source=source,
+            strategy=self.strategy,
+            statistics=statistics,
+            guard=YieldGuard(0.0, 1),
+            rules=rules,
+            changes=ChangeSignal(),
+        )
+        queue = ReplicaQueue(1.5, lambda: None)
+        sampling = SamplingParams(1.0, 1.0, -1, 1024, 0)
+        self._admission = GroupAdmission(
+            settings=PipelineSettings(rules, _GROUP, sampling, "acc"),
+            groups=self._groups,
+            batches=self._batches,
+            strategy=self.strategy,
+            source=source,
+            queue=queue,
+            memory=None,
+            quarantine=self._quarantine,
+        )
         replicas = [ReplicaInfo(f"r{i}", "0", f"r{i}:1", _SLOTS) for i in range(_REPLICAS)]
         queue.announce([AnnouncedReplica(replica, 0) for replica in replicas])
-        self._items: deque[InFlightItem] = deque()
-        self._order, self._in_line = AdmissionOrder(), dict[int, Prompt]()
-        self._quarantine = quarantine
+        self._running: deque[Group] = deque()
+        self._order, self._in_line = AdmissionOrder(), dict[int, Group]()
 
     def line_up(self, prompt: Prompt) -> None:
         """Let the prompt wait beside the others."""
         expected = 1_000.0 + prompt.sequence * 7_919 % 1_000  # as if it had been visited
         self._order.add(prompt.sequence, expected, 0)
-        self._in_line[prompt.sequence] = prompt
+        self._in_line[prompt.sequence] = self._groups.accept(prompt)
 
     def admit(self, prompt: Prompt) -> None:
         for _ in range(2):
-            assert self.strategy.num_to_start(self._admission.load(0)) > 0
+            load = self._batches.load(self._admission.capacity(0))
+            assert self.strategy.num_to_start(load) > 0
         self.line_up(prompt)
-        prompt = self._in_line.pop(self._order.take(0, 1_500.0))
-        assert self._quarantine.reason(prompt) is None
-        attempt = self.strategy.attempt(prompt_key(prompt), prompt.sequence, None, 0)
+        group = self._in_line.pop(self._order.take(0, 1_500.0))
+        assert self._quarantine.reason(group.prompt) is None
+        key = prompt_key(group.prompt)
+        attempt = self.strategy.attempt(key, group.prompt.sequence, None, 0)
         self.strategy.started(attempt)
-        item = self._in_flight.add(prompt, attempt, _GROUP)
-        self._in_flight.asked(item)
-        item.start_version = 0
-        self._stale.check(0)
-        self._items.append(item)
+        self._groups.admit(group, attempt, _GROUP)
+        self._groups.set_start_version(group, 0)
+        self._batches.cancel_expired()
+        self._running.append(group)
 
     def end_oldest(self) -> None:
-        item = self._items.popleft()
-        self._in_flight.remove(item)
-        self._stale.left(item, is_cancelled=False)
+        self._groups.end(self._running.popleft(), Ending(PromptEnd.FILTERED_ALL_WRONG))
 
 
 def _prompt(sequence: int) -> Prompt:

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from services.rollout.engines.causal_lm import TorchEngineSettings
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
 from services.rollout.engines.protocol import GenerationRequest
 from sluice.types import SamplingParams, TransferGroupSpec
 from sluice.weights import transfer

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from services.reward.app import RewardLoop, assemble, open_prompt_sets, open_run_files
+from services.reward.app import RewardLoop, open_prompt_sets, open_run_files
 from services.reward.generation.client import RolloutClient
 from services.reward.grading.pool import configured_scorer_pool
-from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.metrics import exported, watching
 from services.reward.prompts.dataset import prompt_images
 from services.reward.servicer import RewardServicer
@@ -71,7 +71,7 @@ async def _serve(config: RunConfig) -> None:
     pool = configured_scorer_pool(config.reward, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
         async with client, pool as scorers:
-            loop = assemble(config, sets, scorers, client, files)
+            loop = RewardLoop(config, sets, scorers, client, files)
             server = _server(config, loop, limit, credentials)
             await server.start()
             try:
@@ -105,12 +105,10 @@ def _server(config: RunConfig, loop: RewardLoop, limit: int, credentials: Creden
     )
 
 
-async def _until_stopped(
-    loop: RewardLoop, stop: asyncio.Event, ledger: SqliteLedger | None
-) -> None:
+async def _until_stopped(loop: RewardLoop, stop: asyncio.Event, ledger: PromptLedger) -> None:
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_watch(ledger), name="ledger")
-        running = tasks.create_task(loop.pipeline.run(), name="pipeline")
+        running = tasks.create_task(loop.run(), name="reward loop")
         await stop.wait()
         logger.info("stopping")
         loop.end()
@@ -118,9 +116,9 @@ async def _until_stopped(
         watching.cancel()
 
 
-async def _watch(ledger: SqliteLedger | None) -> None:
-    """A service that cannot note what it promises must not go on."""
-    if ledger is not None:
+async def _watch(ledger: PromptLedger) -> None:
+    """End the service when the ledger cannot be written: it could not keep its promises."""
+    if ledger.has_file:
         raise await ledger.failure()
 
 

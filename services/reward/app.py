@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,20 +15,22 @@ from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import GenerationClient, greedy_sampling, training_sampling
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import check_routes, scorer_for
-from services.reward.groups.batcher import Batcher, BatchRules
+from services.reward.group import Groups, GroupState, prompts_lost
+from services.reward.groups.admission import GroupAdmission
 from services.reward.groups.evaluation import Evaluator
-from services.reward.groups.filter import GroupNeeds
-from services.reward.groups.leases import ChangeSignal
-from services.reward.groups.loop import Pipeline, PipelineParts
+from services.reward.groups.leases import ChangeSignal, TrainBatches
+from services.reward.groups.loop import Pipeline
+from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
+    BatchRules,
+    GroupNeeds,
     PipelineSettings,
     outcome_policy,
     round_size,
     sampling_rules,
     straggler_rules,
 )
-from services.reward.ledger.ledger import MemoryLedger, PromptLedger, PromptState
-from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import (
     PromptStream,
     prompt_images,
@@ -40,12 +43,11 @@ from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
-from services.reward.records.group_log import EndedGroups, GroupLog, SampleDumps, sample_dumps
-from services.reward.records.outcomes import OutcomeRecorder, OutcomeRecords, PromptOutcome
-from services.reward.records.saved_samples import MIB, SampleSaver
-from services.reward.records.statistics import YieldGuard, prompts_lost
-from services.reward.records.tokens import GenerationTrace, TokenAccounts, TokenCountingClient
+from services.reward.records.group_log import EndedGroups, GroupLog, sample_dumps
+from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
+from services.reward.records.yield_guard import YieldGuard
+from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.algorithm.sampling.strategy import SamplingStrategy
@@ -55,8 +57,10 @@ from sluice.data.prompt_files import PromptFiles
 from sluice.errors import NotReadyError
 from sluice.telemetry.samples import FOLDER_NAME, SampleArchive, mib
 from sluice.telemetry.tracing import TRACER
-from sluice.types import DataProgress, Prompt
+from sluice.types import DataProgress
 from sluice.vision.image_limits import ImageLimits
+
+logger = logging.getLogger(__name__)
 
 MEMORY_FILE = Path("reward") / "prompt_memory.sqlite"
 LOG_FILE = Path("groups.jsonl")
@@ -66,37 +70,40 @@ QUARANTINE_FILE = Path("reward") / "quarantine.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """`memory` is ``None`` for strategies without one; `log` may be one that writes nothing.
+    """Files of the run's folder.
 
-    `ledger` is ``None`` where the ledger is to be in memory; `quarantine` is where prompts in
-    quarantine are listed, ``None``: nowhere.
+    Args:
+        memory: of earlier attempts; ``None`` for strategies without one.
+        log: may be one that writes nothing.
+        ledger: may be one in memory.
+        quarantine: where prompts in quarantine are listed; ``None``: nowhere.
     """
 
     memory: PromptMemoryStore | None
     log: GroupLog
-    ledger: SqliteLedger | None = None
+    ledger: PromptLedger = field(default_factory=PromptLedger)
     quarantine: Path | None = None
 
 
 def no_run_files() -> RunFiles:
-    """For a loop that leaves no files."""
-    return RunFiles(None, GroupLog(None))
+    """Return what a loop without files uses."""
+    return RunFiles(None, GroupLog(None), PromptLedger())
 
 
 @contextmanager
 def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
-    """Open the files, which are appended to where they exist.
+    """Open the files; what exists is continued.
 
     Raises:
         DataError: ledger or memory of prompts are damaged, in use or of another program.
     """
     folder, uses_memory = Path(config.sluice.run_dir), _uses_memory(config)
     log_file = folder / LOG_FILE if config.sluice.reward.group_log else None
-    log = GroupLog(log_file, samples=_ended_groups(config))
+    num_samples = config.actor_rollout_ref.rollout.n
+    log = GroupLog(log_file, num_samples, samples=_ended_groups(config))
     store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
     is_durable = config.sluice.reward.ledger == "sqlite"
-    durable_ledger = SqliteLedger(folder / LEDGER_FILE) if is_durable else nullcontext()
-    with durable_ledger as ledger, store as memory:
+    with PromptLedger(folder / LEDGER_FILE if is_durable else None) as ledger, store as memory:
         yield RunFiles(memory, log, ledger, folder / QUARANTINE_FILE)
 
 
@@ -112,9 +119,6 @@ def _uses_memory(config: RunConfig) -> bool:
     return StrategyName(config.sluice.sampling.strategy).uses_memory
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class PromptSets:
     """Checked data sets; ``None``: not configured. `images` are limits; ``None``: none are read."""
@@ -124,50 +128,202 @@ class PromptSets:
     images: ImageLimits | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class RewardLoop:
-    """What the servicer calls."""
+    """The whole service but its servicer: what the servicer, the metrics and the watchdog ask.
 
-    pipeline: Pipeline
-    evaluation: Evaluator
-    submissions: Submissions
-    score_requests: ScoreRequests
-    ledger: PromptLedger
-    batcher: Batcher
-    queue: ReplicaQueue
-    recorder: OutcomeRecorder
-    strategy: SamplingStrategy
-    dumps: SampleDumps
-    dataset_rows: int
-    grader: Grader
-    quarantine: Quarantine
-    samples: SampleSaver
-    traces: PromptTraces
+    Args:
+        config: the run's configuration.
+        sets: its data sets.
+        scorers: the running pool.
+        client: how replicas are called.
+        files: what the service writes into the run's folder; ``None``: nothing.
+
+    Raises:
+        ConfigError: settings that cannot work together.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sets: PromptSets,
+        scorers: SampleScorer,
+        client: GenerationClient,
+        files: RunFiles | None = None,
+    ) -> None:
+        files = files or no_run_files()
+        open_stream = _training_opener(config, sets.training, sets.images)
+        check_data_source = _data_source_check(config)
+        rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
+        settings = _settings(config, rows)
+        self.dataset_rows = rows
+        self.log = files.log
+        self.ledger = files.ledger
+        self.strategy = _strategy(config, files.memory)
+        rules = settings.rules
+        ages = GroupAges(rules.batch_size, rules.max_staleness, rules.on_stale)
+        self.groups = Groups(self.ledger, ages)
+        self.source = PromptSource(
+            self.groups,
+            open_stream,
+            check_data_source,
+            self.strategy.forecast,
+            self.strategy.num_in_line,
+        )
+        self._issue_pending()
+        max_strikes = config.sluice.reward.outcomes.max_strikes
+        self.quarantine = Quarantine(self.ledger, max_strikes, files.quarantine)
+        shaping = overlong_shaping(config.reward, config.data.max_response_length)
+        self.grader = Grader(scorers, shaping, outcome_policy(config))
+        self.traces = _traces(config, self.ledger)
+        capacity = ChangeSignal()
+        self._build_generation(config, client, capacity)
+        self.counters = GroupStatistics(
+            self.dispatcher.num_received,
+            round_size=round_size(self.strategy.rules),
+            scorer_seconds=lambda: scorers.busy_seconds,
+        )
+        group_filter = config.algorithm.filter_groups
+        self.guard = YieldGuard(group_filter.min_yield, group_filter.min_yield_groups)
+        self._build_pipeline(settings, files.memory, capacity)
+        self._build_clients(config, sets, scorers, check_data_source)
+        self._observe()
+
+    def _issue_pending(self) -> None:
+        """Issue what the ledger of an earlier service holds before anything else."""
+        for group in self.groups.in_order():
+            if group.state is GroupState.WAITING:
+                self.source.put(group.prompt)
+        if self.source.num_waiting:
+            logger.info("%d prompts of an earlier service wait again", self.source.num_waiting)
+
+    def _build_generation(
+        self, config: RunConfig, client: GenerationClient, capacity: ChangeSignal
+    ) -> None:
+        self.queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
+        self.dispatcher = GroupDispatcher(
+            client,
+            self.queue,
+            max_attempts=config.sluice.reward.max_attempts,
+            leave_out_overlong=config.data.filter_overlong_prompts,
+            rules=straggler_rules(config),
+        )
+
+    def _build_pipeline(
+        self, settings: PipelineSettings, memory: PromptMemoryStore | None, capacity: ChangeSignal
+    ) -> None:
+        changes = ChangeSignal(then=capacity)
+        batches = TrainBatches(
+            groups=self.groups,
+            ledger=self.ledger,
+            source=self.source,
+            strategy=self.strategy,
+            statistics=self.counters,
+            guard=self.guard,
+            rules=settings.rules,
+            changes=changes,
+        )
+        admission = GroupAdmission(
+            settings=settings,
+            groups=self.groups,
+            batches=batches,
+            strategy=self.strategy,
+            source=self.source,
+            queue=self.queue,
+            memory=memory,
+            quarantine=self.quarantine,
+        )
+        runs = GroupRun(
+            settings=settings,
+            groups=self.groups,
+            dispatcher=self.dispatcher,
+            grader=self.grader,
+            quarantine=self.quarantine,
+            strategy=self.strategy,
+            batches=batches,
+        )
+        self.pipeline = Pipeline(
+            settings=settings,
+            ledger=self.ledger,
+            groups=self.groups,
+            source=self.source,
+            queue=self.queue,
+            dispatcher=self.dispatcher,
+            strategy=self.strategy,
+            memory=memory,
+            admission=admission,
+            batches=batches,
+            runs=runs,
+            traces=self.traces,
+            changes=changes,
+            capacity=capacity,
+        )
+
+    def _build_clients(
+        self,
+        config: RunConfig,
+        sets: PromptSets,
+        scorers: SampleScorer,
+        check_data_source: Callable[[str], None],
+    ) -> None:
+        """Build what clients and the trainer call beside the loop."""
+        limits = config.sluice.limits
+        self.submissions = Submissions(
+            self.ledger,
+            self.pipeline.submit,
+            check_data_source,
+            config.sluice.reward.max_client_pending,
+            limits.max_client_images_mb << 20,
+        )
+        self.score_requests = ScoreRequests(scorers, limits.max_client_score_items)
+        self.dumps = sample_dumps(config.trainer)
+        self.evaluation = Evaluator(
+            _validation_opener(config, sets.validation, sets.images),
+            self.dispatcher,
+            self.grader,
+            self.dumps,
+            lambda: self.groups.policy_version,
+            on_tokens=self.counters.evaluated,
+        )
+
+    def _observe(self) -> None:
+        """Publish the events of groups. Those that write nothing are left out."""
+        self.groups.observe(self.guard.observe)
+        self.groups.observe(self.counters.observe)
+        if TRACER.is_on:
+            self.groups.observe(self.traces.observe)
+        if self.log.is_on:
+            self.groups.observe(self.log.observe)
+        self.groups.observe(self.submissions.observe)
+
+    async def run(self) -> None:
+        """Run the loop and write the group log, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            if self.log.is_on:
+                tasks.create_task(self.log.run(), name="group log")
+            tasks.create_task(self.pipeline.run(), name="pipeline")
 
     def statistics(self) -> dict[str, float]:
-        """Counters since the start, and ``reward/prompts_lost``, which only a defect raises.
+        """Return counters since the start, and ``reward/prompts_lost``, which only a defect raises.
 
-        ``reward/groups_acknowledged`` is what trainers have said they trained, since the ledger
+        ``reward/groups_acknowledged`` counts what trainers have acknowledged since the ledger
         began; a trainer may compare what was added since its own start with its count.
         ``reward/tokens/pending`` and the uses beside it add up to ``reward/tokens/received``.
         """
-        totals = self.recorder.totals()
-        totals["reward/tokens/pending"] += self.evaluation.num_pending_tokens
-        lost = prompts_lost(self.ledger.accounts(), self.pipeline.held)
+        pending = sum(group.tokens.num_received for group in self.groups)
+        lost = prompts_lost(self.ledger, self.groups, self.source.num_waiting)
         return {
-            **totals,
+            **self.counters.totals(),
             **self.strategy.statistics(),
+            "reward/tokens/pending": float(pending + self.evaluation.num_pending_tokens),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
             "reward/quarantine": float(len(self.quarantine)),
-            "reward/saved_tokens": float(self.samples.num_saved_tokens),
-            "reward/saved_samples_mb": (self.ledger.saved_bytes or 0) / MIB,
             "reward/groups_acknowledged": float(self.ledger.num_acknowledged),
             "reward/validation_groups": float(self.evaluation.num_graded_groups),
             "reward/prompts_lost": float(lost),
         }
 
     def end(self) -> None:
-        """Stop admitting; whoever waits is told."""
+        """Stop admitting; calls for a batch raise, and submissions end."""
         self.pipeline.batches.close(NotReadyError("the reward service is shutting down"))
         self.submissions.end()
 
@@ -180,217 +336,26 @@ def open_prompt_sets(config: RunConfig) -> PromptSets:
     )
 
 
-def assemble(
-    config: RunConfig,
-    sets: PromptSets,
-    scorers: SampleScorer,
-    client: GenerationClient,
-    files: RunFiles | None = None,
-) -> RewardLoop:
-    """Connect everything.
-
-    Args:
-        config: the run's configuration.
-        sets: its data sets.
-        scorers: the running pool.
-        client: how replicas are called.
-        files: what it writes into the run's folder; ``None``: nothing.
-
-    Raises:
-        ConfigError: settings that cannot work together.
-    """
-    open_stream = _training_opener(config, sets.training, sets.images)
-    check_data_source = _data_source_check(config)
-    endings, rules, run_files = _Endings(), _batch_rules(config), files or no_run_files()
-    ledger = run_files.ledger or MemoryLedger()
-    traces = _traces(config, ledger)
+def _strategy(config: RunConfig, memory: PromptMemoryStore | None) -> SamplingStrategy:
     strategy = SamplingStrategy(sampling_rules(config))
-    for key, mean_tokens in run_files.memory.lengths(KNOWN_LENGTHS) if run_files.memory else ():
+    for key, mean_tokens in memory.lengths(KNOWN_LENGTHS) if memory else ():
         strategy.forecast.remember(key, mean_tokens)
-    source = _source(ledger, open_stream, check_data_source, strategy)
-    parts = _stages(config, ledger, source, strategy, scorers, client, endings, run_files)
-    rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
-    pipeline = Pipeline(_settings(config, rules, rows), parts, traces)
-    submissions = _submissions(config, ledger, pipeline.submit, check_data_source)
-    endings.listener = submissions.ended
-    dumps = sample_dumps(config.trainer)
-    evaluation = Evaluator(
-        _validation_opener(config, sets.validation, sets.images),
-        parts.dispatcher,
-        parts.grader,
-        parts.trace,
-        dumps,
-        lambda: pipeline.policy_version,
-        on_tokens=parts.recorder.evaluated,
-    )
-    return RewardLoop(
-        pipeline,
-        evaluation,
-        submissions,
-        ScoreRequests(scorers, config.sluice.limits.max_client_score_items),
-        ledger,
-        parts.batcher,
-        parts.queue,
-        parts.recorder,
-        parts.strategy,
-        dumps,
-        rows,
-        parts.grader,
-        parts.quarantine,
-        parts.samples,
-        traces,
-    )
+    return strategy
 
 
-def _traces(config: RunConfig, ledger: MemoryLedger) -> PromptTraces:
-    """Follow the ledger's prompts, if this process is traced."""
+def _traces(config: RunConfig, ledger: PromptLedger) -> PromptTraces:
     if not TRACER.is_on:
         return PromptTraces()
-    is_first = ledger.accounts().num_submitted == 0
-    traces = PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
-    ledger.observe(traces)
-    return traces
+    is_first = ledger.num_submitted == 0
+    return PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
 
 
-def _submissions(
-    config: RunConfig,
-    ledger: PromptLedger,
-    accept: Callable[[Prompt], None],
-    check_data_source: Callable[[str], None],
-) -> Submissions:
-    return Submissions(
-        ledger,
-        accept,
-        check_data_source,
-        config.sluice.reward.max_client_pending,
-        config.sluice.limits.max_client_images_mb * MIB,
-    )
-
-
-def _source(
-    ledger: PromptLedger,
-    open_stream: Callable[[DataProgress], PromptStream] | None,
-    check_data_source: Callable[[str], None],
-    strategy: SamplingStrategy,
-) -> PromptSource:
-    """Issues what the ledger of an earlier service holds, in its order, before anything else."""
-    source = PromptSource(
-        ledger, open_stream, check_data_source, strategy.forecast, strategy.num_in_line
-    )
-    for prompt in ledger.pending():
-        if ledger.state(prompt.prompt_id) is PromptState.WAITING:
-            source.put(prompt)
-    if source.num_waiting:
-        logger.info("%d prompts of an earlier service wait again", source.num_waiting)
-    return source
-
-
-def _stages(
-    config: RunConfig,
-    ledger: PromptLedger,
-    source: PromptSource,
-    strategy: SamplingStrategy,
-    scorers: SampleScorer,
-    client: GenerationClient,
-    endings: _Endings,
-    files: RunFiles,
-) -> PipelineParts:
-    capacity = ChangeSignal()
-    changes = ChangeSignal(then=capacity)
-    batcher = Batcher(_batch_rules(config))
-    queue = ReplicaQueue(config.sluice.reward.inflight_slack, capacity.notify)
-    received = TokenCountingClient(client)
-    trace = GenerationTrace(received)
-    dispatcher = GroupDispatcher(
-        trace,
-        queue,
-        max_attempts=config.sluice.reward.max_attempts,
-        leave_out_overlong=config.data.filter_overlong_prompts,
-        rules=straggler_rules(config),
-        on_resumed=trace.resumed,
-    )
-    guard = YieldGuard(
-        config.algorithm.filter_groups.min_yield, config.algorithm.filter_groups.min_yield_groups
-    )
-    recorder = OutcomeRecorder(
-        OutcomeRecords(ledger, batcher, guard, trace, received, TokenAccounts(), files.log),
-        round_size=round_size(strategy.rules),
-        scorer_seconds=lambda: scorers.busy_seconds,
-        on_end=endings.ended,
-        further_gauges=partial(_batch_gauges, strategy),
-    )
-    grader = Grader(
-        scorers,
-        overlong_shaping(config.reward, config.data.max_response_length),
-        outcome_policy(config),
-    )
-    return PipelineParts(
-        ledger,
-        source,
-        queue,
-        dispatcher,
-        trace,
-        grader,
-        batcher,
-        guard,
-        strategy,
-        recorder,
-        files.log,
-        files.memory,
-        changes,
-        capacity,
-        Quarantine(ledger, config.sluice.reward.outcomes.max_strikes, files.quarantine),
-        _sample_saver(config, ledger, dispatcher),
-    )
-
-
-def _sample_saver(
-    config: RunConfig, ledger: PromptLedger, dispatcher: GroupDispatcher
-) -> SampleSaver:
-    saver = SampleSaver(
-        ledger,
-        lambda: dispatcher.under_way,
-        interval_s=config.sluice.reward.ledger_samples_interval_s,
-        max_bytes=config.sluice.reward.ledger_samples_mb * MIB,
-    )
-    dispatcher.on_open, dispatcher.on_home = saver.opened, saver.request_ended
-    return saver
-
-
-def _batch_gauges(strategy: SamplingStrategy) -> dict[str, float]:
-    """The strategy's gauges for a batch's row; in synchronous mode those that repeat with the run.
-
-    The measured yield weighs groups in the order they ended, which is a matter of timing; where
-    batches on policy are filled exactly, nothing is decided by it.
-    """
-    gauges, rules = strategy.statistics(), strategy.rules
-    if rules.max_staleness == 0 and not rules.preempts:
-        gauges.pop("sampling/yield")
-    return gauges
-
-
-class _Endings:
-    """Passes outcomes on; breaks the circle between those who end prompts and who submits them."""
-
-    def __init__(self) -> None:
-        self.listener: Callable[[PromptOutcome], None] | None = None
-
-    def ended(self, outcome: PromptOutcome) -> None:
-        if self.listener is not None:
-            self.listener(outcome)
-
-
-def _batch_rules(config: RunConfig) -> BatchRules:
+def _settings(config: RunConfig, epoch_rows: int) -> PipelineSettings:
     asynchrony = config.sluice.asynchrony
-    return BatchRules(config.data.train_batch_size, asynchrony.max_staleness, asynchrony.on_stale)
-
-
-def _settings(config: RunConfig, rules: BatchRules, epoch_rows: int) -> PipelineSettings:
+    rules = BatchRules(config.data.train_batch_size, asynchrony.max_staleness, asynchrony.on_stale)
     rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
-    sampling, choice = (
-        training_sampling(rollout, config.data.max_response_length),
-        sampling_rules(config),
-    )
+    sampling = training_sampling(rollout, config.data.max_response_length)
+    choice = sampling_rules(config)
     return PipelineSettings(
         rules,
         rollout.n,

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from services.reward.app import RewardLoop
+from services.reward.group import PENDING_STATES
 from services.reward.groups.loop import Blocker, as_waits
-from services.reward.ledger.ledger import PromptState
 from services.reward.records.statistics import SAMPLE_OUTCOMES
 from sluice.algorithm.routing import FleetUse, replicas_needed, slots_needed
 from sluice.concurrency.waits import WAITS, Waiting, merged_waits
@@ -23,7 +23,7 @@ from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
 from sluice.telemetry.instruments import reward
 from sluice.telemetry.metrics import Histogram, InstrumentReading
-from sluice.types import PromptEnd, TrainGroup
+from sluice.types import TrainGroup
 
 
 class BatchHistory:
@@ -161,7 +161,6 @@ _BY_STATISTIC = {
     "reward/surplus_discarded": reward.GROUPS_SURPLUS,
     "reward/samples_graded": reward.SAMPLES_GRADED,
     "reward/tokens/received": reward.RECEIVED_TOKENS,
-    "reward/reused_tokens": reward.REUSED_TOKENS,
     "reward/validation_groups": reward.VALIDATION_GROUPS,
     "reward/batches_acknowledged": reward.BATCHES,
     "reward/quarantine": reward.QUARANTINED,
@@ -224,14 +223,13 @@ class RewardMetrics:
         yield from self._demanded()
 
     def _prompts(self) -> Iterator[InstrumentReading]:
-        accounts = self.loop.ledger.accounts()
-        yield reward.PROMPTS_SUBMITTED.at(float(accounts.num_submitted))
-        for end in PromptEnd:
-            yield reward.PROMPTS_ENDED.at(float(accounts.by_end.get(end, 0)), end)
-        for state in PromptState:
-            yield reward.PROMPTS.at(float(accounts.by_state.get(state, 0)), state)
+        ledger, groups = self.loop.ledger, self.loop.groups
+        yield reward.PROMPTS_SUBMITTED.at(float(ledger.num_submitted))
+        for end, count in ledger.by_end.items():
+            yield reward.PROMPTS_ENDED.at(float(count), end)
+        for state in PENDING_STATES:
+            yield reward.PROMPTS.at(float(groups.num(state)), state)
         yield reward.GROUPS_QUEUED.at(float(self.loop.queue.num_waiting))
-        yield reward.SAVED_SAMPLES.at(float(self.loop.ledger.saved_bytes or 0))
 
     def _counted(self) -> Iterator[InstrumentReading]:
         counts = self.loop.statistics()
@@ -241,10 +239,10 @@ class RewardMetrics:
             yield reward.SAMPLES.at(counts.get(f"reward/outcomes/{outcome}", 0.0), outcome)
         for what, name in _AGAIN.items():
             yield reward.SAMPLES_AGAIN.at(counts.get(name, 0.0), what)
-        yield reward.SCORER_SECONDS.at(self.loop.recorder.scorer_seconds)
+        yield reward.SCORER_SECONDS.at(self.loop.counters.scorer_seconds)
 
     def _batch(self) -> Iterator[InstrumentReading]:
-        pipeline, num_kept = self.loop.pipeline, self.loop.batcher.num_kept
+        pipeline, num_kept = self.loop.pipeline, self.loop.groups.num_kept
         yield reward.BATCH_GROUPS.at(float(self.batch_size))
         yield reward.BATCH_FILL.at(min(1.0, num_kept / self.batch_size))
         yield reward.BATCH_ASKED.at(float(pipeline.batches.is_asked))
@@ -254,7 +252,7 @@ class RewardMetrics:
             yield reward.KNOWN_VERSION.at(float(pipeline.policy_version))
         yield reward.KNOWN_REPLICAS.at(float(len(self.loop.queue.replicas)))
         for wait, seconds in pipeline.awaited():
-            # A lease's key goes on with the batch's id.
+            # The key of a lease ends with the batch's id.
             yield reward.AWAITED.at(seconds, wait.key.partition(" ")[0])
 
     def _demanded(self) -> Iterator[InstrumentReading]:
@@ -294,7 +292,7 @@ def exported(config: RunConfig, loop: RewardLoop, name: str) -> Iterator[None]:
         history.formed(groups, version, fill_s)
         bound.formed(groups, version)
 
-    loop.recorder.on_batch = formed
+    loop.counters.on_batch = formed
     metrics = RewardMetrics(
         loop,
         history,
@@ -341,8 +339,9 @@ class RewardWork:
         self._awaited, self._looked_s = pipeline.awaited(), time.monotonic()
         generates = pipeline.num_generating > 0 and bool(self._loop.queue.replicas)
         progress = (
-            *(pipeline.policy_version, self._loop.batcher.num_kept),
-            self._loop.recorder.progress,
+            pipeline.policy_version,
+            self._loop.groups.num_kept,
+            self._loop.counters.progress,
         )
         return WorkState(progress, generates or pipeline.num_grading > 0, self._patience_s)
 

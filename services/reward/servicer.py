@@ -11,10 +11,10 @@ import grpc
 from services.reward.app import RewardLoop
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
+from services.reward.group import PromptOutcome
 from services.reward.groups.evaluation import EvaluationOrder, EvaluationResult
 from services.reward.groups.loop import as_waits
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
-from services.reward.records.outcomes import PromptOutcome
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
@@ -130,7 +130,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> None:
         """Sends the images of the leased batch."""
         check_take_images(request)
-        for images in group_images_to_proto(self._loop.batcher.leased(request.batch_id)):
+        batches = self._loop.pipeline.batches
+        for images in group_images_to_proto(batches.batch(request.batch_id)):
             with waiting_for("trainer", "taking images of a batch"):
                 await context.write(images)
 
@@ -290,18 +291,18 @@ def _evaluation_to_proto(result: EvaluationResult) -> reward.EvaluateResponse:
 
 
 def _status_to_proto(loop: RewardLoop) -> reward.GetStatusResponse:
-    pipeline, accounts = loop.pipeline, loop.ledger.accounts()
+    pipeline, ledger = loop.pipeline, loop.ledger
     awaited = pipeline.awaited()
     replicas: list[common.Replica] = [
         replica_to_proto(replica.info, replica.policy_version) for replica in loop.queue.replicas
     ]
     return reward.GetStatusResponse(
-        prompts_submitted=accounts.num_submitted,
-        prompts_by_end={end.value: count for end, count in accounts.by_end.items()},
-        prompts_pending=accounts.num_pending,
+        prompts_submitted=ledger.num_submitted,
+        prompts_by_end={end.value: count for end, count in ledger.by_end.items()},
+        prompts_pending=len(loop.groups),
         groups_generating=pipeline.num_generating,
         groups_grading=pipeline.num_grading,
-        groups_kept=loop.batcher.num_kept,
+        groups_kept=loop.groups.num_kept,
         dataset_rows=loop.dataset_rows,
         policy_version=pipeline.policy_version,
         replicas=replicas,

@@ -1,5 +1,8 @@
-"""The rollout service: one replica samples responses and takes new weights as they come."""
+"""The rollout service: one replica of the policy. Prompts and new weights come in; sampled tokens
+with logprobs and versions, and counters for the trainer, go out. `servicer` and `registration` talk
+to others, `generation` turns chunks into samples, and `engines` compute them.
+"""
 
 from services.rollout.engines.vendor.owner_watch import end_with_owner
 
-end_with_owner()  # here, since what follows in a vendor's process takes long
+end_with_owner()  # before anything else: the other imports of a vendor's process take seconds

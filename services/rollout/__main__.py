@@ -12,9 +12,14 @@ from pathlib import Path
 
 from services.rollout.engines.protocol import Engine
 from services.rollout.engines.registry import create_engine
-from services.rollout.generation import CountedGeneration
+from services.rollout.generation import GenerationRunner
 from services.rollout.prompt_encoder import PromptEncoder
-from services.rollout.registration import EngineHeartbeat, Registration, WeightsHealth
+from services.rollout.registration import (
+    EngineHeartbeat,
+    NotifyHealth,
+    Registration,
+    report_weights,
+)
 from services.rollout.servicer import (
     ImageRules,
     ReplicaIdentity,
@@ -105,13 +110,13 @@ async def _run_replica(config: RunConfig, name: str) -> None:
             await server.start()
             try:
                 replica = _replica(config, identity, server.port)
-                health = WeightsHealth(engine.load, partial(server.set_named, WEIGHTS_HEALTH))
+                notify = partial(server.set_named, WEIGHTS_HEALTH)
                 with (
                     watching(config, identity.name, engine.load, replica.address),
                     exported(config, identity.name, engine.load),
                 ):
-                    exempt_start_up()
-                    await _take_part(config, engine, replica, health, credentials, stop)
+                    exempt_start_up()  # garbage collection need not look at the model's objects
+                    await _take_part(config, engine, replica, notify, credentials, stop)
             finally:
                 await server.stop(config.sluice.rollout.drain_timeout_s)
         finally:
@@ -139,7 +144,7 @@ def _server(
         identity,
         engine,
         encoder,
-        CountedGeneration(engine, encoder),
+        GenerationRunner(engine, encoder),
         engine_name=config.actor_rollout_ref.rollout.name,
         max_n=service.max_n,
         training_prompts=PromptLimit(
@@ -181,7 +186,7 @@ def _server(
 
 
 def _replica(config: RunConfig, identity: ReplicaIdentity, port: int) -> ReplicaInfo:
-    """What the trainer is told; the port is known only after binding."""
+    """Return what the trainer needs to know; the port is known only after binding."""
     return ReplicaInfo(
         identity.name,
         identity.instance_id,
@@ -195,40 +200,33 @@ async def _take_part(
     config: RunConfig,
     engine: Engine,
     replica: ReplicaInfo,
-    health: WeightsHealth,
+    notify: NotifyHealth,
     credentials: Credentials,
     stop: asyncio.Event,
 ) -> None:
-    """Stays registered until `stop`, then tells the trainer that the replica drains."""
+    """Stay registered until `stop`, then report to the trainer that the replica drains."""
     trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
     limit = message_mb(config) << 20
     async with open_channel(trainer, max_message_bytes=limit, credentials=credentials) as channel:
         digest = layout_digest(engine.weight_layout)
-        heartbeat = EngineHeartbeat(engine)
+        heartbeat = EngineHeartbeat(engine.probe)
         registration = Registration(
             trainer_stub(channel), replica, digest, engine.load, lambda: heartbeat.turns
         )
-        await _until_stopped(registration, heartbeat, health, stop)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(registration.run(), name="registration"),
+                tasks.create_task(heartbeat.run(), name="engine pulse"),
+                tasks.create_task(report_weights(engine.load, notify), name="weights health"),
+            ]
+            await stop.wait()
+            for task in running:
+                task.cancel()
         await registration.announce_drain()
 
 
-async def _until_stopped(
-    registration: Registration,
-    heartbeat: EngineHeartbeat,
-    health: WeightsHealth,
-    stop: asyncio.Event,
-) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(registration.run(), name="registration")
-        beating = tasks.create_task(heartbeat.run(), name="engine pulse")
-        reporting = tasks.create_task(health.run(), name="weights health")
-        await stop.wait()
-        for task in (running, beating, reporting):
-            task.cancel()
-
-
 def main() -> int:
-    """Runs until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
+    """Run until SIGTERM or SIGINT; exit code 0 when everything ended in order."""
     end_with_supervisor()
     arguments = _parse(sys.argv[1:])
     return exit_status(arguments.name, lambda: asyncio.run(_serve(arguments)))

@@ -1,5 +1,10 @@
-"""Turn an engine's chunks into streamed tokens, text and whole samples, and count the tokens
-handed to callers.
+"""One generate call: engine chunks in, whole samples (and tokens as they come) out.
+
+Consumes: chunks of one engine request. Waits for: the engine.
+Unblocked by: chunks, or cancellation of the call, which closes the engine's iterator and so frees
+    the slots.
+Produces: `GenerationEvent`s in order, and the counts of tokens that were sent and not sent.
+On failure: a failing engine ends the call with the engine's error.
 """
 
 from __future__ import annotations
@@ -17,48 +22,44 @@ from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, TokenIds
 
+# An engine's chunks at intervals may come a little late, so one interval is no sign of a problem.
+SIGN_OF_LIFE_INTERVALS = 2
 
-class ReportedText:
-    """Text that stays, whatever follows: no half of a character, no beginning of a stop string.
+
+class StreamedText:
+    """The part of a growing response's text that can be sent, because no further token changes it.
+
+    It ends before an unfinished character and before the possible beginning of a stop string.
 
     Args:
-        stops: strings of which one may end the response.
+        stops: strings that end the response.
         decode: of the model's tokenizer.
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
-        self._stops, self._settled = stops, IncrementalDetokenizer(decode)
+        self._stops = stops
+        self._settled = IncrementalDetokenizer(decode)
         self._held = ""  # settled, but perhaps the beginning of a stop string
-        self._num_reported = 0
+        self._num_sent = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes further tokens on; what may be told now."""
+        """Take more tokens; return the text that can be sent now."""
         self._held += self._settled.push(token_ids)
-        reported = stable_prefix(self._held, self._stops)
-        self._held = self._held[len(reported) :]
-        self._num_reported += len(reported)
-        return reported
+        stable = stable_prefix(self._held, self._stops)
+        self._held = self._held[len(stable) :]
+        self._num_sent += len(stable)
+        return stable
 
     def rest_of(self, text: str) -> str:
-        """What was not told yet of the whole text of a response that has ended."""
-        return text[self._num_reported :]
-
-
-# One generation: engine chunks in, whole samples (and tokens as they come) out.
-#
-# Consumes chunks of one engine request; waits for the engine; unblocked by chunks, or by
-# cancellation of the call, which closes the engine's iterator and so frees the slots; produces
-# `GenerationEvent`s in order; a failing engine ends it with the engine's error.
-
-# Tokens that come at intervals come a little after them.
-SIGN_OF_LIFE_INTERVALS = 2
+        """Return what was not sent yet of the whole text of a finished response."""
+        return text[self._num_sent :]
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text."""
+    """Decoder of token ids."""
 
     def decode(self, token_ids: TokenIds) -> str:
-        """The text of response tokens."""
+        """Return the text of response tokens."""
         ...
 
 
@@ -72,7 +73,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvent:
-    """What is sent together; `engine_tokens` when nothing came and samples wait for slots."""
+    """What is sent together; `engine_tokens` is set if samples wait and nothing came."""
 
     deltas: tuple[TextDelta, ...]
     rollouts: tuple[Rollout, ...]
@@ -88,9 +89,9 @@ class StreamOptions:
 
     Attributes:
         every_token: tokens are sent as they come, with their text.
-        partial_interval_s: the tokens of unfinished samples are sent about so often, without text,
-            unless every token is; and when nothing came for twice as long while samples wait for
-            a slot in the engine, whether it works. ``None``: never.
+        partial_interval_s: tokens of unfinished samples are sent about that often, without text,
+            unless every token is. If nothing came for twice as long while samples wait for a slot,
+            a sign is sent that the engine works. ``None``: never.
         linger_s: finished samples wait this long for others to travel with.
     """
 
@@ -106,20 +107,42 @@ class StreamOptions:
 
 @dataclass(slots=True, eq=False)
 class _StreamedSample:
-    """A sample under way; `told` if its text is sent as it grows."""
+    """A running sample; `text` is set if its text is sent as it grows."""
 
-    reported: ReportedText | None
+    text: StreamedText | None
     grown: GrowingSample = field(default_factory=GrowingSample)
 
     def adopt(self, partial: Rollout) -> None:
-        """Starts from an earlier part, whose text the caller has as far as it was to be told."""
+        """Continue an earlier part; the caller has all of its text that could be sent."""
         self.grown.adopt(partial)
-        if self.reported is not None:
-            self.reported.push(self.grown.token_ids().tolist())
+        if self.text is not None:
+            self.text.push(self.grown.token_ids().tolist())
+
+
+class HandOver:
+    """A count of the tokens of one call that are new to its caller.
+
+    A sample that is sent whole repeats its earlier deltas, and what the caller gave us to continue;
+    neither counts.
+    """
+
+    def __init__(self, partials: Iterable[Rollout]) -> None:
+        self._known = {partial.sample_index: partial.num_tokens for partial in partials}
+
+    def new_tokens(self, event: GenerationEvent) -> int:
+        """Return the new tokens of `event`; call it once for each event, in order."""
+        known = self._known
+        found = num_tokens(delta.chunk for delta in event.deltas)
+        for delta in event.deltas:
+            sample = delta.chunk.sample_index
+            known[sample] = known.get(sample, 0) + num_tokens([delta.chunk])
+        for rollout in event.rollouts:
+            found += rollout.num_tokens - known.pop(rollout.sample_index, 0)
+        return found
 
 
 class GenerationRunner:
-    """Runs requests on one engine.
+    """Generate calls on one engine; they count what became of their tokens.
 
     Args:
         engine: where tokens come from.
@@ -134,26 +157,48 @@ class GenerationRunner:
         self,
         request: GenerationRequest,
         partials: Iterable[Rollout],
-        delivery: StreamOptions,
+        options: StreamOptions,
         send: Send,
     ) -> None:
-        """Generates until every requested sample has finished.
+        """Generate until every requested sample has finished.
 
         Args:
-            request: the samples to draw.
+            request: the samples to generate.
             partials: the whole earlier part of samples that are continued.
-            delivery: what is sent when.
+            options: what is sent when.
             send: takes each event; its pace slows the sending, never the engine.
 
         Raises:
             SluiceError: what the engine raised (inside an exception group).
         """
+        partials = tuple(partials)
+        hand_over, counted = HandOver(partials), self._engine.accounting.of(request)
+
+        async def send_counted(event: GenerationEvent) -> None:
+            await send(event)
+            # Only now: an event that the caller did not take was not sent.
+            new_tokens = hand_over.new_tokens(event)
+            request.tokens.sent += new_tokens
+            counted.sent += new_tokens
+
+        try:
+            await self._run(request, partials, options, send_counted)
+        finally:
+            counted.unsent += request.tokens.yielded - request.tokens.sent
+
+    async def _run(
+        self,
+        request: GenerationRequest,
+        partials: Iterable[Rollout],
+        options: StreamOptions,
+        send: Send,
+    ) -> None:
         stops = request.sampling.stop
         if stops:
             request = replace(request, decode=self._detokenizer.decode)
         decode = self._detokenizer.decode
         growing = {
-            index: _StreamedSample(ReportedText(stops, decode) if delivery.every_token else None)
+            index: _StreamedSample(StreamedText(stops, decode) if options.every_token else None)
             for index in request.sample_indexes
         }
         for partial in partials:
@@ -161,34 +206,35 @@ class GenerationRunner:
         inbox: asyncio.Queue[tuple[SampleChunk, ...]] = asyncio.Queue()
         ended = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._pump(request, inbox, ended, delivery), name="engine")
+            tasks.create_task(self._pump(request, inbox, ended, options), name="engine")
             while growing:
-                arrived = [await self._next(inbox, delivery, send)]
+                arrived = [await self._next(inbox, options, send)]
+                # A finished sample waits a little for others: one message costs less than several.
                 ends = any(chunk.finish_reason is not None for chunk in arrived[0])
-                if ends and delivery.linger_s > 0 and len(growing) > 1:
-                    await _linger(ended, delivery.linger_s)
+                if ends and options.linger_s > 0 and len(growing) > 1:
+                    await _linger(ended, options.linger_s)
                 while not inbox.empty():
                     arrived.append(inbox.get_nowait())
-                event = self._event(tuple(chain(*arrived)), growing, delivery, stops)
+                event = self._event(tuple(chain(*arrived)), growing, options, stops)
                 if event.deltas or event.rollouts:
                     await send(event)
-                if growing and not all(arrived):
+                if growing and not all(arrived):  # the pump's end came too early
                     raise EngineError(f"the engine ended without {len(growing)} of the samples")
 
     async def _next(
-        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], delivery: StreamOptions, send: Send
+        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], options: StreamOptions, send: Send
     ) -> tuple[SampleChunk, ...]:
-        """The next chunks; while there are none, tells at intervals if the engine draws tokens.
+        """Return the next chunks; report at intervals that the engine samples while none come.
 
-        Only while samples wait, these may be among them. Where all have a slot, and a slot is all
-        that they need, that none gets a token is no better for what the engine draws for others.
+        Only while samples wait for a slot or for space: if all of them run, tokens that the engine
+        samples for others do not help the one that gets none.
         """
-        if delivery.partial_interval_s is None:
+        if options.partial_interval_s is None:
             return await inbox.get()
         seen: int | None = None
         while True:
             try:
-                async with asyncio.timeout(SIGN_OF_LIFE_INTERVALS * delivery.partial_interval_s):
+                async with asyncio.timeout(SIGN_OF_LIFE_INTERVALS * options.partial_interval_s):
                     return await inbox.get()
             except TimeoutError:
                 load = self._engine.load()
@@ -202,16 +248,16 @@ class GenerationRunner:
         request: GenerationRequest,
         inbox: asyncio.Queue[tuple[SampleChunk, ...]],
         ended: asyncio.Event,
-        delivery: StreamOptions,
+        options: StreamOptions,
     ) -> None:
-        """Moves chunks into `inbox`, and nothing as a last item; then sets `ended`.
+        """Move chunks into `inbox`, and an empty tuple at the end; then set `ended`.
 
         The queue is bounded by the request: an engine yields at most one chunk a token.
         """
         chunks_of = self._engine.generate(
             request,
-            every_token=delivery.every_token,
-            partial_interval_s=None if delivery.every_token else delivery.partial_interval_s,
+            every_token=options.every_token,
+            partial_interval_s=None if options.every_token else options.partial_interval_s,
         )
         async with aclosing(chunks_of) as stream:  # type: ignore[type-var]
             async for chunks in stream:
@@ -224,89 +270,34 @@ class GenerationRunner:
         self,
         chunks: Sequence[SampleChunk],
         growing: dict[int, _StreamedSample],
-        delivery: StreamOptions,
+        options: StreamOptions,
         stops: Sequence[str],
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []
         rollouts: list[Rollout] = []
+        # Tokens of a sample that is sent whole in this event need no deltas of their own.
         finished = {chunk.sample_index for chunk in chunks if chunk.finish_reason is not None}
         for chunk in chunks:
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
-            new_text = (
-                "" if sample.reported is None else sample.reported.push(chunk.token_ids.tolist())
-            )
+            new_text = "" if sample.text is None else sample.text.push(chunk.token_ids.tolist())
             if chunk.finish_reason is not None:
                 text = before_stop(self._detokenizer.decode(sample.grown.token_ids()), stops)
                 rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
-                # What an aborted sample held back is told where it goes on, if at all.
-                if sample.reported is not None and chunk.finish_reason is not FinishReason.ABORTED:
-                    new_text += sample.reported.rest_of(text)
+                # What an aborted sample held back is sent where it is continued, if at all.
+                if sample.text is not None and chunk.finish_reason is not FinishReason.ABORTED:
+                    new_text += sample.text.rest_of(text)
                 del growing[index]
-            is_sent = sample.reported is not None or (
-                delivery.sends_tokens and index not in finished
-            )
+            is_sent = sample.text is not None or (options.sends_tokens and index not in finished)
             if is_sent and (new_text or chunk.token_ids.size):
                 deltas.append(TextDelta(chunk, new_text))
         return GenerationEvent(tuple(deltas), tuple(rollouts))
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:
-    """Waits for company, but not once there is none to come."""
+    """Wait for other samples, until no more can come."""
     try:
         async with asyncio.timeout(seconds):
             await ended.wait()
     except TimeoutError:
         return
-
-
-class HandOver:
-    """Counts the tokens of one call that are new to its caller.
-
-    A sample that is sent whole repeats what was sent of it in deltas before, and what the caller
-    gave us to continue from: neither counts.
-    """
-
-    def __init__(self, partials: Iterable[Rollout]) -> None:
-        self._known = {partial.sample_index: partial.num_tokens for partial in partials}
-
-    def new_tokens(self, event: GenerationEvent) -> int:
-        """Tokens of `event` that none before it held; call it once for each, in order."""
-        known = self._known
-        found = num_tokens(delta.chunk for delta in event.deltas)
-        for delta in event.deltas:
-            sample = delta.chunk.sample_index
-            known[sample] = known.get(sample, 0) + num_tokens([delta.chunk])
-        for rollout in event.rollouts:
-            found += rollout.num_tokens - known.pop(rollout.sample_index, 0)
-        return found
-
-
-class CountedGeneration(GenerationRunner):
-    """Runs requests on one engine and enters what became of their tokens into its books."""
-
-    def __init__(self, engine: Engine, detokenizer: Detokenizer) -> None:
-        super().__init__(engine, detokenizer)
-        self._accounting = engine.accounting
-
-    async def run(
-        self,
-        request: GenerationRequest,
-        partials: Iterable[Rollout],
-        delivery: StreamOptions,
-        send: Send,
-    ) -> None:
-        """As `GenerationRunner.run`. An event counts as sent once `send` has returned."""
-        partials = tuple(partials)
-        hand_over, accounting = HandOver(partials), self._accounting.of(request)
-
-        async def send_counted(event: GenerationEvent) -> None:
-            await send(event)
-            new_tokens = hand_over.new_tokens(event)
-            request.tokens.sent += new_tokens
-            accounting.sent += new_tokens
-
-        try:
-            await super().run(request, partials, delivery, send_counted)
-        finally:
-            accounting.unsent += request.tokens.yielded - request.tokens.sent

@@ -26,21 +26,21 @@ OWN_ARGUMENTS = frozenset(
         *("return_tensors", "tokenize", "tokenizer_kwargs", "truncation"),
     )
 )
-"""Arguments of the template that the encoder itself decides on."""
+"""Arguments of the template that the encoder itself sets."""
 NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
 class PromptEncoder:
-    """Renders and tokenises prompts; decodes responses.
+    """The model's tokenizer and chat template.
 
     Args:
         model_path: directory with the tokenizer.
-        template_kwargs: further arguments of the chat template, as ``enable_thinking``.
+        template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
         trust_remote_code: run tokenizer code of the checkpoint.
 
     Raises:
         ConfigError: the directory holds no tokenizer, or `template_kwargs` names an argument that
-            is not for users.
+            the encoder sets.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PromptEncoder:
         # The wrapper costs several times what the tokenizer itself does on short texts.
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if self._fast is not None:
-            # A tokenizer.json may say that texts are cut and padded; prompts are neither.
+            # A tokenizer.json may cut and pad texts; prompts must be neither cut nor padded.
             self._fast.no_truncation()
             self._fast.no_padding()
         self._images = _image_prompts(model_path, trust_remote_code=trust_remote_code)
@@ -68,20 +68,19 @@ class PromptEncoder:
         template_kwargs: Mapping[str, object] = NO_KWARGS,
         add_special_tokens: bool = False,
     ) -> TokenIds:
-        """Chat template with a generation prompt, tokenised: [prompt tokens].
+        """Render the chat template with a generation prompt, and tokenise it: [prompt tokens].
 
         Args:
-            messages: the turns. ``<image>`` in their texts stands for an image, if there are any.
+            messages: the turns. With images, ``<image>`` in their texts stands for one.
             images: encoded files in the order of these. Each takes as many tokens as the model
-                reads of it, which count like any others.
-            template_kwargs: of the template, before those of the encoder.
-            add_special_tokens: those that the tokenizer begins or ends texts with are added, though
-                the template writes its own.
+                reads it by, which count like any others.
+            template_kwargs: override those of the encoder.
+            add_special_tokens: add those that the tokenizer begins or ends texts with, although the
+                template writes its own.
 
         Raises:
-            InvalidRequestError: the template refuses the turns; or the images do not fit the model,
-                the texts or the template, or one of them cannot be read; or an argument of the
-                template is not for callers.
+            InvalidRequestError: the template refuses the turns or an argument; the images do not
+                fit the model, the texts or the template; or one of them cannot be read.
         """
         self._check_size(sum(len(m.role) + len(m.content) for m in messages))
         arguments = self._template_arguments(template_kwargs)
@@ -125,12 +124,12 @@ class PromptEncoder:
         return str(text)
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Plain text tokenised: [prompt tokens].
+        """Tokenise plain text: [prompt tokens].
 
         Args:
             text: what the response continues.
-            add_special_tokens: the tokenizer adds those that it begins or ends texts with, such as
-                a BOS, as transformers and other servers do unless told not to.
+            add_special_tokens: add those that the tokenizer begins or ends texts with, such as a
+                BOS, as transformers and other servers do by default.
 
         Raises:
             InvalidRequestError: it has no token, or too many characters.
@@ -138,7 +137,7 @@ class PromptEncoder:
         return _some(self._tokens(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: TokenIds) -> str:
-        """The text of response tokens, special tokens left out."""
+        """Return the text of response tokens, without special tokens."""
         decoder = self._tokenizer if self._fast is None else self._fast
         return str(decoder.decode(token_ids.tolist(), skip_special_tokens=True))
 
@@ -151,7 +150,7 @@ class PromptEncoder:
         return np.asarray(ids, dtype=np.uint32)
 
     def _check_size(self, num_characters: int) -> None:
-        """Rendering and tokenising block the event loop, so their input is bounded first."""
+        """Bound the input of rendering and tokenising, which block the event loop."""
         if num_characters > MAX_PROMPT_CHARACTERS:
             raise InvalidRequestError(
                 f"prompt: {num_characters} characters; send at most {MAX_PROMPT_CHARACTERS}"
@@ -169,7 +168,7 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
 
 
 def _turn_with_images(message: ChatMessage) -> dict[str, Any]:
-    """The text in parts, as chat templates of vision-language models read it."""
+    """Return the text in parts, as templates of vision-language models expect it."""
     texts = message.content.split(IMAGE_MARK)
     if len(texts) == 1:
         return _turn(message)
@@ -184,7 +183,7 @@ def _turn_with_images(message: ChatMessage) -> dict[str, Any]:
 
 def _image_prompts(model_path: Path, *, trust_remote_code: bool) -> ImagePromptReader | None:
     if not (model_path / "config.json").is_file():
-        return None  # a tokenizer alone
+        return None  # only a tokenizer
     return load_image_prompts(model_path, trust_remote_code=trust_remote_code)
 
 

@@ -1,4 +1,4 @@
-"""Keep one replica registered with the trainer, and report whether its engine answers and has
+"""What a replica reports while it lives: its load, whether its engine answers, and whether it has
 weights.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol
 from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.codec.messages import replica_to_proto
+from sluice.codec.messages import counters_to_fields, replica_to_proto
 from sluice.concurrency.waits import Wait, waiting_for
 from sluice.errors import DeadlineError, NotFoundError, PeerError, SluiceError
 from sluice.rpc.client import unary_call
@@ -21,114 +21,96 @@ from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
 _PROBE_INTERVAL_S = 1.0
+_HEALTH_INTERVAL_S = 0.5
+_RETRY_INTERVAL_S = 0.5
+# A shorter absence is usual: a trainer starts after its replicas, and at the end of a run leaves
+# before them.
+_NEWS_AFTER_S = 10.0
 
-
-class ProbedEngine(Protocol):
-    """What is asked; see `Engine`."""
-
-    async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop."""
-        ...
+logger = logging.getLogger(__name__)
 
 
 class EngineHeartbeat:
-    """Asks an engine for ever.
+    """Probes of an engine, one after the other.
 
     Args:
-        engine: which.
-        interval_s: between an answer and the next question.
+        probe: asks the loop of the engine that computes tokens.
+        interval_s: between an answer and the next probe.
     """
 
-    def __init__(self, engine: ProbedEngine, interval_s: float = _PROBE_INTERVAL_S) -> None:
-        self._engine, self._interval_s = engine, interval_s
-        self._turns = 1  # it has started
+    def __init__(
+        self, probe: Callable[[], Awaitable[object]], interval_s: float = _PROBE_INTERVAL_S
+    ) -> None:
+        self._probe = probe
+        self._interval_s = interval_s
+        self._turns = 1  # the start counts
 
     @property
     def turns(self) -> int:
-        """Answers so far, the start included."""
+        """Answers so far, including the start."""
         return self._turns
 
     async def run(self) -> None:
-        """Never returns."""
+        """Probe for ever."""
         while True:
-            await self._engine.probe()
+            await self._probe()
             self._turns += 1
             await asyncio.sleep(self._interval_s)
 
 
-# Has health say, under a name of its own, whether this replica has weights to draw with.
-#
-# Consumes: the engine's load. Waits for: weights, for as long as the trainer takes. Unblocked
-# by: a version that serves; it looks every so often. Produces: one named answer of health. On
-# failure: a broken engine's error ends the replica. On shutdown: cancelled; the server then
-# answers that nothing serves.
-#
-# The process as a whole is healthy before that: it has to be kept, and found, while it waits.
-
-_HEALTH_INTERVAL_S = 0.5
-
-
 class NotifyHealth(Protocol):
-    """Where the answer goes; see `RpcServer.set_named`."""
+    """A receiver of the answer; see `RpcServer.set_named`."""
 
     def __call__(self, *, serving: bool) -> Awaitable[None]:
-        """What health answers from now on."""
+        """Set what health answers from now on."""
         ...
 
 
-class WeightsHealth:
-    """Looks for ever.
+async def report_weights(
+    load: Callable[[], EngineLoad],
+    notify: NotifyHealth,
+    interval_s: float = _HEALTH_INTERVAL_S,
+) -> None:
+    """Report to health, under a name of its own, whether this replica has weights; run for ever.
+
+    The process as a whole is healthy before that: it must stay, and be found, while it waits.
+
+    Consumes: the engine's load. Waits for: weights, as long as the trainer takes.
+    Unblocked by: a version that serves; it looks at intervals.
+    Produces: one named answer of health.
+    On failure: a broken engine's error ends the replica.
+    On shutdown: cancelled; the server then answers that nothing serves.
 
     Args:
         load: the engine's latest counters.
-        tell: takes each change, the first answer included.
+        notify: takes each change, and the first answer.
         interval_s: between two looks.
     """
-
-    def __init__(
-        self,
-        load: Callable[[], EngineLoad],
-        notify: NotifyHealth,
-        interval_s: float = _HEALTH_INTERVAL_S,
-    ) -> None:
-        self._load, self._notify, self._interval_s = load, notify, interval_s
-        self._reported: bool | None = None
-
-    async def run(self) -> None:
-        """Never returns."""
-        while True:
-            has_weights = self._load().version is not None
-            if has_weights is not self._reported:
-                await self._notify(serving=has_weights)
-                self._reported = has_weights
-            await asyncio.sleep(self._interval_s)
-
-
-# Keeps one replica registered with the trainer.
-#
-# Consumes the engine's load; waits for the trainer; unblocked by its answers or their deadlines;
-# produces a registration and a heartbeat an interval; a lost trainer is tried again for ever (it
-# may restart), a trainer that does not know the replica is registered with anew; on shutdown one
-# last heartbeat says that the replica is draining.
-#
-# A trainer that is away for a moment is no news: it starts after its replicas and, at the end of
-# a run, leaves before them.
-
-logger = logging.getLogger(__name__)
-
-_RETRY_INTERVAL_S = 0.5
-_NEWS_AFTER_S = 10.0
+    reported: bool | None = None
+    while True:
+        has_weights = load().version is not None
+        if has_weights is not reported:
+            await notify(serving=has_weights)
+            reported = has_weights
+        await asyncio.sleep(interval_s)
 
 
 class Registration:
-    """Registers and sends heartbeats until cancelled.
+    """A replica's membership in the trainer's fleet.
+
+    Consumes: the engine's load. Waits for: the trainer.
+    Unblocked by: its answers or their deadlines.
+    Produces: a registration, and a heartbeat an interval.
+    On failure: a lost trainer is tried for ever (it may restart); a trainer that does not know the
+        replica gets a new registration.
+    On shutdown: one last heartbeat reports that the replica drains.
 
     Args:
         stub: the trainer.
-        replica: who we are.
-        layout_digest: digest of the names, dtypes and shapes of our weights.
+        replica: this replica.
+        layout_digest: digest of the names, dtypes and shapes of its weights.
         load: the engine's latest counters.
-        turns: questions that the engine's loop has answered; 0: nobody counts.
+        turns: probes that the engine's loop has answered; 0 if nothing counts them.
     """
 
     def __init__(
@@ -139,12 +121,19 @@ class Registration:
         load: Callable[[], EngineLoad],
         turns: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._stub, self._replica, self._layout_digest = stub, replica, layout_digest
-        self._load, self._turns = load, turns
+        self._stub = stub
+        self._replica = replica
+        self._layout_digest = layout_digest
+        self._load = load
+        self._turns = turns
         self._absence = _Absence()
 
     async def run(self) -> None:
-        """Never returns; raises InvalidRequestError when the trainer refuses the replica."""
+        """Register and send heartbeats for ever.
+
+        Raises:
+            InvalidRequestError: the trainer refuses the replica.
+        """
         while True:
             try:
                 interval_s = await self._register()
@@ -157,11 +146,11 @@ class Registration:
                 await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def announce_drain(self) -> None:
-        """Tells the trainer that this replica is going away; a lost trainer need not know."""
+        """Report to the trainer that this replica leaves; a lost trainer need not know."""
         try:
             await self._send_heartbeat(draining=True)
         except (NotFoundError, PeerError, DeadlineError) as error:
-            logger.debug("the trainer was not told of the drain: %s", error)
+            logger.debug("the trainer did not learn of the drain: %s", error)
 
     async def _register(self) -> float:
         answer = await unary_call(
@@ -190,16 +179,7 @@ class Registration:
                 name=self._replica.name,
                 instance_id=self._replica.instance_id,
                 policy_version=load.version,
-                slots_busy=load.slots_busy,
-                queued=load.queued,
-                generated_tokens=load.generated_tokens,
-                unsent_tokens=load.unsent_tokens,
-                running_tokens=load.running_tokens,
-                direct_sent_tokens=load.direct_sent_tokens,
-                direct_unsent_tokens=load.direct_unsent_tokens,
-                busy_seconds=load.busy_seconds,
-                seconds_by_state=load.seconds_by_state,
-                wall_seconds=process_age_s(),
+                **counters_to_fields(load, process_age_s()),
                 draining=draining,
                 engine_turns=self._turns(),
             ),
@@ -210,7 +190,7 @@ class Registration:
 
 
 class _Absence:
-    """How long the trainer has been out of reach; told once, when it has lasted."""
+    """The time that the trainer has been out of reach; logged once, after a while."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None

@@ -26,6 +26,7 @@ from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.codec.fields import logprobs_to_bytes, token_ids_from_bytes, token_ids_to_bytes
 from sluice.codec.messages import (
     check_chat_images,
+    counters_to_fields,
     group_spec_from_proto,
     present_waits_to_proto,
     template_kwargs_from_proto,
@@ -61,14 +62,14 @@ _SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Who answers; `instance_id` is new at each process start."""
+    """This replica; `instance_id` is new at each process start."""
 
     name: str
     instance_id: str
 
 
 class Encoder(Protocol):
-    """Turns prompts into token ids."""
+    """Encoder of prompts."""
 
     def encode_chat(
         self,
@@ -78,17 +79,17 @@ class Encoder(Protocol):
         template_kwargs: Mapping[str, object],
         add_special_tokens: bool,
     ) -> TokenIds:
-        """Tokens of a conversation, as many for each image as the model reads it by."""
+        """Return the tokens of a conversation, with those that the model reads each image by."""
         ...
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> TokenIds:
-        """Tokens of plain text."""
+        """Return the tokens of plain text."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """Most and largest images of a prompt; bytes of them that a client may have under way."""
+    """Limits of a prompt's images, and of their bytes in a client's running calls."""
 
     limits: ImageLimits = DEFAULT_LIMITS
     quota: ClientQuota | None = None
@@ -104,15 +105,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         generation: runs requests.
         engine_name: for status.
         max_n: most samples in one call.
-        training_prompts: hold for prompts of the run's own services, those that are trained on;
-            none: the model's context alone bounds them, as it does those of clients.
-        quota: samples that each client may have under way; none: any number.
-        images: what may come; none: the usual limits.
-        tokens: that name clients; none: they name themselves.
+        training_prompts: limit for prompts of the run's own services, which are trained on; without
+            it, and for clients, only the model's context is a limit.
+        quota: samples in a client's running calls; ``None``: any number.
+        tokens: name clients; without them clients name themselves.
         max_client_priority: highest priority that clients may ask for.
+        images: limits of images; by default the usual ones.
     """
 
-    def __init__(  # noqa: PLR0913 - all that a call meets on its way
+    def __init__(  # noqa: PLR0913 - everything that a call needs
         self,
         identity: ReplicaIdentity,
         engine: Engine,
@@ -127,9 +128,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         max_client_priority: int = MAX_PRIORITY,
         images: ImageRules | None = None,
     ) -> None:
-        self._identity, self._engine, self._encoder = identity, engine, encoder
-        self._generation, self._engine_name, self._max_n = generation, engine_name, max_n
-        self._quota, self._tokens = quota, tokens
+        self._identity = identity
+        self._engine = engine
+        self._encoder = encoder
+        self._generation = generation
+        self._engine_name = engine_name
+        self._max_n = max_n
+        self._quota = quota
+        self._tokens = tokens
         self._training_prompts = training_prompts
         self._images = images or ImageRules()
         self._max_client_priority = max_client_priority
@@ -138,7 +144,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(  # type: ignore[override]
         self, request: rollout.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Streams samples of one prompt."""
+        """Stream samples of one prompt."""
         check_generate(request, self._max_n)
         check_chat_images(request.prompt.chat, self._images.limits)
         partials = [rollout_from_proto(partial) for partial in request.partials]
@@ -164,6 +170,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         is_own = is_service_of_run(context, self._tokens)
         prompt_token_ids = await self._prompt_tokens(request.prompt, is_own=is_own)
         decoded = replace(self._decode(request, prompt_token_ids), for_direct_client=not is_own)
+        # First of all the prompt's tokens: the caller may need them to continue elsewhere.
         await context.write(self._accepted(decoded))
 
         with SampleSpans(decoded.sample_indexes) as spans:
@@ -173,12 +180,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 with waiting_for("caller", "taking samples"):
                     await context.write(_event_to_proto(event))
 
-            await self._generation.run(decoded, partials, _delivery(request), send)
+            await self._generation.run(decoded, partials, _stream_options(request), send)
 
     async def GetStatus(
         self, request: rollout.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> rollout.GetStatusResponse:
-        """Load, capacity and version, asked from inside the engine's loop unless told not to."""
+        """Return load, capacity and version, by default from inside the engine's loop."""
         load = self._engine.load() if request.without_engine else await self._engine.probe()
         return rollout.GetStatusResponse(
             name=self._identity.name,
@@ -186,16 +193,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             policy_version=load.version,
             weight_digest=load.weight_digest,
             slots=load.slots,
-            slots_busy=load.slots_busy,
-            queued=load.queued,
-            generated_tokens=load.generated_tokens,
-            unsent_tokens=load.unsent_tokens,
-            running_tokens=load.running_tokens,
-            direct_sent_tokens=load.direct_sent_tokens,
-            direct_unsent_tokens=load.direct_unsent_tokens,
-            busy_seconds=load.busy_seconds,
-            seconds_by_state=load.seconds_by_state,
-            wall_seconds=process_age_s(),
+            **counters_to_fields(load, process_age_s()),
             engine=self._engine_name,
             wait_report=present_waits_to_proto(_first_weights(load)),
         )
@@ -215,6 +213,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout.GenerateRequest, prompt_token_ids: TokenIds
     ) -> GenerationRequest:
         indexes = tuple(request.sample_indexes)
+        # A partial of a sample that was not asked for would be lost without a word.
         unasked = {partial.sample_index for partial in request.partials} - set(indexes)
         if unasked:
             raise InvalidRequestError(f"partials: sample {min(unasked)} is not in sample_indexes")
@@ -243,7 +242,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def _prompt_tokens(self, prompt: common.PromptInput, *, is_own: bool) -> TokenIds:
-        """The prompt in full, unless it is one of the run's own services that is too long."""
+        """Return the whole prompt; a longer one of the run's own services may be cut."""
         ids = await self._encoded(prompt)
         if is_own and self._training_prompts is not None and not prompt.HasField("tokens"):
             ids = self._training_prompts.fit(ids, has_images=bool(prompt.chat.images))
@@ -265,7 +264,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise InvalidRequestError("prompt: not set; send chat, text or tokens")
 
     async def _chat_tokens(self, prompt: common.PromptInput) -> TokenIds:
-        """With images beside the event loop, since looking at them takes long; one at a time."""
+        """Render a chat; with images in a thread, since measuring them is slow, one at a time."""
         encode = functools.partial(
             self._encoder.encode_chat,
             chat_messages_from_proto(prompt.chat.messages),
@@ -298,7 +297,7 @@ def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
     return (Waiting("trainer", "sending the first weights", process_age_s()),)
 
 
-def _delivery(request: rollout.GenerateRequest) -> StreamOptions:
+def _stream_options(request: rollout.GenerateRequest) -> StreamOptions:
     interval_s = request.partial_interval_ms / 1000
     return StreamOptions(
         every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
@@ -333,7 +332,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def JoinGroup(
         self, request: weights.JoinGroupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.JoinGroupResponse:
-        """Joins an epoch's transfer group."""
+        """Join an epoch's transfer group."""
         check_join(request, self._engine.weight_layout)
         digest = await self._engine.join_group(group_spec_from_proto(request))
         return weights.JoinGroupResponse(epoch=request.epoch, plan_digest=digest)
@@ -341,7 +340,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def StageUpdate(
         self, request: weights.StageUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.StageUpdateResponse:
-        """Receives a version while generation goes on."""
+        """Receive a version while generation continues."""
         check_stage(request)
         with served(SpanName.RECEIVE_WEIGHTS, context) as span:
             span.set({Key.VERSION: request.policy_version})
@@ -356,7 +355,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def CommitUpdate(
         self, request: weights.CommitUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.CommitUpdateResponse:
-        """Swaps the staged version in."""
+        """Swap the staged version in."""
         check_commit(request)
         with served(SpanName.SWAP_WEIGHTS, context) as span:
             span.set({Key.VERSION: request.policy_version})
@@ -368,7 +367,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def AbortUpdate(
         self, request: weights.AbortUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.AbortUpdateResponse:
-        """Throws away what is staged."""
+        """Discard what is staged."""
         check_abort(request)
         await self._engine.abort_update(request.epoch, request.reason)
         return weights.AbortUpdateResponse(policy_version=self._engine.load().version)

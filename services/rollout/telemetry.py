@@ -22,12 +22,12 @@ from sluice.types import Rollout
 
 
 class SampleSpans:
-    """The samples of the present call that have not ended; nothing where it is not recorded.
+    """The unfinished samples of one call, for its trace; empty if the call is not recorded.
 
-    As a context manager it ends them with the call: those that are left have been broken off.
+    Leaving the context ends the spans of samples that were broken off.
 
     Args:
-        indexes: the samples that were asked for.
+        indexes: the requested samples.
     """
 
     def __init__(self, indexes: Iterable[int]) -> None:
@@ -37,7 +37,7 @@ class SampleSpans:
         self._began = Moment.now()
 
     def ended(self, rollouts: Iterable[Rollout]) -> None:
-        """These samples have ended."""
+        """End the spans of finished samples."""
         if self._parent is None:
             return
         for sample in rollouts:
@@ -76,7 +76,7 @@ def _attributes(rollout: Rollout) -> dict[str, str | int]:
 
 
 def load_readings(load: EngineLoad) -> Iterator[InstrumentReading]:
-    """The engine's counters."""
+    """Yield the engine's counters."""
     yield rollout.OWN_SLOTS.at(float(load.slots))
     yield rollout.OWN_SLOTS_BUSY.at(float(load.slots_busy))
     yield rollout.OWN_QUEUE.at(float(load.queued))
@@ -93,7 +93,7 @@ def load_readings(load: EngineLoad) -> Iterator[InstrumentReading]:
 def exported(
     config: RunConfig, name: str, load: Callable[[], EngineLoad]
 ) -> AbstractContextManager[None]:
-    """Serves them while the block runs, if a port is set.
+    """Serve the counters while the block runs, if a port is set.
 
     Args:
         config: the run's.
@@ -108,10 +108,10 @@ def exported(
 def watching(
     config: RunConfig, name: str, load: Callable[[], EngineLoad], address: str
 ) -> AbstractContextManager[None]:
-    """A replica's watchdog.
+    """Return a replica's watchdog.
 
-    Progress are tokens drawn and versions taken. There is work while samples run or wait for a
-    slot; one without weights or without prompts is idle.
+    Sampled tokens and new versions are progress. There is work while samples run or wait for a
+    slot; a replica without weights or without prompts is idle.
     """
 
     def work_state() -> WorkState:

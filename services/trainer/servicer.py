@@ -9,12 +9,16 @@ from typing import Any
 import grpc
 
 from services.trainer.fleet.members import Fleet, FleetMember
-from services.trainer.fleet.replica_client import load_from_proto
 from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.telemetry import phase_waits
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.codec.messages import present_waits_to_proto, replica_from_proto, replica_to_proto
+from sluice.codec.messages import (
+    counters_from_proto,
+    present_waits_to_proto,
+    replica_from_proto,
+    replica_to_proto,
+)
 from sluice.codec.trainer import (
     check_heartbeat,
     check_pause,
@@ -84,7 +88,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._fleet.heartbeat(
             request.name,
             request.instance_id,
-            load_from_proto(request),
+            counters_from_proto(request),
             draining=request.draining,
             turns=request.engine_turns,
             now_s=time.monotonic(),

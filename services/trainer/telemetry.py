@@ -180,7 +180,7 @@ def _fleet(replicas: Fleet) -> Iterator[InstrumentReading]:
     yield fleet.QUEUED.at(float(sum(member.load.queued for member in members)))
     counters = replicas.counters()
     yield fleet.FLEET_TOKENS.at(float(counters.generated_tokens))
-    yield fleet.FLEET_WALL.at(counters.wall_s)
+    yield fleet.FLEET_WALL.at(counters.wall_seconds)
     for name, seconds in counters.seconds_by_state.items():
         yield fleet.FLEET_SECONDS.at(seconds, name)
     for member in members:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 # What became of the tokens that the reward service received.
 RECEIVED = (
@@ -29,22 +30,37 @@ _DIRECT_CLIENTS = "direct_clients"
 _ABORTED = "aborted"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCounters:
-    """Counters of one replica's process since its start, or sums of them.
+    """Counters of one replica's process since its start, or sums of them over replicas.
 
-    `generated_tokens` include `unsent_tokens`, which their caller never got, and `running_tokens`,
-    which it has not got yet. Callers outside the run got `direct_sent_tokens`;
-    `direct_unsent_tokens` are those of the unsent ones that were sampled for such callers.
+    Engines fill it, heartbeats and status calls carry it field by field, and the run's accounts
+    add it up. Field names are those of the protos, so a new counter needs a field here and in
+    the protos, a value in the engines, and its use.
+
+    Attributes:
+        slots_busy: sequences that run now.
+        queued: sequences that wait for a slot now.
+        generated_tokens: sampled tokens. Each was sent, is unsent, or is still running.
+        unsent_tokens: tokens of calls that ended before these tokens were sent.
+        running_tokens: tokens of open calls that are not sent yet.
+        direct_sent_tokens: tokens sent to callers that are no service of the run.
+        direct_unsent_tokens: the part of `unsent_tokens` that was sampled for such callers.
+        busy_seconds: time with at least one running sequence.
+        wall_seconds: age of the process, by another clock than the states' one.
+        seconds_by_state: time by state of the engine; they add up to the age of the process.
     """
 
+    slots_busy: int = 0
+    queued: int = 0
     generated_tokens: int = 0
     unsent_tokens: int = 0
     running_tokens: int = 0
-    wall_s: float = 0.0
-    seconds_by_state: Mapping[str, float] = field(default_factory=dict)
     direct_sent_tokens: int = 0
     direct_unsent_tokens: int = 0
+    busy_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    seconds_by_state: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def sent_tokens(self) -> int:
@@ -55,7 +71,11 @@ class ReplicaCounters:
     def abandoned(self) -> ReplicaCounters:
         """Return the counters of a replica that left: its running tokens count as unsent."""
         unsent = self.unsent_tokens + self.running_tokens
-        return replace(self, unsent_tokens=unsent, running_tokens=0)
+        return replace(self, slots_busy=0, queued=0, unsent_tokens=unsent, running_tokens=0)
+
+
+COUNTER_NAMES = tuple(one.name for one in fields(ReplicaCounters))
+"""Names of all counters, here and in the protos."""
 
 
 def fleet_counters(replicas: Iterable[ReplicaCounters]) -> ReplicaCounters:
@@ -63,15 +83,12 @@ def fleet_counters(replicas: Iterable[ReplicaCounters]) -> ReplicaCounters:
     known, seconds = tuple(replicas), Counter[str]()
     for replica in known:
         seconds.update(replica.seconds_by_state)
-    return ReplicaCounters(
-        generated_tokens=sum(replica.generated_tokens for replica in known),
-        unsent_tokens=sum(replica.unsent_tokens for replica in known),
-        running_tokens=sum(replica.running_tokens for replica in known),
-        wall_s=sum(replica.wall_s for replica in known),
-        seconds_by_state=dict(seconds),
-        direct_sent_tokens=sum(replica.direct_sent_tokens for replica in known),
-        direct_unsent_tokens=sum(replica.direct_unsent_tokens for replica in known),
-    )
+    sums: dict[str, Any] = {
+        name: sum(getattr(replica, name) for replica in known)
+        for name in COUNTER_NAMES
+        if name != "seconds_by_state"
+    }
+    return ReplicaCounters(**sums, seconds_by_state=dict(seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +184,7 @@ def run_accounts(
     return RunAccounts(
         None if received is None else token_account(fleet, received),
         Account(trainer_wall_s, dict(trainer_s)),
-        Account(fleet.wall_s, dict(fleet.seconds_by_state)),
+        Account(fleet.wall_seconds, dict(fleet.seconds_by_state)),
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
 
+from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import (
@@ -28,6 +29,8 @@ from sluice.vision.image_limits import ImageLimits, check_images
 
 if TYPE_CHECKING:
     from sluice.api.reward.v1 import reward_pb2 as reward
+    from sluice.api.rollout.v1 import rollout_pb2 as rollout
+    from sluice.api.trainer.v1 import trainer_pb2 as trainer
 
 
 MAX_REPLICA_RANKS = 1024
@@ -63,6 +66,21 @@ def replica_from_proto(message: common.Replica) -> ReplicaInfo:
     return ReplicaInfo(
         message.name, message.instance_id, message.address, message.slots, message.ranks or 1
     )
+
+
+def counters_to_fields(counters: ReplicaCounters, wall_seconds: float) -> dict[str, Any]:
+    """Return the counters as fields of a heartbeat or a status answer, with the process's age."""
+    return {name: getattr(counters, name) for name in COUNTER_NAMES} | {
+        "wall_seconds": wall_seconds
+    }
+
+
+def counters_from_proto(
+    message: trainer.HeartbeatRequest | rollout.GetStatusResponse,
+) -> ReplicaCounters:
+    """Return a replica's counters from its heartbeat or its status answer."""
+    values = {name: getattr(message, name) for name in COUNTER_NAMES}
+    return ReplicaCounters(**{**values, "seconds_by_state": dict(message.seconds_by_state)})
 
 
 def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:

@@ -12,18 +12,18 @@ _LARGEST_PORT = 65535
 
 
 def bare_host(host: str) -> str:
-    """A host as sockets want it: an IPv6 address without the brackets that URLs put around it."""
+    """Return a host as sockets want it: an IPv6 address without the brackets of URLs."""
     return host.removeprefix("[").removesuffix("]")
 
 
 def join_host_port(host: str, port: int) -> str:
-    """host:port, with brackets around an address of IPv6 whether or not `host` has them."""
+    """Return host:port, with brackets around an address of IPv6."""
     bare = bare_host(host)
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def split_host_port(address: str) -> tuple[str, int | None]:
-    """The host, without brackets, and the port; None where there is none.
+    """Return the host, without brackets, and the port; None where there is none.
 
     Takes names, addresses of IPv4 and IPv6, the latter in brackets if a port follows.
 
@@ -69,7 +69,7 @@ def _refused(address: str) -> ConfigError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address that `host` stands for is of this machine alone."""
+    """Return whether `host` stands for addresses of this machine alone."""
     try:
         found = socket.getaddrinfo(bare_host(host), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -80,7 +80,7 @@ def is_loopback(host: str) -> bool:
 
 
 def advertised_address(endpoint: EndpointConfig, port: int) -> str:
-    """host:port that peers use for a server bound to `port`.
+    """Return host:port that peers use for a server bound to `port`.
 
     Raises:
         ConfigError: `advertise` is no address.
@@ -90,7 +90,7 @@ def advertised_address(endpoint: EndpointConfig, port: int) -> str:
 
 
 def advertised_host(endpoint: EndpointConfig) -> str:
-    """The host that peers use, without port and brackets.
+    """Return the host that peers use, without port and brackets.
 
     Raises:
         ConfigError: `advertise` is no address.
@@ -99,7 +99,7 @@ def advertised_host(endpoint: EndpointConfig) -> str:
 
 
 def peer_address(endpoint: EndpointConfig, path: str) -> str:
-    """host:port of a peer that listens elsewhere.
+    """Return host:port of a peer that listens elsewhere.
 
     Raises:
         ConfigError: no port is set, neither in `advertise` nor beside it, or `advertise` is no

@@ -1,18 +1,23 @@
-"""The report of `sluice config check`: broken rules, remarks, derived numbers, memory."""
+"""The report of `sluice config check`: problems, notes, derived numbers, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from msgspec import UNSET
+
+from sluice.config.catalogue.table import KeyStatus
 from sluice.config.derived import is_bypassed, is_corrected
+from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import KeySettings
-from sluice.config.memory.fit import memory_violations
+from sluice.config.loading.settings_tree import SettingsTree
+from sluice.config.memory.fit import memory_problems
 from sluice.config.memory.report import MemoryReport, memory_report
 from sluice.config.memory.shape import ModelShape
-from sluice.config.problems import Violation
-from sluice.config.rules.checks import violations
-from sluice.config.rules.sampling import strategy_remark
+from sluice.config.problems import Problem, Severity
+from sluice.config.rules.checks import all_problems
+from sluice.config.rules.sampling import strategy_notes
 from sluice.config.run import RunConfig
 from sluice.config.verl_run import (
     ACTOR,
@@ -40,66 +45,85 @@ _KEEPS_LONE_REWARDS = frozenset(
 )
 
 
-def remarks(config: RunConfig) -> list[str]:
-    """Sentences without a full stop, for the console at the start."""
-    strategy = strategy_remark(config)
-    found = [
+def launch_notes(config: RunConfig, as_set: SettingsTree) -> list[Problem]:
+    """Return what is worth knowing at the start of a run; `as_set`: the keys that were set."""
+    return [*notices(as_set), *remarks(config)]
+
+
+def remarks(config: RunConfig) -> list[Problem]:
+    """Return notes on what settings mean together."""
+    return [
         *_divergence(config),
         *_adpo(config),
         *_correction(config),
         *_lone_responses(config),
+        *strategy_notes(config),
     ]
-    return [*found, strategy] if strategy else found
 
 
-def _divergence(config: RunConfig) -> Iterator[str]:
+def _note(key: str, value: object, message: str) -> Problem:
+    return Problem(key, value, message, severity=Severity.NOTE)
+
+
+def _divergence(config: RunConfig) -> Iterator[Problem]:
     in_reward = config.algorithm.use_kl_in_reward
     in_loss = config.actor_rollout_ref.actor.use_kl_loss
     if in_reward and in_loss:
-        yield (
-            "the divergence from the reference model counts twice, in the reward "
-            f"(algorithm.use_kl_in_reward) and in the loss ({ACTOR}.use_kl_loss)"
+        yield _note(
+            "algorithm.use_kl_in_reward",
+            True,
+            f"with {ACTOR}.use_kl_loss = true: the divergence from the reference model counts "
+            "twice, in the reward and in the loss",
         )
     if in_reward or in_loss:
-        yield (
-            "a reference model is kept: every trainer rank holds its weights in host memory, and "
-            "on its device during one more forward pass of every row"
+        yield _note(
+            "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss",
+            True,
+            ": a reference model is kept; every trainer rank holds its weights in host memory, and "
+            "on its device during one more forward pass of every row",
         )
 
 
-def _adpo(config: RunConfig) -> Iterator[str]:
+def _adpo(config: RunConfig) -> Iterator[Problem]:
     if config.actor_rollout_ref.actor.policy_loss.loss_mode == "adpo":
-        yield (
-            f"algorithm.adv_estimator and {ACTOR}.policy_loss.loss_mode are both adpo: each sets "
-            "the other where that is left out"
+        yield _note(
+            "algorithm.adv_estimator",
+            "adpo",
+            f"and {ACTOR}.policy_loss.loss_mode = adpo: each sets the other where that is left out",
         )
 
 
-def _correction(config: RunConfig) -> Iterator[str]:
-    """Told because it may have been chosen (`conversions`)."""
+def _correction(config: RunConfig) -> Iterator[Problem]:
+    # The user may not have chosen the correction: see `loading.conversions`.
     staleness, correction = (
         config.sluice.asynchrony.max_staleness,
         config.algorithm.rollout_correction,
     )
     if not staleness or not is_corrected(config):
         return
-    means = f"the behaviour logprobs in the place of the old ones ({ACTOR}.use_rollout_log_probs)"
+    means = f"the behavior logprobs in place of the old ones ({ACTOR}.use_rollout_log_probs)"
     if is_bypassed(config):
-        means = "the ratio to the behaviour policy (bypass mode)"
+        means = "the ratio to the behavior policy (bypass mode)"
     if correction.rollout_is is not None:
         means = (
             f"truncated importance weights (algorithm.rollout_correction.rollout_is = "
             f"{correction.rollout_is}, threshold {correction.rollout_is_threshold})"
         )
-    yield f"samples may be {staleness} versions old; {means} correct for it"
+    yield _note(
+        "",
+        UNSET,
+        f"samples may be {staleness} versions old; {means} correct for it",
+    )
 
 
-def _lone_responses(config: RunConfig) -> Iterator[str]:
+def _lone_responses(config: RunConfig) -> Iterator[Problem]:
     estimator = config.algorithm.adv_estimator
     if config.actor_rollout_ref.rollout.n == 1 and estimator in _KEEPS_LONE_REWARDS:
-        yield (
-            f"{ROLLOUT}.n = 1 with algorithm.adv_estimator = {estimator}: a group of one has "
-            "nothing to be compared with, so advantages are made of the raw rewards, as in verl"
+        yield _note(
+            f"{ROLLOUT}.n",
+            1,
+            f"with algorithm.adv_estimator = {estimator}: a group of one has nothing to compare "
+            "with, so its advantage is its raw reward, as in verl",
         )
 
 
@@ -115,48 +139,52 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """The findings about one configuration.
+    """Everything that `sluice config check` finds about one configuration.
 
-    Args:
-        violations: all broken rules.
+    Attributes:
+        problems: all broken rules.
+        notes: what is set but not simply honoured, and what settings mean together.
+        keys: what becomes of every key that was set, by its spelling as written.
         quantities: the numbers that follow from the batch sizes.
         memory: `None` where the model's shape is not known.
     """
 
-    violations: tuple[Violation, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[Problem, ...]
+    keys: dict[str, KeyStatus]
     quantities: tuple[Quantity, ...]
     memory: MemoryReport | None
-
-    @property
-    def remedies(self) -> tuple[str, ...]:
-        """Overrides of all broken rules, each key once."""
-        found = [text for broken in self.violations for text in broken.remedy]
-        return tuple(dict.fromkeys(found))
 
 
 def check_report(
     config: RunConfig,
-    settings: KeySettings,
+    as_set: SettingsTree,
     *,
     shape: ModelShape | None = None,
     device_gib: float | None = None,
     dataset_rows: int | None = None,
     files: bool = True,
 ) -> CheckReport:
-    """Applies every rule and derives every number.
+    """Apply every rule and derive every number.
 
     Args:
-        settings: the keys as the user set them.
+        as_set: the keys as the user set them.
         shape: the trained model's, where it is known.
         device_gib: memory of one device, GiB, where it is known.
         dataset_rows: rows of data.train_files, where they can be counted.
-        files: whether what the configuration names must be there.
+        files: whether the paths that the configuration names must exist.
     """
-    broken = violations(config, settings, shape=shape, files=files)
+    settings = KeySettings(config, as_set.by_key())
+    found = all_problems(config, settings, shape=shape, files=files)
     if shape is not None and device_gib is not None:
-        broken += memory_violations(config, settings, shape, device_gib)
-    memory = None if shape is None else memory_report(config, settings, shape, device_gib)
-    return CheckReport(tuple(broken), tuple(_quantities(config, settings, dataset_rows)), memory)
+        found += memory_problems(config, settings, shape, device_gib)
+    return CheckReport(
+        problems=tuple(found),
+        notes=tuple(launch_notes(config, as_set)),
+        keys=key_statuses(as_set),
+        quantities=tuple(_quantities(config, settings, dataset_rows)),
+        memory=None if shape is None else memory_report(config, settings, shape, device_gib),
+    )
 
 
 def _quantities(

@@ -1,6 +1,4 @@
-"""Numbers and needs that follow from the configuration, each with its formula, each in one
-place.
-"""
+"""Numbers and needs that follow from the configuration, each with its formula in one place."""
 
 from __future__ import annotations
 
@@ -18,32 +16,32 @@ DEFAULT_MESSAGE_MB = 64
 
 
 def world_size(config: RunConfig) -> int:
-    """Trainer ranks: machines times ranks per machine."""
+    """Return the trainer ranks: machines times ranks per machine."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
 def rows_per_batch(config: RunConfig) -> int:
-    """Samples in one train batch: prompts times responses per prompt."""
+    """Return the samples in one train batch: prompts times responses per prompt."""
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
 
 
 def mini_batches_per_batch(data: DataConfig, actor: ActorConfig) -> int:
-    """Mini-batches in one pass over a train batch; `checks` makes sure that they divide it."""
+    """Return the mini-batches in one pass over a train batch; the rules make them whole."""
     return data.train_batch_size // actor.ppo_mini_batch_size
 
 
 def max_row_tokens(data: DataConfig) -> int:
-    """Longest sample, tokens: prompt plus response limit."""
+    """Return the longest sample, tokens: prompt plus response limit."""
     return data.max_prompt_length + data.max_response_length
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Context length of the engines, tokens; by default what the longest sample needs."""
+    """Return the context length of the engines, tokens; by default that of the longest sample."""
     return config.actor_rollout_ref.rollout.max_model_len or max_row_tokens(config.data)
 
 
 def replica_devices(config: RunConfig) -> int:
-    """Devices that one replica computes on, each a rank of transfer groups.
+    """Return the devices that one replica computes on, each a rank of transfer groups.
 
     The torch engine has one whatever the parallel sizes are.
     """
@@ -54,25 +52,25 @@ def replica_devices(config: RunConfig) -> int:
 
 
 def max_resp_len(config: RunConfig) -> int:
-    """Length limit in the overlong formula, tokens; by default the response limit."""
+    """Return the length limit in the overlong formula, tokens; by default the response limit."""
     return config.reward.reward_kwargs.max_resp_len or config.data.max_response_length
 
 
 def loss_scale_factor(config: RunConfig) -> int:
-    """Divisor of ``seq-mean-token-sum-norm``; by default the response limit (verl)."""
+    """Return the divisor of ``seq-mean-token-sum-norm``; by default the response limit (verl)."""
     return config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
 
 
 def is_synchronous(config: RunConfig) -> bool:
-    """Whether every trained token was drawn by the version it updates."""
+    """Return whether the version that a batch updates sampled all of its tokens."""
     return config.sluice.asynchrony.max_staleness == 0
 
 
 def batch_invariant(config: RunConfig) -> bool:
-    """Whether a sample's tokens must not depend on what else runs.
+    """Return whether a sample's tokens must not depend on what else runs.
 
-    By default in synchronous mode only, where a run repeats bit for bit, unless its batches need
-    not.
+    By default in synchronous mode only, where a run repeats bit for bit, unless its batches fill by
+    expectation.
     """
     if (chosen := config.sluice.rollout.batch_invariant) is not None:
         return chosen
@@ -80,45 +78,47 @@ def batch_invariant(config: RunConfig) -> bool:
 
 
 def on_policy_fill(config: RunConfig) -> OnPolicyFill:
-    """Which groups start in synchronous mode: by default only what a run can repeat."""
+    """Return which groups start in synchronous mode: by default those that a run can repeat."""
     if (chosen := config.sluice.sampling.on_policy_fill) is not None:
         return chosen
     return "exact" if samples_repeat(config) else "expected"
 
 
 def samples_repeat(config: RunConfig) -> bool:
-    """Whether the engine draws the same tokens whatever else runs: others than ``torch`` only if
-    they are told to."""
+    """Return whether the engine samples the same tokens whatever else runs.
+
+    Engines other than ``torch`` do so only if `batch_invariant` asks for it.
+    """
     is_torch = config.actor_rollout_ref.rollout.name == "torch"
     return batch_invariant(config) if is_torch else bool(config.sluice.rollout.batch_invariant)
 
 
 def is_bypassed(config: RunConfig) -> bool:
-    """Whether the loss is ``bypass_mode``, asked for by the correction's key or by its own name."""
+    """Return whether the loss is ``bypass_mode``, by the correction's key or by its own name."""
     named = config.actor_rollout_ref.actor.policy_loss.loss_mode == BYPASS_LOSS_MODE
     return named or config.algorithm.rollout_correction.bypass_mode
 
 
 def is_corrected(config: RunConfig) -> bool:
-    """Whether the loss accounts for the difference between behaviour and trained policy.
+    """Return whether the loss corrects for the difference between behavior and trained policy.
 
-    Either the ratio's denominator is the behaviour policy itself, or truncated importance weights
+    Either the ratio's denominator is the behavior policy itself, or truncated importance weights
     are applied. A loss without a ratio (``gpg``, ``reinforce`` in bypass mode) needs the weights,
     a loss that reads no weights (``adpo``) the denominator.
     """
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    behaviour, weighed = actor.use_rollout_log_probs, correction.rollout_is is not None
+    behavior, weighed = actor.use_rollout_log_probs, correction.rollout_is is not None
     if is_bypassed(config):
         return weighed or correction.loss_type == "ppo_clip"
     if actor.policy_loss.loss_mode == "adpo":
-        return behaviour
+        return behavior
     if actor.policy_loss.loss_mode == "gpg":
-        return weighed and not behaviour
-    return behaviour or weighed
+        return weighed and not behavior
+    return behavior or weighed
 
 
 def total_training_steps(config: RunConfig, dataset_rows: int) -> int:
-    """Train batches of the run: as configured, or full batches in the rows of all epochs."""
+    """Return the train batches of the run: as configured, or as many as all epochs fill."""
     configured = config.trainer.total_training_steps
     if configured is not None:
         return configured
@@ -126,30 +126,30 @@ def total_training_steps(config: RunConfig, dataset_rows: int) -> int:
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Train batches of linear warm-up: as configured, or the ratio's share of the total."""
+    """Return the train batches of linear warm-up: as configured, or a share of the total."""
     if optim.lr_warmup_steps > 0:
         return optim.lr_warmup_steps
     return int(optim.lr_warmup_steps_ratio * total_steps)
 
 
 def checkpoint_folder(config: RunConfig) -> str:
-    """Folder that holds ``global_step_N``."""
+    """Return the folder that holds ``global_step_N``."""
     return config.trainer.default_local_dir or f"{config.sluice.run_dir}/checkpoints"
 
 
 def uses_critic(config: RunConfig) -> bool:
-    """``critic.enable``; if it is null, whether the estimator needs values."""
+    """Return ``critic.enable``; if it is null, whether the estimator needs values."""
     enable = config.critic.enable
     return config.algorithm.adv_estimator == "gae" if enable is None else enable
 
 
 def message_mb(config: RunConfig) -> int:
-    """Largest gRPC message, MiB; by default 64, and more where a train batch can be larger."""
+    """Return the largest gRPC message, MiB; by default 64, or a train batch if that is larger."""
     return config.sluice.max_message_mb or max(DEFAULT_MESSAGE_MB, largest_batch_mb(config))
 
 
 def image_limits(config: RunConfig) -> ImageLimits:
-    """What images of one prompt may be, in bytes and pixels."""
+    """Return how large the images of one prompt may be, in bytes and pixels."""
     limits = config.sluice.limits
     whole_mb = limits.max_prompt_images_mb
     if whole_mb is None:
@@ -163,10 +163,10 @@ def image_limits(config: RunConfig) -> ImageLimits:
 
 
 def largest_batch_mb(config: RunConfig) -> int:
-    """Size of a train batch message in MiB if every response were as long as allowed.
+    """Return the MiB of a train batch message whose responses are all as long as allowed.
 
-    Per response token 4 bytes of id, 4 of logprob and about 4 of text; per prompt token 4. Images
-    travel in messages of their own, a prompt's at a time.
+    A response token takes 4 bytes of id, 4 of logprob and about 4 of text; a prompt token takes 4.
+    The images of each prompt travel in a separate message.
     """
     data = config.data
     per_group = 4 * data.max_prompt_length
@@ -188,22 +188,22 @@ MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
     "reinforce_plus_plus_baseline",
     "remax",
 }
-"""Advantage estimators by which the tokens that count change the advantage of other tokens.
+"""Advantage estimators that read which tokens rollout correction rejects.
 
-They read which tokens rollout correction rejects; the others give a row one number, whatever its
-mask.
+In these, a masked token changes the advantage of other tokens; the other estimators give a row one
+number, whatever its mask.
 """
 
 
 def needs_greedy_baseline(config: RunConfig) -> bool:
-    """Whether every group carries the reward of a greedy response."""
+    """Return whether every group carries the reward of a greedy response."""
     return config.algorithm.adv_estimator in GREEDY_BASELINE_ESTIMATORS
 
 
 def needs_whole_groups(config: RunConfig) -> bool:
-    """Whether no sample of a group may be missing: the loss compares all ``rollout.n`` of them.
+    """Return whether the loss compares all ``rollout.n`` samples of a group.
 
-    Bypass mode has a loss of its own, which compares none.
+    Bypass mode replaces the loss by one that compares none.
     """
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     return loss_mode in GROUP_LOSSES and not config.algorithm.rollout_correction.bypass_mode

@@ -1,49 +1,134 @@
-"""What is wrong with a configuration: a broken rule with its remedies, and one error for all of
-them.
-"""
+"""What is wrong with a configuration, or worth knowing about it: one type for every rule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from msgspec import UNSET
 
 from sluice.errors import ConfigError
 
+_LONGEST = 200  # a path fits
+_PLAIN = re.compile(r"[A-Za-z_./~<][\w./~:@+<>-]*")
+_WORDS = {"true", "false", "null", "~"}
 
-def raise_problems(problems: Sequence[str], source: str) -> None:
-    """Does nothing without problems.
+
+class Severity(StrEnum):
+    """What a problem means for a run."""
+
+    ERROR = "error"
+    """sluice cannot run so."""
+    WARNING = "warning"
+    """verl would refuse it; sluice runs it."""
+    NOTE = "note"
+    """It runs, but not as somebody may expect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One sentence about a configuration: the key, its value, what is wrong, and the remedy.
+
+    Attributes:
+        key: as the user wrote it, where there is a spelling of the user's; empty where the
+            sentence is about no key.
+        value: of the key; `UNSET` where the sentence needs none.
+        message: the rest of the sentence after ``key = value``.
+        remedy: what to do, in words; empty where `overrides` say it, or where nothing is wrong.
+        overrides: ``key=value`` texts that mend it; none where only a person can decide.
+        rule: short name of the broken rule, for tests and machines.
+    """
+
+    key: str
+    value: object
+    message: str
+    remedy: str = ""
+    overrides: tuple[str, ...] = ()
+    rule: str = ""
+    severity: Severity = Severity.ERROR
+
+    @property
+    def statement(self) -> str:
+        """The sentence without its remedy."""
+        subject = self.key if self.value is UNSET else f"{self.key} = {shown(self.value)}"
+        gap = " " if subject and self.message[:1] not in {":", ",", ";"} else ""
+        return f"{subject}{gap}{self.message}"
+
+    @property
+    def advice(self) -> str:
+        """What to do, in words."""
+        return self.remedy or (f"set {' '.join(self.overrides)}" if self.overrides else "")
+
+    @property
+    def text(self) -> str:
+        """The whole sentence, without a full stop."""
+        return f"{self.statement}; {self.advice}" if self.advice else self.statement
+
+
+def verl_problem(
+    rule: str, key: str, value: object, message: str, *overrides: str, here: bool = False
+) -> Problem:
+    """Return a broken rule of verl's; `here`: sluice cannot run it either."""
+    severity = Severity.ERROR if here else Severity.WARNING
+    return Problem(key, value, message, overrides=overrides, rule=rule, severity=severity)
+
+
+def named(rule: str, problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Yield the problems under the name of their rule."""
+    return (replace(problem, rule=rule) for problem in problems)
+
+
+def errors(problems: Iterable[Problem]) -> list[Problem]:
+    """Return the problems that keep sluice from running."""
+    return [problem for problem in problems if problem.severity is Severity.ERROR]
+
+
+def raise_problems(problems: Sequence[Problem], source: str) -> None:
+    """Do nothing without problems.
 
     Args:
-        problems: sentences; each names a key, its value and the remedy.
+        problems: all that was found, whatever the severity.
         source: where the configuration came from.
 
     Raises:
         ConfigError: lists all of `problems`.
     """
     if len(problems) == 1:
-        raise ConfigError(f"configuration ({source}): {problems[0]}")
+        raise ConfigError(f"configuration ({source}): {problems[0].text}")
     if problems:
-        lines = "".join(f"\n  - {problem}" for problem in problems)
+        lines = "".join(f"\n  - {problem.text}" for problem in problems)
         raise ConfigError(f"configuration ({source}): {len(problems)} problems{lines}")
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """One broken rule.
-
-    Args:
-        rule: short name of the rule, for tests and machines.
-        text: a sentence with the keys, their values and the remedy.
-        remedy: overrides that would satisfy the rule; empty where only a person can decide.
-        here: whether sluice itself cannot run so; otherwise only verl would refuse.
-    """
-
-    rule: str
-    text: str
-    remedy: tuple[str, ...] = ()
-    here: bool = True
+def shown(value: object, longest: int = _LONGEST) -> str:
+    """Return a value as a user writes it in YAML, on one line, cut at `longest` characters."""
+    text = _flow(value)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
-def violation(rule: str, what: str, *remedy: str, here: bool = False) -> Violation:
-    """A violation whose sentence ends with its remedy."""
-    return Violation(rule, f"{what}; set {' '.join(remedy)}", remedy, here)
+def _flow(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    if isinstance(value, str):
+        return value if _is_plain(value) else repr(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_flow(key)}: {_flow(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_flow, value))}]"
+    return str(value)
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether a string needs no quotes: it could not be read as something else."""
+    if not _PLAIN.fullmatch(text) or text.lower() in _WORDS:
+        return False
+    try:
+        float(text)
+    except ValueError:
+        return True
+    return False

@@ -1,6 +1,10 @@
-"""The root of the run configuration: verl's tree of keys plus the `sluice` section."""
+"""The root of the run configuration, and how to find a key of its typed tree."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, get_args, get_origin
 
 import msgspec
 
@@ -24,3 +28,90 @@ class RunConfig(Section, frozen=True):
     reward: RewardConfig = msgspec.field(default_factory=RewardConfig)
     trainer: TrainerConfig = msgspec.field(default_factory=TrainerConfig)
     sluice: ServiceConfig = msgspec.field(default_factory=ServiceConfig)
+
+
+def bare_type(annotation: object) -> object:
+    """Return the annotation without `Annotated`."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def section_type(annotation: object) -> type[Section] | None:
+    """Return the section class that a field holds; `None` for a plain value."""
+    bare = bare_type(annotation)
+    return bare if isinstance(bare, type) and issubclass(bare, Section) else None
+
+
+def description_of(annotation: object) -> str:
+    """Return the description that an annotation carries; empty without one."""
+    metas = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta)]
+    return next((text for text in texts if text), "")
+
+
+def is_free_form(annotation: object) -> bool:
+    """Return whether any keys may stand below (`engine_kwargs` and the like)."""
+    return get_origin(bare_type(annotation)) is dict
+
+
+@cache
+def field_types(section: type[Section]) -> dict[str, object]:
+    """Return the fields of a section with their annotations, bounds included."""
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Return every key as a dotted path, sections included, in the order of the schema."""
+    return tuple(_walk(RunConfig, ""))
+
+
+def _walk(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, annotation in field_types(section).items():
+        yield f"{prefix}{name}"
+        inner = section_type(annotation)
+        if inner is not None:
+            yield from _walk(inner, f"{prefix}{name}.")
+
+
+def leaf_keys() -> Iterator[str]:
+    """Yield every key that holds a value, in the order of the schema."""
+    return (key for key in known_keys() if section_type(annotation_at(key.split("."))) is None)
+
+
+def annotation_at(path: Sequence[str]) -> object | None:
+    """Return the annotation at `path`: `object` below a free-form key, `None` if unknown."""
+    annotation: object = RunConfig
+    for name in path:
+        if is_free_form(annotation) or annotation is object:
+            annotation = object
+            continue
+        section = section_type(annotation)
+        if section is None or name not in field_types(section):
+            return None
+        annotation = field_types(section)[name]
+    return annotation
+
+
+@cache
+def defaults() -> Mapping[str, object]:
+    """Return the schema's defaults as nested mappings."""
+    tree = msgspec.to_builtins(RunConfig())
+    assert isinstance(tree, dict)
+    return tree
+
+
+def default_at(path: Sequence[str], otherwise: object) -> object:
+    """Return the schema's default at `path`; `otherwise` where there is none."""
+    return value_at(defaults(), path, otherwise)
+
+
+def value_at(tree: Mapping[str, object], path: Sequence[str], otherwise: object) -> object:
+    """Return the value at `path` in nested mappings; `otherwise` where a key is missing."""
+    node: object = tree
+    for key in path:
+        if not isinstance(node, Mapping) or key not in node:
+            return otherwise
+        node = node[key]
+    return node

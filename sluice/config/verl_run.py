@@ -1,6 +1,4 @@
-"""Read a configuration as verl does: batch and parallel sizes, and every number that follows
-from them.
-"""
+"""Read a configuration as verl does: batch and parallel sizes, and what follows from them."""
 
 from __future__ import annotations
 
@@ -107,24 +105,24 @@ class BatchPlan:
         return self.gen_prompts * self.responses
 
     def steps_per_epoch(self, dataset_rows: int) -> int:
-        """Generation rounds in one pass over the data, which is steps where nothing is filtered."""
+        """Return the generation rounds in one pass over the data: steps, if nothing is filtered."""
         return dataset_rows // self.gen_prompts
 
 
 def quotient(numerator: int | None, denominator: int | None) -> int | None:
-    """numerator / denominator if both are known and it is whole."""
+    """Return numerator / denominator if both are known and it is whole."""
     if numerator is None or not denominator or numerator % denominator:
         return None
     return numerator // denominator
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is no larger than `at_most`, at least 1."""
+    """Return the largest divisor of `number` that is no larger than `at_most`, at least 1."""
     return next((d for d in range(min(at_most, number), 0, -1) if number % d == 0), 1)
 
 
 def next_multiple(number: int, step: int) -> int:
-    """The smallest multiple of `step` that is no smaller than `number`."""
+    """Return the smallest multiple of `step` that is no smaller than `number`."""
     return math.ceil(number / step) * step
 
 
@@ -233,7 +231,7 @@ VERL_MAX_BATCHED_TOKENS = 8192
 
 
 def verl_run(config: RunConfig, settings: KeySettings) -> VerlRun:
-    """The run as verl would normalise and check it."""
+    """Return the run as verl would normalise and check it."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     batch = verl_batch(config, settings)
     return VerlRun(
@@ -258,18 +256,18 @@ def verl_run(config: RunConfig, settings: KeySettings) -> VerlRun:
 
 
 def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
-    """Batch sizes with verl's data-parallel size."""
+    """Return the batch sizes with verl's data-parallel size."""
     return _batch(config, settings, parallel_split(config, settings))
 
 
 def own_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
-    """Batch sizes as sluice runs them: every trainer rank trains rows of its own."""
+    """Return batch sizes as sluice runs them: every trainer rank trains other rows."""
     split = ParallelSplit(config.trainer.nnodes, config.trainer.n_gpus_per_node)
     return _batch(config, settings, split)
 
 
 def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
-    """The trainer's parallel sizes, of FSDP or of Megatron."""
+    """Return the trainer's parallel sizes, of FSDP or of Megatron."""
     return ParallelSplit(
         nodes=config.trainer.nnodes,
         ranks_per_node=config.trainer.n_gpus_per_node,
@@ -283,9 +281,9 @@ def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
 
 
 def is_megatron(settings: KeySettings) -> bool:
-    """Whether the trainer is Megatron's.
+    """Return whether Megatron trains.
 
-    verl also says so with the name of its base configuration, which a list of overrides lacks; so
+    In verl the name of the base configuration decides too, but a list of overrides lacks it; so
     without a strategy a size that cuts Megatron's model decides.
     """
     strategy = settings.value(f"{ACTOR}.strategy")
@@ -296,19 +294,19 @@ def is_megatron(settings: KeySettings) -> bool:
 
 
 def sequence_parallel(settings: KeySettings, section: str, *, otherwise: int) -> int:
-    """Ulysses' size of a section, in either spelling."""
+    """Return Ulysses' size of a section, in either spelling."""
     name = "ulysses_sequence_parallel_size"
     return settings.whole(f"{section}.{name}", f"{section}.fsdp_config.{name}", otherwise=otherwise)
 
 
 def expert_tensor_parallel(settings: KeySettings) -> int:
-    """Ranks that share one expert; unset it follows the dense layers' tensor parallelism."""
+    """Return the ranks that share one expert; by default as many as share a dense layer."""
     key = f"{MEGATRON}.expert_tensor_parallel_size"
     return settings.whole(key, otherwise=_megatron_size(settings, "tensor"))
 
 
 def has_reference(config: RunConfig, settings: KeySettings) -> bool:
-    """Whether the run holds a frozen reference model."""
+    """Return whether the run holds a frozen reference model."""
     keys = (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
     return any(settings.flag(key, otherwise=False) for key in keys)
 
@@ -372,7 +370,7 @@ def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
 
 
 def _rows_per_device(settings: KeySettings, key: str) -> int | None:
-    """A micro-batch's rows on one device, unless they only follow from the deprecated `key`."""
+    """Return the rows per device, unless they only follow from the deprecated `key`."""
     per_device = f"{key}_per_gpu"
     if settings.is_set(key) and not settings.is_set(per_device):
         return None

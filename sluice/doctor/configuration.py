@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sluice.config.rules.checks import violations
+from sluice.config.problems import errors
+from sluice.config.rules.checks import all_problems
 from sluice.config.rules.files import MODEL_KEY
 from sluice.config.rules.security import SECURITY_KEY, exposed_secrets, run_security_problems
 from sluice.config.run import RunConfig
@@ -20,8 +21,8 @@ from sluice.security.certificates import SOON, validities
 # Other checks look at these files themselves.
 _ELSEWHERE = (
     MODEL_KEY,
-    "data.train_files:",
-    "data.val_files:",
+    "data.train_files",
+    "data.val_files",
     "reward.custom_reward_function.path",
     "sluice.security",
 )
@@ -31,8 +32,8 @@ _DAY = "%Y-%m-%d %H:%M UTC"
 
 def check_configuration(examined: Examined) -> Iterator[Finding]:
     """Check what sluice cannot run: the keys, their values and a remedy."""
-    broken = violations(examined.config, examined.settings, shape=examined.shape)
-    return configuration_findings([one.text for one in broken if one.here])
+    broken = errors(all_problems(examined.config, examined.settings, shape=examined.shape))
+    return configuration_findings([one.text for one in broken])
 
 
 def configuration_findings(sentences: list[str]) -> Iterator[Finding]:
@@ -88,13 +89,13 @@ class SecurityFacts:
 def check_certificates(examined: Examined) -> Iterator[Finding]:
     """Check certificates as peers will see them, and their dates; check who can read secrets."""
     config = examined.config
-    sentences = tuple(run_security_problems(config))
+    sentences = tuple(one.text for one in run_security_problems(config))
     return security_findings(
         SecurityFacts(
             config.sluice.security.tls,
             config.sluice.security.token_file is not None,
             sentences,
-            () if sentences else tuple(exposed_secrets(config.sluice.security)),
+            () if sentences else tuple(one.text for one in exposed_secrets(config.sluice.security)),
             dict(_ends(config)),
             has_remote_peers=has_remote_peers(examined),
         )

@@ -109,7 +109,7 @@ def check_model(examined: Examined) -> Iterator[Finding]:
 def model_findings(key: str, path: str) -> Iterator[Finding]:
     """Yield what is missing, cut short or left over from another download."""
     why = "trainer and replicas refuse to start"
-    sentences = [one.replace(MODEL_KEY, key) for one in model_problems(path)]
+    sentences = [one.text for one in model_problems(path, key)]
     if sentences or not path:
         yield from (problem_of_sentence(one, why) for one in sentences)
         return

@@ -13,7 +13,7 @@ import grpc
 import msgspec
 
 from sluice.config.addresses import advertised_host, is_loopback
-from sluice.config.problems import raise_problems
+from sluice.config.problems import Problem, raise_problems
 from sluice.config.rules.security import (
     TOKEN_KEY,
     client_problems,
@@ -172,14 +172,15 @@ def client_credentials(
 def _given_files(environment: Mapping[str, str]) -> dict[str, str | None]:
     given = {key: environment[name] for key, name in FILE_VARIABLES.items() if name in environment}
     empty = [FILE_VARIABLES[key] for key, path in given.items() if not path]
-    problems = [f"{name} is set and empty; name a file, or unset it" for name in empty]
+    remedy = "name a file, or unset it"
+    problems = [Problem(name, msgspec.UNSET, "is set and empty", remedy) for name in empty]
     raise_problems(problems, "SLUICE_ variables")
     return dict(given)
 
 
 def _load(security: SecurityConfig, token: str | None) -> Credentials:
-    for sentence in exposed_secrets(security):
-        logger.warning("%s", sentence)
+    for problem in exposed_secrets(security):
+        logger.warning("%s", problem.text)
     tokens: TokenSource | None = None
     if security.token_file is not None:
         tokens = TokenFile(Path(security.token_file), TOKEN_KEY)

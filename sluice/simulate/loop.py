@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale, Preemptions
+from sluice.algorithm.groups.staleness import BatchDecision, GroupAges, OnStale, reserves_slot
 from sluice.algorithm.sampling.admission import (
     LastGroups,
     YieldEstimate,
@@ -32,6 +32,31 @@ from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.recorder import LeaseMark, Recorder, SimulatedStepTimes, TokenCause
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples, Workload
+
+
+class _Preemptions:
+    """Preempted groups by name, until a group of the prompt ends."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._times: dict[str, int] = {}
+        self._reserved: set[str] = set()
+
+    def reserves_slot(self, name: str) -> bool:
+        """Return whether a group that starts gets a slot for certain."""
+        if reserves_slot(self._times.get(name, 0), len(self._reserved), self._batch_size):
+            self._reserved.add(name)
+        return name in self._reserved
+
+    def preempted(self, name: str) -> None:
+        """A group was cancelled for want of a slot, and will start again."""
+        self._times[name] = self._times.get(name, 0) + 1
+        self._reserved.discard(name)
+
+    def ended(self, name: str) -> None:
+        """A group was kept, filtered or failed."""
+        self._times.pop(name, None)
+        self._reserved.discard(name)
 
 
 class Batching:
@@ -206,7 +231,7 @@ class SimulatedLoop:
         self._histories: dict[str, PromptHistory] = {}
         self._in_flight: dict[int, SimulatedGroup] = {}
         self._sure: set[int] = set()  # of those, which have a place as if they were kept
-        self._preemptions = Preemptions(rules.train_batch_size)
+        self._preemptions = _Preemptions(rules.train_batch_size)
         self._train_times = np.random.default_rng([settings.seed, 3])
         self._version = 0
         self._asked_s: float | None = 0.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.config.loading.field_checks import shown
 from sluice.config.loading.yaml_text import parse_document
+from sluice.config.problems import shown
 from sluice.errors import ConfigError
 from sluice.simulate.workload import ResponseLengths, WorkloadDescription
 

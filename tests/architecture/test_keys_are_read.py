@@ -6,10 +6,9 @@ import ast
 
 import pytest
 
-from sluice.config.catalogue.entry import KeyStatus
+from sluice.config.catalogue.table import KeyStatus
 from sluice.config.explain import explain_key
-from sluice.config.loading.keys import field_types, section_type
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, field_types, section_type
 from sluice.config.schema.section import Section
 from tests.support.attribute_reads import attribute_reads
 from tests.support.source_tree import ROOT, python_files, syntax_tree

@@ -18,20 +18,21 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from services.rollout.engines.causal_lm import TorchEngineSettings
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.settings import SglangSettings
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import expected_logprobs, request, weights_of
-from tests.support.engine_contract_calls import chunks_of, generate, until
 from tests.support.engine_contract_world import (
     TIED,
     ContractWorld,
     Insight,
+    chunks_of,
     contract_world,
+    generate,
     save_contract_config,
+    until,
 )
 
 pytestmark = [
@@ -110,7 +111,7 @@ async def test_without_recomputation_running_samples_keep_their_cache(
     assert np.abs(exact[start:] - chunks[1].behavior_logprobs).max() > 1e-2
 
 
-async def test_the_same_seed_draws_what_the_embedded_engine_draws(
+async def test_the_same_seed_gives_the_tokens_of_the_embedded_engine(
     world: ContractWorld, folder: Path
 ) -> None:
     await world.serve(world.first)
@@ -147,7 +148,7 @@ async def test_sglang_names_the_arguments_it_does_not_know(folder: Path) -> None
         await engine.start()
 
 
-async def test_what_sglang_refuses_is_told_and_nothing_of_it_is_left(folder: Path) -> None:
+async def test_what_sglang_refuses_is_reported_and_leaves_nothing(folder: Path) -> None:
     engine, opened = (
         SglangEngine(_settings(folder, attention_backend="no_such_backend")),
         _open_sockets(),

@@ -20,13 +20,15 @@ from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import ConfigError, EngineError
 from sluice.types import SamplingParams
 from tests.support.causal_lms import expected_logprobs, request
-from tests.support.engine_contract_calls import chunks_of, generate, until
 from tests.support.engine_contract_world import (
     TIED,
     ContractWorld,
     Insight,
+    chunks_of,
     contract_world,
+    generate,
     save_contract_config,
+    until,
 )
 
 pytestmark = [

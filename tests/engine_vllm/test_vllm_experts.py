@@ -16,13 +16,14 @@ from services.rollout.engines.vllm.engine import VllmEngine
 from services.rollout.engines.vllm.settings import VllmSettings
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.support.causal_lms import EOS, VOCABULARY, reference_model, request
-from tests.support.engine_contract_calls import PROMPTS, generate
 from tests.support.engine_contract_weights import UpdateContract
 from tests.support.engine_contract_world import (
     MAX_MODEL_LEN,
+    PROMPTS,
     ContractWorld,
     Insight,
     contract_world,
+    generate,
 )
 
 pytestmark = [

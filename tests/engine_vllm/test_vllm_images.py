@@ -23,8 +23,7 @@ from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.sender import WeightSender
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.support.causal_lms import request
-from tests.support.engine_contract_calls import chunks_of, generate, until
-from tests.support.engine_contract_world import Trainer
+from tests.support.engine_contract_world import Trainer, chunks_of, generate, until
 from tests.support.tiny_vision import (
     IMAGE,
     PATCH,
@@ -157,7 +156,7 @@ async def test_outputs_after_updates_equal_those_of_an_engine_started_from_a_che
         assert await generate(fresh, wanted) == after
 
 
-async def test_a_prompt_for_other_images_is_refused_and_others_go_on(
+async def test_a_prompt_for_other_images_is_refused_and_others_continue(
     saved: tuple[Path, PreTrainedModel],
     world: tuple[VllmEngine, Trainer],
     pictures: tuple[bytes, bytes],
@@ -183,7 +182,7 @@ async def test_samples_that_wait_for_a_slot_while_weights_come_see_their_images(
         await _check(engine, folder, second, pictures)
 
 
-async def test_samples_of_a_prompt_that_was_drawn_before_go_on_when_it_is_computed_anew(
+async def test_samples_of_an_earlier_prompt_continue_when_it_is_recomputed(
     saved: tuple[Path, PreTrainedModel], pictures: tuple[bytes, bytes]
 ) -> None:
     folder, second = saved
@@ -206,7 +205,7 @@ def _other(model: PreTrainedModel) -> PreTrainedModel:
 async def _publish_meanwhile(
     engine: VllmEngine, trainer: Trainer, model: PreTrainedModel, wanted: GenerationRequest
 ) -> list[SampleChunk]:
-    """Has the model serve as soon as tokens have come of the request, which goes on to its end."""
+    """Make the model serve as soon as the request has tokens; it runs to its end."""
     digest = await trainer.stage(model)
     async with asyncio.TaskGroup() as tasks:
         generating = tasks.create_task(chunks_of(engine, wanted, every_token=True))
@@ -227,7 +226,7 @@ def _check_new_tokens(
     *,
     of_whole_samples: bool,
 ) -> None:
-    """Tokens that `version` drew have its logprobs, or those of samples that it drew alone."""
+    """Tokens of `version` have its logprobs, or those of samples that it generated alone."""
     num_checked = 0
     for index in wanted.sample_indexes:
         mine = [chunk for chunk in chunks if chunk.sample_index == index]

@@ -14,7 +14,6 @@ from services.rollout.engines.vllm.settings import VllmSettings
 from sluice.errors import WeightSyncError
 from tests.engine_vllm.saved_weights import serve_saved
 from tests.support.causal_lms import request
-from tests.support.engine_contract_calls import generate
 from tests.support.engine_contract_weights import LifecycleContract, UpdateContract
 from tests.support.engine_contract_world import (
     FAMILIES,
@@ -22,6 +21,7 @@ from tests.support.engine_contract_world import (
     ContractWorld,
     Insight,
     contract_world,
+    generate,
     save_contract_checkpoint,
     save_contract_config,
 )

@@ -279,4 +279,4 @@ def test_replicas_say_nothing_of_a_trainer_that_starts_later_and_leaves_first(
 ) -> None:
     record, _ = eventful
     assert "out of reach" not in record.log("rollout-0")
-    assert "not told of the drain" not in record.log("rollout-0")
+    assert "did not learn of the drain" not in record.log("rollout-0")

@@ -54,14 +54,14 @@ class TestBeforeTheStart:
 
     def test_a_missing_file(self, small_assets: Assets, tmp_path: Path) -> None:
         up(small_assets, tmp_path, "data.train_files=nowhere.parquet").names(
-            "data.train_files: 'nowhere.parquet' is no file; check the path"
+            "data.train_files = nowhere.parquet is no file; check the path"
         )
 
     def test_a_model_path_that_is_no_model(self, small_assets: Assets, tmp_path: Path) -> None:
         empty = tmp_path / "empty"
         empty.mkdir()
         up(small_assets, tmp_path, f"actor_rollout_ref.model.path={empty}").names(
-            f"actor_rollout_ref.model.path = '{empty}' holds no config.json"
+            f"actor_rollout_ref.model.path = {empty} holds no config.json"
         )
 
 

@@ -119,7 +119,7 @@ async def drained(run: Run) -> None:
     [
         (killed, ("one: ", "the group: ", "tokens", "version 0")),
         (hung, ("replica one is stalled", "nothing for ", " tokens; ", "running", "version 0")),
-        (drained, ("replica one is withdrawn", "its samples continue elsewhere")),
+        (drained, ("replica one is removed", "its samples continue elsewhere")),
     ],
     ids=["killed", "hung", "drained"],
 )

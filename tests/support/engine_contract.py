@@ -1,14 +1,14 @@
-"""What every inference engine promises of the samples it draws, one rule a test.
+"""What every inference engine promises of its samples, one rule a test.
 
-An adapter's test module has a class that extends `DrawingContract`, `StopStringContract`,
-`PauseContract` and `UpdateContract`, then one that extends `LifecycleContract`. Its fixtures
-`world` and `fresh` are two engines that last for the module; `engine_contract_world` makes them.
-All run in one event loop.
+An adapter's test module has a class that extends `engine_contract_suite.RunningContract`, then one
+that extends `LifecycleContract`. Its fixtures `world` and `fresh` are two engines that last for the
+module; `engine_contract_world` makes them. All run in one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -22,21 +22,24 @@ from services.rollout.engines.protocol import (
     num_tokens,
 )
 from sluice.errors import InvalidRequestError
-from sluice.types import FinishReason
+from sluice.types import FinishReason, TokenIds
 from tests.support.causal_lms import EOS, VOCABULARY, expected_logprobs, request, samples_of
-from tests.support.engine_contract_calls import (
+from tests.support.engine_contract_world import (
+    BATCH,
     ENDLESS,
+    MAX_MODEL_LEN,
     PLAIN,
     PROMPTS,
+    SLOTS,
     TOLERANCE,
     WAIT_S,
+    ContractWorld,
     chunks_of,
     generate,
     greedy_tokens,
     settled,
     until,
 )
-from tests.support.engine_contract_world import MAX_MODEL_LEN, SLOTS, ContractWorld
 
 
 class SamplingContract:
@@ -58,7 +61,7 @@ class SamplingContract:
         ("temperature", "top_p", "top_k"),
         [(1.0, 1.0, -1), (0.7, 1.0, -1), (1.0, 0.9, -1), (0.6, 0.8, 20), (1.4, 0.7, -1)],
     )
-    async def test_logprobs_are_those_of_the_distribution_drawn_from(
+    async def test_logprobs_are_those_of_the_sampled_distribution(
         self, world: ContractWorld, temperature: float, top_p: float, top_k: int
     ) -> None:
         await world.serve(world.first)
@@ -88,7 +91,9 @@ class SamplingContract:
         other = await generate(world.engine, request(samples=3, max_tokens=30, seed=4))
         assert all(other[index][0] != alone[index][0] for index in range(3))
 
-    async def test_a_sample_by_itself_is_drawn_as_in_its_group(self, world: ContractWorld) -> None:
+    async def test_a_sample_alone_gets_the_same_tokens_as_in_its_group(
+        self, world: ContractWorld
+    ) -> None:
         await world.serve(world.first)
         group = await generate(world.engine, request(samples=4, max_tokens=20))
         lone = await generate(world.engine, request(samples=(2,), max_tokens=20))
@@ -142,7 +147,7 @@ class SamplingContract:
         computed = world.insight.prefilled_tokens() - before
         assert 100 < computed < 3 * len(prompt), "16 prefills of their own would be 3200"
 
-    async def test_every_token_comes_by_itself_when_asked_for(self, world: ContractWorld) -> None:
+    async def test_every_token_comes_alone_when_asked_for(self, world: ContractWorld) -> None:
         await world.serve(world.first)
         wanted = request(samples=3, max_tokens=12)
         streamed = await chunks_of(world.engine, wanted, every_token=True)
@@ -184,7 +189,7 @@ class SamplingContract:
                 assert await world.insight.running_samples() == 1
             assert len(await generate(world.engine, request(samples=SLOTS, max_tokens=2))) == SLOTS
 
-    async def test_cancelling_the_consumer_frees_the_slots_and_others_go_on(
+    async def test_cancelling_the_consumer_frees_the_slots_and_others_continue(
         self, world: ContractWorld
     ) -> None:
         await world.serve(world.first)
@@ -279,7 +284,7 @@ class SamplingContract:
             (request(max_tokens=0), "max_tokens"),
         ],
     )
-    async def test_a_request_that_cannot_be_generated_is_refused_and_others_go_on(
+    async def test_a_request_that_cannot_be_generated_is_refused_and_others_continue(
         self, world: ContractWorld, wanted: GenerationRequest, named: str
     ) -> None:
         await world.serve(world.first)
@@ -289,10 +294,10 @@ class SamplingContract:
 
     async def test_128_samples_run_at_once_and_all_are_exact(self, world: ContractWorld) -> None:
         await world.serve(world.first)
-        draws = np.random.default_rng(3)
+        random = np.random.default_rng(3)
         wanted = [
-            request(draws.integers(8, VOCABULARY, int(length)).tolist(), samples=8, max_tokens=24)
-            for length in draws.integers(1, 60, 16)
+            request(random.integers(8, VOCABULARY, int(length)).tolist(), samples=8, max_tokens=24)
+            for length in random.integers(1, 60, 16)
         ]
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(generate(world.engine, one)) for one in wanted]
@@ -306,7 +311,7 @@ class SamplingContract:
                 assert len(tokens) == 24
                 np.testing.assert_allclose(logprobs, exact, atol=TOLERANCE)
 
-    async def test_every_token_drawn_is_sent_unsent_or_on_its_way(
+    async def test_every_sampled_token_is_sent_unsent_or_on_its_way(
         self, world: ContractWorld
     ) -> None:
         await world.serve(world.first)
@@ -343,3 +348,97 @@ class SamplingContract:
         assert sampled == sent + unsent > 0
         assert unsent == after.unsent_tokens - before.unsent_tokens
         assert after.running_tokens == before.running_tokens
+
+
+def text_of(token_ids: TokenIds | Sequence[int]) -> str:
+    """One character a token."""
+    return "".join(chr(0x100 + int(token)) for token in token_ids)
+
+
+def stopped_by(wanted: GenerationRequest, *stops: str) -> GenerationRequest:
+    """The request with strings that end its samples."""
+    return replace(wanted, sampling=replace(wanted.sampling, stop=stops), decode=text_of)
+
+
+class StopStringContract:
+    """Rules that one running engine can be asked for in any order."""
+
+    @pytest.mark.parametrize("every_token", [True, False])
+    async def test_a_sample_ends_with_the_token_that_completes_a_stop_string(
+        self, world: ContractWorld, every_token: bool
+    ) -> None:
+        await world.serve(world.first)
+        before = await world.engine.probe()
+        free = await generate(world.engine, request(samples=6, max_tokens=30))
+        stops = (text_of(free[0][0][4:7]), text_of(free[3][0][9:10]), "never sampled")
+        wanted = stopped_by(request(samples=6, max_tokens=30), *stops)
+        chunks = await chunks_of(world.engine, wanted, every_token=every_token)
+        reasons = {chunk.sample_index: chunk.finish_reason for chunk in chunks}
+        for index, (tokens, logprobs) in samples_of(chunks).items():
+            whole = free[index][0]
+            ends = [n for n in range(31) if any(stop in text_of(whole[:n]) for stop in stops)]
+            assert tokens == whole[: min(ends, default=30)]
+            assert len(logprobs) == len(tokens)
+            assert reasons[index] is (FinishReason.STOP if ends else FinishReason.LENGTH)
+        assert len(samples_of(chunks)[0][0]) <= 7
+        assert wanted.tokens.yielded == num_tokens(chunks)
+        # Tokens that the engine sampled beyond the string were not sent.
+        world.engine.accounting.services.sent += 6 * 30 + num_tokens(chunks)
+        after = await settled(world.engine, before)
+        sampled = after.generated_tokens - before.generated_tokens
+        assert sampled == 180 + num_tokens(chunks) + after.unsent_tokens - before.unsent_tokens
+
+    async def test_a_stop_string_may_begin_in_the_part_that_is_continued(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        free = request(max_tokens=20, temperature=0.0)
+        whole = (await generate(world.engine, free))[0][0]
+        stop = text_of(whole[6:10])
+        end = text_of(whole).index(stop) + 4
+        for begun in (end - 2, end, end + 1):
+            partials = (PartialSample(0, np.array(whole[:begun], np.uint32)),)
+            wanted = stopped_by(replace(free, partials=partials), stop)
+            chunks = await chunks_of(world.engine, wanted)
+            assert samples_of(chunks)[0][0] == whole[begun:end]
+            assert chunks[-1].finish_reason is FinishReason.STOP
+
+    async def test_stop_strings_need_a_decoder_and_are_not_empty(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        wanted = stopped_by(request(), "x")
+        for broken in (replace(wanted, decode=None), stopped_by(request(), "x", "")):
+            with pytest.raises(InvalidRequestError, match=r"sampling\.stop"):
+                await generate(world.engine, broken)
+
+
+class PriorityContract:
+    """Rules of priorities, on a running engine that any rule may have used before."""
+
+    async def test_of_samples_that_wait_the_one_of_the_highest_priority_goes_first(
+        self, world: ContractWorld
+    ) -> None:
+        await world.serve(world.first)
+        ended: list[int] = []
+
+        async def draw(priority: int) -> None:
+            wanted = request(samples=BATCH, max_tokens=3)
+            await chunks_of(world.engine, replace(wanted, priority=priority))
+            ended.append(priority)
+
+        filling = request(samples=SLOTS - BATCH, max_tokens=ENDLESS)
+        freed = request(samples=BATCH, max_tokens=ENDLESS)
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+            most = tasks.create_task(chunks_of(world.engine, filling))
+            last = tasks.create_task(chunks_of(world.engine, freed))
+            await until(lambda: world.engine.load().slots_busy == SLOTS)
+            async with asyncio.TaskGroup() as waiting:
+                for queued, priority in enumerate((0, -5, 7, 3), start=1):
+                    waiting.create_task(draw(priority))
+                    await until(lambda n=queued: world.engine.load().queued == n * BATCH)  # type: ignore[misc]
+                for _ in range(2):  # what was sent before has reached the engine then
+                    await world.engine.probe()
+                last.cancel()
+            most.cancel()
+        assert ended == [7, 3, 0, -5]

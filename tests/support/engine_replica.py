@@ -32,8 +32,7 @@ from sluice.rpc.client import open_channel, rollout_stub
 from sluice.types import ReplicaInfo
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import VOCABULARY, expected_logprobs, reference_model
-from tests.support.engine_contract_calls import PLAIN, TOLERANCE
-from tests.support.engine_contract_world import TIED, save_contract_config
+from tests.support.engine_contract_world import PLAIN, TIED, TOLERANCE, save_contract_config
 from tests.support.rpc_server import serving
 
 _ROOT = Path(__file__).parents[2]

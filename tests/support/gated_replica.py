@@ -1,4 +1,4 @@
-"""A rollout replica whose engine hangs in a step as long as a file exists; its process goes on.
+"""A rollout replica whose engine hangs in a step as long as a file exists; its process lives on.
 
 Run as ``python -m tests.support.gated_replica``, with the file's name in `GATE_VARIABLE`.
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.fleet.members import Fleet, Load, MemberState
+from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
@@ -17,6 +17,7 @@ from services.trainer.loop.reward_client import ValidationReport
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopParts, LoopSettings, TrainLoop
 from services.trainer.metrics.step_metrics import RunScale
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.types import (
     DataProgress,
     FinishReason,
@@ -74,7 +75,7 @@ class World:
         self.uncounted: set[str] = set()
         self.prompts = {"submitted": 9.0, "trained": 4.0, "pending": 5.0}
         # What replicas and the reward service tell of themselves when they are asked.
-        self.loads: dict[str, Load] = {}
+        self.loads: dict[str, ReplicaCounters] = {}
         self.reported: dict[str, float] = {}
         self.published: int | None = None
         # What a reward service that starts anew would be told.
@@ -160,8 +161,8 @@ class World:
 
     # the replicas
 
-    async def load_of(self, replica: ReplicaInfo) -> Load:
-        return self.loads.get(replica.name, Load(0, 0, 0, 0.0))
+    async def load_of(self, replica: ReplicaInfo) -> ReplicaCounters:
+        return self.loads.get(replica.name, ReplicaCounters())
 
     # the publisher
 

@@ -1,6 +1,6 @@
 """Rollout replicas in processes of their own: the real engine and service, weights made by a seed.
 
-Each decode step takes at least `step_s`, so that there is time to kill, stop or withdraw a replica
+Each decode step takes at least `step_s`, so that there is time to kill, stop or remove a replica
 in the middle of its samples. All replicas of one folder draw the same samples.
 """
 
@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 
 from services.rollout.engines.embedded.loop import GenerationLoop
-from services.rollout.generation import CountedGeneration
+from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.server import RpcServer
@@ -75,7 +75,7 @@ class ReplicaProcess:
         self.process.send_signal(number)
 
     async def generated_tokens(self) -> int:
-        """Tokens that its engine has drawn."""
+        """Tokens that its engine has sampled."""
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
             status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=20)
@@ -113,7 +113,7 @@ async def _serve(folder: Path, name: str, step_s: float) -> None:
             identity,
             engine,
             encoder,
-            CountedGeneration(engine, encoder),
+            GenerationRunner(engine, encoder),
             engine_name="torch",
             max_n=SLOTS,
         )

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from services.reward.app import PromptSets, RewardLoop, RunFiles, assemble
+from services.reward.app import PromptSets, RewardLoop, RunFiles
 from services.reward.generation.request import GenerateEvent, GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.scorers.math_dapo import compute_score
@@ -88,9 +88,9 @@ async def running_loop(
     files: RunFiles | None = None,
 ) -> AsyncIterator[RewardLoop]:
     """A loop, by default without a data set and without files, its coordinator running."""
-    loop = assemble(config, sets or PromptSets(None, None), InlineScorer(), client, files)
+    loop = RewardLoop(config, sets or PromptSets(None, None), InlineScorer(), client, files)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(loop.pipeline.run())
+        running = tasks.create_task(loop.run())
         yield loop
         running.cancel()
 

@@ -156,7 +156,7 @@ class FullForward:
             decoded = [Image.open(io.BytesIO(one)).convert("RGB") for one in images]
             made = self._processor(images=decoded, return_tensors="pt")
             kinds = (ids == IMAGE).int()
-            assert not kinds[0, prompt_length:].any(), "a drawn image token is text"
+            assert not kinds[0, prompt_length:].any(), "a sampled image token is text"
             inputs |= {**made, "mm_token_type_ids": kinds}
         with torch.set_grad_enabled(self._grad):
             logits: torch.Tensor = self._model(**inputs, use_cache=False).logits[0]

@@ -1,6 +1,6 @@
 """A replica that draws scripted tokens one by one: real gRPC, no engine.
 
-Token *t* of sample *i* is 100 i + t and its text is that number in brackets, whoever draws it. A
+Token *t* of sample *i* is 100 i + t and its text is that number in brackets, on every replica. A
 script says after how many tokens of a call something happens.
 """
 

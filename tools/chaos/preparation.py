@@ -88,7 +88,6 @@ _COMMON = (
     "sluice.trainer.batch_timeout_s=120",
     "sluice.reward.generate_timeout_s=60",
     "sluice.reward.stall_timeout_s=10",
-    "sluice.reward.ledger_samples_interval_s=1",
     "sluice.weights.timeout_s=10",
     "sluice.shutdown_grace_s=30",
 )

@@ -1,19 +1,21 @@
-"""Sends groups to replicas and brings their samples home, whatever happens to a replica.
+"""Send groups to replicas and return their samples, whatever happens to a replica.
 
 Consumes: groups to generate. Waits for: a replica with free capacity, then its stream. Unblocked
-by: an announcement, a finished sequence, the end of a pause, a failed or withdrawn stream, one of
-which nothing comes, the group's own deadline. Produces: whole groups. On failure of a stream: the
-replica pauses and the missing samples continue elsewhere from the tokens that came, up to
-`max_attempts` failures; then the group goes without them, or fails. On shutdown: cancelling a call
-cancels its stream, which frees the replica's slots.
+by: an announcement, a finished sequence, the end of a pause, a stream that failed, stalled or lost
+its replica, the group's own deadline. Produces: whole groups. On failure of a stream: the replica
+pauses and the missing samples continue elsewhere from the tokens that came, up to `max_attempts`
+failures; then the group continues without them, or fails. On shutdown: cancelling a call cancels
+its stream, which frees the replica's slots.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import dataclass, replace
 
 from services.reward.generation.queue import Priority, ReplicaQueue
 from services.reward.generation.request import (
@@ -21,9 +23,13 @@ from services.reward.generation.request import (
     GenerationClient,
     GroupFailedError,
     GroupRequest,
+    OldestStart,
     OverlongPromptError,
     SampleCallback,
     StartCallback,
+    decisive,
+    first_samples,
+    for_prompt,
 )
 from services.reward.generation.stream import CollectedGroup, StreamEnd, StreamWatch
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
@@ -38,7 +44,7 @@ from sluice.errors import (
     SluiceError,
 )
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
-from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup
+from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +53,15 @@ class GroupDispatcher:
     """Groups on their way to replicas and back.
 
     Attributes:
-        on_open: told of each request that is to be saved when it begins, with what it took up.
-        on_home: told of each request that is to be saved when its samples are all there.
+        num_received: response tokens received since the start, by what they are for. The replicas
+            count what they hand over: the two counts check each other.
 
     Args:
         client: how replicas are called.
-        queue: who gets room on which replica.
+        queue: assigns capacity on replicas.
         max_attempts: failures after which a group is given up.
         leave_out_overlong: whether a row that is too long is left out, or an error of the data.
         rules: when streams and groups are given up on; by default never.
-        on_taken_up: told of the samples of an earlier service that a request goes on from.
     """
 
     def __init__(
@@ -67,7 +72,6 @@ class GroupDispatcher:
         max_attempts: int,
         leave_out_overlong: bool = False,
         rules: StragglerRules | None = None,
-        on_resumed: Callable[[GroupRequest, Sequence[Rollout]], None] | None = None,
     ) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
         self._leave_out_overlong = leave_out_overlong
@@ -75,15 +79,7 @@ class GroupDispatcher:
         self._rates = RateTable()
         self._broken = BrokenStreams()
         self._streams: dict[StreamWatch, Reservation] = {}
-        self._open: dict[CollectedGroup, None] = {}
-        self._on_taken_up = on_resumed or _ignore_samples
-        self.on_open: Callable[[CollectedGroup], None] | None = None
-        self.on_home: Callable[[CollectedGroup], None] | None = None
-
-    @property
-    def under_way(self) -> tuple[CollectedGroup, ...]:
-        """Requests under way whose samples are to be saved, the oldest first."""
-        return tuple(self._open)
+        self.num_received: Counter[Priority] = Counter()
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
@@ -103,14 +99,14 @@ class GroupDispatcher:
         """Generate the samples asked for.
 
         A training group that has taken its time or its tokens (`StragglerRules`, measured over all
-        requests of one `GroupAllowance`) comes home with its unfinished samples ``ABORTED``, which
+        requests of one `GroupBudget`) returns with its unfinished samples ``ABORTED``, which
         hold the tokens that came of them. No replica is asked for samples of a group that is over.
 
         Args:
             request: the samples.
-            on_start: told the oldest version in the group whenever it changes; ``None`` while the
-                group holds nothing and waits.
-            on_sample: told of each sample that has finished.
+            on_start: called with the oldest version in the group whenever it changes; ``None``
+                while the group holds nothing and waits.
+            on_sample: called with each sample that has finished.
 
         Raises:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
@@ -119,12 +115,7 @@ class GroupDispatcher:
             DataError: a row is too long, and such rows are not to be left out.
         """
         collected = CollectedGroup(request, on_sample)
-        notify = on_start or _ignore
-        if resumed := collected.resume_saved():
-            self._on_taken_up(request, resumed)
-            notify(collected.oldest_version())
-        with self._kept(collected):
-            await self._complete(collected, notify)
+        await self._complete(collected, on_start or _ignore)
         return collected.group()
 
     async def _complete(self, collected: CollectedGroup, notify: StartCallback) -> None:
@@ -174,7 +165,7 @@ class GroupDispatcher:
         wanted: ReplicaRequirement,
         rank: tuple[int, int],
     ) -> Reservation | None:
-        """Room that `held` gives back; ``None`` when the group was over before there was any."""
+        """Reserve capacity, which `held` gives back; ``None``: the group was over before."""
         request = collected.request
         try:
             async with asyncio.timeout_at(self._over_at(request)) as scope:
@@ -227,9 +218,9 @@ class GroupDispatcher:
         return None
 
     def _may_be_too_small(self, reservation: Reservation, samples: int) -> bool:
-        """Whether a refusal may be for want of slots, of which another replica has more.
+        """Return whether a replica may have refused for want of slots, where another has more.
 
-        What the replica with most slots refuses is the prompt's own fault, or has no place at all.
+        If the replica with most slots refuses, the prompt is at fault, or fits nowhere.
         """
         slots = reservation.member.announced.info.slots
         most = max((replica.info.slots for replica in self._queue.replicas), default=slots)
@@ -244,6 +235,7 @@ class GroupDispatcher:
     ) -> str | None:
         """Store what one stream brings. Returns why its early end counts as a failure."""
         info, missing = reservation.member.announced.info, collected.missing
+        collected.asked(info.name)
         events = self._client.generate(info, collected.request, missing, partials)
         async with aclosing(events):
             try:
@@ -282,7 +274,12 @@ class GroupDispatcher:
             collected.started(prompt_token_ids, now)
             watch.accepted(now)
             notify(collected.oldest_version(or_version=version))
-        arrival = collected.take(event, reservation.member.announced.info.name)
+        tokens, priority = collected.request.tokens, collected.request.priority
+        num_before = tokens.num_received
+        try:
+            arrival = collected.take(event, reservation.member.announced.info.name)
+        finally:  # what is of no use was received, too
+            self.num_received[priority] += tokens.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
@@ -341,22 +338,6 @@ class GroupDispatcher:
         return f"{name}: stalled: {state}"
 
     @contextmanager
-    def _kept(self, collected: CollectedGroup) -> Iterator[None]:
-        """Within it what was received can be saved."""
-        if not collected.request.is_saved:
-            yield
-            return
-        self._open[collected] = None
-        if self.on_open is not None:
-            self.on_open(collected)
-        try:
-            yield
-            if self.on_home is not None:
-                self.on_home(collected)
-        finally:
-            del self._open[collected]
-
-    @contextmanager
     def _registered(
         self, watch: StreamWatch, reservation: Reservation, request: GroupRequest
     ) -> Iterator[None]:
@@ -370,16 +351,91 @@ class GroupDispatcher:
                 self._rates.note(reservation.member.announced.info.name, least)
 
 
+@dataclass(frozen=True, slots=True)
+class GeneratedGroup:
+    """A prompt's samples and, where a baseline is needed, its greedy response: the baseline of
+    ReMax (arXiv 2310.10505)."""
+
+    samples: RolloutGroup
+    greedy: RolloutGroup | None = None
+
+    @property
+    def num_greedy_tokens(self) -> int:
+        """Length of the greedy response; 0 without one."""
+        return self.greedy.num_response_tokens if self.greedy else 0
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Length of all responses."""
+        return self.samples.num_response_tokens + self.num_greedy_tokens
+
+
+async def generate_group(
+    dispatcher: GroupDispatcher,
+    request: GroupRequest,
+    greedy: SamplingParams | None,
+    on_start: StartCallback,
+    on_sample: SampleCallback | None = None,
+) -> GeneratedGroup:
+    """Generate a prompt's samples and, with `greedy`, one more response with those parameters.
+
+    Args:
+        dispatcher: where groups are generated.
+        request: the samples; the greedy response keeps to the same versions.
+        greedy: parameters of the greedy response; ``None``: there is none.
+        on_start: called with the oldest version among the tokens of both, whenever it changes.
+        on_sample: called with each sample that has finished, but not with the greedy response.
+
+    Raises:
+        GroupFailedError: samples or response cannot be had; the detail of the response's failure
+            begins with its `FailureKind`.
+        SluiceError: whatever else ends the generation of a group; the gravest of the two.
+    """
+    if greedy is None:
+        return GeneratedGroup(await dispatcher.generate(request, on_start, on_sample))
+    beside = replace(
+        request,
+        sample_indexes=first_samples(1),
+        sampling=for_prompt(greedy, request.prompt, stage="greedy"),
+        allows_missing=False,
+    )
+    oldest = OldestStart(on_start)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            name = f"prompt {request.prompt.prompt_id}"
+            samples = tasks.create_task(
+                dispatcher.generate(request, oldest.of("samples"), on_sample),
+                name=f"{name}, samples",
+            )
+            response = tasks.create_task(
+                _response(dispatcher, beside, oldest.of("greedy")), name=f"{name}, greedy"
+            )
+    except ExceptionGroup as group:
+        raise decisive(group) from group
+    return GeneratedGroup(samples.result(), response.result())
+
+
+async def _response(
+    dispatcher: GroupDispatcher, request: GroupRequest, on_start: StartCallback
+) -> RolloutGroup:
+    try:
+        return await dispatcher.generate(request, on_start)
+    except GroupFailedError as error:
+        if type(error) is not GroupFailedError:
+            raise  # the prompt itself is refused, and the type of the error names the reason
+        kind = error.kind or FailureKind.ENGINE_ERROR
+        raise GroupFailedError(
+            f"{kind}: no greedy response, the baseline of its samples: {error}",
+            error.kind,
+        ) from error
+
+
 def _is_bounded(request: GroupRequest) -> bool:
     return request.priority is Priority.TRAINING
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _ignore_samples(_request: GroupRequest, _samples: Sequence[Rollout]) -> None:
-    """For callers that keep no books."""
 
 
 def _ignore(_version: int | None) -> None:
@@ -414,13 +470,13 @@ def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> N
     if not (request.allows_missing and request.budget.has_finished_samples):
         raise GroupFailedError(detail, FailureKind.ENGINE_ERROR)
     logger.warning(
-        "prompt %s: goes on without samples %s: %s", request.prompt.prompt_id, missing, detail
+        "prompt %s: continues without samples %s: %s", request.prompt.prompt_id, missing, detail
     )
     request.budget.engine_errors.update(dict.fromkeys(missing, detail))
     collected.end_unfinished()
 
 
-# What streams that broke are told of: one warning for each replica, not one for each group.
+# One warning for all broken streams of a replica, not one for each group.
 #
 # A replica that dies or hangs breaks the streams of all its groups at once.
 

@@ -23,7 +23,7 @@ _TIMER_SLACK_S = 0.001
 
 
 class Priority(IntEnum):
-    """Who is served first when replicas are full."""
+    """The order in which requests are served when replicas are full."""
 
     EVALUATION = 0
     TRAINING = 1
@@ -37,11 +37,11 @@ class _QueuedGroup:
 
 
 class ReplicaQueue:
-    """The fleet and those who wait for it.
+    """The fleet and the groups that wait for it.
 
     Args:
         slack: sequences in flight per slot, at most.
-        on_capacity: called when there may be room for more.
+        on_capacity: called when there may be capacity for more.
     """
 
     def __init__(self, slack: float, on_capacity: Callable[[], None]) -> None:
@@ -81,7 +81,7 @@ class ReplicaQueue:
     async def capacity(
         self, wanted: ReplicaRequirement, rank: tuple[int, int]
     ) -> AsyncIterator[Reservation]:
-        """Room on a replica; waits for it, lowest `rank` (priority, order of issue) first."""
+        """Reserve capacity on a replica; the lowest `rank` (priority, order of issue) is first."""
         reservation = await self._reserved(wanted, rank)
         try:
             yield reservation
@@ -96,7 +96,7 @@ class ReplicaQueue:
             self._capacity_changed()
 
     def sequences_ended(self, reservation: Reservation, count: int) -> None:
-        """Give back the room of finished sequences."""
+        """Give back the capacity of finished sequences."""
         for _ in range(count):
             self._fleet.sequence_ended(reservation)
         self._capacity_changed()
@@ -124,7 +124,7 @@ class ReplicaQueue:
         self._waiters.sort(key=lambda other: other.rank)
         self._serve()
         try:
-            with waiting_for("rollout fleet", "making room for a group"):
+            with waiting_for("rollout fleet", "freeing capacity for a group"):
                 return await reserved
         except asyncio.CancelledError:
             if reserved.done() and not reserved.cancelled():
@@ -139,8 +139,8 @@ class ReplicaQueue:
         self._on_capacity()
 
     def _serve(self) -> None:
-        """Grant room in order. Nobody overtakes one who waits for room, only one who waits for a
-        version that no replica serves."""
+        """Reserve capacity in order. A group overtakes another only if that one waits for a version
+        that no replica serves."""
         now = time.monotonic()
         still_waiting: list[_QueuedGroup] = []
         blocked = False

@@ -1,5 +1,5 @@
-"""A request for samples of one prompt: its key, seeds and budget, samples already received, and
-the errors that end it.
+"""A request for samples of one prompt: its key, seeds and budget, and the errors that end
+it.
 """
 
 from __future__ import annotations
@@ -37,53 +37,7 @@ def _framed(part: str) -> bytes:
     return _FRAME(len(encoded)) + encoded
 
 
-_DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReceivedSamples:
-    """What is known of the samples of one prompt.
-
-    `digest` names what was asked for (`request_digest`); unfinished samples are ``ABORTED``.
-    """
-
-    digest: bytes
-    prompt_token_ids: TokenIds  # [prompt tokens]
-    rollouts: tuple[Rollout, ...]
-
-    def of(self, sample_indexes: Collection[int]) -> tuple[Rollout, ...]:
-        """Those of the samples with these indexes."""
-        return tuple(r for r in self.rollouts if r.sample_index in sample_indexes)
-
-    def up_to(self, version: int) -> ReceivedSamples:
-        """Without samples that hold a token of a version after `version`; the same if none does."""
-        kept = tuple(
-            rollout
-            for rollout in self.rollouts
-            if all(span.version <= version for span in rollout.version_spans)
-        )
-        return self if len(kept) == len(self.rollouts) else replace(self, rollouts=kept)
-
-
-def request_digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
-    """BLAKE2b of a prompt's words and of how its samples are drawn, 16 bytes.
-
-    A place in the data may hold another prompt after a restart, and a run other limits: samples
-    are gone on with only where both are what they were.
-    """
-    admitted_as = (
-        f"{sampling.temperature!r}/{sampling.top_p!r}/{sampling.top_k}/{sampling.max_tokens}/"
-        f"{sampling.seed}/{sampling.stop_token_ids}/{sampling.ignore_eos}/{sampling.stop}"
-    )
-    identity = f"{prompt_key(prompt)}/{admitted_as}".encode()
-    return blake2b(identity, digest_size=_DIGEST_BYTES).digest()
-
-
-# What bounds one group, whichever requests its samples are asked for by.
-#
-# Consumes: starts, tokens and ends of the group's parts. Waits for: nothing. Produces: the
-# values that a deadline and a budget are measured by, and word to the parts under way when one
-# changes.
+# What bounds one group, and what is counted for it, over all of its requests.
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +47,7 @@ class GroupBudget:
     Attributes:
         first_start: when a replica took a part of it on first, in seconds of the event loop's
             clock.
-        prompt_token_ids: its prompt as that replica reads it, or as one read it for an earlier
-            service whose samples were taken up, [prompt tokens].
+        prompt_token_ids: its prompt as that replica reads it, [prompt tokens].
         num_tokens: response tokens that its parts hold, of unfinished samples too.
         has_finished_samples: any of its samples is complete.
         is_over: it has taken its time or its tokens.
@@ -117,11 +70,6 @@ class GroupBudget:
             self.first_start, self.prompt_token_ids = now, prompt_token_ids
             self._notify()
 
-    def read_as(self, prompt_token_ids: TokenIds) -> None:
-        """Samples were taken up: it may be over before a replica takes a part of it on."""
-        if self.prompt_token_ids is None:
-            self.prompt_token_ids = prompt_token_ids
-
     def end(self) -> None:
         """It has taken its time or its tokens."""
         if not self.is_over:
@@ -130,7 +78,7 @@ class GroupBudget:
 
     @contextmanager
     def observed(self, observer: Callable[[], None]) -> Iterator[None]:
-        """Within it `follower` is told when the group starts or is over."""
+        """Call `observer` when the group starts or is over, while the block runs."""
         self._observers.append(observer)
         try:
             yield
@@ -142,20 +90,43 @@ class GroupBudget:
             observer()
 
 
+@dataclass(slots=True, eq=False)
+class GroupTokens:
+    """What replicas sent for one group in one attempt, counted where it is received.
+
+    Attributes:
+        replicas: who was asked, by name, in the order first asked.
+        num_samples: samples that a replica was asked for.
+        num_received: response tokens, each once, however often a sample was broken off and in how
+            many messages it came.
+        num_thrown_away: those of them that no sample holds any more, since the sample was not
+            continued from them but started again.
+        num_replaced: tokens of samples without a grade, in whose places others were generated.
+    """
+
+    replicas: list[str] = field(default_factory=list)
+    num_samples: int = 0
+    num_received: int = 0
+    num_thrown_away: int = 0
+    num_replaced: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(self.replicas) or "none"
+
+
 PHASE = "generating"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Samples of one prompt to draw, on replicas of `lowest_version` up to `highest_version`.
+    """Samples of one prompt, from replicas of `lowest_version` up to `highest_version`.
 
-    A sample is the same whichever others are asked for with it: its randomness depends on the
-    seed and its index alone. So a group may be drawn in parts, each by a request of its own; the
-    parts share `allowance`, by which the whole group is bounded.
+    A sample does not depend on the others of its request: its randomness depends on the seed and
+    its index alone. So a group may be generated in parts, each by its own request. The parts share
+    `budget`, which bounds the group, and `tokens`, which counts what is received for it.
 
-    With `goes_without` the samples that no replica could generate are left out, unless none is
-    left. `received` is what an earlier service had of the samples; with `is_saved` the next one is
-    to have what this one gets.
+    With `allows_missing` the samples that no replica could generate are left out, unless none is
+    left.
     """
 
     prompt: Prompt
@@ -165,9 +136,8 @@ class GroupRequest:
     lowest_version: int
     highest_version: int | None = None
     budget: GroupBudget = field(default_factory=GroupBudget, compare=False, repr=False)
+    tokens: GroupTokens = field(default_factory=GroupTokens, compare=False, repr=False)
     allows_missing: bool = False
-    received: ReceivedSamples | None = field(default=None, compare=False, repr=False)
-    is_saved: bool = False
 
     def __post_init__(self) -> None:
         indexes = self.sample_indexes
@@ -198,8 +168,8 @@ class GenerateEvent:
         started: the prompt's tokens, and the version that starts; in the first event only.
         rollouts: samples that ended, each with all of its tokens.
         deltas: new tokens of samples that have not ended.
-        engine_tokens: tokens that the replica's engine has drawn for whomever, when none came of
-            these samples for some time and samples wait for a slot there.
+        engine_tokens: tokens that the replica's engine has generated for all requests; sent when
+            none came of these samples for some time and samples wait for a slot there.
     """
 
     started: tuple[TokenIds, int] | None
@@ -218,9 +188,9 @@ class GenerationClient(Protocol):
         sample_indexes: Sequence[int],
         partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Stream samples, of which `partials` are continued.
+        """Stream samples, and continue those in `partials`.
 
-        `SluiceError` on failure, `InvalidRequestError` if refused for good.
+        `SluiceError` on failure, `InvalidRequestError` if a retry would be refused, too.
         """
         ...
 
@@ -254,7 +224,7 @@ class OldestStart:
     """The oldest of the versions under which the parts of a group began.
 
     Args:
-        on_start: told whenever a part's version changes; ``None``: no part holds anything.
+        on_start: called whenever a part's version changes; ``None``: no part holds anything.
     """
 
     def __init__(self, on_start: StartCallback) -> None:
@@ -273,7 +243,7 @@ class OldestStart:
 
 
 def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
-    """The error that decides a prompt's fate; raises the whole group if it holds a defect."""
+    """Return the error that decides how a prompt ends; raise the group if it holds a defect."""
     found = leaves(group)
     errors = [error for error in found if isinstance(error, SluiceError)]
     if len(errors) < len(found):
@@ -328,7 +298,7 @@ def for_prompt(sampling: SamplingParams, prompt: Prompt, *, stage: str) -> Sampl
     """The same parameters with a seed of the prompt's own.
 
     It depends on the base seed and on where the prompt stands: a data-set row on its position in
-    the stream (so a resumed run draws what the unbroken one would have drawn), a client's prompt
+    the stream (so a resumed run generates what the unbroken one would have), a client's prompt
     on its number in the order of issue.
     """
     place = prompt.sequence if prompt.position is None else prompt.position

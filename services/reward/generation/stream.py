@@ -5,7 +5,7 @@ reached.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -25,7 +25,7 @@ class Arrival:
 
     Attributes:
         new_tokens: tokens that were not known before, by sample index.
-        ended: samples of which the stream brings no more, broken-off ones included.
+        ended: samples that the stream has ended, aborted ones included.
         num_finished: those of them that are complete.
     """
 
@@ -34,14 +34,14 @@ class Arrival:
     num_finished: int
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class CollectedGroup:
-    """The samples of one request on their way home, whichever replicas their tokens come from.
+    """The samples of one request so far, whichever replicas their tokens come from.
 
-    What bounds the group they are of is the request's `GroupAllowance`, which is kept here.
+    It also keeps the request's `GroupBudget` and `GroupTokens` up to date.
 
     Attributes:
-        on_sample: told of each sample that has finished.
+        on_sample: called with each sample that has finished.
         num_tokens: response tokens that it holds, of unfinished samples too.
         was_moved: it was taken away from a slow replica.
     """
@@ -53,21 +53,7 @@ class CollectedGroup:
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _prompt_token_ids: TokenIds | None = None
-
-    @property
-    def prompt_token_ids(self) -> TokenIds | None:
-        """The prompt as a replica reads it; ``None`` before one took it on."""
-        return self._prompt_token_ids
-
-    @property
-    def finished(self) -> Mapping[int, Rollout]:
-        """Samples that have ended, by their index."""
-        return self._rollouts
-
-    @property
-    def growing(self) -> Mapping[int, GrowingSample]:
-        """Samples that have not ended and hold tokens, by their index."""
-        return self._growing
+    _asked: set[int] = field(default_factory=set)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -81,75 +67,72 @@ class CollectedGroup:
         versions = (*sampled_by, *growing_by, or_version)
         return min((v for v in versions if v is not None), default=None)
 
-    def resume_saved(self) -> tuple[Rollout, ...]:
-        """Begin with what an earlier service received, as far as its versions are accepted.
-
-        Returns:
-            what was taken up.
-        """
-        received = self.request.received
-        if received is None:
-            return ()
-        accepted = tuple(
-            rollout
-            for rollout in received.of(self.request.sample_indexes)
-            if all(self.request.accepts(span.version) for span in rollout.version_spans)
-        )
-        for rollout in accepted:
-            self._prompt_token_ids = received.prompt_token_ids
-            self.request.budget.read_as(received.prompt_token_ids)
-            self._count(rollout.num_tokens)
-            if rollout.finish_reason is FinishReason.ABORTED:
-                self._growing[rollout.sample_index] = GrowingSample()
-                self._growing[rollout.sample_index].adopt(rollout)
-            else:
-                self._finish(rollout)
-        return accepted
-
     def started(self, prompt_token_ids: TokenIds, now: float) -> None:
         """A replica took it on."""
         self._prompt_token_ids = prompt_token_ids
         self.request.budget.started(prompt_token_ids, now)
 
+    def asked(self, replica: str) -> None:
+        """A replica is asked for the samples that are missing."""
+        tokens = self.request.tokens
+        if replica not in tokens.replicas:
+            tokens.replicas.append(replica)
+        tokens.num_samples += len(set(self.missing) - self._asked)
+        self._asked.update(self.missing)
+
     def take(self, event: GenerateEvent, replica: str) -> Arrival:
         """Store what a replica sent; raises `PeerError` if it is not what was asked for."""
+        new_tokens = self._count_received(event)
         if (event.rollouts or event.deltas) and self._prompt_token_ids is None:
             raise PeerError(replica, PHASE, "it sent samples before the prompt's tokens")
-        new_tokens: dict[int, int] = {}
         for delta in event.deltas:
-            size = self._grow(delta, replica)
-            new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
+            self._grow(delta, replica)
         for rollout in event.rollouts:
-            size = self._end(rollout, replica)
-            new_tokens[rollout.sample_index] = new_tokens.get(rollout.sample_index, 0) + size
+            self._end(rollout, replica)
         ended = tuple(rollout.sample_index for rollout in event.rollouts)
         return Arrival(new_tokens, ended, sum(index in self._rollouts for index in ended))
 
-    def _grow(self, delta: NewTokens, replica: str) -> int:
+    def _count_received(self, event: GenerateEvent) -> dict[int, int]:
+        """Count the tokens that did not come before, whether or not they are of use."""
+        new_tokens: dict[int, int] = {}
+        for delta in event.deltas:
+            size = int(delta.token_ids.size)
+            new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
+        for rollout in event.rollouts:  # a whole sample repeats what came of it before
+            index = rollout.sample_index
+            known = self._rollouts.get(index) or self._growing.get(index)
+            beyond = rollout.num_tokens - (known.num_tokens if known else 0)
+            new_tokens[index] = max(new_tokens.get(index, 0), beyond)
+        self.request.tokens.num_received += sum(new_tokens.values())
+        return new_tokens
+
+    def _grow(self, delta: NewTokens, replica: str) -> None:
         self._check_asked(delta.sample_index, replica)
         sample = self._growing.setdefault(delta.sample_index, GrowingSample())
         sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
         self._count(int(delta.token_ids.size))
-        return int(delta.token_ids.size)
 
-    def _end(self, rollout: Rollout, replica: str) -> int:
+    def _end(self, rollout: Rollout, replica: str) -> None:
         index = rollout.sample_index
         self._check_asked(index, replica)
-        known = self._growing.pop(index, GrowingSample())
-        if not np.array_equal(rollout.token_ids[: known.num_tokens], known.token_ids()):
-            self._count(-known.num_tokens)  # whoever is wrong, the sample starts again
-            text = (
+        growing = self._growing.pop(index, None)
+        num_known = growing.num_tokens if growing else 0
+        if growing and not np.array_equal(rollout.token_ids[:num_known], growing.token_ids()):
+            # One of the two is wrong, and nobody knows which: the sample starts again.
+            self._count(-num_known)
+            self.request.tokens.num_thrown_away += max(num_known, rollout.num_tokens)
+            raise PeerError(
+                replica,
+                PHASE,
                 f"sample {index} came with {rollout.num_tokens} tokens that do not continue the "
-                f"{known.num_tokens} that came before"
+                f"{num_known} that came before",
             )
-            raise PeerError(replica, PHASE, text)
-        self._count(rollout.num_tokens - known.num_tokens)
+        self._count(rollout.num_tokens - num_known)
         if rollout.finish_reason is FinishReason.ABORTED:
             self._growing[index] = GrowingSample()
             self._growing[index].adopt(rollout)
         else:
             self._finish(rollout)
-        return rollout.num_tokens - known.num_tokens
 
     def _finish(self, rollout: Rollout) -> None:
         self._rollouts[rollout.sample_index] = rollout
@@ -175,6 +158,7 @@ class CollectedGroup:
             if not all(self.request.accepts(span.version) for span in sample.version_spans):
                 del self._growing[index]
                 self._count(-sample.num_tokens)
+                self.request.tokens.num_thrown_away += sample.num_tokens
         return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
 
     def end_unfinished(self) -> None:
@@ -204,7 +188,7 @@ class CollectedGroup:
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
 
 
-# Ends a stream whose replica is withdrawn or of which nothing comes, and a group at its bounds.
+# Ends a stream that stalls or loses its replica, and a group at its bounds.
 #
 # Consumes: what the stream brings, as it arrives. Waits for: nothing itself; it moves the
 # deadline of the scope in which the stream is read. Produces: the reason for the end.
@@ -214,7 +198,7 @@ class StreamEnd(StrEnum):
     """Why a stream ended without an error."""
 
     COMPLETE = "complete"
-    REPLICA_REMOVED = "withdrawn"
+    REPLICA_REMOVED = "removed"
     STALLED = "stalled"
     SLOW = "slow"
     GROUP_OVER = "group over"
@@ -262,7 +246,7 @@ class StreamWatch:
         self._reschedule()
 
     def engine_progressed(self, engine_tokens: int, now: float) -> None:
-        """The replica says that it draws tokens while samples wait for its slots."""
+        """The replica reports that it generates tokens while samples wait for its slots."""
         self.pace.engine_progressed(engine_tokens, now)
         self._reschedule()
 
@@ -291,7 +275,7 @@ class StreamWatch:
         )
 
     def _reschedule(self) -> None:
-        # The end of a withdrawn stream is set already.
+        # The end of a stream without its replica is set already.
         if self._member.removed or self._scope.expired():
             return
         ends = (self._rules.stalled_at(self.pace), self._over_at)

@@ -1,7 +1,7 @@
-"""Validation: the held-out set sampled and graded with one policy version (verl-semantics §6.3).
+"""Validation: the held-out set, sampled and graded with one policy version (verl's `_validate`).
 
-A sample that could not be drawn or graded, after all its retries, has a failure for an outcome: it
-is counted and left out of the means; too many of them end the evaluation (`validation_results`).
+A sample that could not be generated or graded, after all its retries, has a failure for an outcome:
+it is counted and left out of the means; too many of them end the evaluation (`check_failures`).
 
 One evaluation runs at a time; another waits for its end, within its own deadline.
 """
@@ -20,6 +20,7 @@ from services.reward.generation.queue import Priority
 from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,
+    GroupTokens,
     OverlongPromptError,
     first_samples,
     for_prompt,
@@ -28,7 +29,6 @@ from services.reward.grading.grader import Grader
 from services.reward.prompts.dataset import IssuedRow
 from services.reward.prompts.source import RowStream
 from services.reward.records.group_log import SampleDumps
-from services.reward.records.tokens import GenerationTrace
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import InvalidRequestError, NotReadyError, PeerError, SluiceError
@@ -67,8 +67,7 @@ class Evaluator:
         open_stream: opens the validation set; ``None``: there is none.
         dispatcher: where groups are generated, before any training group.
         grader: grades them as in training.
-        trace: who generated them.
-        on_tokens: told how many tokens were generated for each group, whatever came of it.
+        on_tokens: called with the tokens generated for each group, whatever its outcome.
         dumps: get the responses.
         announced_version: the version announced last.
     """
@@ -78,22 +77,21 @@ class Evaluator:
         open_stream: Callable[[], RowStream] | None,
         dispatcher: GroupDispatcher,
         grader: Grader,
-        trace: GenerationTrace,
         dumps: SampleDumps,
         announced_version: Callable[[], int | None],
         on_tokens: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
-        self._trace, self._dumps, self._announced_version = trace, dumps, announced_version
+        self._dumps, self._announced_version = dumps, announced_version
         self._on_tokens = on_tokens
         self._turn = asyncio.Lock()
-        self._open: set[str] = set()  # prompts under way
+        self._open: set[GroupTokens] = set()  # of prompts under way
         self.num_graded_groups = 0
 
     @property
     def num_pending_tokens(self) -> int:
         """Tokens generated for groups that have not ended."""
-        return sum(self._trace.of(key, Priority.EVALUATION).num_tokens for key in self._open)
+        return sum(tokens.num_received for tokens in self._open)
 
     async def run(self, order: EvaluationOrder, seconds: float) -> EvaluationResult:
         """Sample and grade the whole validation set.
@@ -153,9 +151,10 @@ class Evaluator:
     ) -> None:
         """Adds the outcomes of one prompt."""
         prompt = _prompt(issued)
-        self._open.add(prompt.prompt_id)
+        tokens = GroupTokens()
+        self._open.add(tokens)
         try:
-            group = await self._generated(prompt, order)
+            group = await self._generated(prompt, order, tokens)
         except OverlongPromptError as error:
             logger.info("%s left out: %s", prompt.prompt_id, error)
             return
@@ -163,18 +162,20 @@ class Evaluator:
             failed = Failed(FailureKind.ENGINE_ERROR, str(error))
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
             found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
-            self._note_failure(prompt, failed)
+            _note_failure(prompt, failed, tokens)
         else:
-            outcomes = await self._graded(group)
+            outcomes = await self._graded(group, tokens)
             samples = self._dumps.of_validation(group, outcomes)
             kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
             found.add(issued.position, kept, example_of(group, outcomes))
         finally:
-            self._open.discard(prompt.prompt_id)
-            self._on_tokens(self._trace.take(prompt.prompt_id, Priority.EVALUATION).num_tokens)
+            self._open.discard(tokens)
+            self._on_tokens(tokens.num_received)
         self.num_graded_groups += 1
 
-    async def _generated(self, prompt: Prompt, order: EvaluationOrder) -> RolloutGroup:
+    async def _generated(
+        self, prompt: Prompt, order: EvaluationOrder, tokens: GroupTokens
+    ) -> RolloutGroup:
         request = GroupRequest(
             prompt,
             first_samples(order.samples_per_prompt),
@@ -182,6 +183,7 @@ class Evaluator:
             Priority.EVALUATION,
             lowest_version=order.policy_version,
             highest_version=order.policy_version,
+            tokens=tokens,
         )
         group = await self._dispatcher.generate(request)
         versions = {span.version for r in group.rollouts for span in r.version_spans}
@@ -194,21 +196,21 @@ class Evaluator:
             )
         return group
 
-    async def _graded(self, group: RolloutGroup) -> tuple[Outcome, ...]:
+    async def _graded(self, group: RolloutGroup, tokens: GroupTokens) -> tuple[Outcome, ...]:
         try:
             outcomes = (await self._grader.grade(group)).outcomes
         except SluiceError as error:  # no scorer process could be had
             outcomes = (Failed(FailureKind.SCORER_CRASH, str(error)),) * len(group.rollouts)
         for outcome in outcomes:
             if isinstance(outcome, Failed):
-                self._note_failure(group.prompt, outcome)
+                _note_failure(group.prompt, outcome, tokens)
         return outcomes
 
-    def _note_failure(self, prompt: Prompt, failed: Failed) -> None:
-        trace = self._trace.of(prompt.prompt_id, Priority.EVALUATION)
-        logger.warning(
-            "%s left out (replica %s): %s: %s", prompt.prompt_id, trace, failed.kind, failed.detail
-        )
+
+def _note_failure(prompt: Prompt, failed: Failed, tokens: GroupTokens) -> None:
+    logger.warning(
+        "%s left out (replica %s): %s: %s", prompt.prompt_id, tokens, failed.kind, failed.detail
+    )
 
 
 def _prompt(issued: IssuedRow) -> Prompt:

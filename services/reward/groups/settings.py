@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.reward.groups.batcher import BatchRules
-from services.reward.groups.filter import GroupNeeds
+from sluice.algorithm.groups.filter import LEAST_SHARE
 from sluice.algorithm.groups.outcomes import OutcomeAction, OutcomePolicy, OutcomeRule
+from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.config.derived import batch_invariant, on_policy_fill
@@ -16,13 +16,36 @@ from sluice.types import FailureKind, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class BatchRules:
+    """B, S, and what happens to groups that would grow stale."""
+
+    batch_size: int
+    max_staleness: int
+    on_stale: OnStale
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNeeds:
+    """What a group has to have.
+
+    Args:
+        whole_groups: every sample must be scored, since the loss compares all of them.
+        least_share: of the samples that must be scored (`fewest_samples`).
+        policy: which failures cost the whole group, however many samples are left.
+    """
+
+    whole_groups: bool = False
+    least_share: float = LEAST_SHARE
+    policy: OutcomePolicy = field(default_factory=OutcomePolicy)
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineSettings:
     """Settings of the groups and batches of a run.
 
-    With `greedy` one more response to each prompt is drawn, as a baseline. `needs` says
-    which groups are of use. `probe_samples` are drawn of a group before the
-    rest is decided about; ``None``: all are drawn at once. `epoch_rows` is the size of the data
-    set, 0 without one.
+    With `greedy` one more response to each prompt is generated, as a baseline. `needs` defines
+    which groups are of use. `probe_samples` of a group are generated before the rest is decided
+    about; ``None``: all at once. `epoch_rows` is the size of the data set, 0 without one.
     """
 
     rules: BatchRules
@@ -38,8 +61,8 @@ class PipelineSettings:
     def first_sequences(self) -> int:
         """Sequences that a group asks the fleet for at first.
 
-        The greedy response is of no use to a group that ends after its probes, so it is drawn with
-        the rest.
+        The greedy response is of no use to a group that ends after its probes, so it is generated
+        with the rest.
         """
         if self.probe_samples is not None:
             return self.probe_samples

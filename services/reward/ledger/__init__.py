@@ -1,3 +1,4 @@
-"""The durable record of every accepted prompt. In: a prompt and each change of its state. Out:
-where a prompt stands, and after a crash the content that the service continues from.
+"""The durable record of a run's prompts. In: each accepted prompt, its end, and the batch at the
+trainer. Out: what a restarted service continues from. Where a pending prompt stands is in
+`services.reward.group`.
 """

@@ -1,247 +1,52 @@
-"""Where every accepted prompt stands.
+"""The ledger: accepted prompts, how they ended, the open lease, strikes and the data progress.
 
 Invariant 1: an accepted prompt is pending until it ends in exactly one `PromptEnd`; submitted =
-ended + pending at every instant. A prompt whose work is lost goes back to ``WAITING``, one whose
-first samples were graded and the rest is wanted from ``GRADING`` to ``GENERATING``; nothing else
-moves it backwards. A prompt that is passed by ends as ``SKIPPED`` without being generated for. A
-client's prompt that was trained into weights which did not survive is accepted anew (`reissue`).
+ended + pending at every instant. Where a pending prompt stands is not written: what it holds dies
+with the process (`services.reward.group`). A prompt read back from a file waits again or is leased.
+
+The ledger answers from memory. With a file it also hands every change to a writer thread, which
+commits the changes in their order. A caller that must not be wrong about what survives waits for
+`durable`: a client's receipt or outcome, a leased batch, an acknowledgement. All other changes may
+be lost with the process, from some moment on all of them: their prompts are pending then, and their
+samples are generated again.
+
+A data-set prompt that ended leaves its position. An ended client's prompt stays whole until so many
+others have ended after it, but keeps its images only if it was trained: it may be issued again.
 """
 
 from __future__ import annotations
 
+import logging
+import sqlite3
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from services.reward.generation.request import ReceivedSamples
+import msgspec
+
 from services.reward.ledger.content import (
     EndedPrompt,
     LedgerContent,
     OpenLease,
-    SampleParts,
     body_digest,
     encode_body,
 )
-from sluice.errors import InvalidRequestError, NotFoundError
+from services.reward.ledger.schema import (
+    open_ledger_file,
+    pack_rewards,
+    read_content,
+    read_trained_after,
+    unusable,
+)
+from services.reward.ledger.writer import LedgerWriter, Statement
+from sluice.errors import DataError, InvalidRequestError, NotFoundError
 from sluice.types import DataProgress, Prompt, PromptEnd, PromptOrigin
 
-
-class PromptState(StrEnum):
-    """Where a pending prompt stands."""
-
-    WAITING = "waiting"
-    GENERATING = "generating"
-    GRADING = "grading"
-    KEPT = "kept"
-    LEASED = "leased"
-
-
-@dataclass(frozen=True, slots=True)
-class Accounts:
-    """Prompts accepted and ended since the start, as events, and those pending, by their states.
-
-    ``num_submitted == sum(by_end) + sum(by_state)``, unless prompts got lost (`prompt_audit`).
-    """
-
-    num_submitted: int
-    by_end: Mapping[PromptEnd, int]
-    by_state: Mapping[PromptState, int]
-
-    @property
-    def num_pending(self) -> int:
-        """Accepted and not ended."""
-        return sum(self.by_state.values())
-
-
-class PromptLedger(Protocol):
-    """What the reward service needs of a ledger. Reads are answered from memory."""
-
-    @property
-    def num_clients_pending(self) -> int:
-        """Clients' prompts that are pending."""
-        ...
-
-    @property
-    def client_image_bytes(self) -> int:
-        """Images of clients' prompts that are pending, bytes."""
-        ...
-
-    @property
-    def open_lease(self) -> OpenLease | None:
-        """The batch at the trainer, also when it was leased before a restart."""
-        ...
-
-    @property
-    def num_acknowledged(self) -> int:
-        """Groups of all acknowledged batches."""
-        ...
-
-    @property
-    def trainer(self) -> str | None:
-        """The instance that announced itself last."""
-        ...
-
-    def next_sequence(self) -> int:
-        """The number of the next prompt in the order of issue."""
-        ...
-
-    def accept(self, prompt: Prompt) -> None:
-        """Take a prompt on as ``WAITING``; `InvalidRequestError` if its id was used before.
-
-        Remembered are the ids of all pending prompts and of the clients' that ended last.
-        """
-        ...
-
-    def move(self, prompt_id: str, state: PromptState) -> None:
-        """Note where a pending prompt stands now."""
-        ...
-
-    def end(
-        self,
-        prompt_id: str,
-        end: PromptEnd,
-        *,
-        step: int | None = None,
-        rewards: Sequence[float] = (),
-        detail: str = "",
-    ) -> Prompt:
-        """End a pending prompt; `NotFoundError` if it is not pending."""
-        ...
-
-    def state(self, prompt_id: str) -> PromptState:
-        """Where a pending prompt stands; `NotFoundError` if it is not pending."""
-        ...
-
-    def prompt(self, prompt_id: str) -> Prompt | None:
-        """A pending prompt; ``None`` if it is not."""
-        ...
-
-    def ended(self, prompt_id: str) -> EndedPrompt | None:
-        """A client's prompt among those that ended last."""
-        ...
-
-    def pending(self) -> tuple[Prompt, ...]:
-        """Pending prompts in the order of issue."""
-        ...
-
-    def pending_ids(self) -> Collection[str]:
-        """Ids of the pending prompts, in no order."""
-        ...
-
-    def accounts(self) -> Accounts:
-        """The counts now."""
-        ...
-
-    def progress(self, also_ended: Iterable[int] = ()) -> DataProgress:
-        """Which data-set positions ended, and those of `also_ended`."""
-        ...
-
-    def restart_data(self, progress: DataProgress) -> DataProgress:
-        """Go back to `progress`; returns where drawing resumes (pending positions left out)."""
-        ...
-
-    def forget_data(self) -> None:
-        """Take back that data-set prompts were drawn which are pending: they are drawn again."""
-        ...
-
-    def lease(self, batch_id: str, version: int, prompt_ids: Sequence[str]) -> None:
-        """Pending prompts are given to the trainer, in the one lease that is open."""
-        ...
-
-    def release_lease(self) -> tuple[Prompt, ...]:
-        """The open lease is taken back: its prompts, ``WAITING`` from now on."""
-        ...
-
-    def leased(self, batch_id: str) -> tuple[Prompt, ...] | None:
-        """The pending prompts of the open lease; ``None`` if it was acknowledged before.
-
-        `NotFoundError` if no such batch is open or among the last that were acknowledged.
-        """
-        ...
-
-    def acknowledge(self) -> None:
-        """Close the open lease, all of whose prompts have ended as trained."""
-        ...
-
-    def begin_trainer(self, instance_id: str) -> None:
-        """Note who trains."""
-        ...
-
-    async def trained_after(self, step: int) -> tuple[Prompt, ...]:
-        """Clients' prompts that later steps trained, as far as they are remembered whole."""
-        ...
-
-    def reissue(self, prompts: Iterable[Prompt]) -> None:
-        """Accept ended clients' prompts once more, under their numbers."""
-        ...
-
-    @property
-    def has_strikes(self) -> bool:
-        """Whether any prompt has strikes."""
-        ...
-
-    def strikes(self, key: str) -> int:
-        """Strikes in a row of the prompt with this key (`prompt_key`); 0 if it has none."""
-        ...
-
-    def all_strikes(self) -> Mapping[str, int]:
-        """The strikes of all prompts that have any, by key."""
-        ...
-
-    def note_strikes(self, key: str, strikes: int) -> None:
-        """A prompt has so many strikes now; of those with some the last are remembered."""
-        ...
-
-    @property
-    def saved_bytes(self) -> int | None:
-        """Size of all samples that are noted; ``None`` where none outlives the process."""
-        ...
-
-    def received(self, prompt_id: str) -> ReceivedSamples | None:
-        """What an earlier service received of a prompt's samples; ``None``: nothing."""
-        ...
-
-    def save_samples(self, prompt_id: str, parts: SampleParts) -> None:
-        """Note what else was received of a prompt's samples, if it is pending."""
-        ...
-
-    def forget_samples(self, prompt_id: str) -> None:
-        """What was received of a prompt's samples is of no use any more; harmless without any."""
-        ...
-
-    def change_trainer(self, version: int | None) -> None:
-        """Another trainer begins: forget samples of versions after its own, or all (``None``)."""
-        ...
-
-    def noted(self) -> int:
-        """A ticket for all that was changed so far."""
-        ...
-
-    async def durable(self, change_number: int | None = None) -> None:
-        """Wait until what `ticket` stands for (``None``: all) survives the death of the process."""
-        ...
-
-
-class PromptObserver:
-    """Follows none; what extends it is told at once, and must be quick and never fail."""
-
-    def accepted(self, prompt: Prompt) -> None:
-        """A prompt is pending from here on, and waits."""
-
-    def moved(self, prompt_id: str, state: PromptState) -> None:
-        """A pending prompt stands there now."""
-
-    def ended(self, prompt_id: str, end: PromptEnd, step: int | None, detail: str) -> None:
-        """A prompt has ended."""
-
-    def forgotten(self, prompt_id: str) -> None:
-        """A prompt is pending no more, as if it had never been accepted."""
-
-
-NOBODY = PromptObserver()
-
+logger = logging.getLogger(__name__)
 
 ENDED_IDS_REMEMBERED = 65_536
 """Clients' prompts that ended last, whose ids cannot be used again; with 500 bytes each 32 MiB."""
@@ -251,22 +56,76 @@ STRIKES_REMEMBERED = 65_536
 """Prompts with strikes, those struck last."""
 MAX_DETAIL_CHARS = 1000
 
+_ACCEPT = "INSERT INTO pending VALUES (?, ?, ?, ?)"
+_NUMBER = "UPDATE ledger SET next_sequence = ?"
+_LEAVE = "DELETE FROM pending WHERE prompt_id = ?"
+_FORGET_DATA = "DELETE FROM pending WHERE position IS NOT NULL"
+_COUNT_END = (
+    "INSERT INTO ends VALUES (?, 1) ON CONFLICT (prompt_end) DO UPDATE "
+    "SET num_prompts = num_prompts + 1"
+)
+_REMEMBER = (
+    "INSERT INTO ended (prompt_id, sequence, body, prompt_end, step, rewards, detail) "
+    "SELECT prompt_id, sequence, body, ?, ?, ?, ? FROM pending WHERE prompt_id = ?"
+)
+_FORGET = "DELETE FROM ended WHERE prompt_id = ?"
+_END_POSITION = "INSERT OR IGNORE INTO ended_positions VALUES (?)"
+_FORGET_POSITIONS = "DELETE FROM ended_positions"
+_LOW_WATER = "UPDATE ledger SET low_water = ?"
+_BELOW = "DELETE FROM ended_positions WHERE position < ?"
+_LEASE = "INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?)"
+_FORGET_LEASE = "DELETE FROM lease"
+_ACKNOWLEDGE = "INSERT INTO acknowledged (batch_id) VALUES (?)"
+_COUNT_ACKNOWLEDGED = "UPDATE ledger SET num_acknowledged = ?"
+_FORGET_ACKNOWLEDGED = "DELETE FROM acknowledged WHERE batch_id = ?"
+_TRAINER = "UPDATE ledger SET trainer = ?"
+_STRIKE = (
+    "INSERT INTO strikes (key, strikes) VALUES (?, ?) ON CONFLICT (key) DO UPDATE "
+    "SET strikes = excluded.strikes"
+)
+_FORGET_STRIKES = "DELETE FROM strikes WHERE key = ?"
+_KEEP_IMAGE = "INSERT OR REPLACE INTO images VALUES (?, ?, ?)"
+_FORGET_IMAGES = "DELETE FROM images WHERE prompt_id = ?"
+_FORGET_LEFT_IMAGES = (
+    "DELETE FROM images WHERE prompt_id NOT IN "
+    "(SELECT prompt_id FROM pending UNION SELECT prompt_id FROM ended)"
+)
 
-class MemoryLedger:
-    """A ledger that lives as long as the process. It keeps no ended prompts to issue again.
+
+class PromptLedger:
+    """The ledger of one run.
 
     Args:
+        path: its file, which is made with its folder if missing; ``None``: the ledger is in memory
+            and dies with the process.
         ended_ids: how many ended clients' prompts are remembered.
-        content: what it begins with.
+        content: what a ledger in memory begins with.
+
+    Raises:
+        DataError: the file is damaged, in use, of another program or of another format; raised by
+            a change: the file cannot be written any more.
     """
 
     def __init__(
-        self, ended_ids: int = ENDED_IDS_REMEMBERED, content: LedgerContent | None = None
+        self,
+        path: Path | None = None,
+        *,
+        ended_ids: int = ENDED_IDS_REMEMBERED,
+        content: LedgerContent | None = None,
     ) -> None:
+        self._writer: LedgerWriter | None = None
+        if path is not None:
+            database = open_ledger_file(path)
+            try:
+                database.execute(_FORGET_LEFT_IMAGES)
+                content = read_content(database)
+            except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError) as error:
+                database.close()
+                raise unusable(path, error) from error
+            self._writer = LedgerWriter(database, partial(unusable, path))
         content = content or LedgerContent()
         self._sequence = content.next_sequence
         self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
-        self._states = dict.fromkeys(self._prompts, PromptState.WAITING)
         self._num_clients = sum(p.origin is PromptOrigin.CLIENT for p in content.pending)
         self._image_bytes = sum(map(_client_image_bytes, content.pending))
         self._max_ended_ids = ended_ids
@@ -276,20 +135,62 @@ class MemoryLedger:
         self._low_water = content.progress.low_water
         self._ended_above: set[int] = set(content.progress.ended_above)
         self._acknowledged: OrderedDict[str, None] = OrderedDict.fromkeys(content.acknowledged)
-        self._num_acknowledged, self._trainer = content.num_acknowledged, content.trainer
+        self._num_acknowledged = content.num_acknowledged
+        self._trainer = content.trainer
         self._lease = content.lease
         self._strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
-        self._observer = NOBODY
-        for prompt in self._leased_prompts():
-            self._states[prompt.prompt_id] = PromptState.LEASED
 
-    def observe(self, observer: PromptObserver) -> None:
-        """Tell somebody where every prompt stands, the pending ones first."""
-        self._observer = observer
-        for prompt in self.pending():
-            observer.accepted(prompt)
-            if (state := self._states[prompt.prompt_id]) is not PromptState.WAITING:
-                observer.moved(prompt.prompt_id, state)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what is left and close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    async def failure(self) -> DataError:
+        """Wait until the file cannot be written; the service must end then. Return why."""
+        assert self._writer is not None
+        return await self._writer.failure()
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the ledger survives the process."""
+        return self._writer is not None
+
+    def noted(self) -> int:
+        """Return the number of the last change."""
+        return self._writer.noted if self._writer is not None else 0
+
+    async def durable(self, change_number: int | None = None) -> None:
+        """Wait until the changes up to this number (``None``: all) are on the disk.
+
+        Raises:
+            DataError: the file cannot be written.
+            DeadlineError: the disk takes too long.
+        """
+        if self._writer is not None:
+            await self._writer.committed(self.noted() if change_number is None else change_number)
+
+    # ------------------------------------------------------------------------------------ prompts
+
+    @property
+    def num_submitted(self) -> int:
+        """Prompts accepted so far."""
+        return self._num_submitted
+
+    @property
+    def num_pending(self) -> int:
+        """Prompts accepted and not ended."""
+        return len(self._prompts)
 
     @property
     def num_clients_pending(self) -> int:
@@ -302,23 +203,13 @@ class MemoryLedger:
         return self._image_bytes
 
     @property
-    def open_lease(self) -> OpenLease | None:
-        """The batch at the trainer."""
-        return self._lease
-
-    @property
-    def num_acknowledged(self) -> int:
-        """Groups of all acknowledged batches."""
-        return self._num_acknowledged
-
-    @property
-    def trainer(self) -> str | None:
-        """The instance that announced itself last."""
-        return self._trainer
+    def by_end(self) -> Mapping[PromptEnd, int]:
+        """Prompts that ended so far, by how."""
+        return {end: self._by_end[end] for end in PromptEnd}
 
     @property
     def content(self) -> LedgerContent:
-        """All that it knows now, but for the stages of its pending prompts."""
+        """All that survives now."""
         return LedgerContent(
             self._sequence,
             self.pending(),
@@ -333,32 +224,38 @@ class MemoryLedger:
         )
 
     def next_sequence(self) -> int:
-        """The number of the next prompt in the order of issue."""
+        """Return the number of the next prompt in the order of issue."""
         self._sequence += 1
         return self._sequence - 1
 
+    def prompt(self, prompt_id: str) -> Prompt | None:
+        """Return a pending prompt; ``None`` if it is not pending."""
+        return self._prompts.get(prompt_id)
+
+    def ended(self, prompt_id: str) -> EndedPrompt | None:
+        """Return a client's prompt among those that ended last."""
+        return self._ended.get(prompt_id)
+
+    def pending(self) -> tuple[Prompt, ...]:
+        """Return the pending prompts in the order of issue."""
+        return tuple(sorted(self._prompts.values(), key=lambda prompt: prompt.sequence))
+
     def accept(self, prompt: Prompt) -> None:
-        """Take a prompt on as ``WAITING``.
+        """Take a prompt on.
 
         Raises:
-            InvalidRequestError: the id is that of a pending prompt, or of one of the clients' that
-                ended last.
+            InvalidRequestError: its id is that of a pending prompt or of one of the clients' that
+                ended last, or a client's prompt cannot be encoded.
         """
+        is_written = self._writer is not None
+        body = self._body(prompt) if is_written or prompt.origin is PromptOrigin.CLIENT else None
         if prompt.prompt_id in self._prompts or prompt.prompt_id in self._ended:
             raise InvalidRequestError(
                 f"prompt_id '{prompt.prompt_id}' was used before; choose a new one for each prompt"
             )
-        self._take_on(prompt)
-
-    def move(self, prompt_id: str, state: PromptState) -> None:
-        """Note where a pending prompt stands now.
-
-        Raises:
-            NotFoundError: the prompt is not pending.
-        """
-        self.state(prompt_id)
-        self._states[prompt_id] = state
-        self._observer.moved(prompt_id, state)
+        self._add(prompt)
+        if is_written and body is not None:
+            self._write(*_accepted(prompt, body), (_NUMBER, (self._sequence,)))
 
     def end(
         self,
@@ -369,67 +266,85 @@ class MemoryLedger:
         rewards: Sequence[float] = (),
         detail: str = "",
     ) -> Prompt:
-        """End a pending prompt.
+        """End a pending prompt and return it.
 
         Args:
             prompt_id: whose.
             end: how.
             step: the train step that used it.
             rewards: of its samples.
-            detail: further words, of which the first `MAX_DETAIL_CHARS` are kept.
+            detail: further words; the first `MAX_DETAIL_CHARS` are kept.
 
         Raises:
             NotFoundError: the prompt is not pending.
         """
-        self.state(prompt_id)
-        prompt = self._leave(prompt_id)
-        self._observer.ended(prompt_id, end, step, detail)
+        if prompt_id not in self._prompts:
+            raise NotFoundError(f"prompt '{prompt_id}' is not pending")
+        prompt = self._remove(prompt_id)
         self._by_end[end] += 1
+        low_water = self._low_water
+        ended = EndedPrompt(
+            prompt.sequence, b"", end, step, tuple(rewards), detail[:MAX_DETAIL_CHARS]
+        )
+        forgotten = None
         if prompt.origin is PromptOrigin.CLIENT:
-            digest, kept = body_digest(encode_body(prompt)), detail[:MAX_DETAIL_CHARS]
-            self._remember(
-                prompt_id, EndedPrompt(prompt.sequence, digest, end, step, tuple(rewards), kept)
-            )
+            self._ended[prompt_id] = replace(ended, digest=body_digest(encode_body(prompt)))
+            if len(self._ended) > self._max_ended_ids:
+                forgotten, _ = self._ended.popitem(last=False)
         elif prompt.position is not None:
             self._end_position(prompt.position)
+        if self._writer is not None:
+            self._write_end(prompt, ended, forgotten, low_water)
         return prompt
 
-    def state(self, prompt_id: str) -> PromptState:
-        """Where a pending prompt stands.
+    def _write_end(
+        self, prompt: Prompt, ended: EndedPrompt, forgotten: str | None, low_water: int
+    ) -> None:
+        """Write a prompt's end.
 
-        Raises:
-            NotFoundError: the prompt is not pending.
+        Args:
+            prompt: it.
+            ended: how.
+            forgotten: the ended prompt that is not remembered any more because of it.
+            low_water: of the data set before.
         """
-        state = self._states.get(prompt_id)
-        if state is None:
-            raise NotFoundError(f"prompt '{prompt_id}' is not pending")
-        return state
+        prompt_id, is_client = prompt.prompt_id, prompt.origin is PromptOrigin.CLIENT
+        statements: list[Statement] = [(_LEAVE, (prompt_id,)), (_COUNT_END, (ended.end.value,))]
+        if is_client:  # first, as it copies the pending row
+            rewards = pack_rewards(ended.rewards)
+            outcome = (ended.end.value, ended.step, rewards, ended.detail, prompt_id)
+            statements.insert(0, (_REMEMBER, outcome))
+        if forgotten is not None:
+            statements += [(_FORGET, (forgotten,)), (_FORGET_IMAGES, (forgotten,))]
+        if self._low_water != low_water:
+            statements += [(_LOW_WATER, (self._low_water,)), (_BELOW, (self._low_water,))]
+        elif prompt.position is not None and prompt.position > low_water:
+            statements.append((_END_POSITION, (prompt.position,)))
+        if prompt.images and not (is_client and ended.end is PromptEnd.TRAINED):
+            statements.append((_FORGET_IMAGES, (prompt_id,)))
+        self._write(*statements)
 
-    def prompt(self, prompt_id: str) -> Prompt | None:
-        """A pending prompt; ``None`` if it is not."""
-        return self._prompts.get(prompt_id)
+    async def trained_after(self, step: int) -> tuple[Prompt, ...]:
+        """Return clients' prompts that later steps trained, as far as they are remembered whole.
 
-    def ended(self, prompt_id: str) -> EndedPrompt | None:
-        """A client's prompt among those that ended last."""
-        return self._ended.get(prompt_id)
+        A ledger in memory keeps none of them.
+        """
+        if self._writer is None:
+            return ()
+        prompts = await self._writer.read(partial(read_trained_after, step=step))
+        return tuple(prompt for prompt in prompts if prompt.prompt_id in self._ended)
 
-    def pending(self) -> tuple[Prompt, ...]:
-        """Pending prompts in the order of issue."""
-        return tuple(sorted(self._prompts.values(), key=lambda prompt: prompt.sequence))
+    def reissue(self, prompts: Iterable[Prompt]) -> None:
+        """Accept ended clients' prompts once more, under their numbers."""
+        for prompt in prompts:
+            del self._ended[prompt.prompt_id]
+            self._add(prompt)
+            self._write((_FORGET, (prompt.prompt_id,)), *_accepted(prompt, encode_body(prompt)))
 
-    def pending_ids(self) -> Collection[str]:
-        """Ids of the pending prompts, in no order."""
-        return self._prompts.keys()
-
-    def accounts(self) -> Accounts:
-        """The counts now."""
-        states = Counter(self._states.values())
-        by_state = {state: states[state] for state in PromptState}
-        by_end = {end: self._by_end[end] for end in PromptEnd}
-        return Accounts(self._num_submitted, by_end, by_state)
+    # ----------------------------------------------------------------------------------- data set
 
     def progress(self, also_ended: Iterable[int] = ()) -> DataProgress:
-        """Which data-set positions ended, and those of `also_ended`."""
+        """Return which data-set positions ended, with those of `also_ended`."""
         ended = self._ended_above | set(also_ended)
         low_water = self._low_water
         while low_water in ended:
@@ -441,39 +356,58 @@ class MemoryLedger:
         """Take `progress` for what ended so far, as after a trainer's resume.
 
         Returns:
-            where drawing resumes: what ended, and what is pending here and need not be drawn anew.
+            where the data set continues: past what ended and what is pending here.
         """
-        self._low_water, self._ended_above = progress.low_water, set(progress.ended_above)
+        self._low_water = progress.low_water
+        self._ended_above = set(progress.ended_above)
+        self._write(
+            (_FORGET_POSITIONS, ()),
+            (_LOW_WATER, (progress.low_water,)),
+            *((_END_POSITION, (position,)) for position in progress.ended_above),
+        )
         pending = {p.position for p in self._prompts.values() if p.position is not None}
         return self.progress(also_ended=pending)
 
     def forget_data(self) -> None:
-        """Take back that data-set prompts were drawn which are pending: they are drawn again."""
+        """Forget the data-set prompts that are pending: their rows are issued again."""
         for prompt in self.pending():
             if prompt.position is not None:
-                self._leave(prompt.prompt_id)
-                self._observer.forgotten(prompt.prompt_id)
+                self._remove(prompt.prompt_id)
                 self._num_submitted -= 1
+        self._write((_FORGET_DATA, ()), (_FORGET_LEFT_IMAGES, ()))
+
+    # -------------------------------------------------------------------------------------- lease
+
+    @property
+    def open_lease(self) -> OpenLease | None:
+        """The batch at the trainer, also when it was leased before a restart."""
+        return self._lease
+
+    @property
+    def num_acknowledged(self) -> int:
+        """Groups of all acknowledged batches."""
+        return self._num_acknowledged
+
+    @property
+    def trainer(self) -> str | None:
+        """The instance that announced itself last."""
+        return self._trainer
 
     def lease(self, batch_id: str, version: int, prompt_ids: Sequence[str]) -> None:
-        """Pending prompts are given to the trainer, in the one lease that is open.
+        """Give pending prompts to the trainer, in the one lease that is open.
 
         Raises:
             NotFoundError: one of them is not pending.
         """
-        for prompt_id in prompt_ids:
-            self.move(prompt_id, PromptState.LEASED)
+        missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in self._prompts]
+        if missing:
+            raise NotFoundError(f"prompt '{missing[0]}' is not pending")
         self._lease = OpenLease(batch_id, version, tuple(prompt_ids))
+        packed = msgspec.msgpack.encode(self._lease.prompt_ids)
+        self._write((_LEASE, (batch_id, version, packed)))
 
-    def release_lease(self) -> tuple[Prompt, ...]:
-        """The open lease is taken back: its prompts, ``WAITING`` from now on."""
-        prompts, self._lease = self._leased_prompts(), None
-        for prompt in prompts:
-            self.move(prompt.prompt_id, PromptState.WAITING)
-        return prompts
-
-    def leased(self, batch_id: str) -> tuple[Prompt, ...] | None:
-        """The pending prompts of the open lease; ``None`` if it was acknowledged before.
+    def leased(self, batch_id: str) -> tuple[str, ...] | None:
+        """Return the pending prompts of the open lease; ``None`` if it was acknowledged before.
 
         Raises:
             NotFoundError: no such batch is open or among the last that were acknowledged.
@@ -485,31 +419,45 @@ class MemoryLedger:
                 f"batch '{batch_id}' is not leased (it was taken back, or never existed); "
                 "take the next batch"
             )
-        return self._leased_prompts()
+        return self.leased_ids()
+
+    def leased_ids(self) -> tuple[str, ...]:
+        """Return the pending prompts of the open lease; none without one."""
+        prompt_ids = self._lease.prompt_ids if self._lease else ()
+        return tuple(prompt_id for prompt_id in prompt_ids if prompt_id in self._prompts)
+
+    def release_lease(self) -> None:
+        """Take the open lease back."""
+        self._lease = None
+        self._write((_FORGET_LEASE, ()))
 
     def acknowledge(self) -> None:
-        """Close the open lease, all of whose prompts have ended as trained."""
-        if self._lease is None:
+        """Close the open lease, all of whose prompts have ended as trained.
+
+        Their ends reach the file first: a process that dies in between finds the lease open.
+        """
+        lease = self._lease
+        if lease is None:
             return
-        self._num_acknowledged += len(self._lease.prompt_ids)
-        self._acknowledged[self._lease.batch_id] = None
+        self._num_acknowledged += len(lease.prompt_ids)
+        self._acknowledged[lease.batch_id] = None
+        statements: list[Statement] = [
+            (_FORGET_LEASE, ()),
+            (_ACKNOWLEDGE, (lease.batch_id,)),
+            (_COUNT_ACKNOWLEDGED, (self._num_acknowledged,)),
+        ]
         if len(self._acknowledged) > ACKNOWLEDGED_REMEMBERED:
-            self._acknowledged.popitem(last=False)
+            oldest, _ = self._acknowledged.popitem(last=False)
+            statements.append((_FORGET_ACKNOWLEDGED, (oldest,)))
         self._lease = None
+        self._write(*statements)
 
     def begin_trainer(self, instance_id: str) -> None:
         """Note who trains."""
         self._trainer = instance_id
+        self._write((_TRAINER, (instance_id,)))
 
-    async def trained_after(self, step: int) -> tuple[Prompt, ...]:
-        """None: what ended prompts said is not kept."""
-        return ()
-
-    def reissue(self, prompts: Iterable[Prompt]) -> None:
-        """Accept ended clients' prompts once more, under their numbers."""
-        for prompt in prompts:
-            del self._ended[prompt.prompt_id]
-            self._take_on(prompt)
+    # ------------------------------------------------------------------------------------ strikes
 
     @property
     def has_strikes(self) -> bool:
@@ -517,70 +465,33 @@ class MemoryLedger:
         return bool(self._strikes)
 
     def strikes(self, key: str) -> int:
-        """Strikes in a row of the prompt with this key; 0 if it has none."""
+        """Return the strikes in a row of the prompt with this key (`prompt_key`)."""
         return self._strikes.get(key, 0)
 
     def all_strikes(self) -> Mapping[str, int]:
-        """The strikes of all prompts that have any, by key."""
+        """Return the strikes of all prompts that have any, by key."""
         return dict(self._strikes)
 
     def note_strikes(self, key: str, strikes: int) -> None:
-        """A prompt has so many strikes now; of those with some the last are remembered."""
+        """Set a prompt's strikes; of prompts with strikes the last are remembered."""
+        self._write((_STRIKE, (key, strikes)) if strikes else (_FORGET_STRIKES, (key,)))
         self._strikes.pop(key, None)
         if strikes:
             self._strikes[key] = strikes
         if len(self._strikes) > STRIKES_REMEMBERED:
             self.note_strikes(next(iter(self._strikes)), 0)
 
-    @property
-    def saved_bytes(self) -> int | None:
-        """``None``: samples die with the process."""
-        return None
-
-    def received(self, prompt_id: str) -> ReceivedSamples | None:
-        """Nothing is left of an earlier service."""
-        return None
-
-    def save_samples(self, prompt_id: str, parts: SampleParts) -> None:
-        """Samples die with the process."""
-
-    def forget_samples(self, prompt_id: str) -> None:
-        """None are noted."""
-
-    def change_trainer(self, version: int | None) -> None:
-        """No samples are noted."""
-
-    def noted(self) -> int:
-        """A ticket for all that was changed so far."""
-        return 0
-
-    async def durable(self, change_number: int | None = None) -> None:
-        """Nothing outlives the process."""
-
-    def _take_on(self, prompt: Prompt) -> None:
+    def _add(self, prompt: Prompt) -> None:
         self._prompts[prompt.prompt_id] = prompt
-        self._states[prompt.prompt_id] = PromptState.WAITING
         self._num_clients += prompt.origin is PromptOrigin.CLIENT
         self._image_bytes += _client_image_bytes(prompt)
         self._num_submitted += 1
-        self._observer.accepted(prompt)
 
-    def _leave(self, prompt_id: str) -> Prompt:
-        del self._states[prompt_id]
+    def _remove(self, prompt_id: str) -> Prompt:
         prompt = self._prompts.pop(prompt_id)
         self._num_clients -= prompt.origin is PromptOrigin.CLIENT
         self._image_bytes -= _client_image_bytes(prompt)
         return prompt
-
-    def _leased_prompts(self) -> tuple[Prompt, ...]:
-        prompt_ids = self._lease.prompt_ids if self._lease else ()
-        found = [self._prompts.get(prompt_id) for prompt_id in prompt_ids]
-        return tuple(prompt for prompt in found if prompt is not None)
-
-    def _remember(self, prompt_id: str, ended: EndedPrompt) -> None:
-        self._ended[prompt_id] = ended
-        if len(self._ended) > self._max_ended_ids:
-            self._ended.popitem(last=False)
 
     def _end_position(self, position: int) -> None:
         if position >= self._low_water:
@@ -589,9 +500,32 @@ class MemoryLedger:
             self._ended_above.discard(self._low_water)
             self._low_water += 1
 
+    def _body(self, prompt: Prompt) -> bytes | None:
+        """Encode a prompt; ``None``: a row that scorers cannot be sent either is not written, and
+        after a restart it is issued again."""
+        try:
+            return encode_body(prompt)
+        except InvalidRequestError as error:
+            if prompt.origin is PromptOrigin.CLIENT:
+                raise
+            logger.warning("%s: %s", prompt.place, error)
+            return None
+
+    def _write(self, *statements: Statement) -> None:
+        """Hand one change to the writer: all of its statements reach the file, or none."""
+        if self._writer is not None:
+            self._writer.write(statements)
+
+
+def _accepted(prompt: Prompt, body: bytes) -> list[Statement]:
+    images: list[Statement] = [
+        (_KEEP_IMAGE, (prompt.prompt_id, place, image)) for place, image in enumerate(prompt.images)
+    ]
+    return [(_ACCEPT, (prompt.prompt_id, prompt.sequence, prompt.position, body)), *images]
+
 
 def _client_image_bytes(prompt: Prompt) -> int:
-    """Of a client's prompt; the data set's are bounded by what is under way."""
+    """Count the bytes of a client's images; the data set's are bounded by what is under way."""
     if prompt.origin is not PromptOrigin.CLIENT:
         return 0
     return sum(map(len, prompt.images))

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import sqlite3
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
-from services.reward.generation.request import ReceivedSamples
 from services.reward.ledger.content import (
     EndedPrompt,
     LedgerContent,
     OpenLease,
     body_digest,
     decode_prompt,
-    decode_samples,
 )
 from sluice.errors import DataError
 from sluice.types import DataProgress, Prompt, PromptEnd
 
 APPLICATION_ID = 0x534C554C  # "SLUL"
-FORMAT = 1
+FORMAT = 2
+"""Format 1 also held samples that were under way; they are dropped when the file is opened."""
 BUSY_TIMEOUT_S = 10.0
 
 _TABLES = """
@@ -68,25 +66,20 @@ CREATE TABLE lease (
 CREATE TABLE acknowledged (number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL UNIQUE);
 """
 
-# Beside the format: a program that knows nothing of them reads the others all the same.
-_FURTHER_TABLES = """
+# A file of format 1 may lack these, or hold them already.
+_LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS strikes (
     number INTEGER PRIMARY KEY,
     key TEXT NOT NULL UNIQUE,
     strikes INTEGER NOT NULL
 );
-CREATE TABLE IF NOT EXISTS samples (
-    number INTEGER PRIMARY KEY,
-    prompt_id TEXT NOT NULL,
-    body BLOB NOT NULL
-);
-CREATE INDEX IF NOT EXISTS samples_by_prompt ON samples (prompt_id);
 CREATE TABLE IF NOT EXISTS images (
     prompt_id TEXT NOT NULL,
     place INTEGER NOT NULL,
     image BLOB NOT NULL,
     PRIMARY KEY (prompt_id, place)
 );
+DROP TABLE IF EXISTS samples;
 """
 
 
@@ -141,9 +134,10 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
         for statement in _TABLES.split(";\n"):
             database.execute(statement)
         database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    if _number(database, "user_version") != FORMAT:
+        for statement in _LATER_TABLES.split(";\n"):
+            database.execute(statement)
         database.execute(f"PRAGMA user_version = {FORMAT}")
-    for statement in _FURTHER_TABLES.split(";\n"):
-        database.execute(statement)
     database.execute("COMMIT")
 
 
@@ -153,10 +147,10 @@ def _check(database: sqlite3.Connection, path: Path, application_id: int) -> Non
             f"{path}: a database of another program, no ledger; move it away, or choose another "
             "sluice.run_dir"
         )
-    if (version := _number(database, "user_version")) != FORMAT:
+    if not 1 <= (version := _number(database, "user_version")) <= FORMAT:
         raise DataError(
-            f"{path}: format {version}, and this version of sluice reads {FORMAT}; go on with the "
-            "version that wrote it, or move the file away to start without its prompts"
+            f"{path}: format {version}, and this version of sluice reads 1 to {FORMAT}; use "
+            "the version that wrote it, or move the file away to start without its prompts"
         )
     with closing(database.execute("PRAGMA quick_check(1)")) as rows:
         if (words := rows.fetchone()[0]) != "ok":
@@ -200,24 +194,6 @@ def read_content(database: sqlite3.Connection) -> LedgerContent:
         trainer,
         dict(database.execute("SELECT key, strikes FROM strikes ORDER BY number").fetchall()),
     )
-
-
-def read_samples(
-    database: sqlite3.Connection,
-) -> tuple[dict[str, ReceivedSamples], Counter[str]]:
-    """What was received of the samples of pending prompts, and the bytes it takes, by prompt id.
-
-    Raises:
-        sqlite3.Error, msgspec.MsgspecError, ValueError: the file is damaged.
-    """
-    rows = database.execute(
-        "SELECT prompt_id, samples.body FROM samples JOIN pending USING (prompt_id) "
-        "ORDER BY samples.number"
-    ).fetchall()
-    sizes = Counter[str]()
-    for prompt_id, body in rows:
-        sizes[prompt_id] += len(body)
-    return decode_samples(rows), sizes
 
 
 def read_trained_after(database: sqlite3.Connection, step: int) -> tuple[Prompt, ...]:

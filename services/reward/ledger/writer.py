@@ -1,8 +1,8 @@
 """Write changes of a ledger to its file in order, many in one commit.
 
 Consumes: statements, each change's together. Waits for: a change; then, while nobody waits for a
-    commit, a moment for more of them. Produces: commits, each with all that was there; whoever
-    waits for one is told.
+    commit, a moment for more of them. Produces: commits, each with all changes
+    that were there; wakes the callers that wait for one.
 On failure: the first error ends the thread, and with it every wait and every further change.
 On shutdown: `close` writes what is left.
 
@@ -44,7 +44,7 @@ class LedgerWriter:
 
     Args:
         database: in autocommit mode; closed at the end.
-        unusable: makes an error of what the database says.
+        unusable: makes an error of a database error.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LedgerWriter:
 
     @property
     def noted(self) -> int:
-        """Changes so far: the ticket of the last one."""
+        """The number of the last change."""
         return self._noted
 
     def write(self, statements: Sequence[Statement]) -> None:
@@ -84,7 +84,7 @@ class LedgerWriter:
                 self._changed.notify_all()
 
     async def committed(self, change_number: int) -> None:
-        """Wait until the first `ticket` changes are on the disk.
+        """Wait until the first `change_number` changes are on the disk.
 
         Raises:
             DataError: the file cannot be written.
@@ -111,7 +111,7 @@ class LedgerWriter:
         raise AssertionError("more changes were committed than there can be")
 
     async def read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
-        """What a query says of all changes so far, asked in a thread between two commits.
+        """Run a query over all changes so far, in a thread between two commits.
 
         Raises:
             DataError, DeadlineError: as for `committed`; or the file cannot be read.
@@ -120,7 +120,7 @@ class LedgerWriter:
         return await asyncio.to_thread(self._asked, query)
 
     def close(self) -> None:
-        """Write what is left and close the file. An error then is told, if it was not before."""
+        """Write what is left and close the file. Errors of these last writes are not raised."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

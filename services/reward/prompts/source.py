@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from services.reward.generation.request import prompt_key
-from services.reward.ledger.ledger import PromptLedger
+from services.reward.group import Groups
 from services.reward.prompts.dataset import IssuedRow
 from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
 from sluice.errors import DataError
@@ -36,7 +36,7 @@ class PromptSource:
     """Prompts to issue.
 
     Args:
-        ledger: accepts the prompts read from the data set.
+        groups: accepts the prompts read from the data set.
         open_stream: opens the data set at a progress; ``None``: all prompts come from clients.
         check_data_source: raises `DataError` if no scorer knows a row's data source.
         forecast: how long groups take.
@@ -45,13 +45,13 @@ class PromptSource:
 
     def __init__(
         self,
-        ledger: PromptLedger,
+        groups: Groups,
         open_stream: Callable[[DataProgress], RowStream] | None,
         check_data_source: Callable[[str], None],
         forecast: FinishForecast,
         num_in_line: int = 1,
     ) -> None:
-        self._ledger, self._open_stream = ledger, open_stream
+        self._groups, self._open_stream = groups, open_stream
         self._check_data_source = check_data_source
         self._forecast, self._num_in_line = forecast, num_in_line
         self._waiting: list[tuple[int, Prompt]] = []
@@ -97,14 +97,14 @@ class PromptSource:
         heappush(self._waiting, (prompt.sequence, prompt))
 
     def forget_data(self) -> None:
-        """Issue no data-set prompt that waits: the ledger has forgotten them."""
+        """Issue no data-set prompt that waits: `Groups` has forgotten them."""
         self._waiting = [each for each in self._waiting if each[1].origin is PromptOrigin.CLIENT]
         heapify(self._waiting)
         self._in_line.clear()
         self._order.clear()
 
     async def next_prompt(self, version: int, now_s: float) -> Prompt | None:
-        """Return the next prompt, accepted by the ledger; ``None`` if there is none now.
+        """Return the next prompt, which is accepted; ``None`` if there is none now.
 
         Args:
             version: the announced policy version.
@@ -148,7 +148,7 @@ class PromptSource:
             raise DataError(f"{row.place}: {error}") from error
         prompt = Prompt(
             prompt_id=f"{DATASET_ID_PREFIX}{issued.position}",
-            sequence=self._ledger.next_sequence(),
+            sequence=self._groups.next_sequence(),
             messages=row.messages,
             data_source=row.data_source,
             ground_truth=row.ground_truth,
@@ -158,5 +158,5 @@ class PromptSource:
             place=row.place,
             images=issued.images,
         )
-        self._ledger.accept(prompt)
+        self._groups.accept(prompt)
         return prompt

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from services.reward.group import EventKind, GroupEvent, PromptOutcome
 from services.reward.ledger.content import body_digest, encode_body
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.source import DATASET_ID_PREFIX
-from services.reward.records.outcomes import PromptOutcome
 from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
 from sluice.rpc.status import QUOTA_REFUSALS
 from sluice.types import ChatMessage, Prompt, PromptOrigin
@@ -176,6 +176,12 @@ class Submissions:
         self._sessions[prompt.prompt_id] = session
         session.num_open += 1
         session.put(Receipt(prompt.prompt_id, prompt.sequence))
+
+    def observe(self, event: GroupEvent) -> None:
+        """Send the outcome of a client's prompt that ended."""
+        is_client = event.group.prompt.origin is PromptOrigin.CLIENT
+        if event.kind is EventKind.ENDED and is_client:
+            self.ended(event.group.outcome)
 
     def ended(self, outcome: PromptOutcome) -> None:
         """Send the outcome of a prompt to its client, if one still listens."""

@@ -1,7 +1,7 @@
-"""A line for every group that ended (`<run_dir>/groups.jsonl`): what a simulation learns from.
+"""Write a line for every group that ended (`<run_dir>/groups.jsonl`); simulations learn from it.
 
-Groups go on from here to the archive of samples, where one is kept. A file that cannot be written
-never stops a run: it is told once, and nothing is lost but the log. A process that is killed loses
+The log also feeds the archive of samples, where there is one. A file that cannot be written never
+stops a run: the log has one warning, and only the lines are lost. A process that is killed loses
 the lines of its last moment, `_LINGER_S` and what the disk takes. The next process appends to the
 same file, with times of its own: a line names the process that wrote it.
 """
@@ -16,14 +16,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from services.reward.records.tokens import GroupTrace
+from services.reward.group import EndCause, Ending, EventKind, Group, GroupEvent
 from sluice.algorithm.groups.filter import is_right
-from sluice.algorithm.sampling.attempt import Attempt
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.telemetry.samples import (
     DumpedSample,
@@ -32,7 +30,7 @@ from sluice.telemetry.samples import (
     sampled_group,
     write_dump,
 )
-from sluice.types import GradedGroup, Outcome, Prompt, PromptEnd, Rollout, RolloutGroup, Scored
+from sluice.types import GradedGroup, Outcome, Prompt, Rollout, RolloutGroup, Scored
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +45,19 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         prompt_id: its prompt.
-        key: the same for the same prompt drawn again (`prompt_key`).
+        key: the same for every attempt of a prompt (`prompt_key`).
         end: how it ended, a `PromptEnd`.
         right: graded samples that were right.
         scored: graded samples.
         tokens: response lengths in the order of samples; of what was graded, scored or not.
         version: policy version announced when it started.
-        oldest_version: oldest version that drew a token; null if nothing was graded.
+        oldest_version: oldest version that sampled a token; null if nothing was graded.
         started_s: when it started, seconds since the service's start.
         generated_s: when its last sample came; null if it never did.
         ended_s: when it ended: a trained group when its batch was acknowledged.
         replicas: who generated it, in the order first asked.
-        probes: samples that were drawn first, to decide about the rest; 0: all were drawn at once.
-        probability: with which it was drawn, given what was known of its prompt.
+        probes: samples generated first, to decide about the rest; 0: all were generated at once.
+        probability: with which it started, given what was known of its prompt.
         step: that trained it; null for others.
         instance: names the start of the service that its times are counted from.
     """
@@ -82,20 +80,12 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: str
 
 
-@dataclass(slots=True)
-class _Open:
-    attempt: Attempt
-    probes: int
-    version: int
-    started_s: float
-    generated_s: float | None = None
-
-
 class GroupLog:
-    """Follows groups from start to end and writes a line for each.
+    """An observer that writes a line for each group that ended.
 
     Args:
         path: the file lines are appended to; ``None``: nothing is written.
+        samples_per_group: n.
         clock: seconds, monotonic.
         samples: gets the groups with their texts; ``None``: nobody does.
     """
@@ -103,75 +93,63 @@ class GroupLog:
     def __init__(
         self,
         path: Path | None,
+        samples_per_group: int = 0,
         clock: Callable[[], float] = time.monotonic,
         samples: EndedGroups | None = None,
     ) -> None:
-        self._path, self._clock, self._start = path, clock, clock()
-        self._samples, self._instance_id = samples, uuid.uuid4().hex[:_ID_LENGTH]
-        self._open: dict[str, _Open] = {}
+        self._path = path
+        self._samples_per_group = samples_per_group
+        self._clock = clock
+        self._start = clock()
+        self._samples = samples
+        self._instance_id = uuid.uuid4().hex[:_ID_LENGTH]
         self._lines: deque[GroupLine] = deque()
         self._has_lines = asyncio.Event()
         self._write_lock = threading.Lock()
 
-    def started(self, prompt: Prompt, attempt: Attempt, *, probes: int, version: int) -> None:
-        """A group starts."""
-        if self._path is not None or self._samples is not None:
-            self._open[prompt.prompt_id] = _Open(attempt, probes, version, self._now())
-
-    def continued(self, prompt: Prompt, attempt: Attempt) -> None:
-        """A group's first samples were not its last."""
-        if (open_group := self._open.get(prompt.prompt_id)) is not None:
-            open_group.attempt = attempt
-
-    def generated(self, prompt: Prompt) -> None:
-        """Samples of a group have come."""
-        if (open_group := self._open.get(prompt.prompt_id)) is not None:
-            open_group.generated_s = self._now()
-
-    def restarted(self, prompt: Prompt) -> None:
-        """A group is forgotten: its prompt waits again."""
-        self._open.pop(prompt.prompt_id, None)
-
-    def ended(
-        self,
-        prompt: Prompt,
-        end: PromptEnd,
-        graded: GradedGroup | None,
-        trace: GroupTrace,
-        *,
-        step: int | None = None,
-    ) -> None:
-        """A group ends; a prompt that never had one leaves no line."""
-        open_group = self._open.pop(prompt.prompt_id, None)
-        if open_group is None:
+    def observe(self, event: GroupEvent) -> None:
+        """Log a group that ended; a prompt whose group never started, or that is too long, leaves
+        no line."""
+        group, ending = event.group, event.group.ending
+        if event.kind is not EventKind.ENDED or group.version is None or ending is None:
+            return
+        if ending.cause is EndCause.OVERLONG:
             return
         if self._samples is not None:
-            version, replicas = open_group.version, trace.replicas
-            self._samples.add(prompt, end, graded, version=version, step=step, replicas=replicas)
+            self._samples.add(group, ending)
+        graded = group.graded
         scored = graded.scored if graded else ()
         rollouts = graded.group.rollouts if graded else ()
         has_tokens = graded is not None and graded.group.num_response_tokens > 0
+        is_staged = group.admitted_as.first_samples < self._samples_per_group
         self._lines.append(
             GroupLine(
-                prompt_id=prompt.prompt_id,
-                key=open_group.attempt.key,
-                end=end.value,
+                prompt_id=group.prompt_id,
+                key=group.attempt.key,
+                end=ending.end.value,
                 right=sum(is_right(one) is True for one in scored),
                 scored=len(scored),
                 tokens=[rollout.num_tokens for rollout in rollouts],
-                version=open_group.version,
+                version=group.version,
                 oldest_version=graded.oldest_version if graded and has_tokens else None,
-                started_s=open_group.started_s,
-                generated_s=open_group.generated_s,
-                ended_s=self._now(),
-                replicas=list(trace.replicas),
-                probes=open_group.probes,
-                probability=open_group.attempt.probability,
-                step=step,
+                started_s=self._since_start(group.started_s),
+                generated_s=None
+                if group.generated_s is None
+                else self._since_start(group.generated_s),
+                ended_s=self._since_start(self._clock()),
+                replicas=list(group.tokens.replicas),
+                probes=group.admitted_as.first_samples if is_staged else 0,
+                probability=group.attempt.probability,
+                step=ending.step,
                 instance_id=self._instance_id,
             )
         )
         self._has_lines.set()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is written."""
+        return self._path is not None or self._samples is not None
 
     async def run(self) -> None:
         """Write lines, off the event loop, until cancelled; the last ones before it ends.
@@ -206,8 +184,8 @@ class GroupLog:
             num_samples,
         )
 
-    def _now(self) -> float:
-        return round(self._clock() - self._start, 4)
+    def _since_start(self, at_s: float) -> float:
+        return round(at_s - self._start, 4)
 
     def _write(self) -> None:
         """Append what is there; lines leave the queue only in here, so none is lost on the way."""
@@ -232,10 +210,9 @@ class GroupLog:
 
 # Ended groups with their texts, written to the run's archive for readers.
 #
-# What the archive keeps of a group waits for the disk in a queue that is bounded in bytes:
-# beyond it the oldest are left out, which is counted and told. It is encoded and written off the
-# event loop. Nothing that goes wrong here stops a run: it is told once, and nothing is lost but
-# the archive.
+# Groups wait for the disk in a queue that is bounded in bytes: beyond the bound the oldest are left
+# out, counted and logged. They are encoded and written off the event loop. Nothing that goes wrong
+# here stops a run: the log has one warning, and only the archive is lost.
 
 
 MOST_WAITING_BYTES = 128 << 20
@@ -243,7 +220,7 @@ _DEFECT = "samples are no longer kept: a defect of their archive"
 
 
 class EndedGroups:
-    """Takes groups in the event loop and writes them in another thread.
+    """The archive of groups: takes them in the event loop and writes them in another thread.
 
     A batch ends all its groups at once, before any of them can be written: the bound is on bytes
     of text, which are those of the batch in memory unless they are shortened.
@@ -270,28 +247,19 @@ class EndedGroups:
         self._queue_lock, self._write_lock = threading.Lock(), threading.Lock()
         self._is_broken = False
 
-    def add(
-        self,
-        prompt: Prompt,
-        end: PromptEnd,
-        graded: GradedGroup | None,
-        *,
-        version: int,
-        step: int | None,
-        replicas: Sequence[str],
-    ) -> None:
-        """A group has ended; tokens, log-probs and images of it are not held."""
+    def add(self, group: Group, ending: Ending) -> None:
+        """Take on a group that has ended; its tokens, log-probs and images are not held."""
         if self._is_broken:
             return
         try:
-            group = sampled_group(
-                prompt,
-                end,
-                graded,
-                version=version,
-                step=step,
+            sampled = sampled_group(
+                group.prompt,
+                ending.end,
+                group.graded,
+                version=group.version or 0,
+                step=ending.step,
                 ended_at=self._clock(),
-                replicas=list(replicas),
+                replicas=list(group.tokens.replicas),
                 most_chars=self._most_chars,
             )
         except Exception:
@@ -299,7 +267,7 @@ class EndedGroups:
             self._give_up()
             return
         with self._queue_lock:
-            self._enqueue(group)
+            self._enqueue(sampled)
 
     def write(self) -> None:
         """Write what waits; a second thread waits for the first."""
@@ -317,7 +285,7 @@ class EndedGroups:
             self._report_omitted()
 
     def drop(self) -> int:
-        """Forgets what waits; how many groups those were, with the ones left out before."""
+        """Forget what waits; return how many groups those were, with the ones left out before."""
         with self._queue_lock:
             num = len(self._waiting) + self._num_left_out
             self._waiting.clear()
@@ -374,8 +342,8 @@ def _text_bytes(group: SampledGroup) -> int:
 
 # Responses written to files for reading (`trainer.rollout_data_dir`, `validation_data_dir`).
 #
-# A folder that cannot be written never stops a run: it is told once, and nothing is lost but the
-# files.
+# A folder that cannot be written never stops a run: the log has one warning, and only the files are
+# lost.
 
 
 class SampleDumps:
@@ -446,13 +414,13 @@ def _samples(
 
 
 def in_daemon_thread(work: Callable[[], None], name: str) -> asyncio.Future[None]:
-    """Begins work in a thread of its own.
+    """Begin work in a thread of its own.
 
     Args:
         name: of the thread.
 
     Returns:
-        done when the work is; cancelling it lets the thread go on.
+        done when the work is; cancelling it does not end the thread.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()

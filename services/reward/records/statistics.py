@@ -1,18 +1,39 @@
-"""Count what happens between two train batches, and check that no prompt is lost and enough
-groups are kept.
+"""Count what happens to prompts, samples and tokens, since the start and between two batches.
+
+A token is pending from its arrival until its group ends; then it is assigned, once, to what became
+of it. The dispatcher counts what is received, group by group and in all, so
+
+    received = sum over all uses + pending
+
+checks the assignment, and the replicas' own counts check what was received.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
-from services.reward.ledger.ledger import Accounts, PromptState
-from sluice.algorithm.sampling.admission import LastGroups, YieldFloor
-from sluice.errors import DataExhaustedError
-from sluice.types import FailureKind, Outcome, PromptEnd, Scored, TrainGroup
+from services.reward.generation.queue import Priority
+from services.reward.generation.request import GroupTokens
+from services.reward.group import (
+    SCORED,
+    Discard,
+    EndCause,
+    Ending,
+    EventKind,
+    Group,
+    GroupEvent,
+    GroupState,
+    outcome_counts,
+)
+from sluice.types import Failed, FailureKind, GradedGroup, PromptEnd, TrainGroup
+
+logger = logging.getLogger(__name__)
 
 _NAME_BY_END = {
     PromptEnd.FILTERED_ALL_RIGHT: "train/groups_all_right",
@@ -28,20 +49,57 @@ _FILTERED = (
     PromptEnd.FILTERED_ALL_WRONG,
     PromptEnd.FILTERED_UNIFORM,
 )
-SCORED, STALE = "scored", "stale"
+STALE = "stale"
 SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
 """How samples end. One that was graded and grew stale then counts as both."""
 
 
-class Discard(StrEnum):
-    """Why tokens of finished samples were drawn in vain, though nothing was wrong with the prompt's
-    yield: too old for any batch, without a place in a full one, a failed group, or another
-    trainer's policy."""
+class TokenUse(StrEnum):
+    """What became of a token.
 
+    ``aborted``: of samples that were broken off, and of copies that another replica finished first;
+    ``failed``: of groups that failed, and of samples without a grade in any group, those that were
+    generated again included;
+    ``withdrawn``: of groups that were preempted when a batch was full
+    (`sluice.algorithm.groups.staleness`);
+    ``taken_over``: of groups that another trainer made start again.
+    """
+
+    TRAINED = "trained"
+    FILTERED_ALL_RIGHT = "filtered_all_right"
+    FILTERED_ALL_WRONG = "filtered_all_wrong"
+    FILTERED_UNIFORM = "filtered_uniform"
     STALE = "stale"
     PREEMPTED = "withdrawn"
     FAILED = "failed"
+    ABORTED = "aborted"
+    SURPLUS = "surplus"
     TAKEN_OVER = "taken_over"
+    EVALUATION = "evaluation"
+
+
+USE_BY_END = {
+    PromptEnd.TRAINED: TokenUse.TRAINED,
+    PromptEnd.FILTERED_ALL_RIGHT: TokenUse.FILTERED_ALL_RIGHT,
+    PromptEnd.FILTERED_ALL_WRONG: TokenUse.FILTERED_ALL_WRONG,
+    PromptEnd.FILTERED_UNIFORM: TokenUse.FILTERED_UNIFORM,
+    PromptEnd.DROPPED_STALE: TokenUse.STALE,
+    PromptEnd.DROPPED_FAILED: TokenUse.FAILED,
+    PromptEnd.DROPPED_SURPLUS: TokenUse.SURPLUS,
+}
+"""A skipped prompt has no tokens."""
+
+
+_DISCARD_BY_END = {
+    PromptEnd.DROPPED_STALE: Discard.STALE,
+    PromptEnd.DROPPED_FAILED: Discard.FAILED,
+}
+_USE_BY_DISCARD = {
+    Discard.STALE: TokenUse.STALE,
+    Discard.PREEMPTED: TokenUse.PREEMPTED,
+    Discard.FAILED: TokenUse.FAILED,
+    Discard.TAKEN_OVER: TokenUse.TAKEN_OVER,
+}
 
 
 @dataclass(slots=True)
@@ -93,12 +151,6 @@ class IntervalStatistics:
         }
 
 
-def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """Samples by how they ended, in names of `SAMPLE_OUTCOMES`; without those that are 0."""
-    names = (SCORED if isinstance(each, Scored) else each.kind.value for each in outcomes)
-    return dict(Counter(names))
-
-
 def batch_content_metrics(
     groups: Sequence[TrainGroup], version: int, *, num_generated_tokens: int
 ) -> dict[str, float]:
@@ -125,108 +177,260 @@ def batch_content_metrics(
     }
 
 
-KEPT = "kept"
+class TokenAccounts:
+    """Tokens by use, since the start and since the last train batch."""
+
+    def __init__(self) -> None:
+        self._since_start: Counter[TokenUse] = Counter()
+        self._interval: Counter[TokenUse] = Counter()
+
+    def assign(self, use: TokenUse, num_tokens: int) -> None:
+        """Tokens met their end."""
+        self._since_start[use] += num_tokens
+        self._interval[use] += num_tokens
+
+    def assign_group(self, use: TokenUse, tokens: GroupTokens, graded: GradedGroup | None) -> None:
+        """A group ended; see `uses_of_group`."""
+        for found, num_tokens in uses_of_group(use, tokens, graded).items():
+            self.assign(found, num_tokens)
+
+    def since_start(self) -> dict[TokenUse, int]:
+        """All uses since the start."""
+        return {use: self._since_start[use] for use in TokenUse}
+
+    def close_interval(self) -> dict[TokenUse, int]:
+        """All uses since the last call."""
+        interval, self._interval = self._interval, Counter()
+        return {use: interval[use] for use in TokenUse}
 
 
-class YieldGuard:
-    """How the last groups ended.
+def uses_of_group(
+    use: TokenUse, tokens: GroupTokens, graded: GradedGroup | None
+) -> Counter[TokenUse]:
+    """Return the tokens of an attempt that is over, by use.
 
     Args:
-        min_yield: least share of kept groups; 0: no bound.
-        num_groups: how many of the last groups the share is taken over.
+        use: of its graded samples, and of its greedy response.
+        tokens: what was received for it.
+        graded: its samples; ``None``: they were never all there, and what was not thrown away is
+            of one use.
     """
-
-    def __init__(self, min_yield: float, num_groups: int) -> None:
-        self._floor, self._last = YieldFloor(min_yield, num_groups), LastGroups()
-        self._window: deque[str] = deque()  # what the story tells of the same groups
-        self._counts: Counter[str] = Counter()
-        self._last_failure = ""
-        self._num_left_out, self._last_left_out = 0, ""
-        self._num_quarantined = 0
-
-    def ended(self, end: PromptEnd | None, detail: str) -> None:
-        """Note how a group ended; ``None``: it was kept."""
-        self._last = self._floor.after(self._last, is_kept=end is None)
-        outcome = KEPT if end is None else end.value
-        self._window.append(outcome)
-        self._counts[outcome] += 1
-        if len(self._window) > self._floor.num_groups:
-            self._counts[self._window.popleft()] -= 1
-        if end is PromptEnd.DROPPED_FAILED:
-            self._last_failure = detail
-
-    def left_out(self, detail: str) -> None:
-        """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""
-        self._num_left_out += 1
-        self._last_left_out = detail
-
-    def quarantined(self) -> None:
-        """Note a prompt that was not generated for: it is in quarantine."""
-        self._num_quarantined += 1
-
-    def check_yield(self) -> None:
-        """Raises `BatchUnfillableError` if too few of the last groups were kept (`YieldFloor`)."""
-        if self._floor.is_hopeless(self._last):
-            raise self._floor.error(self._last, self._summary())
-
-    def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
-        """The error for a data set that ended before the batch was full."""
-        if self._num_left_out and not self._window:
-            remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
+    if graded is None:
+        lost, replaced = tokens.num_thrown_away, tokens.num_replaced
+        found = Counter({TokenUse.FAILED: replaced, TokenUse.ABORTED: lost})
+        found[use] += tokens.num_received - lost - replaced
+        return found
+    found = Counter({use: graded.greedy.group.num_response_tokens if graded.greedy else 0})
+    for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True):
+        if not isinstance(outcome, Failed):
+            found[use] += rollout.num_tokens
+        elif outcome.kind is FailureKind.ABORTED:
+            found[TokenUse.ABORTED] += rollout.num_tokens
         else:
-            remedy = (
-                "raise trainer.total_epochs, give more rows in data.train_files, or lower "
-                "data.train_batch_size"
+            found[TokenUse.FAILED] += rollout.num_tokens
+    found[TokenUse.FAILED] += tokens.num_replaced
+    # What is in no sample of the group came in attempts at a sample that another one replaced.
+    found[TokenUse.ABORTED] += max(0, tokens.num_received - found.total())
+    return found
+
+
+class GroupStatistics:
+    """An observer that counts.
+
+    Args:
+        received: response tokens received since the start, by what they are for.
+        round_size: groups of a wave, or of a train batch where there are no waves.
+        scorer_seconds: seconds the scorers have worked so far.
+
+    Attributes:
+        on_batch: called with a batch that is formed, its version and the seconds it took to fill.
+    """
+
+    def __init__(
+        self,
+        received: Mapping[Priority, int],
+        *,
+        round_size: int,
+        scorer_seconds: Callable[[], float],
+    ) -> None:
+        self._received = received
+        self._round_size = round_size
+        self._scorer_seconds = scorer_seconds
+        self._tokens = TokenAccounts()
+        self._interval = IntervalStatistics(time.monotonic())
+        self._received_before = 0  # tokens for training, of the intervals before
+        self._totals: Counter[str] = Counter()
+        self._num_ended = 0
+        self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] = _ignore_batch
+
+    def observe(self, event: GroupEvent) -> None:
+        """Count one event."""
+        match event.kind:
+            case EventKind.GENERATED:
+                self._interval.num_greedy_tokens += event.num_greedy_tokens
+                self._totals["reward/greedy_tokens"] += event.num_greedy_tokens
+            case EventKind.GRADED:
+                assert event.graded is not None
+                self._graded(event.group, event.graded)
+            case EventKind.CONTINUED:
+                self._totals["reward/samples_generated_again"] += event.num_replaced
+            case EventKind.KEPT:
+                self._interval.num_kept += 1
+                self._totals["reward/groups_kept"] += 1
+            case EventKind.REQUEUED:
+                assert event.why is not None
+                self._requeued(event.group, event.why)
+            case EventKind.ENDED:
+                assert event.group.ending is not None
+                self._ended(event.group, event.group.ending, event.before)
+
+    def _graded(self, group: Group, graded: GradedGroup) -> None:
+        outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
+        failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        self._interval.num_graded_samples += len(outcomes)
+        self._interval.num_failed_samples += len(failed)
+        self._totals["reward/samples_graded"] += len(outcomes)
+        self._totals["reward/samples_failed"] += len(failed)
+        self._count_outcomes(outcome_counts(outcomes))
+        if failed:
+            logger.warning(
+                "prompt %s (replica %s): %d of %d samples without a score, the first: %s: %s",
+                group.prompt_id,
+                group.tokens,
+                len(failed),
+                len(outcomes),
+                failed[0].kind,
+                failed[0].detail,
             )
-        return DataExhaustedError(
-            f"the data set is exhausted with {num_kept} of {batch_size} groups for the next batch"
-            f"{self._summary()}; {remedy}"
-        )
 
-    def _summary(self) -> str:
-        counts = ", ".join(f"{n} {name}" for name, n in sorted(self._counts.items()) if n)
-        failure = f"; last failure: {self._last_failure}" if self._last_failure else ""
-        left_out = ""
-        if self._num_left_out:
-            left_out = f"; {self._num_left_out} left out as too long, last: {self._last_left_out}"
-        if self._num_quarantined:
-            left_out += f"; {self._num_quarantined} in quarantine (reward/quarantine.jsonl)"
-        return f" (last {len(self._window)} groups: {counts or 'none'}{left_out}{failure})"
+    def _requeued(self, group: Group, why: Discard) -> None:
+        """Count an attempt that was given up.
+
+        The log tells only what concerns single groups and was not expected: a change of the trainer
+        and the end of the service requeue all groups, and every full batch may preempt some.
+        """
+        self._tokens.assign_group(_USE_BY_DISCARD[why], group.tokens, None)
+        self._discard(group, why)
+        self._interval.num_restarted += 1
+        self._totals["reward/groups_restarted"] += 1
+        if why is Discard.STALE:
+            self._count_outcomes({STALE: group.tokens.num_samples})
+            logger.warning(
+                "prompt %s starts again as stale (replica %s): more groups were kept than expected,"
+                " and %d of its tokens are lost",
+                group.prompt_id,
+                group.tokens,
+                group.tokens.num_received,
+            )
+
+    def _ended(self, group: Group, ending: Ending, before: GroupState) -> None:
+        self._num_ended += 1
+        if ending.failed is not None:
+            self._count_outcomes({ending.failed.kind.value: group.num_ungraded})
+        if ending.cause is EndCause.QUARANTINE:
+            self._totals["reward/prompts_quarantined"] += 1
+            return
+        if ending.cause is EndCause.OVERLONG:
+            self._totals["reward/prompts_overlong"] += 1
+            self._tokens.assign_group(TokenUse.FAILED, group.tokens, None)
+            logger.info("prompt %s left out: %s", group.prompt_id, ending.detail)
+            return
+        self._interval.ends[ending.end] += 1
+        if ending.end is PromptEnd.SKIPPED:
+            self._totals["reward/prompts_skipped"] += 1
+            return
+        self._tokens.assign_group(USE_BY_END[ending.end], group.tokens, group.graded)
+        if (why := _DISCARD_BY_END.get(ending.end)) is not None:
+            self._discard(group, why)
+            logger.warning(
+                "prompt %s dropped as %s (replica %s): %s",
+                group.prompt_id,
+                why,
+                group.tokens,
+                ending.detail,
+            )
+        if ending.end is PromptEnd.DROPPED_STALE:
+            graded = group.graded
+            num_samples = len(graded.outcomes) if graded else group.tokens.num_samples
+            self._count_outcomes({STALE: num_samples})
+        if before is GroupState.KEPT and ending.end is not PromptEnd.TRAINED:
+            self._interval.num_surplus_discarded += 1
+            self._totals["reward/surplus_discarded"] += 1
+
+    def acknowledged(self, num_groups: int) -> None:
+        """The trainer has trained a batch of `num_groups`."""
+        self._totals["reward/batches_acknowledged"] += 1
+        self._totals["reward/groups_acknowledged"] += num_groups
+
+    def evaluated(self, num_tokens: int) -> None:
+        """A group was generated, whole or in part, for an evaluation."""
+        self._tokens.assign(TokenUse.EVALUATION, num_tokens)
+
+    def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
+        """Return the statistics since the last batch, which this batch carries; begin again."""
+        now, scorer_seconds = time.monotonic(), self._scorer_seconds()
+        interval, self._interval = self._interval, IntervalStatistics(now, scorer_seconds)
+        self.on_batch(groups, version, now - interval.started_at)
+        received = self._received[Priority.TRAINING]
+        num_generated, self._received_before = received - self._received_before, received
+        by_use = self._tokens.close_interval()
+        return {
+            **interval.metrics(now, round_size=self._round_size, scorer_seconds=scorer_seconds),
+            **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
+            **{f"train/tokens/{use}": float(count) for use, count in by_use.items()},
+            "train/generated_tokens": float(num_generated),
+            "perf/reward_rss_mb": _peak_memory_mb(),
+        }
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Prompts that ended, samples graded and tokens received since the start."""
+        received = sum(self._received.values())
+        return self._num_ended, self._totals["reward/samples_graded"], received
+
+    @property
+    def scorer_seconds(self) -> float:
+        """Seconds the scorers have worked so far."""
+        return self._scorer_seconds()
+
+    def totals(self) -> dict[str, float]:
+        """Return the counters since the start; they stand still while nothing happens.
+
+        ``reward/tokens/<use>`` and the tokens of pending groups and validations add up to
+        ``reward/tokens/received``.
+        """
+        names = ("batches_acknowledged", "groups_acknowledged", "prompts_quarantined")
+        kinds = (f"outcomes/{kind}" for kind in SAMPLE_OUTCOMES)
+        zero = {f"reward/{name}": 0.0 for name in (*names, "samples_generated_again", *kinds)}
+        by_use = self._tokens.since_start()
+        tokens = {
+            **{f"reward/tokens/{use}": float(count) for use, count in by_use.items()},
+            "reward/tokens/received": float(sum(self._received.values())),
+            "reward/generated_tokens": float(self._received[Priority.TRAINING]),
+        }
+        return zero | tokens | {name: float(count) for name, count in self._totals.items()}
+
+    def _count_outcomes(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            self._interval.sample_outcomes[name] += count
+            self._totals[f"reward/outcomes/{name}"] += count
+
+    def _discard(self, group: Group, why: Discard) -> None:
+        self._interval.discarded_tokens[why] += group.tokens.num_received
+        self._totals[f"reward/discarded_tokens/{why}"] += group.tokens.num_received
 
 
-# Whether any accepted prompt got lost: the ledger's word against what the stages really hold.
-#
-# The ledger's counts alone add up by construction. So its pending prompts are counted anew from
-# their states, and compared with two independent things: the events (accepted, ended), and the
-# queues and tables that prompts must be in while they are pending.
+def _ignore_batch(_groups: Sequence[TrainGroup], _version: int, _fill_s: float) -> None:
+    """Of a batch that is formed, if nobody asked for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagePrompts:
-    """Prompts that the stages hold.
+def _peak_memory_mb() -> float:
+    """Largest resident memory of this program so far, MiB; 0 where the kernel does not tell.
 
-    `num_in_flight` may count a prompt too many, for the moment between its end and its task's.
+    Not `getrusage`, whose maximum counts what the starting process held before it became this one.
     """
-
-    num_waiting: int
-    num_in_flight: int
-    num_kept: int
-    num_leased: int
-
-
-def prompts_lost(accounts: Accounts, held: StagePrompts) -> int:
-    """Prompts that the books or the stages cannot explain; 0 unless there is a defect.
-
-    The sum of two numbers: by how many prompts accepted differ from those ended and pending, and
-    how many pending ones no stage holds, so that nothing would ever end them.
-    """
-    unexplained = accounts.num_submitted - sum(accounts.by_end.values()) - accounts.num_pending
-    by_state = accounts.by_state
-    running = by_state[PromptState.GENERATING] + by_state[PromptState.GRADING]
-    unheld = (
-        by_state[PromptState.WAITING] - held.num_waiting,
-        running - held.num_in_flight,
-        by_state[PromptState.KEPT] - held.num_kept,
-        by_state[PromptState.LEASED] - held.num_leased,
-    )
-    return abs(unexplained) + sum(max(0, number) for number in unheld)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0.0
+    lines = (line.split() for line in status.read_text(encoding="ascii").splitlines())
+    return next((int(words[1]) / 1024 for words in lines if words[0] == "VmHWM:"), 0.0)

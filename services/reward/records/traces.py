@@ -1,12 +1,12 @@
 """Trace every prompt: one span from acceptance to end, with a child span for each stage.
 
-What a stage does adds its own spans (`group_run`, `grading`, `judgement`), in the task of the
-prompt's group; what a prompt waits for is timed here, as the ledger tells where it stands. A
-prompt that begins again stays in its trace.
+Stages add their own spans (`groups.run`, `grading`), in the task of the prompt's group. What a
+prompt waits for is timed here, by the events of its group. A prompt that starts again stays in its
+trace.
 
-A trace's id follows from the prompt's and from a key of the run's folder, so that a service that
-starts anew goes on with the traces of its prompts. That of a client which sent its own context is
-not noted anywhere: such a prompt goes on in a trace of its own.
+A trace's id follows from the prompt's and from a key of the run's folder, so a restarted service
+continues the traces of its prompts. The context that a client sent is not stored: after a restart
+such a prompt continues in a new trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from services.reward.ledger.ledger import PromptObserver, PromptState
+from services.reward.group import EventKind, Group, GroupEvent
 from sluice.telemetry.tracing import (
     NOTHING,
     TRACER,
@@ -61,12 +61,17 @@ class _PromptSpans:
         self.finish(stage)
         self.stages[stage] = tracer.child(self.prompt.context, stage)
 
+    def wait_for(self, tracer: Tracer, stage: SpanName) -> None:
+        """End what the prompt has waited for, and begin what it waits for."""
+        self.finish(SpanName.ADMIT, SpanName.WAIT)
+        self.begin(tracer, stage)
+
     def finish(self, *stages: SpanName) -> None:
         for stage in stages:
             self.stages.pop(stage, NOTHING).end()
 
 
-class PromptTraces(PromptObserver):
+class PromptTraces:
     """The recorded prompts that are pending.
 
     Args:
@@ -78,8 +83,26 @@ class PromptTraces(PromptObserver):
         self._key, self._tracer = key, tracer
         self._spans_by_prompt: dict[str, _PromptSpans] = {}
 
-    def accepted(self, prompt: Prompt) -> None:
-        """Begins the trace; a client's prompt goes on with that of the present call."""
+    def observe(self, event: GroupEvent) -> None:
+        """Begin, continue or end the trace of a prompt."""
+        if event.kind is EventKind.ACCEPTED:
+            self._accepted(event.group.prompt)
+            return
+        spans = self._spans_by_prompt.get(event.group.prompt_id)
+        if spans is None:
+            return
+        match event.kind:
+            case EventKind.ENDED | EventKind.FORGOTTEN:
+                self._ended(event.group)
+            case EventKind.REQUEUED:
+                spans.wait_for(self._tracer, SpanName.ADMIT)
+            case EventKind.KEPT | EventKind.RETURNED:
+                spans.wait_for(self._tracer, SpanName.WAIT)
+            case EventKind.ADMITTED | EventKind.LEASED:
+                spans.finish(SpanName.ADMIT, SpanName.WAIT)
+
+    def _accepted(self, prompt: Prompt) -> None:
+        """Begin the trace; a client's prompt continues that of the present call."""
         is_client = prompt.origin is PromptOrigin.CLIENT
         span = self._tracer.trace(
             SpanName.PROMPT,
@@ -104,31 +127,22 @@ class PromptTraces(PromptObserver):
         spans.begin(self._tracer, SpanName.ADMIT)
 
     def receipt_sent(self, prompt_id: str) -> None:
-        """The client has been told that its prompt was accepted."""
+        """The client has the receipt of its prompt."""
         if (spans := self._spans_by_prompt.get(prompt_id)) is not None:
             spans.finish(SpanName.SUBMIT)
 
-    def moved(self, prompt_id: str, state: PromptState) -> None:
-        """Ends what the prompt has waited for, and begins what it waits for."""
-        spans = self._spans_by_prompt.get(prompt_id)
-        if spans is None:
-            return
-        spans.finish(SpanName.ADMIT, SpanName.WAIT)
-        if state is PromptState.WAITING:
-            spans.begin(self._tracer, SpanName.ADMIT)
-        elif state is PromptState.KEPT:
-            spans.begin(self._tracer, SpanName.WAIT)
-
-    def ended(self, prompt_id: str, end: PromptEnd, step: int | None, detail: str) -> None:
-        """Ends the trace's first span."""
-        self._end(prompt_id, end.value, step, detail, failed=end in _FAILURES)
-
-    def forgotten(self, prompt_id: str) -> None:
-        """Ends the trace's first span."""
-        self._end(prompt_id, FORGOTTEN)
+    def _ended(self, group: Group) -> None:
+        ending = group.ending
+        if ending is None:
+            self._end(group.prompt_id, FORGOTTEN)
+        else:
+            is_failure = ending.end in _FAILURES
+            self._end(
+                group.prompt_id, ending.end.value, ending.step, ending.detail, failed=is_failure
+            )
 
     def close(self) -> None:
-        """The service ends: so do all spans; a durable ledger goes on with the prompts."""
+        """End all spans with the service; a durable ledger continues the prompts."""
         for prompt_id in list(self._spans_by_prompt):
             self._end(prompt_id, PENDING)
 

@@ -17,87 +17,25 @@ from transformers import (
     PreTrainedModel,
 )
 
-from sluice.config.derived import batch_invariant, max_model_len
-from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.types import TensorSpec
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
 from sluice.vision.vision_shape import FAMILIES
 from sluice.weights.plan import dtype_name
 
-
-@dataclass(frozen=True, slots=True)
-class TorchEngineSettings:
-    """Settings of one `TorchEngine`.
-
-    Attributes:
-        model_path: directory with a Hugging Face configuration; weight files are not needed.
-        trust_remote_code: run model code that ships with it.
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` for what is there.
-        dtype: of weights, cache and activations. Probabilities are always float32.
-        slots: samples generated at once.
-        max_model_len: prompt plus response tokens of a sample.
-        max_queued: samples that may wait for a slot.
-        torch_threads: intra-op threads of the step loop; more than 1 slows tiny models down.
-        batch_invariant: a sample's tokens and logprobs do not depend on what else runs, to the bit.
-        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
-        recompute_kv: after a weight swap, recompute the cache of running samples.
-    """
-
-    model_path: str
-    trust_remote_code: bool = False
-    device: str | None = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    slots: int = 256
-    max_model_len: int = 2048
-    max_queued: int = 4096
-    torch_threads: int = 1
-    batch_invariant: bool = False
-    weights_backend: str | None = None
-    recompute_kv: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "max_queued", "torch_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"torch engine: {name} is {getattr(self, name)}; give at least 1")
-        if self.max_model_len < 2:
-            raise ConfigError(
-                f"torch engine: max_model_len is {self.max_model_len}; give at least 2, room for "
-                "a prompt token and a response token"
-            )
-
-
-def torch_settings(config: RunConfig) -> TorchEngineSettings:
-    """The part of a run configuration that concerns this engine."""
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    service = config.sluice.rollout
-    return TorchEngineSettings(
-        model_path=model.path,
-        trust_remote_code=model.trust_remote_code,
-        device=service.device,
-        dtype=rollout.dtype,
-        slots=rollout.max_num_seqs,
-        max_model_len=max_model_len(config),
-        max_queued=service.max_queued,
-        torch_threads=service.torch_threads,
-        batch_invariant=batch_invariant(config),
-        weights_backend=config.sluice.weights.backend,
-        recompute_kv=config.sluice.weights.recompute_kv,
-    )
-
-
+_Dtype = Literal["float32", "bfloat16"]
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CausalLM:
-    """A model in inference mode, with what the engine must know of it.
+    """A model in inference mode, and what the engine needs to know about it.
 
     Attributes:
         vocab_size: width of the logits.
         eos_token_ids: tokens that end a response.
-        layout: the checkpoint's tensors in the model's order; of tied ones only the first.
-        image_prompts: makes images ready for it; ``None``: it reads text alone.
+        layout: the checkpoint's tensors in the model's order; only the first of tied ones.
+        image_prompts: prepares images for it; ``None`` for a text-only model.
     """
 
     model: PreTrainedModel
@@ -107,10 +45,10 @@ class CausalLM:
     image_prompts: ImagePromptReader | None = None
 
     def refuse_row_dependence(self) -> None:
-        """Raises ConfigError for a mixture of experts.
+        """Raise ConfigError for a mixture of experts.
 
-        How many tokens each expert gets, and so the shapes of its products, depends on what the
-        other rows hold; no choice of batch shapes makes that invariant.
+        The number of tokens of each expert, and so the shapes of its products, depends on the other
+        rows. No choice of batch shapes makes that invariant.
         """
         config = self.model.config.get_text_config(decoder=True).to_dict()
         if any((config.get(key) or 0) > 1 for key in _EXPERT_COUNTS):
@@ -121,13 +59,24 @@ class CausalLM:
             )
 
 
-def build_causal_lm(settings: TorchEngineSettings, device: torch.device) -> CausalLM:
-    """Builds the model with arbitrary weights.
+def build_causal_lm(
+    path: str,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    dtype: _Dtype = "float32",
+) -> CausalLM:
+    """Build the model with arbitrary weights.
+
+    Args:
+        path: directory with a Hugging Face configuration; weight files are not needed.
+        device: of its weights.
+        trust_remote_code: run model code that ships with it.
+        dtype: of its weights.
 
     Raises:
-        ConfigError: `model_path` holds no causal language model that transformers knows.
+        ConfigError: the path holds no causal language model that transformers knows.
     """
-    path = settings.model_path
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"actor_rollout_ref.model.path is {path!r}, which holds no config.json; give the "
@@ -135,15 +84,15 @@ def build_causal_lm(settings: TorchEngineSettings, device: torch.device) -> Caus
         )
     try:
         config = AutoConfig.from_pretrained(
-            path, trust_remote_code=settings.trust_remote_code, local_files_only=True
+            path, trust_remote_code=trust_remote_code, local_files_only=True
         )
         sees = config.model_type in FAMILIES
         family: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with device:
             model: PreTrainedModel = family.from_config(
                 config,
-                dtype=getattr(torch, settings.dtype),
-                trust_remote_code=settings.trust_remote_code,
+                dtype=getattr(torch, dtype),
+                trust_remote_code=trust_remote_code,
             )
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
@@ -157,12 +106,12 @@ def build_causal_lm(settings: TorchEngineSettings, device: torch.device) -> Caus
         text_config.vocab_size,
         _eos_token_ids(path, text_config),
         _layout(model),
-        load_image_prompts(path, trust_remote_code=settings.trust_remote_code),
+        load_image_prompts(path, trust_remote_code=trust_remote_code),
     )
 
 
 def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
-    """generation_config.json decides where there is one, as in transformers' own generation."""
+    """Read generation_config.json where there is one, as transformers' own generation does."""
     eos = None
     if (Path(path) / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
@@ -174,18 +123,22 @@ def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
 
 
 def _layout(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
-    tied = model.all_tied_weights_keys
-    state = model.state_dict()
-    seen: set[tuple[int, int]] = set()
-    specs = []
-    # Sources of ties come first, so that it is the target's name that is left out.
+    # By identity of parameters, since tensors on the meta device have no address.
+    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own |= dict(model.named_buffers(remove_duplicate=False))
+    state, tied = model.state_dict(), model.all_tied_weights_keys
+    seen: set[int] = set()
+    kept: set[str] = set()
+    # Sources of ties come first, so that the target's name is left out.
     for name in sorted(state, key=lambda name: name in tied):
-        identity = (state[name].data_ptr(), state[name].numel())
-        if identity not in seen or state[name].numel() == 0:
-            specs.append(TensorSpec(name, dtype_name(state[name].dtype), tuple(state[name].shape)))
-        seen.add(identity)
-    order = {name: index for index, name in enumerate(state)}
-    return tuple(sorted(specs, key=lambda spec: order[spec.name]))
+        if id(own[name]) not in seen:
+            kept.add(name)
+        seen.add(id(own[name]))
+    return tuple(
+        TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+        for name, tensor in state.items()
+        if name in kept
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +148,7 @@ class CheckpointLayout:
     Attributes:
         vocab_size: width of the logits.
         eos_token_ids: tokens that end a response.
-        tensors: in the model's order; of tied ones only the first.
+        tensors: in the model's order; only the first of tied ones.
     """
 
     vocab_size: int
@@ -207,33 +160,14 @@ def checkpoint_layout(
     model_path: str,
     *,
     trust_remote_code: bool = False,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: _Dtype = "float32",
 ) -> CheckpointLayout:
-    """The layout of the model at `model_path`, as the trainer computes it.
+    """Return the layout of the model at `model_path`, as the trainer computes it.
 
     Raises:
         ConfigError: `model_path` holds no causal language model that transformers knows.
     """
-    described = TorchEngineSettings(
-        model_path=model_path,
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
+    built = build_causal_lm(
+        model_path, torch.device("meta"), trust_remote_code=trust_remote_code, dtype=dtype
     )
-    built = build_causal_lm(described, torch.device("meta"))
-    model = built.model
-    # Tensors without memory have no address: the same parameter is the same object.
-    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    own |= dict(model.named_buffers(remove_duplicate=False))
-    state, tied = model.state_dict(), model.all_tied_weights_keys
-    seen: set[int] = set()
-    kept = set()
-    for name in sorted(state, key=lambda name: name in tied):
-        if id(own[name]) not in seen:
-            kept.add(name)
-        seen.add(id(own[name]))
-    tensors = tuple(
-        TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-        for name, tensor in state.items()
-        if name in kept
-    )
-    return CheckpointLayout(built.vocab_size, built.eos_token_ids, tensors)
+    return CheckpointLayout(built.vocab_size, built.eos_token_ids, built.layout)

@@ -1,19 +1,20 @@
 """What every inference engine offers its rollout service.
 
 Tokens in, tokens out. An engine generates groups (all requested samples of one prompt share the
-prompt's prefill), tells for each token the logprob of the distribution it was drawn from and the
-policy version that drew it, and takes new weights while it generates. All methods are called from
-one event loop; none may block it.
+prompt's prefill). It reports for each token its logprob under the distribution that sampled it, and
+the policy version that did, and it takes new weights while it generates. All methods are called
+from one event loop; none may block it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from services.rollout.engines.text import Decode, StopStringWatch
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.types import (
     FinishReason,
     Logprobs,
@@ -23,25 +24,10 @@ from sluice.types import (
     TransferGroupSpec,
 )
 
-__all__ = [
-    "CallTokens",
-    "CommitResult",
-    "Engine",
-    "EngineLoad",
-    "GenerationRequest",
-    "PartialSample",
-    "PauseMode",
-    "SampleChunk",
-    "SentTokens",
-    "StagedVersion",
-    "UnsentTokens",
-    "num_tokens",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialSample:
-    """Tokens of a sample that were drawn before, to be continued."""
+    """Earlier tokens of a sample that is continued."""
 
     sample_index: int
     token_ids: TokenIds  # [tokens]
@@ -52,7 +38,7 @@ class CallTokens:
     """Tokens of one call on their way out; used from the event loop only.
 
     Attributes:
-        yielded: by the engine, to whoever sends them on.
+        yielded: by the engine, to the code that sends them.
         sent: to the caller.
     """
 
@@ -62,14 +48,17 @@ class CallTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """Samples to draw for one prompt.
+    """Samples to generate for one prompt.
 
-    Randomness of sample *i*, token *t* depends on (`sampling.seed`, i, t) only.
-    `sampling.max_tokens` counts a partial's tokens too. `tokens` counts those on their way out.
-    Samples of higher `priority` get free slots first, where the engine has a say in that.
-    `decode` is needed for `sampling.stop` only. `images` are encoded files, in the order of their
-    (already expanded) placeholder tokens in the prompt. `for_direct_client`: the caller is no
-    service of the run, so its tokens are entered apart.
+    The random numbers of sample *i*, token *t* depend on (`sampling.seed`, i, t) only.
+
+    Attributes:
+        sampling: how to sample; its `max_tokens` counts a partial's tokens too.
+        tokens: counts tokens on their way out.
+        priority: higher ones get free slots first, if the engine supports priorities.
+        decode: needed for `sampling.stop` only.
+        images: encoded files, in the order of their (expanded) placeholder tokens in the prompt.
+        for_direct_client: the caller is no service of the run; its tokens are counted apart.
     """
 
     request_id: str
@@ -84,7 +73,7 @@ class GenerationRequest:
     for_direct_client: bool = False
 
     def watch(self) -> StopStringWatch | None:
-        """For one of its samples, if strings end them."""
+        """Return a watch for one of its samples, if strings can end it."""
         if not self.sampling.stop or self.decode is None:
             return None
         return StopStringWatch(self.sampling.stop, self.decode)
@@ -92,7 +81,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleChunk:
-    """New tokens of one sample, all drawn by one version.
+    """New tokens of one sample, all from one version.
 
     `finish_reason` is set on a sample's last chunk (which may hold no tokens).
     """
@@ -105,17 +94,17 @@ class SampleChunk:
 
 
 def num_tokens(chunks: Iterable[SampleChunk]) -> int:
-    """Tokens in all of the chunks."""
+    """Return the number of tokens in all chunks."""
     return sum(int(chunk.token_ids.size) for chunk in chunks)
 
 
 @dataclass(slots=True, eq=False)
 class SentTokens:
-    """What became of tokens that were drawn for callers of one kind.
+    """What became of tokens for callers of one kind.
 
     Attributes:
         sent: to callers.
-        unsent: of calls that ended before.
+        unsent: of calls that ended earlier.
     """
 
     sent: int = 0
@@ -124,10 +113,10 @@ class SentTokens:
 
 @dataclass(slots=True, eq=False)
 class UnsentTokens:
-    """What became of the tokens that calls have got out of an engine, or left in it.
+    """What became of the tokens that calls got out of an engine, or left in it.
 
-    Used from the event loop only. `Engine.generate` enters what it was left with, whoever sends
-    tokens on the rest.
+    Used from the event loop only. The code that sends tokens counts those that it sent, and those
+    that it got and did not send; `Engine.generate` counts those that it did not yield.
 
     Attributes:
         services: tokens for services of the run.
@@ -138,35 +127,58 @@ class UnsentTokens:
     direct: SentTokens = field(default_factory=SentTokens)
 
     def of(self, request: GenerationRequest) -> SentTokens:
-        """Where tokens of a request are entered."""
+        """Return the counters for tokens of a request."""
         return self.direct if request.for_direct_client else self.services
 
+    def plus(self, other: UnsentTokens) -> UnsentTokens:
+        """Return the sums of both."""
+        return UnsentTokens(
+            services=SentTokens(
+                self.services.sent + other.services.sent,
+                self.services.unsent + other.services.unsent,
+            ),
+            direct=SentTokens(
+                self.direct.sent + other.direct.sent, self.direct.unsent + other.direct.unsent
+            ),
+        )
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """A snapshot of the engine's counters.
+    def token_counters(self, generated: int) -> TokenCounters:
+        """Return the token counters of an engine that has sampled `generated` tokens."""
+        unsent = self.services.unsent + self.direct.unsent
+        return TokenCounters(
+            generated_tokens=generated,
+            unsent_tokens=unsent,
+            running_tokens=generated - unsent - self.services.sent - self.direct.sent,
+            direct_sent_tokens=self.direct.sent,
+            direct_unsent_tokens=self.direct.unsent,
+        )
 
-    Every token that the engine drew (`generated_tokens`) was sent to its caller, was drawn in a
-    call that ended before it was sent (`unsent_tokens`), or waits in a call that goes on
-    (`running_tokens`). `seconds_by_state` adds up to the time since the process started.
-    `slots_may_wait`: a sample with a slot may wait for others too, for room in the KV cache.
-    Of the tokens that were sent, `direct_sent_tokens` went to callers that are no service of the
-    run; of the unsent ones `direct_unsent_tokens` were drawn for such callers.
-    """
 
-    slots: int
-    slots_busy: int
-    queued: int
+class TokenCounters(TypedDict):
+    """The part of `ReplicaCounters` that counts tokens."""
+
     generated_tokens: int
     unsent_tokens: int
     running_tokens: int
-    busy_seconds: float
-    seconds_by_state: Mapping[str, float]
+    direct_sent_tokens: int
+    direct_unsent_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad(ReplicaCounters):
+    """The engine's counters and what it serves, at one moment.
+
+    Attributes:
+        slots: sequences that can run at once.
+        version: the policy version that serves; ``None`` before the first weights.
+        weight_digest: its digest; empty before the first weights.
+        slots_may_wait: a sample with a slot may still wait for others, for space in the KV cache.
+    """
+
+    slots: int
     version: int | None
     weight_digest: str
     slots_may_wait: bool = False
-    direct_sent_tokens: int = 0
-    direct_unsent_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +193,7 @@ class StagedVersion:
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """A version that serves now; `stall_s` is how long no token was drawn."""
+    """A version that serves now; `stall_s` is how long no token was sampled."""
 
     version: int
     digest: str
@@ -191,10 +203,10 @@ class CommitResult:
 class PauseMode(StrEnum):
     """What becomes of samples that hold a slot when the engine pauses.
 
-    KEEP: they go on where they were. RECOMPUTE: they do, with caches that are computed anew, and
-    no later sample uses an earlier prompt's cache. ABORT: they end as aborted with what they have,
-    those that wait for a slot too. DRAIN: they are drawn to their end first; those that wait for a
-    slot go on waiting, also where others of their group have one.
+    KEEP: they continue later where they were. RECOMPUTE: they do, with recomputed caches, and no
+    later sample uses an earlier prompt's cache. ABORT: they end as aborted with what they have, and
+    so do those that wait for a slot. DRAIN: they finish first; those that wait for a slot keep
+    waiting, even if others of their group have one.
     """
 
     KEEP = "keep"
@@ -208,7 +220,7 @@ class Engine(Protocol):
 
     @property
     def accounting(self) -> UnsentTokens:
-        """Where whoever sends the tokens on enters what became of them."""
+        """What became of tokens; the code that sends them writes it too."""
         ...
 
     @property
@@ -227,19 +239,19 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Builds the model without weights. Raises ConfigError for a path that holds no model."""
+        """Build the model without weights. Raises ConfigError for a path that holds no model."""
         ...
 
     async def stop(self) -> None:
-        """Aborts what runs and frees everything. Repeating it is harmless."""
+        """Abort what runs and free everything. Repeating it is harmless."""
         ...
 
     async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop, so that a hung engine does not answer."""
+        """Ask the loop that computes tokens, so that a hung engine does not answer."""
         ...
 
     def load(self) -> EngineLoad:
-        """The latest snapshot, without waiting."""
+        """Return the latest snapshot, without waiting."""
         ...
 
     def generate(
@@ -249,14 +261,13 @@ class Engine(Protocol):
         every_token: bool,
         partial_interval_s: float | None = None,
     ) -> AsyncIterator[tuple[SampleChunk, ...]]:
-        """Draws the samples; yields what has come since the last yield.
+        """Generate the samples; yield what has come since the last yield.
 
         With `every_token` false a sample's tokens come in few chunks, at the latest when it
-        finishes; with `partial_interval_s` also those of unfinished samples about once in so many
-        seconds. Closing the iterator, or cancelling its consumer, aborts the samples and frees
-        their slots before the next decode step. What was yielded before has all that was drawn
-        up to its last token, and can be continued (`GenerationRequest.partials`); what was not is
-        lost, and entered as unsent.
+        finishes; with `partial_interval_s` unfinished samples get a chunk about that often too.
+        Closing the iterator, or cancelling its consumer, aborts the samples and frees their slots
+        before the next decode step. What was yielded is complete up to its last token, and can be
+        continued (`GenerationRequest.partials`); the rest is lost, and counts as unsent.
 
         Raises:
             InvalidRequestError: prompt and response do not fit `max_model_len`, or the samples are
@@ -268,27 +279,27 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Draws no token from its return until `resume`; further samples wait for that.
+        """Sample no token from its return until `resume`; further samples wait until then.
 
-        Everything else works meanwhile: probes, ending calls, and new weights, after whose commit
-        the engine stays paused. Pausing again is harmless. If it is cancelled, call `resume`.
+        Everything else works meanwhile: probes, ending calls, and new weights; after their commit
+        the engine stays paused. Pausing again is harmless. After a cancelled call, call `resume`.
         """
         ...
 
     async def resume(self) -> None:
-        """Draws on. Harmless without a pause."""
+        """Sample again. Harmless without a pause."""
         ...
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         ...
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receives one version into staging memory while generation goes on."""
+        """Receive one version into staging memory while generation continues."""
         ...
 
     async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
-        """Swaps the staged version in between two decode steps. Idempotent.
+        """Swap the staged version in between two decode steps. Idempotent.
 
         Raises:
             WeightSyncError: nothing staged under that version, or another digest.
@@ -296,5 +307,5 @@ class Engine(Protocol):
         ...
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Throws away what is staged and leaves the group. Idempotent."""
+        """Discard what is staged and leave the group. Idempotent."""
         ...

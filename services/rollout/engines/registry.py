@@ -1,4 +1,4 @@
-"""Finds an engine by the name the run configuration gives it.
+"""Find an engine by its name in the run configuration.
 
 Engines are imported on demand, so that a replica needs only its own engine's packages.
 """
@@ -13,18 +13,16 @@ from services.rollout.engines.protocol import Engine
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
-__all__ = ["ENGINES", "create_engine", "find_engine"]
-
 ENGINES: Mapping[str, str] = {
     "sglang": "services.rollout.engines.sglang.engine:create",
     "torch": "services.rollout.engines.embedded.engine:create",
     "vllm": "services.rollout.engines.vllm.engine:create",
 }
-"""Engine name to the ``module:function`` that makes one for a run configuration."""
+"""Engine name to the ``module:function`` that creates one for a run configuration."""
 
 
 def create_engine(config: RunConfig, engines: Mapping[str, str] = ENGINES) -> Engine:
-    """Makes the engine that the configuration names.
+    """Create the engine that the configuration names.
 
     Raises:
         ConfigError: no engine has that name, or a package it needs is not installed.
@@ -33,7 +31,7 @@ def create_engine(config: RunConfig, engines: Mapping[str, str] = ENGINES) -> En
 
 
 def find_engine(name: str, engines: Mapping[str, str] = ENGINES) -> Callable[[RunConfig], Engine]:
-    """Imports the function that makes the engine called `name`.
+    """Import the function that creates the engine called `name`.
 
     Raises:
         ConfigError: no engine has that name, or a package it needs is not installed.

@@ -11,12 +11,13 @@ from sluice.concurrency.waits import waiting_for
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import SamplingParams
 
-# Every slot holds as many as the longest list of any request.
+# Every slot holds as many as the longest list of any request, hence a limit.
 MAX_STOP_TOKEN_IDS = 64
+ResultT = TypeVar("ResultT")
 
 
 def check_request(request: GenerationRequest, vocab_size: int, max_model_len: int) -> None:
-    """Raises InvalidRequestError for a request that cannot be generated, naming the field."""
+    """Raise InvalidRequestError for a request that cannot be generated, naming the field."""
     _check_sampling(request.sampling, vocab_size)
     _check_samples(request)
     if request.sampling.stop and (request.decode is None or "" in request.sampling.stop):
@@ -46,16 +47,16 @@ def check_request(request: GenerationRequest, vocab_size: int, max_model_len: in
 
 
 def check_capacity(request: GenerationRequest, under_way: int, slots: int, max_queued: int) -> None:
-    """Whether an engine with `under_way` open samples takes those of a request.
+    """Refuse a request whose samples do not fit an engine with `under_way` open samples.
 
     Args:
-        under_way: samples that are drawn, or wait.
-        slots: samples drawn at once.
+        under_way: samples that run or wait.
+        slots: samples that run at once.
         max_queued: samples that may wait for a slot.
 
     Raises:
-        ExhaustedError: not at present.
-        InvalidRequestError: not even if it were idle.
+        ExhaustedError: they do not fit at present.
+        InvalidRequestError: they would not even fit an idle engine.
     """
     samples = len(request.sample_indexes)
     if samples > slots + max_queued:
@@ -103,14 +104,11 @@ def _check_samples(request: GenerationRequest) -> None:
         )
 
 
-ResultT = TypeVar("ResultT")
-
-
 class ImageTurn:
-    """Whose images are decoded; of one event loop.
+    """The turn to decode a prompt's images; used in one event loop.
 
     Attributes:
-        samples: of the prompts whose images are being decoded, or wait for it.
+        samples: of the prompts whose images are being decoded, or wait.
     """
 
     def __init__(self) -> None:
@@ -118,14 +116,14 @@ class ImageTurn:
         self._turn = asyncio.Semaphore(1)
 
     async def read(self, samples: int, decode: Callable[[], ResultT]) -> ResultT:
-        """What `decode` returns, from a thread, as soon as no other one runs.
+        """Run `decode` in a thread, as soon as no other one runs; return its result.
 
-        A caller that goes away gives its turn up when its thread has ended, which nothing can end
-        earlier: callers that come and go never have two decoders at work.
+        A thread cannot be interrupted. So a cancelled caller keeps its turn until its thread has
+        ended, and callers that come and leave never have two decoders at work.
 
         Args:
-            samples: that wait for it.
-            decode: called in a thread, while neither event loop nor step loop waits.
+            samples: of the prompt.
+            decode: called in a thread, so neither the event loop nor the step loop waits.
         """
         self.samples += samples
         try:
@@ -140,4 +138,4 @@ class ImageTurn:
     def _has_ended(self, decoding: asyncio.Future[ResultT]) -> None:
         self._turn.release()
         if not decoding.cancelled():
-            decoding.exception()  # of a caller that went away: nobody else asks for it
+            decoding.exception()  # the caller was cancelled: read the error, or asyncio warns

@@ -1,5 +1,9 @@
-"""Sample one token per row from counter-based random numbers, with its logprob under the
-sampled distribution.
+"""Sample one token per row from counter-based random numbers, with its logprob.
+
+A row's distribution is softmax(logits / temperature), cut to its `top_k` most probable tokens, then
+to the smallest set of those that holds `top_p` of their mass (Holtzman et al., "The curious case of
+neural text degeneration", 2020), and renormalised. Tokens tied with the last one kept are kept, so
+the set does not depend on a sort's order. Sampling inverts the cumulative distribution.
 """
 
 from __future__ import annotations
@@ -15,8 +19,14 @@ import torch.nn.functional as F
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 _UNIT = 2.0**-52
+_BLOCK = 128
+"""Tokens of a block, the unit that is sampled first; about the root of a vocabulary of 16,384."""
+_BELOW_ONE = 1.0 - 2.0**-52
+"""The largest uniform."""
 
 
+# SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): the number at
+# a counter follows from the key alone, so a sample's tokens do not depend on what else runs.
 def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -24,7 +34,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample_keys(seed: int, sample_indexes: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """One stream key per sample. Shape [samples]; any integers are accepted, modulo 2^64."""
+    """Return one stream key per sample. Shape [samples]; any integers are accepted, modulo 2^64."""
     root = _mix(np.array([seed & _MASK], dtype=np.uint64) + _GAMMA)
     index = np.array([i & _MASK for i in sample_indexes], dtype=np.uint64)
     return _mix(root + (index + np.uint64(1)) * _GAMMA)
@@ -33,7 +43,7 @@ def sample_keys(seed: int, sample_indexes: Sequence[int]) -> npt.NDArray[np.uint
 def uniforms(
     keys: npt.NDArray[np.uint64], token_indexes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1 - 2^-52]; the arguments' shapes are broadcast.
+    """Return numbers in [0, 1 - 2^-52]; the arguments' shapes are broadcast.
 
     52 bits, not 53: a total mass times the largest of them is then strictly below that mass in
     float64, which the inverse-CDF sampler relies on.
@@ -41,15 +51,6 @@ def uniforms(
     counter = token_indexes.astype(np.uint64) + np.uint64(1)
     bits: npt.NDArray[np.uint64] = _mix(keys + counter * _GAMMA) >> np.uint64(12)
     return bits.astype(np.float64) * _UNIT
-
-
-# Draws one token per row and tells the logprob of the distribution it was drawn from.
-#
-# A row's distribution is softmax(logits / temperature), cut to its `top_k` most probable tokens,
-# then to the smallest set of those that holds `top_p` of their mass (Holtzman et al., "The
-# curious case of neural text degeneration", 2020), and renormalised. Tokens tied with the last
-# one kept are kept, so the set does not depend on a sort's order. Drawing is by inversion of the
-# cumulative distribution.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,11 +72,6 @@ class SamplingPlan:
     candidates: int = 0
 
 
-_BLOCK = 128
-"""Tokens of a block, of which one is drawn first; near the root of a vocabulary of 16,384."""
-_BELOW_ONE = 1.0 - 2.0**-52
-"""The largest uniform."""
-
 UNRESTRICTED = SamplingPlan()
 """Every row at temperature 1 without a cut."""
 
@@ -87,14 +83,16 @@ def plan_sampling(
     vocab_size: int,
     device: torch.device,
 ) -> SamplingPlan:
-    """Plans a batch from its rows' parameters, each of shape [rows]."""
+    """Plan a batch from its rows' parameters, each of shape [rows]."""
     greedy = temperature == 0
     scale = np.where(greedy, np.float32(1), temperature)
+    # The most probable token survives every cut, so greedy rows need none.
     cut_k = ~greedy & (top_k > 0) & (top_k < vocab_size)
     cut_p = ~greedy & (top_p < 1)
     plan_k = plan_p = None
     candidates = 0
     if cut_k.any() or cut_p.any():
+        # With top_p alone any token may be in the nucleus: then all of them have to be ranked.
         rank = np.where(cut_k, top_k, vocab_size)
         candidates = vocab_size if (cut_p & ~cut_k).any() else int(rank[cut_k].max())
         plan_k = torch.from_numpy(rank)[:, None].to(device)
@@ -109,15 +107,16 @@ def plan_sampling(
 
 
 def _cut(probs: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
-    """Zeroes what `top_k` and `top_p` exclude. [rows, vocab] float32."""
+    """Set to zero what `top_k` and `top_p` exclude; [rows, vocab] float32."""
     assert plan.top_k is not None
     assert plan.top_p is not None
     ranked = torch.topk(probs, plan.candidates, dim=-1).values
     last = plan.top_k.clamp(max=plan.candidates) - 1
     floor = ranked.gather(1, last)
-    # A row without top_k keeps everything, also beyond the candidates other rows look at.
+    # A row without top_k keeps everything, even beyond the candidates that other rows look at.
     floor = torch.where(plan.top_k < probs.shape[1], floor, 0.0)
     kept = torch.where(probs >= floor, probs, 0.0)
+    # The nucleus is cut from what top_k has left, and by the mass of that.
     mass = kept.sum(-1, keepdim=True, dtype=torch.float64)
     ranked = torch.where(ranked >= floor, ranked, 0.0)
     before = torch.cumsum(ranked, -1, dtype=torch.float64) - ranked
@@ -127,12 +126,12 @@ def _cut(probs: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
 
 
 def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token per row in proportion to `probs`: first a block of tokens, then one of them.
+    """Sample a token per row in proportion to `probs`: first a block of tokens, then one of them.
 
-    A running sum over the whole vocabulary takes as long as a layer of a small model; so it is
-    taken over the blocks' sums, and over the tokens of the drawn block. Running sums are float64:
-    in float32 most of a large vocabulary's tail would vanish in them and never be drawn. Sums of
-    blocks are float32, so shares are right to some 1e-7.
+    A running sum over the whole vocabulary takes as long as a layer of a small model. So it is
+    taken over the blocks' sums, and over the tokens of the sampled block. Running sums are float64:
+    in float32 most of a large vocabulary's tail would vanish, and its tokens would never come.
+    Sums of blocks are float32, so shares are right to some 1e-7.
 
     Args:
         probs: [rows, vocab] float32, not negative; a row's sum is positive.
@@ -148,7 +147,7 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
     block = torch.searchsorted(cumulative, point, right=True)
     end = cumulative.gather(1, block)
     start = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # The quotient may be rounded up to 1, which is beyond the block's last token.
+    # Rounding may bring the quotient to 1, which is beyond the block's last token.
     share = ((point - start) / (end - start)).clamp(max=_BELOW_ONE)
     sampled = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
     inside = torch.cumsum(sampled, -1, dtype=torch.float64)
@@ -159,7 +158,7 @@ def _invert(probs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
 def sample_tokens(
     logits: torch.Tensor, plan: SamplingPlan, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token per row.
+    """Sample a token per row.
 
     Args:
         logits: [rows, vocab], any float dtype.
@@ -167,7 +166,7 @@ def sample_tokens(
         uniform: [rows] float64 in [0, 1 - 2^-52].
 
     Returns:
-        Token ids [rows] int64 and behaviour logprobs [rows] float32.
+        Token ids [rows] int64 and behavior logprobs [rows] float32.
     """
     logits = logits.float()
     if plan.temperature is not None:
@@ -178,6 +177,7 @@ def sample_tokens(
     tokens, total = _invert(probs, uniform[:, None])
     if plan.greedy is not None:
         tokens = torch.where(plan.greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    # Of the distribution that sampled: after temperature and cut, renormalised by its total.
     chosen = probs.gather(1, tokens)
     logprobs = torch.log(chosen / total)
     return tokens[:, 0], logprobs[:, 0].float()

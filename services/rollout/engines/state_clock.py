@@ -6,16 +6,14 @@ import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-__all__ = ["EngineState", "StateClock"]
-
 
 class EngineState(StrEnum):
-    """What an engine does at the moment."""
+    """What an engine is doing."""
 
     STARTING = "starting"  # until the first weights serve
     GENERATING = "generating"  # prefill and decode
     IDLE = "idle"  # nothing to run
-    SWAPPING = "swapping"  # weights are exchanged; no token is drawn
+    SWAPPING = "swapping"  # weights are exchanged; no token is sampled
 
 
 class StateClock:
@@ -28,7 +26,7 @@ class StateClock:
 
     def __init__(self, elapsed_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        # Replaced as a whole, so that a reader in another thread never sees half a change.
+        # Replaced as a whole, so that a reader in another thread never sees half of a change.
         self._account: tuple[EngineState, float, dict[EngineState, float]] = (
             EngineState.STARTING,
             now_s() - elapsed_s,
@@ -37,11 +35,11 @@ class StateClock:
 
     @property
     def state(self) -> EngineState:
-        """The present state."""
+        """The current state."""
         return self._account[0]
 
     def enter(self, state: EngineState) -> None:
-        """Notes what is done from here on; nothing happens for the present state."""
+        """Enter a state; nothing happens if it is the current one."""
         before, since_s, seconds = self._account
         if state is before:
             return
@@ -50,7 +48,7 @@ class StateClock:
         self._account = (state, now_s, spent)
 
     def seconds_by_state(self) -> Mapping[str, float]:
-        """Seconds of every state so far, the present one included."""
+        """Return the seconds of every state so far, the current one included."""
         state, since_s, seconds = self._account
         totals = {str(one): seconds.get(one, 0.0) for one in EngineState}
         totals[state] += self._now_s() - since_s

@@ -9,24 +9,24 @@ import numpy as np
 from sluice.types import TokenIds
 
 Decode = Callable[[TokenIds], str]
-"""The text of response tokens; called in the thread that follows them."""
+"""Return the text of response tokens; called in the thread that follows them."""
 
-# A character of UTF-8 has four bytes at most, and a token one at least. An unfinished one lacks one
-# byte or more, for each of which a tokenizer may write one sign, or one for all.
+# A character of UTF-8 has at most four bytes, and a token at least one. An unfinished one lacks at
+# least one byte. A tokenizer may write one sign for each missing byte, or one for all.
 _MOST_CHARACTER_TOKENS = 4
 _MOST_UNFINISHED_SIGNS = 3
 _UNFINISHED = "\ufffd"
-# As many tokens of bytes that are no text hold the last three signs and something before them.
+# So many tokens of bytes that are no text hold the last three signs and something before them.
 _MOST_UNSETTLED_TOKENS = 12
 _TOKENS_AT_ONCE = 256
 
 
 class IncrementalDetokenizer:
-    """The text of a growing response that stays, whatever follows.
+    """The part of a growing response's text that no further token changes.
 
     Each token is decoded together with the few since the last whole character, not with the whole
-    response: how a token reads depends on its neighbours alone. The settled text of a response
-    depends on its tokens, and not on the pieces in which they came.
+    response: how a token reads depends on its neighbours only. The settled text depends on the
+    response's tokens, not on the pieces in which they came.
 
     Args:
         decode: of the model's tokenizer.
@@ -34,11 +34,12 @@ class IncrementalDetokenizer:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._window: list[int] = []  # tokens whose text is known, then tokens whose is not yet
-        self._known_tokens, self._known_characters = 0, 0
+        self._window: list[int] = []  # tokens with settled text, then tokens without
+        self._known_tokens = 0
+        self._known_characters = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes further tokens on; the text that they settle."""
+        """Take more tokens; return the text that they settle."""
         return "".join(
             self._piece(token_ids[start : start + _TOKENS_AT_ONCE])
             for start in range(0, len(token_ids), _TOKENS_AT_ONCE)
@@ -58,7 +59,7 @@ class IncrementalDetokenizer:
             return self._settle_all(text)
         unfinished, unknown = len(text) - len(text.rstrip(_UNFINISHED)), self._num_unknown
         if unknown >= _MOST_CHARACTER_TOKENS:
-            # Bytes that are no text, the last of which may still begin a character.
+            # These bytes are no text; the last of them may still begin a character.
             unfinished = min(unfinished, _MOST_UNFINISHED_SIGNS)
         settled = text[self._known_characters : len(text) - unfinished]
         self._known_characters += len(settled)
@@ -70,7 +71,7 @@ class IncrementalDetokenizer:
     def _settle_all(self, text: str) -> str:
         settled = text[self._known_characters :]
         known = self._text(self._window[self._known_tokens :])
-        # After tokens without text, as special ones, a tokenizer takes the next for the first.
+        # After tokens without text (special ones) a tokenizer treats the next as the first.
         if known or len(self._window) > _TOKENS_AT_ONCE:
             self._keep(self._num_unknown)
             self._known_characters = len(known)
@@ -91,13 +92,13 @@ class IncrementalDetokenizer:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the stop string that begins first; all of it if it holds none."""
+    """Return the text before the stop string that begins first; all of it if it holds none."""
     found = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(found)] if found else text
 
 
 def stable_prefix(text: str, stops: Sequence[str]) -> str:
-    """What of an unfinished text stays, whatever follows: no stop string, nor the beginning of one.
+    """Return the part of an unfinished text that holds no stop string, nor the beginning of one.
 
     It only grows as the text grows, up to the first stop string.
     """
@@ -109,13 +110,13 @@ def stable_prefix(text: str, stops: Sequence[str]) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, without being all of it."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 class StopStringWatch:
-    """Follows one response token by token.
+    """Looks for stop strings in one response, token by token.
 
     Args:
         stops: at least one, none of them empty.
@@ -123,16 +124,17 @@ class StopStringWatch:
     """
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
-        self._stops, self._text = tuple(stops), IncrementalDetokenizer(decode)
+        self._stops = tuple(stops)
+        self._text = IncrementalDetokenizer(decode)
         self._kept = max(map(len, stops)) - 1
         self._tail = ""  # the end of the text, in which a stop string may have begun
 
     def push(self, token_ids: Sequence[int]) -> int | None:
-        """Takes further tokens on.
+        """Take more tokens.
 
         Returns:
-            How many of them belong to the response, whose last one completes a stop string;
-            ``None`` if there is none. Nothing may be pushed after it.
+            How many of them belong to the response; the last one completes a stop string. ``None``
+            without a stop string. Push nothing after one.
         """
         for place, token in enumerate(token_ids):
             self._tail += self._text.push((token,))

@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_T = TypeVar("_T")
+_SENDER = "trainer"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """What a model keeps a tensor as."""
+    """Where a model keeps a tensor, and in which dtype."""
 
     device: torch.device
     dtype: torch.dtype
 
     def can_borrow(self, tensor: torch.Tensor) -> bool:
-        """Whether the model can compute from this memory in place of its own."""
+        """Return whether the model can compute from this memory instead of its own."""
         return (tensor.device, tensor.dtype) == (self.device, self.dtype) and tensor.is_contiguous()
 
 
@@ -49,12 +53,12 @@ class ChangedElements:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewWeights:
-    """A version to be taken.
+    """A version for the model to take.
 
     Attributes:
         tensors: all of the model's layout, by checkpoint name, on the CPU.
-        changes: of tensors that would have to be copied, by name, where they are known.
-        base_digest: of the weights since which `changes` are.
+        changes: known changes of tensors that would have to be copied, by name.
+        base_digest: of the weights that `changes` start from.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -63,10 +67,10 @@ class NewWeights:
 
 
 class LiveWeights:
-    """The parameters of one model, to be used in the thread that computes with them.
+    """The parameters of one model, used in the thread that computes with them.
 
-    Made after the model's decoder, whose making may replace parameters. The first tied tensor of
-    the layout stands for the others, which are pointed along with it.
+    Create it after the model's decoder, which may replace parameters. The first tied tensor of the
+    layout stands for the others, which point to the same memory.
     """
 
     def __init__(self, language_model: CausalLM) -> None:
@@ -81,7 +85,7 @@ class LiveWeights:
         self._borrowed: set[str] = set()
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightSyncError if a tensor is missing, unknown or of another shape.
+        """Raise WeightSyncError if a tensor is missing, unknown or of another shape.
 
         A tied tensor's other name may come along.
         """
@@ -96,22 +100,24 @@ class LiveWeights:
                 raise _mismatch(name, "is unknown to the model")
 
     def take(self, new: NewWeights, serving_digest: str) -> None:
-        """Computes with `new` from now on; `check` it first.
+        """Compute with `new` from now on; `check` it first.
 
-        Any error leaves a mixture of versions: the model must not be used any more.
+        After an error the weights are a mixture of versions: do not use the model any more.
 
         Args:
-            new: may be kept as the model's memory. It must not be written to before other
-                weights are taken.
+            new: the model may keep its memory. Do not write to it before the next weights are
+                taken.
             serving_digest: of what the model holds.
         """
         changes = new.changes if new.base_digest == serving_digest else {}
         for name, parameters in self._parameters.items():
             tensor, place = new.tensors[name], self.places[name]
+            # Three ways, the cheapest first: use the received memory, write what changed, copy.
             if place.can_borrow(tensor):
                 _point(parameters, tensor)
                 self._borrowed.add(name)
             elif name in self._borrowed:
+                # Staging memory goes back to the receiver: the parameter needs memory of its own.
                 _point(parameters, tensor.to(place.device, place.dtype, copy=True))
                 self._borrowed.remove(name)
             elif name in changes:
@@ -146,10 +152,6 @@ def _mismatch(name: str, detail: str) -> WeightSyncError:
     )
 
 
-_T = TypeVar("_T")
-_SENDER = "trainer"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Staged:
     received: StagedWeights
@@ -159,12 +161,12 @@ class _Staged:
 class WeightInbox:
     """One replica's membership in transfer groups, and what it has staged.
 
-    Blocking calls run in one thread of its own. Leaving a group is possible at any moment.
+    Blocking calls run in a thread of their own. Leaving a group is possible at any moment.
 
     Args:
         device: of the wire.
         layout: the model's weights.
-        places: what the model keeps each of them as.
+        places: how the model keeps each of them.
     """
 
     def __init__(
@@ -181,32 +183,34 @@ class WeightInbox:
             with waiting_for(_SENDER, phase):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, call)
         except asyncio.CancelledError:
-            # The thread cannot be interrupted; without the group its call ends by itself.
+            # The thread cannot be interrupted; without the group its call fails soon.
             self._receiver.abort(f"the call was cancelled while {phase}")
             raise
 
     async def join(self, spec: TransferGroupSpec) -> str:
-        """Joins an epoch, leaving any earlier one; returns the plan's digest."""
+        """Join an epoch, leaving any earlier one; return the plan's digest."""
+        # A call of an earlier epoch may still block the thread: without its group it ends.
         self._receiver.abort(f"epoch {spec.epoch} begins")
         self._epoch, self._staged = spec.epoch, None
 
         def join_unless_superseded() -> str:
-            self._check_epoch(spec.epoch, "joining")
+            check_epoch(spec.epoch, self._epoch, "joining")
             return self._receiver.join(spec)
 
         return await self._run(join_unless_superseded, f"joining epoch {spec.epoch}")
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receives a version into staging memory."""
-        self._check_epoch(epoch, f"staging version {version}")
+        """Receive a version into staging memory."""
+        check_epoch(epoch, self._epoch, f"staging version {version}")
         self._staged = None
         staged = await self._run(lambda: self._stage(version), f"staging version {version}")
-        self._check_epoch(epoch, f"staging version {version}")
+        check_epoch(epoch, self._epoch, f"staging version {version}")
         self._staged, received = staged, staged.received
         return StagedVersion(version, received.digest, received.received_bytes, received.seconds)
 
     def _stage(self, version: int) -> _Staged:
         received = self._receiver.stage(version)
+        # While the model still computes with the base, the changes are found here, in the thread.
         base = self._receiver.base_of(received)
         if base is None or received.base is None:
             return _Staged(received, NewWeights(received.tensors))
@@ -218,56 +222,66 @@ class WeightInbox:
         return _Staged(received, NewWeights(received.tensors, changes, received.base.digest))
 
     def staged(self, epoch: int, version: int, digest: str) -> NewWeights:
-        """What was staged under that epoch, version and digest.
+        """Return what was staged under that epoch, version and digest.
 
         Raises:
-            WeightSyncError: something else was, or nothing.
+            WeightSyncError: nothing is staged, or something else.
         """
-        phase = f"committing version {version}"
-        self._check_epoch(epoch, phase)
-        staged = None if self._staged is None else self._staged.received
-        if self._staged is None or staged is None or staged.version != version:
-            found = "nothing" if staged is None else f"version {staged.version}"
-            raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
-        if staged.digest != digest:
-            raise WeightSyncError(
-                _SENDER,
-                phase,
-                f"the digest of what is staged here is {staged.digest}, not {digest}",
-            )
+        check_epoch(epoch, self._epoch, f"committing version {version}")
+        check_staged(None if self._staged is None else self._staged.received, version, digest)
+        assert self._staged is not None
         return self._staged.weights
 
     def release(self, weights: NewWeights) -> None:
-        """Gives staging memory back once its tensors serve.
+        """Give staging memory back once its tensors serve.
 
-        It is held as long as the model computes from it, or if the sender asked for that: the next
-        update may say only what changed since.
+        It stays as long as the model computes from it, or if the sender asked for that: the next
+        update may carry only changes to it.
         """
         staged = self._staged
         if staged is None or staged.weights is not weights:
-            return  # the epoch was left during the swap; the memory is the model's alone
+            return  # the epoch was left during the swap; the memory is the model's only
         self._staged = None
         tensors = weights.tensors
         lent = any(place.can_borrow(tensors[name]) for name, place in self._places.items())
         self._receiver.keep(staged.received, lent=lent)
 
     def abort(self, epoch: int, reason: str) -> None:
-        """Throws away what is staged and leaves the epoch; nothing happens for another epoch."""
+        """Discard what is staged and leave the epoch; do nothing for another epoch."""
         if epoch == self._epoch:
             self._epoch, self._staged = None, None
             self._receiver.abort(reason)
 
     def close(self) -> None:
-        """Leaves the group and lets the thread end."""
+        """Leave the group and let the thread end."""
         self._epoch, self._staged = None, None
         self._receiver.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _check_epoch(self, epoch: int, phase: str) -> None:
-        if epoch != self._epoch:
-            raise WeightSyncError(
-                _SENDER, phase, f"epoch {epoch} is not joined here; the epoch is {self._epoch}"
-            )
+
+def check_epoch(epoch: int, joined: int | None, phase: str) -> None:
+    """Raise WeightSyncError unless `epoch` is the one that is `joined` here."""
+    if epoch != joined:
+        raise WeightSyncError(
+            _SENDER, phase, f"epoch {epoch} is not joined here; the epoch is {joined}"
+        )
+
+
+def check_staged(staged: StagedWeights | None, version: int, digest: str) -> StagedWeights:
+    """Return what is staged.
+
+    Raises:
+        WeightSyncError: nothing is staged, or another version or digest.
+    """
+    phase = f"committing version {version}"
+    if staged is None or staged.version != version:
+        found = "nothing" if staged is None else f"version {staged.version}"
+        raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
+    if staged.digest != digest:
+        raise WeightSyncError(
+            _SENDER, phase, f"the digest of what is staged here is {staged.digest}, not {digest}"
+        )
+    return staged
 
 
 def _changed(old: torch.Tensor, new: torch.Tensor, place: TensorPlacement) -> ChangedElements:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from sluice.algorithm.accounting import ReplicaCounters, fleet_counters
@@ -83,35 +82,6 @@ class MemberState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a replica tells of itself, in heartbeats and when it is asked."""
-
-    slots_busy: int
-    queued: int
-    generated_tokens: int
-    busy_seconds: float
-    unsent_tokens: int = 0
-    running_tokens: int = 0
-    wall_seconds: float = 0.0
-    seconds_by_state: Mapping[str, float] = field(default_factory=dict)
-    direct_sent_tokens: int = 0
-    direct_unsent_tokens: int = 0
-
-    @property
-    def counters(self) -> ReplicaCounters:
-        """What enters the run's books."""
-        return ReplicaCounters(
-            self.generated_tokens,
-            self.unsent_tokens,
-            self.running_tokens,
-            self.wall_seconds,
-            self.seconds_by_state,
-            self.direct_sent_tokens,
-            self.direct_unsent_tokens,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class FleetMember:
     """One replica as last heard of."""
 
@@ -119,7 +89,7 @@ class FleetMember:
     state: MemberState
     version: int
     last_seen_s: float
-    load: Load
+    load: ReplicaCounters
     tokens_per_second: float
     idle_share: float
 
@@ -144,7 +114,7 @@ class Fleet:
         self._layout_digest, self._ttl_s, self._stall_s = layout_digest, ttl_s, stall_s
         self._members: dict[str, FleetMember] = {}
         # By instance, also of those who left: their counters count on when they come back.
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, ReplicaCounters] = {}
         self._progress: dict[str, EngineProgress] = {}
         self._refusals: dict[str, str] = {}
         self.changed = asyncio.Event()
@@ -177,7 +147,7 @@ class Fleet:
                 f"replica {info.name}: {MAX_INSTANCES} processes have registered so far; start "
                 "the trainer anew, which forgets those that are gone"
             )
-        load = self._loads.setdefault(info.instance_id, Load(0, 0, 0, 0.0))
+        load = self._loads.setdefault(info.instance_id, ReplicaCounters())
         progress = self._progress.get(info.instance_id)
         is_stalled = progress is not None and progress.is_stalled
         state = MemberState.STALLED if is_stalled else MemberState.PENDING
@@ -189,7 +159,7 @@ class Fleet:
         self,
         name: str,
         instance_id: str,
-        load: Load,
+        load: ReplicaCounters,
         *,
         draining: bool,
         now_s: float,
@@ -227,7 +197,7 @@ class Fleet:
             _notify(name, member.state, state, now_s - progress.since_s)
             self.changed.set()
 
-    def note_counters(self, info: ReplicaInfo, load: Load) -> None:
+    def note_counters(self, info: ReplicaInfo, load: ReplicaCounters) -> None:
         """Notes what a replica told when it was asked; that it lives, only heartbeats say."""
         if info.instance_id in self._loads:
             self._note(info.instance_id, load)
@@ -285,7 +255,7 @@ class Fleet:
         """
         present = {member.info.instance_id for member in self._members.values()}
         return fleet_counters(
-            load.counters if instance_id in present else load.counters.abandoned()
+            load if instance_id in present else load.abandoned()
             for instance_id, load in self._loads.items()
         )
 
@@ -299,7 +269,7 @@ class Fleet:
         self._progress[instance_id] = known.after(sign, now_s, self._stall_s)
         return self._progress[instance_id]
 
-    def _note(self, instance_id: str, load: Load) -> None:
+    def _note(self, instance_id: str, load: ReplicaCounters) -> None:
         """Keeps the newest counters: answers and heartbeats overtake each other."""
         known = self._loads.get(instance_id)
         if known is None or load.wall_seconds >= known.wall_seconds:

@@ -8,13 +8,12 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from services.trainer.fleet.members import Load
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
-from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.weights.v1 import weights_pb2 as weights
-from sluice.codec.messages import group_spec_to_proto
+from sluice.codec.messages import counters_from_proto, group_spec_to_proto
 from sluice.errors import PeerError, WeightSyncError
 from sluice.rpc.client import open_channel, rollout_stub, unary_call, weight_sync_stub
 from sluice.rpc.credentials import OPEN, Credentials
@@ -143,22 +142,6 @@ _PHASE = "asking for its counters"
 _MAX_MESSAGE_BYTES = 1 << 20
 
 
-def load_from_proto(message: trainer.HeartbeatRequest | rollout.GetStatusResponse) -> Load:
-    """A replica's counters; it tells the same ones when it is asked as in its heartbeats."""
-    return Load(
-        message.slots_busy,
-        message.queued,
-        message.generated_tokens,
-        message.busy_seconds,
-        message.unsent_tokens,
-        message.running_tokens,
-        message.wall_seconds,
-        dict(message.seconds_by_state),
-        message.direct_sent_tokens,
-        message.direct_unsent_tokens,
-    )
-
-
 class ReplicaCounterCalls:
     """One channel to each replica, for as long as it is a member. Close it.
 
@@ -170,7 +153,7 @@ class ReplicaCounterCalls:
         self._credentials = credentials
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def ask(self, replica: ReplicaInfo) -> Load:
+    async def ask(self, replica: ReplicaInfo) -> ReplicaCounters:
         """Counters as they stand, without waiting for the end of an engine's step.
 
         Raises:
@@ -194,7 +177,7 @@ class ReplicaCounterCalls:
         )
         if answer.instance_id != replica.instance_id:
             raise PeerError(replica.name, _PHASE, f"process {answer.instance_id} answers there")
-        return load_from_proto(answer)
+        return counters_from_proto(answer)
 
     async def forget_others(self, members: Collection[ReplicaInfo]) -> None:
         """Closes the channels to replicas that are no members."""

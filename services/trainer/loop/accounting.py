@@ -11,9 +11,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
-from services.trainer.fleet.members import Fleet, Load
+from services.trainer.fleet.members import Fleet
 from services.trainer.loop.run_state import RunState
-from sluice.algorithm.accounting import RECEIVED, Account, RunAccounts, TokenReading, run_accounts
+from sluice.algorithm.accounting import (
+    RECEIVED,
+    Account,
+    ReplicaCounters,
+    RunAccounts,
+    TokenReading,
+    run_accounts,
+)
 from sluice.errors import SluiceError
 from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
@@ -127,7 +134,7 @@ class RunAccountant:
         fleet: Fleet,
         state: RunState,
         *,
-        ask_replica: Callable[[ReplicaInfo], Awaitable[Load]],
+        ask_replica: Callable[[ReplicaInfo], Awaitable[ReplicaCounters]],
         ask_reward: Callable[[], Awaitable[Mapping[str, float]]],
         wall_s: Callable[[], float] = process_age_s,
     ) -> None:

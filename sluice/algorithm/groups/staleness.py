@@ -1,4 +1,4 @@
-"""Decide when a train batch is formed, and of which groups (bounded staleness)."""
+"""Decide when a train batch is formed, and from which groups (bounded staleness)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class BatchDecision:
 
     `chosen` (oldest first) is empty or of exactly the batch size. `dropped` (oldest version first)
     are beyond the bound for ever, whether or not a batch is formed. `waiting_for` are the start
-    versions of the running groups that hold a batch back. `doomed` names running groups to cancel
-    (`doomed_groups`). `num_missing` is how many more kept groups a batch needs.
+    versions of the running groups that hold a batch back. `expired` names running groups to cancel
+    (`expired_groups`). `num_missing` is how many more kept groups a batch needs.
     """
 
     chosen: tuple[str, ...]
@@ -60,7 +60,7 @@ def may_form_batch(
     kept_bound: Callable[[int], float] = float,
     reserved: RunningByVersion = _NONE,
 ) -> BatchDecision:
-    """Decide whether the batch for `version` is formed now, and of which groups.
+    """Decide whether the batch for `version` is formed now, and from which groups.
 
     A kept group newer than `version` is neither chosen nor dropped: its policy is published but
     not announced yet. Costs O(versions), and O(groups) of the versions that something is decided
@@ -114,7 +114,7 @@ def expired_groups(
     version u or older. Where kept groups fill them, no running group that old has one left; nor
     has it one where it would push out a kept group of a younger version. Ask whenever a group is
     kept and whenever one starts: nothing else leaves a running group without a place. Costs
-    O(versions) where none is doomed.
+    O(versions) where none is expired.
 
     Args:
         kept: the kept groups that wait.
@@ -210,8 +210,7 @@ def _last_chance(
 class GroupAges:
     """Kept and running groups of one run, by prompt id.
 
-    The two are told apart only by who tells: a group may be both, between being kept and the end
-    of its task. Of those that run, some claim a place, from before they hold tokens until they end.
+    Of the running groups some have a reserved slot, from before they hold tokens until they end.
 
     Args:
         batch_size: B >= 1, groups in a batch.
@@ -241,12 +240,8 @@ class GroupAges:
         """A kept group waits no more; harmless if it does not."""
         self._kept.take(prompt_id)
 
-    def remove_all(self) -> None:
-        """No kept group waits any more."""
-        self._kept = _ByVersion()
-
     def reserve(self, prompt_id: str, version: int) -> None:
-        """A group's place in the batch for `version` is certain until it leaves (`withdrawals`),
+        """Reserve a group's slot in the batch for `version` until it leaves (`reserves_slot`),
         whether or not it holds tokens yet."""
         self._reserved.put(prompt_id, version)
 
@@ -278,7 +273,7 @@ class GroupAges:
         )
 
     def expired(self, next_version: int) -> tuple[str, ...]:
-        """Running groups without a place from `next_version` on (`staleness.doomed_groups`)."""
+        """Running groups without a place from `next_version` on (`expired_groups`)."""
         return expired_groups(
             self._kept.groups,
             self._running.groups,
@@ -289,7 +284,7 @@ class GroupAges:
         )
 
     def drops(self, prompt_id: str, next_version: int) -> bool:
-        """Whether a doomed group is dropped for its age; if not, it begins again.
+        """Return whether an expired group is dropped for its age; if not, it begins again.
 
         Raises:
             KeyError: the group is not running, or claims its place (such a one begins again).
@@ -324,54 +319,29 @@ class _ByVersion:
             del self.groups[version]
 
 
-# Which groups have been withdrawn, and which of them have a place for certain.
+# Which preempted groups get a slot for certain.
 #
-# A group is withdrawn when a batch is full without it: it is broken off, and its prompt is drawn
-# anew by the next policy. Where an on-policy batch is filled on average (`admission`), that
-# meets whatever takes longest, so long answers would be withdrawn again and again, and seldom be
-# trained. Therefore a prompt that has been withdrawn `CLAIM_AFTER` times claims a place when it
-# starts once more: it counts as a kept group does, and is not withdrawn. The batch waits for it,
-# and withdraws others for it: so only few hold claims at a time, first come first served.
-#
-# State without a clock or I/O, for the reward service and the simulator alike.
+# A group is preempted when a batch is full without it: it is cancelled, and the next policy
+# generates samples for its prompt. Where an on-policy batch is filled on average (`admission`),
+# that meets whatever takes longest, so long answers would be preempted again and again, and
+# seldom be trained. Therefore a prompt that has been preempted `RESERVE_AFTER` times reserves a
+# slot when it starts once more: it counts as a kept group does, and is not preempted. The batch
+# waits for it and preempts others, so only few hold reservations at a time, in their order.
 
 RESERVE_AFTER = 3
-"""Withdrawals after which a group claims its place."""
+"""Preemptions in a row after which a group reserves a slot."""
 
 RESERVED_SHARE = 1 / 8
-"""Share of a batch's places that may be claimed at a time; at least one place."""
+"""Share of a batch's slots that may be reserved at a time; at least one slot."""
 
 
-class Preemptions:
-    """Withdrawn groups of one run, by prompt id, until a group of the prompt ends.
+def reserves_slot(num_preemptions: int, num_reserved: int, batch_size: int) -> bool:
+    """Return whether a group that starts, and was preempted so often, gets a slot for certain.
 
     Args:
+        num_preemptions: of its prompt, in a row.
+        num_reserved: slots reserved by other groups now.
         batch_size: B, groups in a train batch.
     """
-
-    def __init__(self, batch_size: int) -> None:
-        self._max_reserved = max(1, int(RESERVED_SHARE * batch_size))
-        self._times: dict[str, int] = {}
-        self._reserved_ids: set[str] = set()
-
-    def reserves_slot(self, prompt_id: str) -> bool:
-        """A group starts, perhaps once more; whether it holds a claim from here on."""
-        is_due = self._times.get(prompt_id, 0) >= RESERVE_AFTER
-        if is_due and len(self._reserved_ids) < self._max_reserved:
-            self._reserved_ids.add(prompt_id)
-        return prompt_id in self._reserved_ids
-
-    def preempted(self, prompt_id: str) -> None:
-        """A group was broken off for want of a place, and will start again."""
-        self._times[prompt_id] = self._times.get(prompt_id, 0) + 1
-        self._reserved_ids.discard(prompt_id)
-
-    def ended(self, prompt_id: str) -> None:
-        """A group was kept, filtered or failed; harmless if it was never withdrawn."""
-        self._times.pop(prompt_id, None)
-        self._reserved_ids.discard(prompt_id)
-
-    def forget(self) -> None:
-        """Nothing was withdrawn."""
-        self._times.clear()
-        self._reserved_ids.clear()
+    is_due = num_preemptions >= RESERVE_AFTER
+    return is_due and num_reserved < max(1, int(RESERVED_SHARE * batch_size))

@@ -1,7 +1,7 @@
 """How many new groups to start now (over-generation by continuous refill).
 
 Every kept group must find a place in a train batch before it is too stale. A group started under
-version v may be trained in the batches of v, ..., v + S: room for ``(S + 1) * B`` kept groups,
+version v may be trained in the batches of v, ..., v + S: slots for ``(S + 1) * B`` kept groups,
 less those leased to the trainer already. Groups start while
 
     kept + upper bound on how many of those in flight will be kept <= (S + 1) * B - in training
@@ -16,14 +16,14 @@ groups, whatever the timing, and none is left over.
 *As many as are expected to be needed.* The trivial bound waits for the longest answers several
 times over, each time for fewer groups. Where an on-policy run need not repeat, so many groups run
 that those kept of them fill the batch on average: ``(B - kept) / mean yield``. When it is full, the
-ones still running are withdrawn and drawn anew by the next policy (`staleness.doomed_groups`):
+ones still running are preempted and generated again by the next policy (`expired_groups`):
 tokens are lost, never a kept group.
 
 At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered. The bound is then
 ``mean + z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end
 early are not typical of those still running (short answers are more often all right), which is
 why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
-if even those are full, `staleness.doomed_groups` names the groups to cancel while they run.
+if even those are full, `staleness.expired_groups` names the groups to cancel while they run.
 
 *No older than wanted.* All places but those of one batch are for groups that will be trained by a
 later policy than drew them. Where A of them are wanted at most, groups start while
@@ -123,7 +123,7 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
         num_kept: kept groups waiting for a batch.
         num_in_training: groups leased to the trainer whose new policy is not yet announced.
         estimate: the yield seen so far; ignored at S = 0 unless `fills_on_average`.
-        max_in_flight: absolute bound from the room on the fleet: more would only age in a queue.
+        max_in_flight: absolute bound from the fleet's capacity: more would only age in a queue.
         num_ahead: A, how many kept groups beyond a batch are wanted; ``None``: as many as fit.
         fills_on_average: at S = 0, start what is expected to be needed, not what surely is.
     """
@@ -138,12 +138,12 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
     return max(0, min(most, max_in_flight) - num_in_flight)
 
 
-@lru_cache(maxsize=4096)  # asked at every event, while estimate and room change at few
+@lru_cache(maxsize=4096)  # asked at every event, while estimate and capacity change at few
 def most_in_flight(capacity: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> int:
-    """Most running groups n whose `kept_upper_bound` is at most `room`; 0 without room.
+    """Most running groups n whose `kept_upper_bound` is at most `capacity`; 0 without any.
 
     With ``x = sqrt(n)`` the bound ``r x^2 + z sqrt(r (1 - r)) x`` is a parabola, whose larger root
-    is at `room`.
+    is at `capacity`.
     """
     if capacity <= 0:
         return 0
@@ -163,7 +163,7 @@ def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) 
         num_free: sequences that could start, less those that wait already; below 0 if more wait
             than fit.
         first_sequences: sequences of a group's first request, at least 1.
-        is_idle: whether no group is under way. Then one has room wherever a sequence has: a group
+        is_idle: whether no group is under way. Then one fits wherever a sequence does: a group
             larger than a replica must run as well.
 
     Returns:
@@ -230,7 +230,7 @@ class YieldFloor:
     ) -> BatchUnfillableError:
         """What giving up says.
 
-        It begins with verl's words (`recipe/dapo/dapo_ray_trainer.py`), which users search logs for.
+        It begins with verl's words (`recipe/dapo/dapo_ray_trainer.py`), for users who search logs.
 
         Args:
             last: groups that ended.

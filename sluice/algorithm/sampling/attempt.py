@@ -8,14 +8,14 @@ from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sampling.pass_rates import GradeCounts
 
 KEPT_PER_VERSION = 0.995
-"""A visit counts this much less for each version between its own and the present one: half after
+"""An attempt counts this much less for each version between its own and the present one: half after
 about 140. The policy learns, so that samples of another one say less about what it would answer;
-one that begins anew in the folder of an earlier run is as far from that run's last visits."""
+one that begins again in the folder of an earlier run is as far from that run's last attempts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptHistory:
-    """Earlier visits of a prompt, as of `version`.
+    """Earlier attempts of a prompt, as of `version`.
 
     `num_right` and `num_wrong` are discounted counts of graded samples, `mean_tokens` the mean
     length of their responses.
@@ -41,7 +41,7 @@ class PromptHistory:
 
 @dataclass(frozen=True, slots=True)
 class RememberedAttempt:
-    """One visit that has ended: what is added to a history, whatever was added meanwhile.
+    """One attempt that has ended: what is added to a history, whatever was added meanwhile.
 
     `num_scored` samples were graded, `num_right` of them right, with `mean_tokens` tokens each in
     the mean; `version` was announced at the end.
@@ -54,7 +54,7 @@ class RememberedAttempt:
 
 
 def remembered(history: PromptHistory | None, seen: RememberedAttempt) -> PromptHistory:
-    """The history after one more visit; ``None``: there was none before."""
+    """The history after one more attempt; ``None``: there was none before."""
     before = (history or PromptHistory(0.0, 0.0, 0.0, seen.version, 0)).aged(seen.version)
     weight_before = before.num_right + before.num_wrong
     total = weight_before + seen.num_scored
@@ -70,14 +70,14 @@ def remembered(history: PromptHistory | None, seen: RememberedAttempt) -> Prompt
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A prompt that was drawn.
+    """The decision about a prompt.
 
     Args:
-        key: names the prompt across visits.
+        key: names the prompt across attempts.
         sequence: its place in the order of issue.
-        history: of its earlier visits, where a strategy remembers them.
-        first_samples: samples to draw first; 0: the prompt is passed by.
-        draw_probability: with which it was drawn at all, by its history; in (0, 1].
+        history: of its earlier attempts, where a strategy remembers them.
+        first_samples: samples to generate first; 0: the prompt is skipped.
+        admission_probability: with which it is not skipped, by its history; in (0, 1].
         probability: with which it came this far, the choice about its rest included; in (0, 1].
         side, worth: of the choice it passed, for the coverage guard; the harder one's of two, its
             worth times the other's probability.
@@ -98,7 +98,7 @@ class Attempt:
         return self.first_samples == 0
 
     def known(self, version: int) -> GradeCounts:
-        """The evidence of its earlier visits, discounted to `version`."""
+        """The grades of its earlier attempts, discounted to `version`."""
         if self.history is None:
             return GradeCounts()
         aged = self.history.aged(version)

@@ -25,20 +25,20 @@ CERTAIN_GROUPS_PRICE = 1.0
 
 
 def plain_price(population: Weights, samples_per_group: int) -> float:
-    """Samples drawn for each that is trained when prompts are drawn as they come; at least 1."""
+    """Samples generated for each that is trained when no prompt is skipped; at least 1."""
     mixed = mixed_probability(population, samples_per_group)
     return max(CERTAIN_GROUPS_PRICE, 1.0 / max(mixed, 1e-6))
 
 
 @dataclass(frozen=True, slots=True)
 class Stakes:
-    """What may still come of a visit, in samples."""
+    """What may still come of an attempt, in samples."""
 
     cost: float
     gain: float
 
     def value(self, price: float) -> float:
-        """What is expected to be trained, times the price, over what is expected to be drawn.
+        """What is expected to be trained, times the price, over what is expected to be generated.
 
         From 1 on the samples to be trained are had at no more than `price` each.
         """
@@ -59,7 +59,7 @@ def rest_of_group(
         before_probes: weights of the grid for its prompt before them.
         num_right: right probes: all or none.
         num_probes: graded probes.
-        num_rest: samples that are not drawn yet.
+        num_rest: samples that are not generated yet.
         samples_per_group: n.
     """
     grade_counts = GradeCounts(float(num_right), float(num_probes - num_right))
@@ -72,13 +72,13 @@ def rest_of_group(
 def whole_attempt(
     weights: Weights, *, probe_samples: int | None, samples_per_group: int, price: float
 ) -> Stakes:
-    """A visit to a prompt, its probes included.
+    """An attempt to a prompt, its probes included.
 
     Args:
         weights: weights of the grid for the prompt.
-        probe_samples: samples drawn first; ``None``: all at once.
+        probe_samples: samples generated first; ``None``: all at once.
         samples_per_group: n.
-        price: decides whether groups with uniform probes go on.
+        price: decides whether groups with uniform probes continue.
     """
     n = samples_per_group
     if probe_samples is None:
@@ -164,7 +164,7 @@ class Knowledge:
 def choose_attempt(
     knowledge: Knowledge, rules: SamplingRules, attempt: Attempt, version: int
 ) -> Attempt:
-    """Draw a known prompt or pass it by, by what earlier visits showed; with probes or without.
+    """Start a known prompt or skip it, by what earlier attempts showed; with probes or without.
 
     Probes cost time, since the rest of a group starts later. They are left out where they would
     save fewer than `_LEAST_SAVING` samples.
@@ -203,13 +203,13 @@ def choose_rest(
     Args:
         knowledge: at this time.
         rules: of the run.
-        visit: the visit the probes are of.
+        attempt: the attempt the probes are of.
         num_right: right probes.
         num_scored: graded probes; one that could not be graded says nothing.
         version: announced now.
 
     Returns:
-        the visit that goes on, or ``None``: the group ends here, all right or all wrong.
+        the attempt that continues, or ``None``: the group ends here, all right or all wrong.
     """
     if num_scored == 0 or 0 < num_right < num_scored:
         return attempt
@@ -262,7 +262,7 @@ def _passed(attempt: Attempt, side: Side, value: float, probability: float) -> A
 
 
 def _uniform(seed: int, attempt: Attempt, purpose: str) -> float:
-    """A number in [0, 1) of the visit alone, so that a run repeats whatever the timing."""
+    """A number in [0, 1) of the attempt alone, so that a run repeats whatever the timing."""
     text = f"{seed}/{attempt.key}/{attempt.sequence}/{purpose}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64

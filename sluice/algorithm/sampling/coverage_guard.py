@@ -1,14 +1,14 @@
 """Keeps hard prompts among the trained ones as frequent as plain drawing would (coverage guard).
 
-Prompts and groups that are not worth their tokens are drawn all the same with a probability that
+Prompts and groups that are not worth their tokens are started all the same with a probability that
 is known. So each kept group stands for ``1 / probability`` groups of plain drawing (Horvitz and
 Thompson 1952), which gives an unbiased estimate of the share h of hard prompts that plain drawing
 would train. Kept groups fall into four classes: *sure* ones that met no such choice, *plain* ones
 that are worth their tokens but less likely hard than kept groups are on average, and those that
 passed a choice on the *easy* or on the *hard* side.
 
-The easy side is drawn as rarely as allowed, with e = exploration; the plain one with s; the hard
-side with ``w * worth``, so that what is hopeless for certain is drawn less often than what is
+The easy side is started as rarely as allowed, with e = exploration; the plain one with s; the hard
+side with ``w * worth``, so that what is hopeless for certain is started less often than what is
 merely hard. With plain drawing the classes would number M, P, E and W groups, Mh, Ph, Eh and Wh of
 them hard, and W' and Wh' be those of the hard side weighted by their worth. The share of hard ones
 is t if
@@ -17,7 +17,7 @@ is t if
 
 which is solved for w with s = 1. Where that takes more than `MOST_HARD_FACTOR`, most tokens would
 go into prompts that are hopeless; so w stays there and s is solved for, down to `LEAST_PLAIN`, and
-only then w is raised. What holds the share is then that fewer of the others are drawn. The aim t is
+only then w is raised. Then fewer of the others are started, which holds the share. The aim t is
 a little over h (`AIM`), corrected by what the share was of late. If even the smallest w leaves more
 than `MOST` times h, e is raised instead.
 """
@@ -39,10 +39,10 @@ MOST = 1.08
 """Largest share of hard prompts that is left alone, over that of plain drawing."""
 
 MOST_HARD_FACTOR = 0.4
-"""Largest w at which the plain side is still drawn in full."""
+"""Largest w at which the plain side is still started in full."""
 
 LEAST_PLAIN = 0.3
-"""Least probability with which a prompt on the plain side is drawn."""
+"""Least probability with which a prompt on the plain side is started."""
 
 GAIN = 2.0
 _LEAST_KEPT = 32.0  # groups, below which nothing is said about shares
@@ -51,7 +51,7 @@ _LEAST_KEPT = 32.0  # groups, below which nothing is said about shares
 class Side(StrEnum):
     """Which choice a group passed: none, or one for prompts too easy, or one for those too hard.
 
-    ``PLAIN`` is worth its tokens, and drawn less often only to keep the share of hard prompts.
+    ``PLAIN`` is worth its tokens, and started less often only to keep the share of hard prompts.
     """
 
     SURE = "sure"
@@ -91,7 +91,7 @@ class CoverageGuard:
 
     Args:
         exploration: least probability of a draw that is not worth its tokens.
-        is_on: off: what is too easy or too hard is drawn with `exploration`, all else always,
+        is_on: off: what is too easy or too hard is started with `exploration`, all else always,
             whatever that does to the shares.
     """
 
@@ -109,7 +109,7 @@ class CoverageGuard:
             hardness: probability that its prompt is hard, given all its samples.
             worth: of the choice it passed, as given to `probability`, times the probability of any
                 other that it passed.
-            probability: with which it was drawn.
+            probability: with which it was started.
         """
         classes = {other: counted.decayed() for other, counted in self.classes.items()}
         classes[side] = classes[side].plus(hardness, value, probability)
@@ -138,7 +138,7 @@ class CoverageGuard:
         Args:
             side: of the choice.
             worth: what is expected to be trained, times the price, over what is expected to be
-                drawn; asked of the hard side only, where it is in [0, 1].
+                started; asked of the hard side only, where it is in [0, 1].
         """
         if side is Side.SURE or (side is Side.PLAIN and not self.is_on):
             return 1.0

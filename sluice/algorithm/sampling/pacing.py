@@ -3,7 +3,7 @@
 A group started under version v has to end before the batch of v + S is formed, or that batch waits
 for it. So what starts late in the time between two announcements should be short. Of the prompts
 that are next in line the longest is started that is expected to end in time; if none is, the
-shortest. Expected is what the prompt's earlier visits took, in tokens, times the seconds that
+shortest. Expected is what the prompt's earlier attempts took, in tokens, times the seconds that
 groups have lately taken for each of their mean tokens (their longest sample and the wait for a
 slot included).
 
@@ -75,7 +75,7 @@ class FinishForecast:
         self._tokens.see(mean_tokens)
 
     def tokens(self, key: str) -> float:
-        """Mean response length to expect of a prompt: as in its last visit, else as of all."""
+        """Mean response length to expect of a prompt: as in its last attempt, else as of all."""
         return self._lengths.get(key, self._tokens.value or 0.0)
 
     def tokens_in_time(self, now_s: float) -> float | None:
@@ -122,7 +122,7 @@ class AdmissionOrder:
         if not self._line:
             raise IndexError("no prompt is in line")
         step, since = next(iter(self._line.values()))
-        if version < since:  # a trainer went back to an older policy: the wait begins anew
+        if version < since:  # a trainer went back to an older policy: the wait begins again
             self._line = OrderedDict(
                 (s, (at, min(v, version))) for s, (at, v) in self._line.items()
             )

@@ -1,7 +1,7 @@
 """What is believed of prompts' pass rates: a distribution over a grid, learnt as groups end.
 
 The population's distribution is the prior of every prompt; a prompt's own samples, of earlier
-visits and of this one, make its posterior (answers are independent given the pass rate p, so the
+attempts and of this one, make its posterior (answers are independent given the pass rate p, so the
 likelihood of r right and w wrong ones is ``p^r (1 - p)^w``). The population is learnt by
 incremental expectation maximisation: each ended group adds its posterior to the weights, whose past
 decays. That stays right when a group was stopped after its first samples, since stopping depends on
@@ -32,7 +32,7 @@ GRID: Weights = 1.0 / (1.0 + np.exp(-_LOGITS))
 
 _LOG_RIGHT, _LOG_WRONG = np.log(GRID), np.log1p(-GRID)
 _STEP = _LOGITS[1] - _LOGITS[0]
-# A point stands for its cell, of which a part may be hard.
+# A point stands for its cell, and a part of the cell may be hard.
 _HARD = np.clip((np.log(HARD_BELOW / (1.0 - HARD_BELOW)) - _LOGITS) / _STEP + 0.5, 0.0, 1.0)
 # U-shaped, as pass rates are: log odds between those of "almost never" and "almost always".
 _PRIOR = np.full(GRID.size, 1.0 / GRID.size)
@@ -61,7 +61,7 @@ class PassRateBelief:
 
     @property
     def population(self) -> Weights:
-        """Weights of the grid for a prompt of which nothing is known."""
+        """Weights of the grid for a prompt without earlier attempts."""
         total = self.counts + PRIOR_WEIGHT * _PRIOR
         return np.asarray(total / total.sum(), dtype=np.float64)
 
@@ -74,7 +74,7 @@ class PassRateBelief:
 
         Args:
             seen: evidence on each group's prompt, and how many prompts of the population the group
-                stands for (the inverse of the probability that it was drawn).
+                stands for (the inverse of the probability that it was started).
         """
         if not seen:
             return self

@@ -1,9 +1,9 @@
 """verl's dynamic sampling: waves of prompts, each awaited whole, until a batch is full.
 
 One wave is `gen_batch_size` prompts. When all of its groups have ended and fewer than
-`train_batch_size` are kept, another wave is drawn, up to `max_num_gen_batches` of them (0 or less:
+`train_batch_size` are kept, another wave starts, up to `max_num_gen_batches` of them (0 or less:
 no bound). When enough are kept, the first `train_batch_size` are trained and the surplus is thrown
-away; the next wave is drawn under the new policy. (verl 0.6, `RayDAPOTrainer.fit`.)
+away; the next wave starts under the new policy. (verl 0.6, `RayDAPOTrainer.fit`.)
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from sluice.errors import BatchUnfillableError
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Waves drawn for the batch under way.
+    """Waves started for the batch under way.
 
     Args:
         gen_batch_size: prompts of a wave.
         train_batch_size: groups of a batch.
         max_num_gen_batches: most waves for one batch; 0 or less: no bound.
         num_waves: waves begun.
-        num_drawn: prompts of the last wave that were drawn.
+        num_issued: prompts of the last wave that were issued.
     """
 
     gen_batch_size: int
@@ -32,13 +32,13 @@ class Rounds:
     num_issued: int = 0
 
     def drew(self) -> Rounds:
-        """One more prompt of the wave was drawn; the first one begins a wave."""
+        """One more prompt of the wave was issued; the first one begins a wave."""
         if self.num_waves == 0 or self.num_issued >= self.gen_batch_size:
             return replace(self, num_waves=self.num_waves + 1, num_issued=1)
         return replace(self, num_issued=self.num_issued + 1)
 
     def gave_back(self) -> Rounds:
-        """A prompt of the wave was broken off and will be drawn again."""
+        """A prompt of the wave was broken off and will be issued again."""
         return replace(self, num_issued=max(0, self.num_issued - 1))
 
     def batch_formed(self) -> Rounds:
@@ -46,12 +46,12 @@ class Rounds:
         return replace(self, num_waves=0, num_issued=0)
 
     def has_ended(self, num_in_flight: int) -> bool:
-        """Whether the last wave is drawn and all of its groups have ended."""
+        """Whether the last wave is issued and all of its groups have ended."""
         is_admitted = self.num_waves > 0 and self.num_issued == self.gen_batch_size
         return is_admitted and num_in_flight == 0
 
     def num_to_issue(self, *, num_in_flight: int, num_kept: int, num_in_training: int) -> int:
-        """Prompts of the wave that are still to be drawn; of a new wave where one is due.
+        """Prompts of the wave that are still to be issued; of a new wave where one is due.
 
         Raises:
             BatchUnfillableError: the last wave that is allowed left the batch unfilled.
@@ -63,7 +63,7 @@ class Rounds:
         if num_in_flight or num_kept >= self.train_batch_size:
             return 0
         if 0 < self.max_num_gen_batches <= self.num_waves:
-            # The first three sentences are verl's, for whoever looks for them in logs.
+            # The first three sentences are verl's, for users who look for them in logs.
             raise BatchUnfillableError(
                 f"num_gen_batches={self.num_waves} >= max_num_gen_batches="
                 f"{self.max_num_gen_batches}. Generated too many. Please check if your data are "

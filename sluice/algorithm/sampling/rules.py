@@ -9,11 +9,11 @@ from typing import Literal
 
 
 class StrategyName(StrEnum):
-    """How prompts are drawn until a batch of mixed groups is full.
+    """How prompts are started until a batch of mixed groups is full.
 
     ``rounds`` is verl's way: waves of prompts, each awaited whole, the surplus thrown away.
-    ``stream`` refills continuously and carries surplus over. ``staged`` draws a few samples of a
-    group first. ``memory`` passes prompts by whose earlier visits promise nothing.
+    ``stream`` refills continuously and carries surplus over. ``staged`` generates a few samples
+    of a group first. ``memory`` skips prompts whose earlier attempts promise nothing.
     ``staged_memory`` does both.
     """
 
@@ -30,7 +30,7 @@ class StrategyName(StrEnum):
 
     @property
     def uses_memory(self) -> bool:
-        """Whether earlier visits of a prompt decide about this one."""
+        """Whether earlier attempts of a prompt decide about this one."""
         return self in (StrategyName.MEMORY, StrategyName.STAGED_MEMORY)
 
 
@@ -48,13 +48,13 @@ class SamplingRules:
         strategy: which one.
         train_batch_size: B, groups in a train batch.
         max_staleness: S, versions a group may be behind when it is trained; 0 for ``rounds``.
-        samples_per_group: n, samples drawn for a prompt.
+        samples_per_group: n, samples of a prompt.
         gen_batch_size: prompts of a wave; ``rounds`` only.
         max_num_gen_batches: waves after which an unfilled batch is an error, 0 or less for
             unlimited; ``rounds`` only.
-        probe_samples: samples of a group drawn first, below n; strategies with probes only.
+        probe_samples: samples of a group generated first, below n; strategies with probes only.
         exploration: least probability, above 0, with which a prompt or a group that is not worth
-            its tokens is drawn all the same.
+            its tokens is started all the same.
         coverage_guard: keep the share of hard prompts among the kept ones what it is without
             probes and memory.
         seed: decides the draws of `exploration`.
@@ -62,7 +62,7 @@ class SamplingRules:
         ahead_share: of the ``S * B`` groups that may be kept beyond a batch, those that are wanted;
             above 0 and at most 1.
         on_policy_fill: ``expected``: at S = 0, as many groups run as are expected to fill a batch,
-            which withdraws those it is full without; ``exact``: never one that might be too many.
+            which preempts those it is full without; ``exact``: never one that might be too many.
     """
 
     strategy: StrategyName
@@ -89,6 +89,6 @@ class SamplingRules:
 
     @property
     def preempts(self) -> bool:
-        """Whether a full batch withdraws what still runs, to be drawn anew."""
+        """Whether a full batch preempts what still runs, to be generated again."""
         carries_over = self.strategy is not StrategyName.ROUNDS
         return carries_over and self.max_staleness == 0 and self.on_policy_fill == "expected"

@@ -27,9 +27,9 @@ class LoopLoad(NamedTuple):
     """Groups by where they are.
 
     `num_in_flight` started and did not end, `num_kept` wait for a batch, `num_in_training` are
-    leased and their new policy is not announced yet; `room` is how many more the fleet could take.
+    leased and their new policy is not announced yet; the fleet could take `capacity` more.
     `num_sure` of those in flight have a place as if they were kept: their samples differ already,
-    or they were withdrawn before (`withdrawals`).
+    or they have a reserved slot (`staleness.reserves_slot`).
     """
 
     num_in_flight: int
@@ -53,6 +53,8 @@ class SamplingStrategy:
         self._num_ahead = rules.num_ahead
         self._uses_memory = rules.strategy.uses_memory
         uses_probes = rules.strategy.uses_probes
+        self._learns = uses_probes or self._uses_memory
+        self._preempts = rules.preempts
         self._first_samples = rules.probe_samples if uses_probes else rules.samples_per_group
         self._rounds = Rounds(
             rules.gen_batch_size, rules.train_batch_size, rules.max_num_gen_batches
@@ -79,7 +81,7 @@ class SamplingStrategy:
         """Prompts that are weighed against each other for the next start (`pacing`); 1: none.
 
         No more than a batch: about so many start in a version's time at the least, so that hardly
-        one is passed by for longer.
+        one is skipped for longer.
         """
         is_paced = self._rules.paces and self._rules.max_staleness > 0
         return self._rules.train_batch_size if is_paced else 1
@@ -108,18 +110,18 @@ class SamplingStrategy:
             num_in_training=num_in_training,
             estimate=self.estimate,
             max_in_flight=num_unsure + capacity,
-            fills_on_average=self._rules.preempts,
+            fills_on_average=self._preempts,
         )
 
     def attempt(
         self, key: str, sequence: int, history: PromptHistory | None, version: int
     ) -> Attempt:
-        """Decide about a prompt that was drawn; `started` or `skipped` has to follow.
+        """Decide about a prompt that was issued; `started` or `skipped` has to follow.
 
         Args:
-            key: names the prompt across visits.
+            key: names the prompt across attempts.
             sequence: its place in the order of issue.
-            history: of its earlier visits; ignored by strategies without memory.
+            history: of its earlier attempts; ignored by strategies without memory.
             version: announced now.
         """
         if history is None or not self._uses_memory:
@@ -128,19 +130,19 @@ class SamplingStrategy:
         return choose_attempt(self._knowledge, self._rules, attempt, version)
 
     def started(self, attempt: Attempt) -> None:
-        """The group of a visit starts."""
+        """The group of an attempt starts."""
         if self.discards_surplus:
             self._rounds = self._rounds.drew()
         self._counts["visits"] += 1
         self._counts["explored"] += attempt.side in _EXPLORED
 
     def skipped(self, attempt: Attempt) -> None:
-        """A prompt was passed by."""
+        """A prompt was skipped."""
         self._counts["skipped"] += 1
         self._counts[f"skipped_{attempt.side}"] += 1
 
     def restarted(self, attempt: Attempt) -> None:
-        """A group was broken off and its prompt waits again, to be visited anew."""
+        """A group was broken off and its prompt waits again, for another attempt."""
         if self.discards_surplus:
             self._rounds = self._rounds.gave_back()
         self._counts["visits"] -= 1
@@ -174,10 +176,10 @@ class SamplingStrategy:
         version: int,
         seconds: float,
     ) -> None:
-        """A group was kept or filtered (a stopped one is filtered). One that failed is not told.
+        """A group was kept or filtered (a stopped one is filtered). A failed one is not reported.
 
         Args:
-            visit: as `after_probes` returned it, if it went on.
+            attempt: as `after_probes` returned it, if it continued.
             num_right: right samples.
             num_scored: graded samples.
             mean_tokens: mean response length.
@@ -197,7 +199,8 @@ class SamplingStrategy:
 
     def batch_formed(self) -> None:
         """A batch was taken from the kept groups."""
-        self._rounds = self._rounds.batch_formed()
+        if self._discards_surplus:
+            self._rounds = self._rounds.batch_formed()
 
     def new_version(self) -> list[tuple[str, RememberedAttempt]]:
         """Learn from the groups that ended since the version before.
@@ -206,17 +209,17 @@ class SamplingStrategy:
             what to add to the histories (`remembered`), by key and in order; none without memory.
         """
         ends, self._ends = sorted(self._ends, key=lambda end: end.attempt.sequence), []
-        if not (self._rules.strategy.uses_probes or self._rules.strategy.uses_memory):
+        if not self._learns:
             return []
         self._knowledge = self._knowledge.after(ends, self._rules.samples_per_group)
-        if not self._rules.strategy.uses_memory:
+        if not self._uses_memory:
             return []
         return [(end.attempt.key, _seen(end)) for end in ends]
 
     def statistics(self) -> dict[str, float]:
         """Gauges and counts since the start, by metric name."""
         gauges = {"sampling/yield": self.estimate.mean}
-        if self._rules.strategy.uses_probes or self._rules.strategy.uses_memory:
+        if self._learns:
             gauges |= _of_knowledge(self._knowledge)
             gauges |= {
                 f"sampling/{name}": float(self._counts[name])

@@ -18,10 +18,10 @@ from sluice.cli.run.certificates import (
 )
 from sluice.cli.run.quickstart import PreparationView, asset_settings
 from sluice.cli.run.up import split_arguments
-from sluice.config.check import remarks
+from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
-from sluice.config.explain import launch_notices, replaced_values
-from sluice.config.loading.loader import load_config
+from sluice.config.explain import replaced_values
+from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import dump_config, write_config
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
@@ -150,10 +150,10 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
         config = load_config(base, [*settings, *overrides])
-        notices = launch_notices(base, overrides)
+        notes = launch_notes(config, read_settings(base, overrides))
     replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
-    for line in (*(one.text for one in notices), *replaced, *remarks(config)):
-        _print_line(console, f"notice: {line}")
+    for note in (*notes, *replaced):
+        _print_line(console, f"notice: {note.text}")
     check_config(config)
     check_reward_function(config.reward)
     if stop_grace is not None:

@@ -20,9 +20,8 @@ from sluice.client.launcher import Launcher
 from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
-from sluice.config.check import remarks
-from sluice.config.explain import launch_notices
-from sluice.config.loading.loader import load_config
+from sluice.config.check import launch_notes
+from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
@@ -122,8 +121,8 @@ def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> No
 def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = None) -> None:
     file, overrides = split_arguments(arguments or [])
     console, config = Console(), load_config(file, overrides)
-    for line in (*(one.text for one in launch_notices(file, overrides)), *remarks(config)):
-        console.print(f"notice: {line}", soft_wrap=True, markup=False, highlight=False)
+    for note in launch_notes(config, read_settings(file, overrides)):
+        console.print(f"notice: {note.text}", soft_wrap=True, markup=False, highlight=False)
     end = start_run(config, console, logs=logs, ray=ray)
     raise typer.Exit(end.exit_code)
 

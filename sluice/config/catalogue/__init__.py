@@ -1,3 +1,5 @@
-"""What every key of verl's (and sluice's own) configuration means here, one table a section. A
-key is honoured, mapped, without effect, or refused with its reason.
+"""What sluice does with every key: it is honoured, mapped, without effect, or refused.
+
+In: `verl.toml` and `sluice.toml`, and the typed schema. Out: one `Entry` for each key, with
+meaning, type, default, advice, and what happens instead where the key is not honoured.
 """

@@ -1,24 +1,25 @@
-"""The whole catalogue, by path."""
+"""The catalogue: what sluice does with every configuration key.
+
+`verl.toml` and `sluice.toml` hold the words; types, defaults and meanings of keys in the typed
+schema come from there, so a key of the schema that needs no words has no row.
+"""
 
 from __future__ import annotations
 
-from sluice.config.catalogue import (
-    actor,
-    algorithm,
-    critic,
-    data,
-    engine,
-    megatron,
-    model,
-    optim,
-    ref,
-    reward,
-    rollout,
-    service,
-    sharding,
-    trainer,
-)
-from sluice.config.catalogue.entry import Entry
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache, reduce
+from importlib import resources
+from operator import or_
+from types import GenericAlias
+from typing import Any, Literal, cast
+
+import msgspec
+from msgspec import UNSET
+
+from sluice.config.run import annotation_at, default_at, description_of, leaf_keys
 
 SECTIONS: dict[str, str] = {
     "data": "data",
@@ -36,36 +37,257 @@ SECTIONS: dict[str, str] = {
 }
 """Prefix of a path to the title of the section it is listed under; the first that fits counts."""
 
-_MODULES = (
-    data,
-    model,
-    actor,
-    optim,
-    sharding,
-    megatron,
-    ref,
-    rollout,
-    engine,
-    algorithm,
-    reward,
-    critic,
-    trainer,
-    service,
-)
+_FILES = ("verl.toml", "sluice.toml")
+_TYPES: dict[str, object] = {
+    "any": object,
+    "bool": bool,
+    "float": float,
+    "int": int,
+    "list[str]": list[str],
+    "null": None,
+    "str": str,
+}
+_UNITS = {"_s": "seconds", "_ms": "milliseconds", "_kb": "KiB", "_mb": "MiB"}
+_NOT_TORCH = "vllm and sglang read it, torch does without"
 
 
-def _by_section(entries: list[Entry]) -> list[Entry]:
+class KeyStatus(StrEnum):
+    """What becomes of a key's value."""
+
+    HONOURED = "honoured"
+    MAPPED = "mapped"
+    NOT_APPLICABLE = "not applicable"
+    REFUSED = "refused"
+
+
+class Condition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Values that a key does not take as they are.
+
+    Attributes:
+        reason: why, and what to do instead; it ends a sentence that starts with the key.
+        values: these values, or lists that hold one of them.
+        unless: every text but these.
+        prefix: texts that start so, or lists that hold one.
+    """
+
+    reason: str
+    values: list[object] = []
+    unless: list[str] = []
+    prefix: str = ""
+
+    def meets(self, value: object) -> bool:
+        """Return whether `value` is one of these."""
+        if self.unless:
+            return isinstance(value, str) and value not in self.unless
+        each = value if isinstance(value, list) else [value]
+        if self.prefix:
+            return any(isinstance(one, str) and one.startswith(self.prefix) for one in each)
+        return any(one in self.values for one in each)
+
+
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One key in a file, as written; see the head of verl.toml for the words."""
+
+    meaning: str = ""
+    type: str = ""
+    default: object = None
+    block: bool = False
+    mapped: str = ""
+    no_effect: str = ""
+    refused: str = ""
+    quiet: list[object] | None = None
+    sets: list[str] = []
+    unit: str = ""
+    effect: str = ""
+    advice: str = ""
+    verl: str = ""
+    refuse: Condition | None = None
+    caveat: Condition | None = None
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rows below one or several prefixes, with the words that they share."""
+
+    below: str | list[str]
+    keys: dict[str, _Row]
+    meaning: str = ""
+    no_effect: str = ""
+    engines: list[str] = []
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    section: list[_Section]
+    spellings: dict[str, str] = {}
+    short_forms: dict[str, str] = {}
+    open_sections: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key of the catalogue.
+
+    Attributes:
+        path: dotted, in sluice's spelling.
+        status: what becomes of the value.
+        meaning: one or two sentences.
+        annotation: the type of the value.
+        default: the value of a key that nobody set.
+        in_schema: whether the typed schema holds the value; any other is checked and dropped.
+        instead: for MAPPED the conversion, for NOT_APPLICABLE what happens instead, for REFUSED
+            why; it ends a sentence that starts with the key.
+        targets: the keys of the schema that a MAPPED key sets.
+        verl_default: verl's default in words where it differs.
+        silent: values that ask for what happens anyway and so need no notice.
+        refuse: values that are errors.
+        caveat: values that are accepted although nothing here does what they ask for.
+        is_block: any keys may stand below; they share this row.
+        engines: the engines that read the key; empty where all of them do.
+    """
+
+    path: str
+    status: KeyStatus
+    meaning: str
+    annotation: object
+    default: object
+    in_schema: bool
+    instead: str = ""
+    targets: tuple[str, ...] = ()
+    verl_default: str | None = None
+    unit: str = ""
+    effect: str = ""
+    advice: str = ""
+    silent: tuple[object, ...] = ()
+    refuse: Condition | None = None
+    caveat: Condition | None = None
+    is_block: bool = False
+    engines: tuple[str, ...] = ()
+
+    def refusal_of(self, value: object) -> str:
+        """Return why the value is an error for this key; empty if it is none."""
+        if self.status is KeyStatus.REFUSED and value not in (None, self.default):
+            return self.instead
+        return self.refuse.reason if self.refuse and self.refuse.meets(value) else ""
+
+    def caveat_of(self, value: object) -> str:
+        """Return why the value does not do what it asks for; empty if it does."""
+        return self.caveat.reason if self.caveat and self.caveat.meets(value) else ""
+
+
+@cache
+def catalogue() -> dict[str, Entry]:
+    """Return every entry by its path.
+
+    Entries stand in the order of `SECTIONS`; in each, keys of the schema come first, in its order.
+    """
+    entries = {path: _entry(path, _Row()) for path in leaf_keys()}
+    seen: set[str] = set()
+    for path, entry in _rows():
+        if path in seen:
+            raise ValueError(f"{path} has two rows in the catalogue; keep one of them")
+        seen.add(path)
+        entries[path] = entry
     order = list(SECTIONS)
-    return sorted(entries, key=lambda entry: order.index(section_of(entry.path)))
+    by_section = sorted(entries.values(), key=lambda entry: order.index(section_of(entry.path)))
+    return {entry.path: entry for entry in by_section}
 
 
 def section_of(path: str) -> str:
-    """The prefix in `SECTIONS` under which a key is listed."""
+    """Return the prefix in `SECTIONS` under which a key is listed."""
     return next(prefix for prefix in SECTIONS if not prefix or f"{path}.".startswith(f"{prefix}."))
 
 
-_ENTRIES = _by_section([entry for module in _MODULES for entry in module.ENTRIES])
-CATALOGUE: dict[str, Entry] = {entry.path: entry for entry in _ENTRIES}
-"""Every entry, in the order of the sections."""
+def spellings() -> dict[str, str]:
+    """Return other names of keys: prefix of a path to what takes its place, the longest counts."""
+    return _file("verl.toml").spellings
 
-assert len(CATALOGUE) == len(_ENTRIES), "a path stands twice in the catalogue"
+
+def short_forms() -> dict[str, str]:
+    """Return sections that may be given as one value, and the key which that value is."""
+    return _file("verl.toml").short_forms
+
+
+def open_sections() -> list[str]:
+    """Return sections whose schema is open in verl, so that its users write ``+`` there."""
+    return _file("verl.toml").open_sections
+
+
+@cache
+def _file(name: str) -> _File:
+    text = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), _File)
+
+
+def _rows() -> Iterator[tuple[str, Entry]]:
+    for section in (one for name in _FILES for one in _file(name).section):
+        prefixes = [section.below] if isinstance(section.below, str) else section.below
+        for prefix in prefixes:
+            for name, row in section.keys.items():
+                path = f"{prefix}.{name}" if prefix else name
+                yield path, _entry(path, row, section)
+
+
+def _entry(path: str, row: _Row, section: _Section | None = None) -> Entry:
+    shared = section or _Section(below="", keys={})
+    meaning, no_effect = row.meaning or shared.meaning, row.no_effect or shared.no_effect
+    in_schema = not meaning
+    keys, status = path.split("."), KeyStatus.HONOURED
+    if row.mapped:
+        status = KeyStatus.MAPPED
+    elif row.refused:
+        status = KeyStatus.REFUSED
+    elif no_effect:
+        status = KeyStatus.NOT_APPLICABLE
+    annotation = annotation_at(keys) if in_schema else _type(row)
+    if annotation is None:
+        raise ValueError(f"{path} has a row without a meaning, but the schema has no such key")
+    default = default_at(keys, UNSET) if in_schema else ({} if row.block else row.default)
+    silent = () if in_schema or row.block else (row.default,)
+    return Entry(
+        path=path,
+        status=status,
+        meaning=meaning or description_of(annotation),
+        annotation=annotation,
+        default=default,
+        in_schema=in_schema,
+        instead=row.mapped or row.refused or no_effect,
+        # A target that starts with a dot stands beside the key.
+        targets=tuple(f"{path.rpartition('.')[0]}{t}" if t[0] == "." else t for t in row.sets),
+        verl_default=row.verl or None,
+        unit=row.unit or (_unit(path) if in_schema else ""),
+        effect=_effect(row.effect, shared.engines),
+        advice=row.advice,
+        silent=silent if row.quiet is None else tuple(row.quiet),
+        refuse=row.refuse,
+        caveat=row.caveat,
+        is_block=row.block,
+        engines=tuple(shared.engines),
+    )
+
+
+def _unit(path: str) -> str:
+    """Return the unit that the end of a key's name gives, as for `timeout_s`."""
+    return next((unit for end, unit in _UNITS.items() if path.endswith(end)), "")
+
+
+def _effect(effect: str, engines: list[str]) -> str:
+    if not engines:
+        return effect
+    return f"{effect}; {_NOT_TORCH}" if effect else f"{_NOT_TORCH[:1].upper()}{_NOT_TORCH[1:]}"
+
+
+def _type(row: _Row) -> object:
+    """Return the type of a key outside the schema: as written, else that of its default."""
+    if row.block:
+        return object
+    if row.type:
+        return reduce(or_, map(_plain_type, row.type.split(" | ")))
+    return object if row.default is None else type(row.default)
+
+
+def _plain_type(words: str) -> object:
+    # The choices are data here, so the type is built when the table is read.
+    for start in ("one of ", "list of "):
+        if words.startswith(start):
+            choices = cast("Any", Literal)[tuple(words.removeprefix(start).split(", "))]
+            return GenericAlias(list, (choices,)) if start == "list of " else choices
+    return _TYPES[words]

@@ -1,3 +1,7 @@
-"""From text to `RunConfig`: read YAML and overrides, spell keys, resolve references, convert
-verl's values, check names and types. Out: the configuration, and the keys that the user set.
+"""From text to `RunConfig`.
+
+In: a YAML file and overrides in Hydra's notation. Read them (`yaml_text`, `overrides`), spell keys
+as sluice does (`keys`, `settings_tree`), resolve references, check names and types
+(`field_checks`), convert verl's values (`conversions`). Out: the configuration, and the keys that
+the user set.
 """

@@ -1,4 +1,4 @@
-"""Convert verl's keys and values into sluice's. A key that the user set is left alone."""
+"""Convert verl's keys and values into sluice's. Keys that the user set keep their values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.algorithm.sampling.rules import StrategyName
-from sluice.config.catalogue.entry import ABSENT
-from sluice.config.loading.settings_tree import SettingsTree, value_at
+from msgspec import UNSET
 
-_ACTOR_KEY, _ROLLOUT_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+from sluice.algorithm.sampling.rules import StrategyName
+from sluice.config.loading.settings_tree import SettingsTree
+from sluice.config.run import value_at
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_V1, _ENGINE = "trainer.v1", f"{_ROLLOUT}.checkpoint_engine"
+_FILTER, _CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
+_STALENESS = "sluice.asynchrony.max_staleness"
 _DTYPES = {
     "fp32": "float32",
     "float": "float32",
@@ -54,12 +59,12 @@ def _quantization(value: object) -> object:
 
 
 WORDS: dict[str, Callable[[object], object]] = {
-    f"{_ACTOR_KEY}.fsdp_config.model_dtype": _dtype,
-    f"{_ACTOR_KEY}.fsdp_config.dtype": _dtype,
+    f"{_ACTOR}.fsdp_config.model_dtype": _dtype,
+    f"{_ACTOR}.fsdp_config.dtype": _dtype,
     "critic.fsdp.model_dtype": _dtype,
     "critic.fsdp.dtype": _dtype,
-    f"{_ROLLOUT_KEY}.dtype": _dtype,
-    f"{_ROLLOUT_KEY}.quantization": _quantization,
+    f"{_ROLLOUT}.dtype": _dtype,
+    f"{_ROLLOUT}.quantization": _quantization,
     "reward.reward_manager.name": _manager,
     "trainer.logger": _loggers,
     "trainer.default_local_dir": _home,
@@ -72,17 +77,17 @@ WORDS: dict[str, Callable[[object], object]] = {
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
 }
-"""Keys whose values have other words in verl, with what turns them into ours."""
+"""Keys whose values have other words in verl, with the function that translates them."""
 
 NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_function.name")
 """Keys whose null in verl asks for the default."""
 
 
 def translate_words(tree: SettingsTree) -> None:
-    """Replaces values in place; what is not known is left to the check of types."""
+    """Replace values in place; the check of types finds unknown ones."""
     for key, translate in WORDS.items():
         value = tree.get(key)
-        if value is not ABSENT:
+        if value is not UNSET:
             path = tuple(key.split("."))
             tree.set(path, translate(value), tree.spelled.get(path, path))
     for key in NULL_IS_DEFAULT:
@@ -92,59 +97,52 @@ def translate_words(tree: SettingsTree) -> None:
 
 
 def _symmetric_clip(tree: SettingsTree) -> None:
-    """A bound set to null takes the value of clip_ratio, as in verl."""
+    """Give a bound that is null the value of clip_ratio, as in verl."""
     for bound in ("clip_ratio_low", "clip_ratio_high"):
         path = ("actor_rollout_ref", "actor", bound)
         if tree.get(".".join(path)) is None:
             tree.remove(path)
-            symmetric = tree.get(f"{_ACTOR_KEY}.clip_ratio")
-            if symmetric is not ABSENT:
+            symmetric = tree.get(f"{_ACTOR}.clip_ratio")
+            if symmetric is not UNSET:
                 tree.set(path, symmetric, path)
-
-
-_ACTOR = "actor_rollout_ref.actor"
-_ROLLOUT, _V1 = "actor_rollout_ref.rollout", "trainer.v1"
-_FILTER, _ENGINE = "algorithm.filter_groups", f"{_ROLLOUT}.checkpoint_engine"
-_CORRECTION = "algorithm.rollout_correction"
-_STALENESS = "sluice.asynchrony.max_staleness"
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What is set, with the schema's defaults below; every value has its key's type."""
+    """The keys that were set, above the schema's defaults; every value has its key's type."""
 
     tree: SettingsTree
     defaults: Mapping[str, object]
 
     def given(self, key: str) -> object:
-        """The value that was set; `None` also where none was."""
+        """Return the value that was set; `None` also where none was."""
         value = self.tree.get(key)
-        return None if value is ABSENT else value
+        return None if value is UNSET else value
 
     def number(self, key: str) -> float:
-        """The number that holds: what was set, else the default."""
+        """Return the number that counts: what was set, else the default."""
         value = self.given(key)
         if value is None:
-            value = value_at(self.defaults, key.split("."), ABSENT)
+            value = value_at(self.defaults, key.split("."), UNSET)
         assert isinstance(value, int | float)
         return value
 
     def put(self, key: str, value: object, *, over: bool = False) -> None:
-        """Sets `key` unless it was set; with `over` in any case."""
+        """Set `key` unless it was set; with `over` in any case."""
         path = tuple(key.split("."))
-        if over or self.tree.get(key) is ABSENT:
+        if over or self.tree.get(key) is UNSET:
             self.tree.set(path, value, path)
 
 
 def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> None:
-    """Applies every conversion in place. Types must have been checked before."""
+    """Apply every conversion in place. Types must have been checked before."""
     settings = _Settings(tree, defaults)
     for convert in _CONVERSIONS:
         convert(settings)
 
 
 def _lengths(settings: _Settings) -> None:
-    """The engine's own limits win over the data's, as in verl."""
+    """Let the engine's own limits win over the data's, as in verl."""
     for name in ("prompt", "response"):
         limit = settings.given(f"{_ROLLOUT}.{name}_length")
         if limit is not None:
@@ -152,9 +150,9 @@ def _lengths(settings: _Settings) -> None:
 
 
 def _generation_rounds(settings: _Settings) -> None:
-    """k rounds of g prompts that keep fewer than P: a yield below P / (k g) over k g groups.
+    """Turn k rounds of g prompts that keep fewer than P into a yield: P / (k g) over k g groups.
 
-    Where there are rounds they are counted themselves.
+    The strategy `rounds` counts its rounds and needs no yield.
     """
     rounds = settings.given(f"{_FILTER}.max_num_gen_batches")
     if not isinstance(rounds, int):
@@ -171,7 +169,7 @@ def _generation_rounds(settings: _Settings) -> None:
 
 
 def _micro_batches(settings: _Settings) -> None:
-    """Rows over all ranks, verl's old keys, into rows per rank."""
+    """Turn rows over all ranks, verl's old keys, into rows per rank."""
     ranks = int(settings.number("trainer.nnodes") * settings.number("trainer.n_gpus_per_node"))
     for key in (
         f"{_ACTOR}.ppo_micro_batch_size",
@@ -183,7 +181,7 @@ def _micro_batches(settings: _Settings) -> None:
 
 
 def _replicas(settings: _Settings) -> None:
-    """Devices for rollouts over devices per replica."""
+    """Turn devices for rollouts into replicas: devices over devices per replica."""
     machines = settings.given(f"{_ROLLOUT}.nnodes")
     if not isinstance(machines, int) or machines == 0:
         return
@@ -226,7 +224,7 @@ def _asynchrony(settings: _Settings) -> None:
 
 
 def _schedule(settings: _Settings) -> None:
-    """Megatron's names of the learning-rate schedule."""
+    """Translate Megatron's names of the learning-rate schedule."""
     for prefix in (f"{_ACTOR}.optim", "critic.optim"):
         style = settings.given(f"{prefix}.lr_decay_style")
         if style is not None:
@@ -258,7 +256,7 @@ def _group_scale(settings: _Settings) -> None:
 
 
 def _adpo(settings: _Settings) -> None:
-    """Its estimator and its loss go together; either one asks for both."""
+    """Set both the estimator and the loss of ADPO where one of them asks for it."""
     pair = ("algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode")
     if "adpo" in map(settings.given, pair):
         for key in pair:
@@ -266,21 +264,22 @@ def _adpo(settings: _Settings) -> None:
 
 
 def _correction(settings: _Settings) -> None:
-    """Samples of older policies are corrected for, by what the loss reads (`correction_rules`).
+    """Correct for samples of older policies by what the loss reads.
 
-    A null that was written is kept: it is refused, so that nobody loses the correction unawares.
+    A null that the user wrote is kept and refused later, so that nobody loses the correction
+    unawares.
     """
-    weights, behaviour = f"{_CORRECTION}.rollout_is", f"{_ACTOR}.use_rollout_log_probs"
+    weights, behavior = f"{_CORRECTION}.rollout_is", f"{_ACTOR}.use_rollout_log_probs"
     loss = settings.given(f"{_ACTOR}.policy_loss.loss_mode")
     is_bypassed = settings.given(f"{_CORRECTION}.bypass_mode") is True or loss == "bypass_mode"
-    if not settings.number(_STALENESS) or settings.given(behaviour) is True:
+    if not settings.number(_STALENESS) or settings.given(behavior) is True:
         return
     if is_bypassed and settings.given(f"{_CORRECTION}.loss_type") != "reinforce":
-        return  # its ratio is to the behaviour policy
+        return  # its ratio is to the behavior policy
     if loss == "adpo":
         others = ("rollout_is", "rollout_is_batch_normalize", "rollout_rs")
         if not any(settings.given(f"{_CORRECTION}.{name}") for name in others):
-            settings.put(behaviour, True)
+            settings.put(behavior, True)
     else:
         settings.put(weights, "token")
 

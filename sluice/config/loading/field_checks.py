@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from sluice.config.catalogue.entry import Entry, Refusal
 from sluice.config.loading.keys import KeyPath, find_key, is_section, unknown_key
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_scalar
+from sluice.config.problems import Problem
 
 _WORDS: dict[object, str] = {
     bool: "true or false",
@@ -25,7 +25,7 @@ _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
 def expectation(annotation: object) -> str:
-    """For example ``an integer >= 1 or null``."""
+    """Return which values a type takes, for example ``an integer >= 1 or null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _bounded(arguments[0], arguments[1:])
@@ -54,66 +54,44 @@ def _bounded(annotation: object, metas: tuple[object, ...]) -> str:
     return f"{words} {' and '.join(bounds)}" if bounds else words
 
 
-def structure_problems(tree: SettingsTree) -> list[str]:
-    """A sentence for every unknown key, wrong type and refused value, in the user's spelling."""
+def structure_problems(tree: SettingsTree) -> list[Problem]:
+    """Return every unknown key, wrong type and refused value, in the user's spelling."""
     return [
         problem for path, value in tree.leaves() for problem in _leaf_problems(tree, path, value)
     ]
 
 
-def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[str]:
+def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[Problem]:
     found, written = find_key(path), tree.written(path)
     if found is None:
         if not is_section(path):
             yield unknown_key(tuple(written.split(".")))
         elif value is not None:
-            yield f"{written} = {shown(value)}: expected keys below it"
+            yield Problem(written, value, ": expected keys below it")
         return
     if found.entry.path == ".".join(path):
-        refusal = refusal_of(found.entry, value)
+        refusal = found.entry.refusal_of(value)
         if refusal:
-            yield f"{written} = {shown(value)} is refused: {refusal}"
+            yield Problem(written, value, f"is refused: {refusal}")
             return
-    yield from _type_problem(written, value, found.annotation)
-
-
-def refusal_of(entry: Entry, value: object) -> str:
-    """Why the value is an error for this key; empty if it is none."""
-    return _first_reason(entry.refusals, value)
-
-
-def caveat_of(entry: Entry, value: object) -> str:
-    """Why the value does not do what it asks for; empty if it does."""
-    return _first_reason(entry.caveats, value)
-
-
-def _first_reason(refusals: Iterable[Refusal], value: object) -> str:
-    return next((one.reason for one in refusals if one.applies(value)), "")
-
-
-def _type_problem(written: str, value: object, annotation: object) -> Iterator[str]:
     try:
-        msgspec.convert(value, annotation)
+        msgspec.convert(value, found.annotation)
     except msgspec.ValidationError:
-        hint = _hint(value, annotation)
-        yield f"{written} = {shown(value)}: expected {expectation(annotation)}{hint}"
+        message = f": expected {expectation(found.annotation)}"
+        yield Problem(written, value, message, _hint(value, found.annotation))
 
 
 def _hint(value: object, annotation: object) -> str:
-    """The remedy where a value has the right words but the wrong YAML type."""
+    """Return the remedy where a value has the right words but the wrong YAML type."""
     wanted = expectation(annotation)
     if value == "None" and wanted.endswith("null"):
-        return "; the word for nothing is null"
+        return "the word for nothing is null"
     if isinstance(value, str) and wanted.startswith("true or false"):
-        return "; YAML 1.2 knows no other words for them"
+        return "YAML 1.2 has no other words for them"
     if isinstance(value, int | float) and wanted.startswith("a string"):
-        return "; put the value in quotes"
+        return "put the value in quotes"
     if isinstance(value, str) and isinstance(parse_scalar(value), int | float):
-        return "; write it without quotes"
+        return "write it without quotes"
+    if isinstance(value, float) and value.is_integer() and wanted.startswith("an integer"):
+        return "write it without a decimal point"
     return ""
-
-
-def shown(value: object) -> str:
-    """The value for a message, cut at 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

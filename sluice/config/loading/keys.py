@@ -1,85 +1,24 @@
-"""Find a key in the typed schema and the catalogue, by any accepted spelling, or suggest the
-nearest ones.
-"""
+"""Find a key of the catalogue by any accepted spelling, or suggest the nearest ones."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, get_args, get_origin
 
-import msgspec
+from msgspec import UNSET
 
-from sluice.config.catalogue.entry import Entry
-from sluice.config.catalogue.spellings import OPEN_SECTIONS, OTHER_SPELLINGS, SHORT_FORMS
-from sluice.config.catalogue.table import CATALOGUE
-from sluice.config.run import RunConfig
-from sluice.config.schema.section import Section
+from sluice.config.catalogue.table import Entry, catalogue, open_sections, short_forms, spellings
+from sluice.config.problems import Problem
+from sluice.config.run import annotation_at, is_free_form, known_keys, section_type
 
 KeyPath = tuple[str, ...]
-
-
-def bare_type(annotation: object) -> object:
-    """The annotation without `Annotated`."""
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation
-
-
-def section_type(annotation: object) -> type[Section] | None:
-    """The section class a field holds; `None` for a plain value."""
-    bare = bare_type(annotation)
-    return bare if isinstance(bare, type) and issubclass(bare, Section) else None
-
-
-def description_of(annotation: object) -> str:
-    """The description that an annotation carries; empty without one."""
-    metas = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta)]
-    return next((text for text in texts if text), "")
-
-
-def is_free_form(annotation: object) -> bool:
-    """Whether any keys may stand below (`reward_kwargs` and the like)."""
-    return get_origin(bare_type(annotation)) is dict
-
-
-@cache
-def field_types(section: type[Section]) -> dict[str, object]:
-    """Field names of a section with their annotations, bounds included."""
-    return {field.name: field.type for field in msgspec.structs.fields(section)}
-
-
-@cache
-def known_keys() -> tuple[str, ...]:
-    """Every key as a dotted path, sections included, in the order of the schema."""
-    return tuple(".".join(path) for path in _walk(RunConfig, ()))
-
-
-def _walk(section: type[Section], prefix: KeyPath) -> Iterator[KeyPath]:
-    for name, annotation in field_types(section).items():
-        path = (*prefix, name)
-        yield path
-        inner = section_type(annotation)
-        if inner is not None:
-            yield from _walk(inner, path)
-
-
-def annotation_at(path: Sequence[str]) -> object | None:
-    """The annotation of the key at `path`, `object` below a free-form key, `None` if unknown."""
-    annotation: object = RunConfig
-    for name in path:
-        if is_free_form(annotation) or annotation is object:
-            annotation = object
-            continue
-        section = section_type(annotation)
-        if section is None or name not in field_types(section):
-            return None
-        annotation = field_types(section)[name]
-    return annotation
+MAX_SUGGESTIONS = 3
+_REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([A-Za-z0-9_.]+)(?:,[^{}]*)?\}$")
+MANDATORY = "???"
+HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +37,23 @@ class FoundKey:
 
 
 def find_key(path: KeyPath) -> FoundKey | None:
-    """The key at `path` in sluice's spelling; `None` for sections and unknown keys."""
-    entry = CATALOGUE.get(".".join(path))
+    """Return the key at `path` in sluice's spelling; `None` for sections and unknown keys."""
+    entry = catalogue().get(".".join(path))
     if entry is not None:
-        annotation = annotation_at(path) if entry.in_schema else entry.annotation
-        return FoundKey(entry, annotation, entry.in_schema)
+        return FoundKey(entry, entry.annotation, entry.in_schema)
     above = _entry_above(path)
     if above is None:
         return None
     if above.is_block:
         return FoundKey(above, object, in_schema=False)
-    if above.in_schema and is_free_form(annotation_at(above.path.split("."))):
+    if above.in_schema and is_free_form(above.annotation):
         return FoundKey(above, object, in_schema=True)
     return None
 
 
 def _entry_above(path: KeyPath) -> Entry | None:
     for length in range(len(path) - 1, 0, -1):
-        entry = CATALOGUE.get(".".join(path[:length]))
+        entry = catalogue().get(".".join(path[:length]))
         if entry is not None:
             return entry
     return None
@@ -123,17 +61,17 @@ def _entry_above(path: KeyPath) -> Entry | None:
 
 @cache
 def is_section(path: KeyPath) -> bool:
-    """Whether keys stand below `path`, each looked at on its own."""
+    """Return whether keys stand below `path`, each checked for itself."""
     if section_type(annotation_at(path)) is not None:
         return True
-    entry = CATALOGUE.get(".".join(path))
+    entry = catalogue().get(".".join(path))
     return (entry is not None and entry.is_block) or ".".join(path) in _inner_nodes()
 
 
 @cache
 def _inner_nodes() -> frozenset[str]:
     names = set()
-    for key in (*CATALOGUE, *OTHER_SPELLINGS):
+    for key in (*catalogue(), *spellings()):
         parts = key.split(".")
         names |= {".".join(parts[:length]) for length in range(1, len(parts))}
     return frozenset(names)
@@ -141,42 +79,37 @@ def _inner_nodes() -> frozenset[str]:
 
 @cache
 def all_names() -> tuple[str, ...]:
-    """Every path that may be written: keys, sections, and other spellings of keys."""
-    return tuple(dict.fromkeys((*known_keys(), *CATALOGUE, *OTHER_SPELLINGS)))
+    """Return every path that may be written: keys, sections, and other spellings of keys."""
+    return tuple(dict.fromkeys((*known_keys(), *catalogue(), *spellings())))
 
 
 def is_open(path: KeyPath) -> bool:
-    """Whether verl's schema is open there, so that its users must write ``+``."""
+    """Return whether verl's schema is open there, so that its users must write ``+``."""
     written = ".".join(path)
-    return any(written.startswith(f"{section}.") for section in OPEN_SECTIONS)
-
-
-HYDRA_MARKERS = ("_target_", "_partial_", "_recursive_", "_convert_")
-MANDATORY = "???"
-_REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([A-Za-z0-9_.]+)(?:,[^{}]*)?\}$")
+    return any(written.startswith(f"{section}.") for section in open_sections())
 
 
 def canonical(path: KeyPath) -> KeyPath:
-    """The path in sluice's spelling; unknown paths come back as they are."""
+    """Return the path in sluice's spelling; an unknown path as it is."""
     for length in range(len(path), 0, -1):
-        other = OTHER_SPELLINGS.get(".".join(path[:length]))
+        other = spellings().get(".".join(path[:length]))
         if other is not None:
             return canonical((*other.split("."), *path[length:]))
     return path
 
 
 def full_form(path: KeyPath) -> KeyPath:
-    """The key that a section given as one value stands for; other paths as they are."""
-    short = SHORT_FORMS.get(".".join(path))
+    """Return the key that a section given as one value stands for; other paths as they are."""
+    short = short_forms().get(".".join(path))
     return tuple(short.split(".")) if short else path
 
 
 def canonical_leaves(value: object, spelled: KeyPath) -> Iterator[tuple[KeyPath, KeyPath, object]]:
-    """Every value in nested mappings as (path, path as written, value).
+    """Yield every value in nested mappings as (path, path as written, value).
 
     Mappings are entered only where the path is a section: a free-form key keeps its mapping.
-    Hydra's class markers and values left open with ``???`` are passed over, and so are sections
-    without content and nulls in another spelling, which verl's files give to keys that moved.
+    Hydra's class markers and values left open with ``???`` are skipped. So are sections without
+    content and nulls in another spelling, which verl's files give to keys that moved.
     """
     path = canonical(spelled)
     section = not spelled or is_section(path)
@@ -191,32 +124,29 @@ def canonical_leaves(value: object, spelled: KeyPath) -> Iterator[tuple[KeyPath,
 
 
 def refers_to(value: object, path: KeyPath) -> bool:
-    """Whether `value` is one reference to the key at `path` in some spelling."""
+    """Return whether `value` is one reference to the key at `path` in some spelling."""
     reference = _REFERENCE.match(value) if isinstance(value, str) else None
     return reference is not None and canonical(tuple(reference[1].split("."))) == path
 
 
 def other_spellings(key: str) -> tuple[str, ...]:
-    """The other dotted paths under which the key in sluice's spelling is accepted."""
+    """Return the other dotted paths under which the key in sluice's spelling is accepted."""
     found = []
-    for other, prefix in OTHER_SPELLINGS.items():
+    for other, prefix in spellings().items():
         if f"{key}.".startswith(f"{prefix}."):
             spelled = f"{other}{key[len(prefix) :]}"
             if canonical(tuple(spelled.split("."))) == tuple(key.split(".")):
                 found.append(spelled)
-    found += [short for short, full in SHORT_FORMS.items() if full == key]
-    found += [other for other, prefix in OTHER_SPELLINGS.items() if SHORT_FORMS.get(prefix) == key]
+    found += [short for short, full in short_forms().items() if full == key]
+    found += [other for other, prefix in spellings().items() if short_forms().get(prefix) == key]
     return tuple(found)
 
 
-MAX_SUGGESTIONS = 3
-
-
 def nearest_keys(path: KeyPath) -> tuple[str, ...]:
-    """Up to three known keys that were probably meant, likeliest first.
+    """Return up to three known keys that were probably meant, likeliest first.
 
-    A path that only lacks its first parts (`rollout.n`) is taken at its word; then a path with one
-    part misspelt; then names beside it, the same name elsewhere, and paths that look alike.
+    A path that only lacks its first parts (`rollout.n`) comes first; then a path with one part
+    misspelt; then names beside it, the same name elsewhere, and paths that look alike.
     """
     wanted, leaf = ".".join(path), path[-1]
     known = all_names()
@@ -234,12 +164,12 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
 
 
 def _same_branch(keys: list[str], path: KeyPath) -> list[str]:
-    """The keys that share the first part of `path`, if any does."""
+    """Return the keys that share the first part of `path`, if any does."""
     return [key for key in keys if key.startswith(f"{path[0]}.")] or keys
 
 
 def _repaired(path: KeyPath) -> tuple[str, ...]:
-    """The path with its first wrong part replaced by names beside it, if the rest then fits."""
+    """Return the path with names in place of its first wrong part, if the rest then fits."""
     wrong = _first_wrong(path)
     parents, rest = path[:wrong], path[wrong + 1 :]
     beside = keys_below(parents)
@@ -249,14 +179,14 @@ def _repaired(path: KeyPath) -> tuple[str, ...]:
 
 
 def _closest(word: str, names: list[str]) -> list[str]:
-    """The names most like `word`, without those that are clearly less alike than the best."""
+    """Return the names most like `word`, without those that are clearly less alike."""
     near = difflib.get_close_matches(word, names, cutoff=0.7)
     likeness = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
     return [name for name, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
 
 
 def is_known(path: KeyPath) -> bool:
-    """Whether `path`, in any spelling, is a key or a section."""
+    """Return whether `path`, in any spelling, is a key or a section."""
     proper = canonical(path)
     return is_section(proper) or is_section(path) or find_key(proper) is not None
 
@@ -266,22 +196,26 @@ def _first_wrong(path: KeyPath) -> int:
 
 
 def keys_below(parents: KeyPath) -> list[str]:
-    """The names directly below a section, those of other spellings included."""
+    """Return the names directly below a section, those of other spellings included."""
     prefix = "".join(f"{name}." for name in parents)
     below = (key[len(prefix) :] for key in all_names() if key.startswith(prefix))
     return list(dict.fromkeys(key.partition(".")[0] for key in below))
 
 
-def unknown_key(path: KeyPath) -> str:
-    """The sentence about a key that does not exist, with what was probably meant."""
+def unknown_key(path: KeyPath, where: str = "") -> Problem:
+    """Return the problem of a key that does not exist, with what was probably meant.
+
+    `where`: file and line, for overrides that stand in a file.
+    """
     near = nearest_keys(path)
     wrong = _first_wrong(path)
     parents = path[:wrong]
     if near:
-        return f"{'.'.join(path)}: unknown key; did you mean {' or '.join(near)}?"
+        remedy = f"did you mean {' or '.join(near)}?{where}"
+        return Problem(".".join(path), UNSET, ": unknown key", remedy)
     beside = keys_below(parents)
     if beside:
-        hint = f"{'.'.join(parents) or 'the root'} knows {', '.join(beside)}"
+        remedy = f"{'.'.join(parents) or 'the root'} knows {', '.join(beside)}"
     else:
-        hint = f"{'.'.join(parents)} is a value and has no keys below it"
-    return f"{'.'.join(path[: wrong + 1])}: unknown key; {hint}"
+        remedy = f"{'.'.join(parents)} is a value and has no keys below it"
+    return Problem(".".join(path[: wrong + 1]), UNSET, ": unknown key", f"{remedy}{where}")

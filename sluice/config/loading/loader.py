@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import msgspec
 
 from sluice.config.loading.conversions import convert_settings, translate_words
-from sluice.config.loading.field_checks import shown, structure_problems
-from sluice.config.loading.keys import field_types, find_key
+from sluice.config.loading.field_checks import structure_problems
+from sluice.config.loading.keys import find_key
 from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
 from sluice.config.loading.references import resolve_references
-from sluice.config.loading.settings_tree import SettingsTree, tree_of, value_at
+from sluice.config.loading.settings_tree import SettingsTree, tree_of
 from sluice.config.loading.yaml_text import parse_document
-from sluice.config.problems import raise_problems
-from sluice.config.run import RunConfig
+from sluice.config.problems import raise_problems, shown
+from sluice.config.run import RunConfig, defaults, field_types, value_at
 from sluice.errors import ConfigError
 
 
 def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """Reads `path` (or starts from the defaults), applies `overrides`, checks names and types.
+    """Read `path` (or start from the defaults), apply `overrides`, check names and types.
 
-    Every key of verl is accepted, in old and new spellings; `sluice.config.explain.notices` says
-    what becomes of those that are mapped or have no effect. What fields mean to each other is not
-    checked here: see `sluice.config.rules.checks`.
+    Every key of verl is accepted, in old and new spellings; `sluice.config.explain.notices` reports
+    those that are mapped or have no effect. Rules between fields are in `sluice.config.rules`.
 
     Args:
         path: YAML file, or a file of overrides; `None` for the defaults.
@@ -48,7 +46,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> SettingsTree:
-    """What a file and overrides set, in sluice's spelling, references resolved, types unchecked.
+    """Return what a file and overrides set, in sluice's spelling, references resolved.
 
     Raises:
         ConfigError: as `load_config`, except for types and refused values.
@@ -61,14 +59,14 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> SettingsTree:
 def settings_of(
     document: Mapping[str, object], overrides: Sequence[str], source: str
 ) -> SettingsTree:
-    """The same for mappings that were read already; `source` names them in errors."""
+    """Return the same for a mapping that was read already; `source` names it in errors."""
     tree = tree_of(document, source)
     apply_overrides(tree, expand_overrides(overrides), defaults())
     return resolve_references(tree, defaults())
 
 
 def read_document(path: Path) -> Mapping[str, object]:
-    """The mapping in a YAML file; empty for an empty file.
+    """Return the mapping in a YAML file; empty for an empty file.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, or holds something else.
@@ -92,16 +90,8 @@ def read_document(path: Path) -> Mapping[str, object]:
     return document
 
 
-@cache
-def defaults() -> Mapping[str, object]:
-    """The schema's defaults as nested mappings."""
-    tree = msgspec.to_builtins(RunConfig())
-    assert isinstance(tree, dict)
-    return tree
-
-
 def _schema_part(settings: SettingsTree) -> dict[str, object]:
-    """The values that the schema holds; those of other keys, checked and converted, are left."""
+    """Return the values that the schema holds; others were checked and converted before."""
     kept = SettingsTree()
     for path, value in settings.leaves():
         found = find_key(path)
@@ -110,26 +100,23 @@ def _schema_part(settings: SettingsTree) -> dict[str, object]:
     return kept.values
 
 
-# Values by dotted key: of the typed configuration, and of keys that only verl has.
-#
-# The typed configuration does not keep keys that mean nothing to sluice (Megatron's sizes, say).
-# verl's rules and the estimate of memory need them all the same, so they are read from where the
-# user set them.
-
-
 class KeySettings:
-    """Looks keys up in the typed configuration, then among those the user set."""
+    """Values by dotted key, from the typed configuration, else as the user set them.
+
+    The typed configuration lacks keys that mean nothing to sluice, such as Megatron's sizes; verl's
+    rules and the memory estimate need them all the same.
+    """
 
     def __init__(self, config: RunConfig, as_set: Mapping[str, object] | None = None) -> None:
         self._typed: Mapping[str, object] = msgspec.to_builtins(config)
         self._as_set = as_set or {}
 
     def is_set(self, *keys: str) -> bool:
-        """Whether the user gave one of these keys a value other than null."""
+        """Return whether the user gave one of these keys a value other than null."""
         return any(self._as_set.get(key) is not None for key in keys)
 
     def value(self, *keys: str) -> object:
-        """The value of the first of these spellings that has one; `None` if none has."""
+        """Return the value of the first of these keys that has one; `None` if none has."""
         for source in (self._in_schema, self._as_set.get):
             for key in keys:
                 found = source(key)
@@ -138,29 +125,29 @@ class KeySettings:
         return None
 
     def whole(self, *keys: str, otherwise: int) -> int:
-        """A whole number; `otherwise` where none is set."""
+        """Return a whole number; `otherwise` where none is set."""
         found = self.whole_or_none(*keys)
         return otherwise if found is None else found
 
     def whole_or_none(self, *keys: str) -> int | None:
-        """A whole number, or nothing."""
+        """Return a whole number, or `None`."""
         found = self.value(*keys)
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     def number(self, *keys: str, otherwise: float) -> float:
-        """A number; `otherwise` where none is set."""
+        """Return a number; `otherwise` where none is set."""
         found = self.value(*keys)
         if isinstance(found, int | float) and not isinstance(found, bool):
             return float(found)
         return otherwise
 
     def flag(self, *keys: str, otherwise: bool) -> bool:
-        """True or false; `otherwise` where neither is set."""
+        """Return true or false; `otherwise` where neither is set."""
         found = self.value(*keys)
         return found if isinstance(found, bool) else otherwise
 
     def text(self, *keys: str, otherwise: str) -> str:
-        """A text; `otherwise` where none is set."""
+        """Return a text; `otherwise` where none is set."""
         found = self.value(*keys)
         return found if isinstance(found, str) else otherwise
 
@@ -169,10 +156,9 @@ class KeySettings:
 
 
 def keys_as_set(file: Path | None, overrides: Sequence[str]) -> dict[str, object]:
-    """Every key that a file or the overrides set, dotted, in sluice's spelling.
+    """Return every key that a file or the overrides set, dotted, in sluice's spelling.
 
     Raises:
         ConfigError: as `load_config` does for names and references.
     """
-    settings = read_settings(file, overrides)
-    return {".".join(path): value for path, value in settings.leaves()}
+    return read_settings(file, overrides).by_key()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from sluice.config.catalogue.entry import ABSENT
+from msgspec import UNSET
+
 from sluice.config.loading.keys import (
     KeyPath,
     canonical,
@@ -18,15 +19,27 @@ from sluice.config.loading.keys import (
     is_section,
     unknown_key,
 )
-from sluice.config.loading.settings_tree import SettingsTree, value_at
+from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_override_value
-from sluice.config.problems import raise_problems
+from sluice.config.problems import Problem, raise_problems, shown
+from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
 YAML_SUFFIXES = (".yaml", ".yml")
 OVERRIDE_SUFFIX = ".overrides"
 _OVERRIDE = re.compile(r"^['\"]?[+~]*[A-Za-z_][A-Za-z0-9_.-]*=")
+_FORM = re.compile(r"^(?P<mode>\+\+|\+|~)?(?P<path>[^=+~]+)(?P<equals>=)?(?P<value>.*)$", re.DOTALL)
+_KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*$")
 _SHELL_WORDS = ("python", "python3", "export", "set", "torchrun", "ray", "bash")
+
+
+class OverrideMode(StrEnum):
+    """What the sign before the key asks for."""
+
+    SET = ""
+    ADD = "+"
+    FORCE = "++"
+    REMOVE = "~"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +50,24 @@ class OverrideText:
     source: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One parsed override; `path` as written, `value` of a removal `UNSET` unless one is given."""
+
+    text: str
+    mode: OverrideMode
+    path: KeyPath
+    value: object
+    source: str = ""
+
+    @property
+    def where(self) -> str:
+        """For errors: file and line, or nothing."""
+        return f" ({self.source})" if self.source else ""
+
+
 def expand_overrides(items: Sequence[str]) -> list[OverrideText]:
-    """The overrides in `items` in order, each file replaced by its lines.
+    """Return the overrides in `items` in order, each file replaced by its lines.
 
     An item is a file if it starts with ``@``, or if it holds no ``=`` and names a file.
 
@@ -58,10 +87,10 @@ def _expand(item: str) -> Iterator[OverrideText]:
 
 
 def is_override_file(path: Path) -> bool:
-    """Whether the file, which need not exist, holds overrides rather than YAML.
+    """Return whether the file, which need not exist, holds overrides rather than YAML.
 
-    So it is if its name starts with ``@`` or ends in .overrides, or if it is not called .yaml or
-    .yml and its first line that is no comment is an override.
+    Its name starts with ``@`` or ends in .overrides; or it is not called .yaml or .yml, and its
+    first line that is no comment is an override.
     """
     if str(path).startswith("@") or path.suffix == OVERRIDE_SUFFIX:
         return True
@@ -73,11 +102,11 @@ def is_override_file(path: Path) -> bool:
 
 
 def read_override_file(path: Path) -> list[OverrideText]:
-    """The overrides in a file.
+    """Return the overrides in a file.
 
-    Blank lines and comments are passed over: a ``#`` at the start of a line or after a space, not
-    within quotes. A backslash at the end of a line has no meaning, and quotes around a whole line
-    or around a bracketed value, which a shell would take away, are taken away.
+    Blank lines and comments are skipped: a ``#`` at the start of a line or after a space, except
+    within quotes. A backslash at the end of a line has no meaning. Quotes around a whole line or
+    around a bracketed value are removed, as a shell would do.
 
     Raises:
         ConfigError: the file cannot be read, or a line belongs to a shell script.
@@ -127,37 +156,8 @@ def _is_quoted(text: str) -> bool:
     return len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]
 
 
-_FORM = re.compile(r"^(?P<mode>\+\+|\+|~)?(?P<path>[^=+~]+)(?P<equals>=)?(?P<value>.*)$", re.DOTALL)
-_KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*$")
-
-
-class OverrideMode(StrEnum):
-    """What the sign before the key asks for."""
-
-    SET = ""
-    ADD = "+"
-    FORCE = "++"
-    REMOVE = "~"
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """One parsed override; `path` as written, `value` of a removal `ABSENT` unless one is given."""
-
-    text: str
-    mode: OverrideMode
-    path: KeyPath
-    value: object
-    source: str = ""
-
-    @property
-    def where(self) -> str:
-        """For errors: file and line, or nothing."""
-        return f" ({self.source})" if self.source else ""
-
-
 def parse_override(text: str, source: str = "") -> Override:
-    """Parses one override.
+    """Parse one override.
 
     Raises:
         ConfigError: not of one of the four forms, or the value is no YAML.
@@ -173,7 +173,7 @@ def parse_override(text: str, source: str = "") -> Override:
     if form["equals"] is None and mode is not OverrideMode.REMOVE:
         raise ConfigError(f"override {text!r}{where}: no value; write {text.strip()}=VALUE")
     value = (
-        ABSENT
+        UNSET
         if form["equals"] is None
         else parse_override_value(form["value"].strip(), f"override {text!r}{where}")
     )
@@ -183,7 +183,7 @@ def parse_override(text: str, source: str = "") -> Override:
 def apply_overrides(
     tree: SettingsTree, overrides: Sequence[OverrideText], defaults: Mapping[str, object]
 ) -> None:
-    """Applies the overrides to `tree` in order; of two for one key the later wins.
+    """Apply the overrides to `tree` in order; the later of two for one key wins.
 
     `defaults` are the schema's values, which count as present: ``+`` refuses a key that has a
     value already unless it is null, the new value is a mapping or list (Hydra's rule), or verl
@@ -204,13 +204,13 @@ def apply_overrides(
             tree.set(path, value, spelled)
 
 
-def _unknown(override: Override) -> list[str]:
+def _unknown(override: Override) -> list[Problem]:
     if override.mode is OverrideMode.REMOVE:
         leaves = [(canonical(override.path), override.path)]
     else:
         leaves = [(p, s) for p, s, _ in canonical_leaves(override.value, override.path)]
     return [
-        f"{unknown_key(spelled)}{override.where}"
+        unknown_key(spelled, override.where)
         for path, spelled in leaves
         if find_key(path) is None and not is_section(path)
     ]
@@ -219,10 +219,10 @@ def _unknown(override: Override) -> list[str]:
 def _remove(tree: SettingsTree, override: Override, defaults: Mapping[str, object]) -> None:
     path = canonical(override.path)
     present = _current(tree, path, defaults)
-    if override.value is not ABSENT and present != override.value:
+    if override.value is not UNSET and present != override.value:
         raise ConfigError(
-            f"override {override.text!r}{override.where}: the value is {present!r}, so nothing was "
-            f"removed; write ~{'.'.join(override.path)}"
+            f"override {override.text!r}{override.where}: the value is {shown(present)}, so "
+            f"nothing was removed; write ~{'.'.join(override.path)}"
         )
     tree.remove(path)
 
@@ -233,20 +233,20 @@ def _refuse_second_value(
     path = canonical(override.path)
     renamed = path != override.path
     present = _current(tree, path, defaults)
-    if present in (None, ABSENT) or isinstance(override.value, dict | list):
+    if present in (None, UNSET) or isinstance(override.value, dict | list):
         return
     if renamed or is_open(path):
         return
     key = ".".join(override.path)
     raise ConfigError(
-        f"override {override.text!r}{override.where}: {key} has the value {present!r} already; "
-        f"write {key}=VALUE or ++{key}=VALUE"
+        f"override {override.text!r}{override.where}: {key} has the value "
+        f"{shown(present)} already; write {key}=VALUE or ++{key}=VALUE"
     )
 
 
 def _current(tree: SettingsTree, path: KeyPath, defaults: Mapping[str, object]) -> object:
     for source in (tree.values, defaults):
-        found = value_at(source, path, ABSENT)
-        if found is not ABSENT:
+        found = value_at(source, path, UNSET)
+        if found is not UNSET:
             return found
-    return ABSENT
+    return UNSET

@@ -1,23 +1,29 @@
-"""Resolves ``${a.b}`` references between configuration values."""
+"""Resolve ``${a.b}`` references between configuration values, as verl's files use them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from sluice.config.catalogue.entry import ABSENT
-from sluice.config.catalogue.table import CATALOGUE
+from msgspec import UNSET
+
+from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
-from sluice.config.loading.settings_tree import SettingsTree, value_at
+from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_scalar
+from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
+# OmegaConf, which verl uses, was tried instead. It would save only this module, since the signs
+# before a key (+, ++, ~) are Hydra's. It costs 120 ms at the start of every service, reads a
+# threshold band such as 1_5 as 15, `on` as true and 012 as 10, finds neither our defaults nor other
+# spellings of a key without a tree of all of them, and its errors name no remedy.
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _SELECT = re.compile(r"^oc\.select:([^,]*)(?:,(.*))?$", re.DOTALL)
 
 
 def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> SettingsTree:
-    """A copy of `tree` without references.
+    """Return a copy of `tree` without references.
 
     A value that is one reference takes the other value with its type; a reference inside a longer
     string is written out. ``${.a}`` starts beside the key itself, ``${..a}`` one section above;
@@ -38,7 +44,7 @@ class _Resolver:
         self._sources = (tree.values, defaults)
 
     def resolve(self, value: object, chain: tuple[str, ...]) -> object:
-        """`value` without references; `chain` names the keys on the way, for circles."""
+        """Return `value` without references; `chain` names the keys on the way, for circles."""
         if isinstance(value, Mapping):
             return {k: self.resolve(v, (*chain[:-1], f"{chain[-1]}.{k}")) for k, v in value.items()}
         if isinstance(value, list):
@@ -59,7 +65,7 @@ class _Resolver:
             path = _absolute(select[1].strip(), chain[-1])
             found = self._value(path, chain)
             default = None if select[2] is None else parse_scalar(select[2].strip())
-            return default if found is ABSENT else found
+            return default if found is UNSET else found
         if ":" in key:
             raise ConfigError(
                 f"{chain[-1]}: the reference ${{{key}}} calls a resolver; only ${{key.path}} is "
@@ -67,10 +73,10 @@ class _Resolver:
             )
         path = _absolute(key, chain[-1])
         found = self._value(path, chain)
-        if found is not ABSENT:
+        if found is not UNSET:
             return found
         if find_key(canonical(path)) is None and not is_section(canonical(path)):
-            raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path)}")
+            raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: {unknown_key(path).text}")
         raise ConfigError(f"{chain[-1]}: reference ${{{key}}}: that key has no value; set it")
 
     def _value(self, path: KeyPath, chain: tuple[str, ...]) -> object:
@@ -81,15 +87,15 @@ class _Resolver:
                 f"{chain[-1]}: references run in a circle: {' -> '.join((*chain, key))}"
             )
         for source in self._sources:
-            found = value_at(source, proper, ABSENT)
-            if found is not ABSENT:
+            found = value_at(source, proper, UNSET)
+            if found is not UNSET:
                 return self.resolve(found, (*chain, key))
-        entry = CATALOGUE.get(key)
-        return ABSENT if entry is None else entry.default
+        entry = catalogue().get(key)
+        return UNSET if entry is None else entry.default
 
 
 def _absolute(key: str, at: str) -> KeyPath:
-    """`key` as a path; leading dots count sections upwards from the key `at`."""
+    """Return `key` as a path; leading dots count sections upwards from the key `at`."""
     name = key.lstrip(".")
     dots = len(key) - len(name)
     above = at.split(".")[:-dots] if dots else []

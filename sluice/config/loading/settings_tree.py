@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from sluice.config.catalogue.entry import ABSENT
+from msgspec import UNSET
+
 from sluice.config.loading.keys import KeyPath, canonical_leaves, find_key, is_section, refers_to
+from sluice.config.problems import shown
+from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
 
 @dataclass(slots=True)
 class SettingsTree:
-    """What was set, with the words it was set by.
+    """The keys that were set, with their spelling as written.
 
     Attributes:
         values: nested mappings; only what was set.
@@ -24,7 +27,7 @@ class SettingsTree:
     spelled: dict[KeyPath, KeyPath] = field(default_factory=dict)
 
     def set(self, path: KeyPath, value: object, spelled: KeyPath) -> None:
-        """Sets the value at `path`, over any former one."""
+        """Set the value at `path`, over any former one."""
         node = self.values
         for key in path[:-1]:
             inner = node.get(key)
@@ -36,7 +39,7 @@ class SettingsTree:
         self.spelled[path] = spelled
 
     def remove(self, path: KeyPath) -> None:
-        """Takes the value, or the section, at `path` away if it is there."""
+        """Remove the value, or the section, at `path` if it is there."""
         node: object = self.values
         for key in path[:-1]:
             node = node.get(key) if isinstance(node, dict) else None
@@ -44,19 +47,23 @@ class SettingsTree:
             node.pop(path[-1], None)
 
     def get(self, key: str) -> object:
-        """The value at the dotted path; `ABSENT` if it was not set."""
-        return value_at(self.values, key.split("."), ABSENT)
+        """Return the value at the dotted path; `UNSET` if it was not set."""
+        return value_at(self.values, key.split("."), UNSET)
 
     def written(self, path: KeyPath) -> str:
-        """The spelling by which the key at `path`, or one above it, was set."""
+        """Return the spelling by which the key at `path`, or one above it, was set."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.spelled:
                 return ".".join((*self.spelled[path[:length]], *path[length:]))
         return ".".join(path)
 
     def leaves(self) -> Iterator[tuple[KeyPath, object]]:
-        """Every value that was set, with its path."""
+        """Yield every value that was set, with its path."""
         yield from _leaves(self.values, ())
+
+    def by_key(self) -> dict[str, object]:
+        """Return every value that was set, by its dotted key."""
+        return {".".join(path): value for path, value in self.leaves()}
 
 
 def _leaves(values: Mapping[str, object], prefix: KeyPath) -> Iterator[tuple[KeyPath, object]]:
@@ -69,34 +76,24 @@ def _leaves(values: Mapping[str, object], prefix: KeyPath) -> Iterator[tuple[Key
 
 
 def tree_of(document: Mapping[str, object], source: str) -> SettingsTree:
-    """The settings of one YAML document.
+    """Return the settings of one YAML document.
 
-    Where verl has two keys for what is one key here, one of them may refer to the other; that
-    reference is passed over.
+    Where verl has two keys for one key of sluice, one of them may refer to the other; that
+    reference is skipped.
 
     Raises:
-        ConfigError: one key stands there in two spellings with two values.
+        ConfigError: one key has two spellings with two values.
     """
     tree = SettingsTree()
     for path, spelled, value in canonical_leaves(document, ()):
         if refers_to(value, path):
             continue
-        present = value_at(tree.values, path, ABSENT)
+        present = value_at(tree.values, path, UNSET)
         found = find_key(path)
-        if found and found.in_schema and present not in (ABSENT, value):
+        if found and found.in_schema and present not in (UNSET, value):
             raise ConfigError(
-                f"configuration ({source}): {tree.written(path)} = {present!r} and "
-                f"{'.'.join(spelled)} = {value!r} are one key; keep one of the two"
+                f"configuration ({source}): {tree.written(path)} = {shown(present)} and "
+                f"{'.'.join(spelled)} = {shown(value)} are one key; keep one of the two"
             )
         tree.set(path, value, spelled)
     return tree
-
-
-def value_at(tree: Mapping[str, object], path: Sequence[str], otherwise: object) -> object:
-    """The value at `path` in nested mappings; `otherwise` where a key is missing."""
-    node: object = tree
-    for key in path:
-        if not isinstance(node, Mapping) or key not in node:
-            return otherwise
-        node = node[key]
-    return node

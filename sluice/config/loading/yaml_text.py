@@ -15,7 +15,7 @@ from sluice.errors import ConfigError
 
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-# Underscores part thousands only, so that "1_5" stays the band of thresholds that it is.
+# Underscores separate thousands only: "1_5" is a band of thresholds, not 15.
 _WHOLE = r"(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)"
 _INT = re.compile(rf"^(?:[-+]?{_WHOLE}|0x[0-9a-fA-F]+|0o[0-7]+)$")
 _FLOAT = re.compile(
@@ -66,7 +66,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def parse_scalar(text: str) -> object:
-    """The value of a plain word: null, boolean, number or, failing these, the word itself."""
+    """Return the value of a plain word: null, boolean, number, else the word itself."""
     if _NULL.match(text):
         return None
     if _BOOL.match(text):
@@ -80,7 +80,7 @@ def parse_scalar(text: str) -> object:
 
 
 def parse_document(text: str, source: str) -> object:
-    """Parses one YAML document. `source` names it in errors.
+    """Parse one YAML document. `source` names it in errors.
 
     Raises:
         ConfigError: no YAML, or a key twice in one mapping; names line and column.
@@ -96,7 +96,7 @@ def parse_document(text: str, source: str) -> object:
 
 
 def parse_override_value(text: str, source: str) -> object:
-    """The value on the right of an override.
+    """Return the value on the right of an override.
 
     Lists, mappings and quoted strings (those that start with a bracket or a quote) are YAML flow
     values; anything else is one word, taken as it stands, so that `#` and `: ` have no meaning.
@@ -119,13 +119,13 @@ for _tag, _pattern in SCALAR_PATTERNS:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The whole tree with every default written out, in the order of the schema."""
+    """Return the whole tree with every default written out, in the order of the schema."""
     # Escapes stay on: PyYAML writes some control characters raw otherwise and reads them as spaces.
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, width=100)
 
 
 def flat_settings(config: RunConfig) -> dict[str, object]:
-    """Every value by its dotted key; lists stay whole."""
+    """Return every value by its dotted key; lists stay whole."""
     return dict(_leaves("", msgspec.to_builtins(config)))
 
 
@@ -138,7 +138,7 @@ def _leaves(prefix: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    """Writes the configuration for other processes; they never see half of a file."""
+    """Write the configuration for other processes; they never see half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(dump_config(config), encoding="utf-8")

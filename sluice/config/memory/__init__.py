@@ -1,3 +1,5 @@
-"""Estimate the device memory of a run. In: the model's shape and the configuration. Out: bytes
-for trainer and engine, and the settings that would fit.
+"""The estimate of a run's device memory.
+
+In: the model's shape and the configuration. Out: bytes for trainer and engine, and settings that
+would fit.
 """

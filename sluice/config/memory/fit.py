@@ -1,8 +1,11 @@
-"""Rules of a device's memory: engine, update, and both together, each with what would fit."""
+"""Rules of a device's memory: engine, update, and both together, each with values that fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+
+from msgspec import UNSET
 
 from sluice.config.derived import max_row_tokens
 from sluice.config.loading.loader import KeySettings
@@ -10,15 +13,15 @@ from sluice.config.memory.layouts import own_training_layout, rollout_layout, ve
 from sluice.config.memory.rollout import GIB, RolloutLayout, fits, smallest_tensor_parallel
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import TrainingLayout, training_memory
-from sluice.config.problems import Violation, violation
+from sluice.config.problems import Problem, verl_problem
 from sluice.config.run import RunConfig
 from sluice.config.verl_run import ACTOR, MEGATRON, ROLLOUT
 
 
-def memory_violations(
+def memory_problems(
     config: RunConfig, settings: KeySettings, shape: ModelShape, device_gib: float
-) -> list[Violation]:
-    """Where a device of `device_gib` GiB is too small."""
+) -> list[Problem]:
+    """Return where a device of `device_gib` GiB is too small."""
     device, engine = device_gib * GIB, rollout_layout(config, settings)
     layout = verl_training_layout(config, settings)
     colocated = settings.flag("actor_rollout_ref.hybrid_engine", otherwise=True)
@@ -30,48 +33,50 @@ def memory_violations(
     ]
 
 
-def _engine_fit(shape: ModelShape, engine: RolloutLayout, device: float) -> list[Violation]:
+def _engine_fit(shape: ModelShape, engine: RolloutLayout, device: float) -> Iterator[Problem]:
     if fits(shape, engine, device):
-        return []
-    key = f"{ROLLOUT}.tensor_model_parallel_size"
-    what = (
-        f"{key} = {engine.tp}: {device / GIB:g} GiB * {ROLLOUT}.gpu_memory_utilization "
-        f"{engine.utilization:g} * {engine.tp} cannot hold {shape.total_parameters:,} parameters "
-        "of 2 bytes"
+        return
+    key, rule = f"{ROLLOUT}.tensor_model_parallel_size", "engine-memory"
+    message = (
+        f": {device / GIB:g} GiB * {ROLLOUT}.gpu_memory_utilization {engine.utilization:g} * "
+        f"{engine.tp} cannot hold {shape.total_parameters:,} parameters of 2 bytes"
     )
     smallest = smallest_tensor_parallel(shape, device, engine.utilization)
     if smallest is None:
-        text = f"{what}, nor can any size that divides {shape.heads} heads; use larger devices"
-        return [Violation("engine-memory", text)]
-    return [violation("engine-memory", what, f"{key}={smallest}", here=True)]
+        message = f"{message}, and neither can any size that divides {shape.heads} heads"
+        yield Problem(key, engine.tp, message, "use larger devices", rule=rule)
+    else:
+        yield verl_problem(rule, key, engine.tp, message, f"{key}={smallest}", here=True)
 
 
 def _update_fit(
     config: RunConfig, shape: ModelShape, layout: TrainingLayout, device: float
-) -> list[Violation]:
+) -> Iterator[Problem]:
     peak = training_memory(shape, layout).update
     if peak <= device:
-        return []
-    what = (
+        return
+    message = (
         f"the policy update needs about {peak / GIB:.1f} GiB on each of {layout.world} trainer "
         f"ranks (trainer.nnodes * trainer.n_gpus_per_node), which have {device / GIB:g} GiB"
     )
-    remedy = _smaller_update(config, shape, layout, device)
-    if remedy:
-        return [violation("update-memory", what, *remedy)]
-    return [Violation("update-memory", f"{what}; use larger devices or shorter rows", here=False)]
+    overrides = _smaller_update(config, shape, layout, device)
+    found = verl_problem("update-memory", "", UNSET, message, *overrides)
+    yield found if overrides else replace(found, remedy="use larger devices or shorter rows")
 
 
-def _own_update_fit(config: RunConfig, shape: ModelShape, device: float) -> list[Violation]:
-    """sluice's trainer shares the model by ``fsdp_size`` alone and offloads nothing."""
+def _own_update_fit(config: RunConfig, shape: ModelShape, device: float) -> Iterator[Problem]:
+    """Yield whether the update fits as sluice runs it: ``fsdp_size`` ranks share, no offload."""
     layout = own_training_layout(config)
     peak = training_memory(shape, layout).update
     if peak <= device:
-        return []
-    what = (
+        return
+    found = Problem(
+        "",
+        UNSET,
         f"the policy update needs about {peak / GIB:.1f} GiB here, where {layout.shard} of "
         f"{layout.world} trainer ranks share {shape.total_parameters:,} parameters and optimizer "
-        f"state, of {device / GIB:g} GiB"
+        f"state, of {device / GIB:g} GiB",
+        rule="own-update-memory",
     )
     overrides: list[str] = []
     for lighten in (_checkpointing, _fully_sharded, _summed_each_pass):
@@ -81,14 +86,15 @@ def _own_update_fit(config: RunConfig, shape: ModelShape, device: float) -> list
         layout = lighter
         overrides.append(override)
         if training_memory(shape, layout).update <= device:
-            return [violation("own-update-memory", what, *overrides, here=True)]
-    return [Violation("own-update-memory", f"{what}; use a smaller model or larger devices")]
+            yield replace(found, overrides=tuple(overrides))
+            return
+    yield replace(found, remedy="use a smaller model or larger devices")
 
 
 def _smaller_update(
     config: RunConfig, shape: ModelShape, layout: TrainingLayout, device: float
 ) -> tuple[str, ...]:
-    """What to change, the cheapest first, until it is enough; nothing if even all is not."""
+    """Return overrides, the cheapest first, until they are enough; none if all of them are not."""
     overrides: list[str] = []
     for lighten in (_checkpointing, _fused_logits, _smallest_micro_batch, _streaming):
         lighter, override = lighten(config, layout)
@@ -127,7 +133,7 @@ def _fused_logits(_: RunConfig, layout: TrainingLayout) -> tuple[TrainingLayout,
 
 
 def _smallest_micro_batch(config: RunConfig, layout: TrainingLayout) -> tuple[TrainingLayout, str]:
-    """One row, or the budget that just holds the longest."""
+    """Cut micro-batches to one row, or to the budget that just holds the longest."""
     ranks = layout.cp if layout.backend == "megatron" else layout.sp
     tokens = -(-max_row_tokens(config.data) // ranks)
     key = f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"
@@ -144,23 +150,24 @@ def _streaming(_: RunConfig, layout: TrainingLayout) -> tuple[TrainingLayout, st
 
 def _colocated_fit(
     shape: ModelShape, layout: TrainingLayout, engine: RolloutLayout, device: float
-) -> list[Violation]:
-    """verl's engine takes its share of a device on which the trainer's state stays."""
+) -> Iterator[Problem]:
+    """Yield whether verl's engine fits on a device on which the trainer's state stays."""
     idle = training_memory(shape, layout).idle
     capacity = (device - idle) / device
     if engine.utilization <= capacity:
-        return []
-    key = f"{ROLLOUT}.gpu_memory_utilization"
-    what = (
-        f"{key} = {engine.utilization:g} of {device / GIB:g} GiB beside {idle / GIB:.1f} GiB of "
-        "trainer state that stays while verl's colocated engine generates"
+        return
+    key, rule = f"{ROLLOUT}.gpu_memory_utilization", "colocated-memory"
+    message = (
+        f"of {device / GIB:g} GiB beside {idle / GIB:.1f} GiB of trainer state that stays while "
+        "verl's colocated engine generates"
     )
     share = int(capacity * 20) / 20
     if share > 0 and fits(shape, replace(engine, utilization=share), device):
-        return [violation("colocated-memory", what, f"{key}={share:g}")]
+        yield verl_problem(rule, key, engine.utilization, message, f"{key}={share:g}")
+        return
     section = MEGATRON if layout.backend == "megatron" else f"{ACTOR}.fsdp_config"
     moved = (
         ("param", "optimizer", "grad") if layout.backend == "megatron" else ("param", "optimizer")
     )
     offloads = (f"{section}.{name}_offload=true" for name in moved)
-    return [violation("colocated-memory", what, *offloads)]
+    yield verl_problem(rule, key, engine.utilization, message, *offloads)

@@ -1,4 +1,4 @@
-"""Reads the layouts of trainer and engine from the configuration."""
+"""Read the layouts of trainer and engine from the configuration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16
 
 
 def verl_training_layout(config: RunConfig, settings: KeySettings) -> TrainingLayout:
-    """The trainer as verl would lay it out."""
+    """Return the trainer as verl would lay it out."""
     split = parallel_split(config, settings)
     return _megatron(config, settings, split) if split.megatron else _fsdp(config, settings, split)
 
 
 def own_training_layout(config: RunConfig) -> TrainingLayout:
-    """The trainer as sluice lays it out: ``fsdp_size`` ranks share the model, without offload."""
+    """Return the trainer as sluice lays it out: ``fsdp_size`` ranks share, no offload."""
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     actor = config.actor_rollout_ref.actor
     sharding = actor.fsdp_config
@@ -50,7 +50,7 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
 
 
 def rollout_layout(config: RunConfig, settings: KeySettings) -> RolloutLayout:
-    """The inference engine."""
+    """Return the inference engine."""
     rollout = config.actor_rollout_ref.rollout
     fp8 = settings.text(f"{ROLLOUT}.quantization", otherwise="") == "fp8"
     return RolloutLayout(
@@ -111,7 +111,7 @@ def _megatron(config: RunConfig, settings: KeySettings, split: ParallelSplit) ->
 
 
 def _verl_checkpointing(config: RunConfig, settings: KeySettings) -> bool:
-    """verl checkpoints unless told not to, sluice the other way round."""
+    """Return whether verl checkpoints: it does by default, sluice does not."""
     key = f"{_MODEL}.enable_gradient_checkpointing"
     return config.actor_rollout_ref.model.enable_gradient_checkpointing or not settings.is_set(key)
 
@@ -121,7 +121,7 @@ def _fused(settings: KeySettings) -> bool:
 
 
 def _micro_tokens(config: RunConfig, *, ranks: int) -> int:
-    """Most tokens of a micro-batch on one device.
+    """Return the most tokens of a micro-batch on one device.
 
     The token budget is per device already; rows of a fixed micro-batch are cut by `ranks`.
     """

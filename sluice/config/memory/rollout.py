@@ -51,7 +51,7 @@ class RolloutMemory:
 def rollout_memory(
     shape: ModelShape, layout: RolloutLayout, device_bytes: float | None
 ) -> RolloutMemory:
-    """Estimates an engine's memory; the cache gets what weights and activations leave."""
+    """Estimate an engine's memory; the cache gets what weights and activations leave."""
     weights, activations = engine_weights(shape, layout), engine_activations(shape, layout)
     per_token = kv_bytes_per_token(shape, layout.tp, layout.kv_bytes)
     wanted = per_token * layout.longest_row * layout.max_num_seqs
@@ -65,20 +65,20 @@ def rollout_memory(
 
 
 def engine_weights(shape: ModelShape, layout: RolloutLayout) -> float:
-    """Bytes of weights on one device: all over `tp`, but experts over `ep` where it is used."""
+    """Return the bytes of weights on a device: all over `tp`, but experts over `ep` if used."""
     experts = shape.expert_parameters / (layout.ep if layout.ep > 1 else layout.tp)
     others = (shape.total_parameters - shape.expert_parameters) / layout.tp
     return (experts + others) * layout.weight_bytes
 
 
 def engine_activations(shape: ModelShape, layout: RolloutLayout) -> float:
-    """Bytes of one step's values: residual stream and widest MLP, and float32 logits to sample."""
+    """Return the bytes of one step: residual stream, widest MLP, and float32 logits."""
     widest = 2 * shape.hidden + 2 * shape.mlp_width / layout.tp
     return layout.batched_tokens * widest * 2 + layout.max_num_seqs * shape.vocab * 4
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, kv_bytes: int = 2) -> int:
-    """Bytes one token takes in the cache of one device: key and value of each layer.
+    """Return the cache bytes of a token on one device: key and value of each layer.
 
     Heads are cut by `tp`; below one head per device they are replicated.
     """
@@ -89,7 +89,7 @@ def kv_bytes_per_token(shape: ModelShape, tp: int, kv_bytes: int = 2) -> int:
 def smallest_tensor_parallel(
     shape: ModelShape, device_bytes: float, utilization: float
 ) -> int | None:
-    """The smallest size that fits: device memory × utilization × TP > parameters × 2 bytes.
+    """Return the smallest size that fits: memory × utilization × TP > parameters × 2 bytes.
 
     Only sizes that divide the attention heads are possible; `None` if not even all heads' number
     of devices is enough.
@@ -100,5 +100,5 @@ def smallest_tensor_parallel(
 
 
 def fits(shape: ModelShape, layout: RolloutLayout, device_bytes: float) -> bool:
-    """Whether the guide's rule holds for the layout's own tensor parallel size."""
+    """Return whether that rule holds for the layout's own tensor parallel size."""
     return device_bytes * layout.utilization * layout.tp > shape.total_parameters * _FIT_BYTES

@@ -1,14 +1,10 @@
-"""The shape of a decoder-only model: the sizes that decide its memory, read from its
-config.json or from a table of published models.
-"""
+"""The shape of a decoder-only model: the sizes that decide its memory, from its config.json."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 
@@ -118,87 +114,8 @@ class ModelShape:
         return whole // self.layers
 
 
-# Shapes of well-known models, from the config.json files their makers publish.
-#
-# Used where `actor_rollout_ref.model.path` names a model that this machine does not hold.
-
-_QWEN3_VOCAB, _QWEN25_VOCAB = 151_936, 152_064
-
-
-def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, *, tied: bool) -> ModelShape:
-    return ModelShape(
-        layers,
-        hidden,
-        heads,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=intermediate,
-        vocab=_QWEN3_VOCAB,
-        tied_embeddings=tied,
-        qk_norm=True,
-    )
-
-
-def _qwen3_moe(layers: int, hidden: int, heads: int, dense: int, expert: int) -> ModelShape:
-    return ModelShape(
-        layers,
-        hidden,
-        heads,
-        kv_heads=4,
-        head_dim=128,
-        intermediate=dense,
-        vocab=_QWEN3_VOCAB,
-        qk_norm=True,
-        experts=128,
-        experts_per_token=8,
-        expert_intermediate=expert,
-    )
-
-
-def _qwen25(layers: int, hidden: int, heads: int, kv_heads: int, width: int) -> ModelShape:
-    return ModelShape(
-        layers,
-        hidden,
-        heads,
-        kv_heads,
-        head_dim=128,
-        intermediate=width,
-        vocab=_QWEN25_VOCAB,
-        qkv_bias=True,
-    )
-
-
-PUBLISHED_SHAPES: Mapping[str, ModelShape] = MappingProxyType(
-    {
-        "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
-        "Qwen3-8B": _qwen3(36, 4096, 32, 12_288, tied=False),
-        "Qwen3-32B": _qwen3(64, 5120, 64, 25_600, tied=False),
-        "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768),
-        "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 64, 12_288, 1536),
-        "Qwen2.5-7B": _qwen25(28, 3584, 28, 4, 18_944),
-        "Qwen2.5-32B": _qwen25(64, 5120, 40, 8, 27_648),
-    }
-)
-
-# Fine-tuned and vision variants share the language model of the base.
-_VARIANT = re.compile(r"-(instruct|thinking|base|math|coder|vl|hf|chat|\d{4})(?=-|$)")
-
-
-def published_shape(path: str) -> ModelShape | None:
-    """The shape of the model whose name ends `path`, for example ``Qwen/Qwen3-8B-Base``."""
-    name = path.rstrip("/").rpartition("/")[2]
-    return _BY_PLAIN_NAME.get(_plain(name))
-
-
-def _plain(name: str) -> str:
-    return _VARIANT.sub("", name.lower())
-
-
-_BY_PLAIN_NAME = {_plain(name): shape for name, shape in PUBLISHED_SHAPES.items()}
-
-
 def find_shape(model_path: str, config_file: Path | None) -> ModelShape | None:
-    """The shape from `config_file`, else from the model's own folder, else by the model's name.
+    """Return the shape from `config_file`, else from the model's folder, if there is one.
 
     Raises:
         ConfigError: a file is there but describes no such model.
@@ -206,22 +123,11 @@ def find_shape(model_path: str, config_file: Path | None) -> ModelShape | None:
     if config_file is not None:
         return read_shape(config_file)
     local = Path(model_path) / "config.json"
-    if model_path and local.is_file():
-        return read_shape(local)
-    return published_shape(model_path)
-
-
-def unknown_shape(model_path: str) -> str:
-    """The sentence for a model whose shape is not known here."""
-    return (
-        f"actor_rollout_ref.model.path = {model_path!r} holds no config.json here and is none of "
-        f"the models known by name ({', '.join(PUBLISHED_SHAPES)}); give its config.json with "
-        "--model-config FILE for the estimate of memory"
-    )
+    return read_shape(local) if model_path and local.is_file() else None
 
 
 def read_shape(file: Path) -> ModelShape:
-    """Reads a config.json.
+    """Return the shape that a config.json describes.
 
     Raises:
         ConfigError: naming the file and what it lacks.
@@ -241,7 +147,7 @@ def read_shape(file: Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, object]) -> ModelShape:
-    """The shape a config.json describes.
+    """Return the shape that the content of a config.json describes.
 
     Raises:
         ConfigError: a size is missing, or attention is of a kind that is not estimated.

@@ -1,4 +1,11 @@
-"""Memory of one trainer device, in bytes, for a layout over devices."""
+"""Memory of one trainer device, in bytes, for a layout over devices.
+
+Model state of mixed-precision Adam is 16 bytes a parameter (ZeRO, Rajbhandari et al. 2020,
+section 3.1). Activations follow the counting of Korthikanti et al. 2022 ("Reducing activation
+recomputation in large transformer models", sections 4 and 5) for gated MLPs, grouped-query
+attention and a fused attention kernel. Allocator waste and communication buffers are not counted:
+leave a tenth of the device free.
+"""
 
 from __future__ import annotations
 
@@ -63,14 +70,6 @@ class TrainingLayout:
         return max(self.world // cut[self.backend], 1)
 
 
-# Memory of one trainer device, in bytes.
-#
-# Model state of mixed-precision Adam is 16 bytes a parameter (ZeRO, Rajbhandari et al. 2020,
-# section 3.1). Activations follow the counting of Korthikanti et al. 2022 ("Reducing activation
-# recomputation in large transformer models", sections 4 and 5) for gated MLPs, grouped-query
-# attention and a fused attention kernel. Allocator waste and communication buffers are not in
-# it: leave a tenth of the device free.
-
 LOGIT_BYTES = 4 + 2 + 1
 """Per token and vocabulary entry: a float32 and a bfloat16 copy, and part of a temporary (verl)."""
 
@@ -80,7 +79,7 @@ class TrainingMemory:
     """Bytes on one device, by what they hold, and when.
 
     Args:
-        gathered: full-precision-of-compute copies of the layers at work.
+        gathered: copies of the layers at work, in the dtype of the passes.
         layer_activations: activations of one layer; what a forward pass without gradients holds.
         idle: what stays on the device between updates, while a colocated engine generates.
         log_prob: peak while logprobs are recomputed.
@@ -106,7 +105,7 @@ class TrainingMemory:
 
 
 def training_memory(shape: ModelShape, layout: TrainingLayout) -> TrainingMemory:
-    """Estimates the memory of the device that holds most.
+    """Estimate the memory of the device that holds most.
 
     Offloads move whole phases (verl): a component is back on the device for the update, so they
     lower `log_prob` and `idle`, not `update`; only `streamed_offload` and `optimizer_host_share`
@@ -143,7 +142,7 @@ def training_memory(shape: ModelShape, layout: TrainingLayout) -> TrainingMemory
 
 
 def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer on one device."""
+    """Return the bytes of parameters, gradients and optimizer on one device."""
     if layout.backend == "megatron":
         dense, experts = megatron_parameters(shape, layout)
         # bf16 parameters, fp32 gradients; master copy and two moments in fp32, sharded over the
@@ -159,7 +158,7 @@ def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, floa
 
 
 def megatron_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[float, float]:
-    """Dense and expert parameters of the fullest pipeline stage on one device.
+    """Return dense and expert parameters of the fullest pipeline stage on one device.
 
     Layers are cut evenly; the first and the last stage hold a vocabulary matrix each, and one
     stage alone holds both.
@@ -171,7 +170,7 @@ def megatron_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[floa
 
 
 def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
-    """Copies of parameters in the compute dtype while layers are at work."""
+    """Return the bytes of parameters that are gathered in the compute dtype."""
     if layout.backend == "megatron":
         return 0.0
     if layout.backend == "replicated":
@@ -188,7 +187,7 @@ def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
 
 
 def activation_values(shape: ModelShape) -> int:
-    """Values that one layer keeps per token for its backward pass, in elements of two bytes.
+    """Return the values that one layer keeps per token for its backward pass (2 bytes each).
 
     A norm that computes in float32, as Transformers' do, keeps a float32 copy of its input, the
     normalised values and its output: 4h for each of the two, and three times the heads' width more
@@ -210,7 +209,7 @@ def _layer_activations(shape: ModelShape, layout: TrainingLayout) -> float:
 
 
 def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
-    """What all layers keep, and the layer at work.
+    """Return the bytes that all layers keep, and those of the layer at work.
 
     The first pipeline stage keeps as many micro-batches as there are stages (1F1B), so pipeline
     parallelism does not lower the sum (Korthikanti et al., section 4.2.3).

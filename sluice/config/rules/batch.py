@@ -1,7 +1,7 @@
 """verl's own rules about batch and parallel sizes, all at once, each with a value that would do.
 
-verl checks some when it reads the configuration and others only inside a worker, minutes later;
-here all of them come first. The order is verl's.
+verl checks some of them when it reads the configuration and others only inside a worker, minutes
+later. The order is verl's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from sluice.config.problems import Violation, violation
+from sluice.config.problems import Problem, shown, verl_problem
 from sluice.config.verl_run import (
     ACTOR,
     CRITIC,
@@ -29,12 +29,12 @@ CRITIC_SP = f"{CRITIC}.ulysses_sequence_parallel_size"
 RANKS = "trainer.n_gpus_per_node"
 
 
-def verl_violations(run: VerlRun) -> list[Violation]:
-    """Every rule that `run` breaks, in verl's order."""
-    return [broken for rule in _RULES for broken in rule(run)]
+def verl_problems(run: VerlRun) -> list[Problem]:
+    """Return every rule that `run` breaks, in verl's order."""
+    return [problem for rule in _RULES for problem in rule(run)]
 
 
-def _world(run: VerlRun) -> Iterator[Violation]:
+def _world(run: VerlRun) -> Iterator[Problem]:
     split = run.batch.split
     if split.world % split.ranks_per_replica:
         keys = (
@@ -43,34 +43,37 @@ def _world(run: VerlRun) -> Iterator[Violation]:
             else f"{SP} = {split.sp}"
         )
         step = split.ranks_per_replica // math.gcd(split.nodes, split.ranks_per_replica)
-        yield violation(
+        yield verl_problem(
             "world-divides",
-            f"trainer.nnodes * {RANKS} = {split.world} ranks cannot be divided into replicas of "
-            f"{split.ranks_per_replica} ranks ({keys})",
+            f"trainer.nnodes * {RANKS}",
+            split.world,
+            f"ranks cannot be divided into replicas of {split.ranks_per_replica} ranks ({keys})",
             f"{RANKS}={next_multiple(split.ranks_per_node, step)}",
         )
     if not split.megatron and 0 < split.fsdp_size < split.world and split.world % split.fsdp_size:
-        yield violation(
+        yield verl_problem(
             "fsdp-size",
-            f"{ACTOR}.fsdp_config.fsdp_size = {split.fsdp_size} does not divide the {split.world} "
-            "trainer ranks",
+            f"{ACTOR}.fsdp_config.fsdp_size",
+            split.fsdp_size,
+            f"does not divide the {split.world} trainer ranks",
             f"{ACTOR}.fsdp_config.fsdp_size={largest_divisor(split.world, split.fsdp_size)}",
             here=True,
         )
 
 
-def _critic_world(run: VerlRun) -> Iterator[Violation]:
+def _critic_world(run: VerlRun) -> Iterator[Problem]:
     world = run.batch.split.world
     if run.critic is not None and not run.batch.split.megatron and world % run.critic.sp:
-        yield violation(
+        yield verl_problem(
             "critic-world-divides",
-            f"trainer.nnodes * {RANKS} = {world} ranks cannot be divided into replicas of "
-            f"{CRITIC_SP} = {run.critic.sp} ranks",
+            f"trainer.nnodes * {RANKS}",
+            world,
+            f"ranks cannot be divided into replicas of {CRITIC_SP} = {run.critic.sp} ranks",
             f"{CRITIC_SP}={largest_divisor(world, run.critic.sp)}",
         )
 
 
-def _real_batch(run: VerlRun) -> Iterator[Violation]:
+def _real_batch(run: VerlRun) -> Iterator[Problem]:
     batch, replicas = run.batch, run.batch.split.data_parallel
     if run.dynamic or replicas is None:
         return
@@ -78,166 +81,170 @@ def _real_batch(run: VerlRun) -> Iterator[Violation]:
     if batch.split.megatron:
         minimal = replicas * (batch.micro_rows or 1)
     if batch.rows % minimal:
-        yield violation(
+        yield verl_problem(
             "real-batch",
-            f"{TRAIN} * {ROLLOUT}.n = {batch.train_prompts} * {batch.responses} = {batch.rows} "
+            f"{TRAIN} * {ROLLOUT}.n = {batch.train_prompts} * {batch.responses}",
+            batch.rows,
             f"rows are no multiple of {minimal}, the smallest batch that gives every rank the same",
             f"{TRAIN}={_train_prompts(batch, minimal)}",
         )
 
 
-def _log_prob_micro(run: VerlRun) -> Iterator[Violation]:
+def _log_prob_micro(run: VerlRun) -> Iterator[Problem]:
     for one in run.log_prob_passes:
         key = f"{one.section}.log_prob_micro_batch_size"
         if one.dynamic:
             continue
         if one.micro_rows is None and one.global_micro_rows is None:
-            yield violation(
+            yield verl_problem(
                 "log-prob-micro",
-                f"{key}_per_gpu is null while {one.section}.log_prob_use_dynamic_bsz is false",
+                f"{key}_per_gpu",
+                None,
+                f"while {one.section}.log_prob_use_dynamic_bsz is false",
                 f"{key}_per_gpu={_fitting_micro(run.batch)}",
             )
         elif one.micro_rows is not None and one.global_micro_rows is not None:
-            yield violation(
+            yield verl_problem(
                 "log-prob-micro",
-                f"{key}_per_gpu = {one.micro_rows} and the deprecated {key} = "
-                f"{one.global_micro_rows} are both set",
+                f"{key}_per_gpu",
+                one.micro_rows,
+                f"and the deprecated {key} = {one.global_micro_rows} are both set",
                 f"{key}=null",
             )
 
 
-def _mini_in_train(run: VerlRun) -> Iterator[Violation]:
+def _mini_in_train(run: VerlRun) -> Iterator[Problem]:
     batch = run.batch
     if batch.mini_prompts > batch.train_prompts:
-        yield violation(
+        yield verl_problem(
             "mini-in-train",
-            f"{MINI} = {batch.mini_prompts} is more than {TRAIN} = {batch.train_prompts} (both "
-            "count prompts)",
+            MINI,
+            batch.mini_prompts,
+            f"is more than {TRAIN} = {batch.train_prompts} (both count prompts)",
             f"{MINI}={batch.train_prompts}",
             here=True,
         )
     elif batch.train_prompts % batch.mini_prompts:
-        yield violation(
+        yield verl_problem(
             "whole-mini-batches",
-            f"{TRAIN} = {batch.train_prompts} is no multiple of {MINI} = {batch.mini_prompts}, so "
-            "the last mini-batch would be smaller",
+            TRAIN,
+            batch.train_prompts,
+            f"is no multiple of {MINI} = {batch.mini_prompts}, so the last mini-batch would be "
+            "smaller",
             *_mini_prompts(batch),
             here=True,
         )
 
 
-def _micro(run: VerlRun) -> Iterator[Violation]:
+def _micro(run: VerlRun) -> Iterator[Problem]:
     batch, old = run.batch, run.global_micro_rows
     if run.dynamic:
         return
     per_gpu = f"{MICRO}={_fitting_micro(batch)}"
     if old is None and run.micro_rows is None:
-        yield violation(
-            "micro-batch",
-            f"{MICRO} is null while {ACTOR}.use_dynamic_bsz is false",
-            per_gpu,
-            here=True,
-        )
+        while_false = f"while {ACTOR}.use_dynamic_bsz is false"
+        yield verl_problem("micro-batch", MICRO, None, while_false, per_gpu, here=True)
     if old is None:
         return
     if run.micro_rows is not None:
-        yield violation(
-            "micro-batch",
-            f"{MICRO} = {run.micro_rows} and the deprecated {GLOBAL_MICRO} = {old} are both set",
-            f"{GLOBAL_MICRO}=null",
-        )
+        both = f"and the deprecated {GLOBAL_MICRO} = {old} are both set"
+        yield verl_problem("micro-batch", MICRO, run.micro_rows, both, f"{GLOBAL_MICRO}=null")
     elif batch.mini_prompts % old or old * batch.split.sp < batch.split.world:
-        yield violation(
+        yield verl_problem(
             "global-micro-batch",
-            f"the deprecated {GLOBAL_MICRO} = {old} must divide {MINI} = {batch.mini_prompts} and "
-            f"give each of {batch.split.world} ranks a row",
+            GLOBAL_MICRO,
+            old,
+            f"(deprecated) must divide {MINI} = {batch.mini_prompts} and give each of "
+            f"{batch.split.world} ranks a row",
             f"{GLOBAL_MICRO}=null",
             per_gpu,
         )
 
 
-def _remove_padding(run: VerlRun) -> Iterator[Violation]:
-    for key, sp in ((SP, run.batch.split.sp), *_log_prob_sp(run)):
-        if sp > 1 and not run.remove_padding:
-            yield violation(
+def _remove_padding(run: VerlRun) -> Iterator[Problem]:
+    models = [(SP, run.batch.split.sp, "actor_rollout_ref", run.remove_padding)]
+    models += [
+        (f"{REF}.ulysses_sequence_parallel_size", one.sp, "actor_rollout_ref", run.remove_padding)
+        for one in run.log_prob_passes
+        if one.section == REF
+    ]
+    if run.critic is not None:
+        models.append((CRITIC_SP, run.critic.sp, CRITIC, run.critic.remove_padding))
+    for key, sp, model, packed in models:
+        if sp > 1 and not packed:
+            yield verl_problem(
                 "sp-needs-packing",
-                f"{key} = {sp} with actor_rollout_ref.model.use_remove_padding = false: sequences "
-                "can only be cut once they are packed",
-                "actor_rollout_ref.model.use_remove_padding=true",
+                key,
+                sp,
+                f"with {model}.model.use_remove_padding = false: only packed sequences can be cut",
+                f"{model}.model.use_remove_padding=true",
             )
-    critic = run.critic
-    if critic is not None and critic.sp > 1 and not critic.remove_padding:
-        yield violation(
-            "sp-needs-packing",
-            f"{CRITIC_SP} = {critic.sp} with {CRITIC}.model.use_remove_padding = false: sequences "
-            "can only be cut once they are packed",
-            f"{CRITIC}.model.use_remove_padding=true",
-        )
 
 
-def _log_prob_sp(run: VerlRun) -> Iterator[tuple[str, int]]:
-    for one in run.log_prob_passes:
-        if one.section == REF:
-            yield f"{REF}.ulysses_sequence_parallel_size", one.sp
-
-
-def _sampling(run: VerlRun) -> Iterator[Violation]:
+def _sampling(run: VerlRun) -> Iterator[Problem]:
     if run.val_do_sample and run.temperature <= 0:
-        yield violation(
+        yield verl_problem(
             "validation-temperature",
-            f"{ROLLOUT}.val_kwargs.do_sample = true needs {ROLLOUT}.temperature > 0, got "
-            f"{run.temperature:g}",
+            f"{ROLLOUT}.temperature",
+            run.temperature,
+            f"with {ROLLOUT}.val_kwargs.do_sample = true: sampling needs a temperature above 0",
             f"{ROLLOUT}.temperature=1.0",
         )
 
 
-def _same_dynamic(run: VerlRun) -> Iterator[Violation]:
+def _same_dynamic(run: VerlRun) -> Iterator[Problem]:
+    dynamic = shown(run.dynamic)
     for one in run.log_prob_passes:
         if one.section == ROLLOUT and one.dynamic != run.dynamic:
-            yield violation(
+            yield verl_problem(
                 "dynamic-alike",
-                f"{ROLLOUT}.log_prob_use_dynamic_bsz = {str(one.dynamic).lower()} differs from "
-                f"{ACTOR}.use_dynamic_bsz = {str(run.dynamic).lower()}",
-                f"{ROLLOUT}.log_prob_use_dynamic_bsz={str(run.dynamic).lower()}",
+                f"{ROLLOUT}.log_prob_use_dynamic_bsz",
+                one.dynamic,
+                f"differs from {ACTOR}.use_dynamic_bsz = {dynamic}",
+                f"{ROLLOUT}.log_prob_use_dynamic_bsz={dynamic}",
             )
 
 
-def _mini_rows(run: VerlRun) -> Iterator[Violation]:
+def _mini_rows(run: VerlRun) -> Iterator[Problem]:
     batch, replicas = run.batch, run.batch.split.data_parallel
     if replicas is None:
         return
     normalised = batch.mini_rows_per_replica
     if normalised is None:
-        yield violation(
+        yield verl_problem(
             "mini-rows",
-            f"{MINI} * {ROLLOUT}.n = {batch.mini_prompts} * {batch.responses} = {batch.mini_rows} "
+            f"{MINI} * {ROLLOUT}.n = {batch.mini_prompts} * {batch.responses}",
+            batch.mini_rows,
             f"rows cannot be divided among {replicas} data-parallel ranks",
             *_mini_prompts(batch),
         )
     elif not run.dynamic and batch.micro_rows and normalised % batch.micro_rows:
-        yield violation(
+        yield verl_problem(
             "micro-divides-mini",
-            f"normalised {MINI} = {batch.mini_rows} rows / {replicas} data-parallel ranks = "
-            f"{normalised} is no multiple of {MICRO} = {batch.micro_rows}",
+            f"normalised {MINI} = {batch.mini_rows} rows / {replicas} data-parallel ranks",
+            normalised,
+            f"is no multiple of {MICRO} = {batch.micro_rows}",
             f"{MICRO}={largest_divisor(normalised, batch.micro_rows)}",
         )
 
 
-def _log_prob_rows(run: VerlRun) -> Iterator[Violation]:
-    rows = run.batch.rows_per_replica
+def _log_prob_rows(run: VerlRun) -> Iterator[Problem]:
+    rows, replicas = run.batch.rows_per_replica, run.batch.split.data_parallel
     for one in run.log_prob_passes:
         if one.dynamic or rows is None or one.micro_rows is None or rows % one.micro_rows == 0:
             continue
         key = f"{one.section}.log_prob_micro_batch_size_per_gpu"
-        yield violation(
+        yield verl_problem(
             "log-prob-divides",
-            f"{rows} rows per data-parallel rank ({TRAIN} * {ROLLOUT}.n / "
-            f"{run.batch.split.data_parallel}) are no multiple of {key} = {one.micro_rows}",
+            key,
+            one.micro_rows,
+            f"does not divide the {rows} rows per data-parallel rank ({TRAIN} * {ROLLOUT}.n / "
+            f"{replicas})",
             f"{key}={largest_divisor(rows, one.micro_rows)}",
         )
 
 
-def _token_budget(run: VerlRun) -> Iterator[Violation]:
+def _token_budget(run: VerlRun) -> Iterator[Problem]:
     sp = run.batch.split.cp if run.batch.split.megatron else run.batch.split.sp
     budgets = [(f"{ACTOR}.ppo_max_token_len_per_gpu", run.dynamic, run.token_budget, sp)]
     budgets += [
@@ -249,55 +256,62 @@ def _token_budget(run: VerlRun) -> Iterator[Violation]:
         budgets.append((key, critic.dynamic, critic.token_budget, critic.sp))
     for key, dynamic, budget, ranks in budgets:
         if dynamic and budget * ranks < run.longest_row:
-            shared = f" * {ranks} ranks that share a row" if ranks > 1 else ""
-            yield violation(
+            shared = f"* {ranks} ranks that share a row " if ranks > 1 else ""
+            yield verl_problem(
                 "token-budget",
-                f"{key} = {budget}{shared} cannot hold the longest row of {run.longest_row} "
-                "tokens (data.max_prompt_length + data.max_response_length)",
+                key,
+                budget,
+                f"{shared}cannot hold the longest row of {run.longest_row} tokens "
+                "(data.max_prompt_length + data.max_response_length)",
                 f"{key}={math.ceil(run.longest_row / ranks)}",
             )
 
 
-def _dispatch(run: VerlRun) -> Iterator[Violation]:
+def _dispatch(run: VerlRun) -> Iterator[Problem]:
     batch, replicas = run.batch, run.batch.split.data_parallel
     if replicas is not None and batch.rows_per_replica is None:
-        yield violation(
+        yield verl_problem(
             "rows-divide",
-            f"{TRAIN} * {ROLLOUT}.n = {batch.rows} rows cannot be divided among {replicas} "
-            "data-parallel ranks",
+            f"{TRAIN} * {ROLLOUT}.n",
+            batch.rows,
+            f"rows cannot be divided among {replicas} data-parallel ranks",
             f"{TRAIN}={_train_prompts(batch, replicas)}",
         )
 
 
-def _generation(run: VerlRun) -> Iterator[Violation]:
+def _generation(run: VerlRun) -> Iterator[Problem]:
     batch = run.batch
     if not run.filters_groups and batch.gen_prompts != batch.train_prompts:
-        yield violation(
+        yield verl_problem(
             "generation-batch",
-            f"data.gen_batch_size = {batch.gen_prompts} without algorithm.filter_groups.enable "
-            f"would silently replace {TRAIN} = {batch.train_prompts}",
+            "data.gen_batch_size",
+            batch.gen_prompts,
+            "without algorithm.filter_groups.enable would silently replace "
+            f"{TRAIN} = {batch.train_prompts}",
             f"data.gen_batch_size={batch.train_prompts}",
         )
     if run.num_generations not in (None, batch.responses):
-        yield violation(
+        yield verl_problem(
             "group-size",
-            f"algorithm.num_generations = {run.num_generations} differs from {ROLLOUT}.n = "
-            f"{batch.responses}",
+            "algorithm.num_generations",
+            run.num_generations,
+            f"differs from {ROLLOUT}.n = {batch.responses}",
             f"algorithm.num_generations={batch.responses}",
             here=run.adpo,
         )
 
 
 def _train_prompts(batch: BatchPlan, minimal: int) -> int:
-    """The next train batch whose rows are a multiple of `minimal`, in whole mini-batches."""
+    """Return the next train batch whose rows are a multiple of `minimal`, in whole mini-batches."""
     prompts = minimal // math.gcd(minimal, batch.responses)
     return next_multiple(batch.train_prompts, math.lcm(prompts, batch.mini_prompts))
 
 
 def _mini_prompts(batch: BatchPlan) -> tuple[str, ...]:
-    """The nearest mini-batch that cuts train batch and ranks evenly; a larger train batch if none.
+    """Return the nearest mini-batch that cuts train batch and ranks evenly.
 
-    A smaller one is preferred, since it needs no more memory.
+    A smaller one is preferred, since it needs no more memory; where there is none, the train batch
+    grows too.
     """
     replicas = batch.split.data_parallel or 1
     possible = [
@@ -313,11 +327,11 @@ def _mini_prompts(batch: BatchPlan) -> tuple[str, ...]:
 
 
 def _fitting_micro(batch: BatchPlan) -> int:
-    """Rows of a micro-batch that divide the normalised mini-batch; small, as memory is unknown."""
+    """Return rows that divide the normalised mini-batch; few, as the memory is unknown."""
     return largest_divisor(batch.mini_rows_per_replica or 1, 4)
 
 
-_RULES: tuple[Callable[[VerlRun], Iterator[Violation]], ...] = (
+_RULES: tuple[Callable[[VerlRun], Iterator[Problem]], ...] = (
     _world,
     _critic_world,
     _real_batch,

@@ -5,70 +5,78 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sluice.config.memory.shape import ModelShape
-from sluice.config.problems import Violation, violation
+from sluice.config.problems import Problem, verl_problem
 from sluice.config.verl_run import MEGATRON, ROLLOUT, VerlRun, largest_divisor
 
 _SHARED_ENGINES = ("vllm", "sglang")
-"""Engines with limits of their own: what these refuse is no rule of verl's alone."""
+"""Engines that sluice runs too: what they refuse is not a rule of verl alone."""
 
 
-def engine_violations(run: VerlRun) -> list[Violation]:
-    """What the engines of verl refuse whatever the model."""
+def engine_problems(run: VerlRun) -> list[Problem]:
+    """Return what the engines of verl refuse, whatever the model."""
     return [*_engine(run), *_one_engine(run)]
 
 
-def shape_violations(run: VerlRun, shape: ModelShape) -> list[Violation]:
-    """Parallel sizes by which the model's heads and experts cannot be cut."""
+def shape_problems(run: VerlRun, shape: ModelShape) -> list[Problem]:
+    """Return parallel sizes that cannot cut the model's heads and experts evenly."""
     return [*_sequence_heads(run, shape), *_tensor_heads(run, shape), *_experts(run, shape)]
 
 
-def _engine(run: VerlRun) -> Iterator[Violation]:
+def _engine(run: VerlRun) -> Iterator[Problem]:
     engine, here = run.engine, run.engine.name in _SHARED_ENGINES
     if engine.mode == "sync":
-        yield violation("engine-mode", f"{ROLLOUT}.mode = sync is gone", f"{ROLLOUT}.mode=async")
+        key = f"{ROLLOUT}.mode"
+        yield verl_problem("engine-mode", key, "sync", ": verl has dropped it", f"{key}=async")
     if engine.pp != 1:
         key = f"{ROLLOUT}.pipeline_model_parallel_size"
-        yield violation("engine-pipeline", f"{key} = {engine.pp}: engines have none", f"{key}=1")
+        none = ": engines have no pipeline stages"
+        yield verl_problem("engine-pipeline", key, engine.pp, none, f"{key}=1")
     if engine.ep > 1 and engine.ep != engine.tp * engine.dp and engine.name != "trtllm":
-        yield violation(
+        yield verl_problem(
             "engine-experts",
-            f"{ROLLOUT}.expert_parallel_size = {engine.ep} must be tensor_model_parallel_size * "
-            f"data_parallel_size = {engine.tp} * {engine.dp}",
+            f"{ROLLOUT}.expert_parallel_size",
+            engine.ep,
+            f"must be tensor_model_parallel_size * data_parallel_size = {engine.tp} * {engine.dp}",
             f"{ROLLOUT}.expert_parallel_size={engine.tp * engine.dp}",
             here=here,
         )
     if not engine.chunked_prefill and engine.batched_tokens < engine.context:
-        yield violation(
+        yield verl_problem(
             "engine-tokens",
-            f"{ROLLOUT}.max_num_batched_tokens = {engine.batched_tokens} is less than the context "
-            f"of {engine.context} tokens while {ROLLOUT}.enable_chunked_prefill is false",
+            f"{ROLLOUT}.max_num_batched_tokens",
+            engine.batched_tokens,
+            f"is less than the context of {engine.context} tokens while "
+            f"{ROLLOUT}.enable_chunked_prefill is false",
             f"{ROLLOUT}.max_num_batched_tokens={engine.context}",
             here=here,
         )
 
 
-def _one_engine(run: VerlRun) -> Iterator[Violation]:
-    """A replica is one engine of vLLM's or SGLang's."""
+def _one_engine(run: VerlRun) -> Iterator[Problem]:
+    """Yield sizes for which one engine of vLLM or SGLang is not enough: it is a whole replica."""
     engine = run.engine
     if engine.name in {"vllm", "sglang"} and engine.dp > 1:
-        yield violation(
+        yield verl_problem(
             "engine-replicas",
-            f"{ROLLOUT}.data_parallel_size = {engine.dp} with name = {engine.name}, but a "
-            "replica is one engine; start more of them (sluice.rollout.replicas)",
+            f"{ROLLOUT}.data_parallel_size",
+            engine.dp,
+            f"with name = {engine.name}, but a replica is one engine; start more of them "
+            "(sluice.rollout.replicas)",
             f"{ROLLOUT}.data_parallel_size=1",
             here=True,
         )
     if engine.name == "sglang" and engine.tp > 1:
-        yield violation(
+        yield verl_problem(
             "engine-tensor",
-            f"{ROLLOUT}.tensor_model_parallel_size = {engine.tp} with name = sglang, whose adapter "
-            "serves one device; only that of vllm serves several",
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            engine.tp,
+            "with name = sglang, whose adapter serves one device; only that of vllm serves several",
             f"{ROLLOUT}.tensor_model_parallel_size=1",
             here=True,
         )
 
 
-def _sequence_heads(run: VerlRun, shape: ModelShape) -> Iterator[Violation]:
+def _sequence_heads(run: VerlRun, shape: ModelShape) -> Iterator[Problem]:
     sizes = [("actor_rollout_ref.actor", run.batch.split.sp)]
     sizes += [(one.section, one.sp) for one in run.log_prob_passes if one.section != ROLLOUT]
     if run.batch.split.megatron:
@@ -78,33 +86,28 @@ def _sequence_heads(run: VerlRun, shape: ModelShape) -> Iterator[Violation]:
             continue
         key = f"{section}.ulysses_sequence_parallel_size"
         possible = _largest(sp, run.batch.split.world, lambda size: _cuts_heads(shape, size))
-        yield violation(
-            "sp-heads",
-            f"{key} = {sp} cannot cut {shape.heads} attention heads and {shape.kv_heads} "
-            "key-value heads evenly",
-            f"{key}={possible}",
-        )
+        heads = f"{shape.heads} attention heads and {shape.kv_heads} key-value heads"
+        cannot = f"cannot cut {heads} evenly"
+        yield verl_problem("sp-heads", key, sp, cannot, f"{key}={possible}")
 
 
-def _tensor_heads(run: VerlRun, shape: ModelShape) -> Iterator[Violation]:
+def _tensor_heads(run: VerlRun, shape: ModelShape) -> Iterator[Problem]:
     sizes = [(f"{ROLLOUT}.tensor_model_parallel_size", run.engine.tp)]
     if run.batch.split.megatron:
         sizes.append((f"{MEGATRON}.tensor_model_parallel_size", run.batch.split.tp))
     for key, tp in sizes:
         if shape.heads % tp:
-            yield violation(
-                "tp-heads",
-                f"{key} = {tp} cannot cut {shape.heads} attention heads evenly",
-                f"{key}={largest_divisor(shape.heads, tp)}",
-            )
+            cannot = f"cannot cut {shape.heads} attention heads evenly"
+            possible = largest_divisor(shape.heads, tp)
+            yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}")
 
 
-def _experts(run: VerlRun, shape: ModelShape) -> Iterator[Violation]:
+def _experts(run: VerlRun, shape: ModelShape) -> Iterator[Problem]:
     split, key = run.batch.split, f"{MEGATRON}.expert_model_parallel_size"
     if not split.megatron or run.ep == 1:
         return
     if shape.experts == 0:
-        yield violation("experts", f"{key} = {run.ep} for a model without experts", f"{key}=1")
+        yield verl_problem("experts", key, run.ep, "for a model without experts", f"{key}=1")
         return
     ranks = run.ep * run.etp * split.pp
     if shape.experts % run.ep or split.world % ranks:
@@ -113,20 +116,22 @@ def _experts(run: VerlRun, shape: ModelShape) -> Iterator[Violation]:
             shape.experts,
             lambda size: split.world % (size * run.etp * split.pp) == 0,
         )
-        yield violation(
+        yield verl_problem(
             "experts",
-            f"{key} = {run.ep} must divide {shape.experts} experts, and with expert tensor "
-            f"{run.etp} and pipeline {split.pp} the {split.world} trainer ranks",
+            key,
+            run.ep,
+            f"must divide {shape.experts} experts, and with expert tensor {run.etp} and pipeline "
+            f"{split.pp} the {split.world} trainer ranks",
             f"{key}={possible}",
         )
 
 
 def _cuts_heads(shape: ModelShape, sp: int) -> bool:
-    """Key-value heads may be fewer than ranks if each is copied to equally many."""
+    """Return whether ranks can share the heads; few key-value heads are copied to several."""
     return shape.heads % sp == 0 and (shape.kv_heads % sp == 0 or sp % shape.kv_heads == 0)
 
 
 def _largest(at_most: int, dividing: int, possible: Callable[[int], bool]) -> int:
-    """The largest divisor of `dividing` up to `at_most` that is possible, at least 1."""
+    """Return the largest divisor of `dividing` up to `at_most` that is possible, at least 1."""
     sizes = range(at_most, 0, -1)
     return next((size for size in sizes if dividing % size == 0 and possible(size)), 1)

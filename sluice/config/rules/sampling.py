@@ -1,4 +1,4 @@
-"""What a sampling strategy and the limits for stragglers need of the rest of the configuration."""
+"""What a sampling strategy, and the limits for stragglers, need from other keys."""
 
 from __future__ import annotations
 
@@ -8,59 +8,61 @@ from sluice.algorithm.groups.filter import LEAST_SAMPLES
 from sluice.algorithm.sampling.rules import OnPolicyFill, StrategyName
 from sluice.config import derived
 from sluice.config.derived import on_policy_fill
+from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
 from sluice.config.verl_run import ROLLOUT
 
 _REWARD_KEY = "sluice.reward"
-# Signs of life come every second interval at most, and one of them may be late.
+# A replica reports progress every second interval at most, and one report may be late.
 INTERVALS_BEFORE_A_STALL = 4
 
 
-def straggler_problems(config: RunConfig) -> Iterator[str]:
-    """A sentence with the remedy for each limit that would end what is well."""
-    reward, interval_s = config.sluice.reward, config.sluice.reward.partial_interval_ms / 1000
-    least_s = INTERVALS_BEFORE_A_STALL * interval_s
+def straggler_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield each limit that would end a group that makes progress."""
+    reward, interval_ms = config.sluice.reward, config.sluice.reward.partial_interval_ms
+    least_s = INTERVALS_BEFORE_A_STALL * interval_ms / 1000
     if reward.stall_timeout_s < least_s:
-        yield (
-            f"{_REWARD_KEY}.stall_timeout_s = {reward.stall_timeout_s:g} with "
-            f"{_REWARD_KEY}.partial_interval_ms "
-            f"= {reward.partial_interval_ms}: a group that gets on would count as stalled; set "
-            f"stall_timeout_s to at least {least_s:g}, {INTERVALS_BEFORE_A_STALL} intervals"
+        yield Problem(
+            f"{_REWARD_KEY}.stall_timeout_s",
+            reward.stall_timeout_s,
+            f"with {_REWARD_KEY}.partial_interval_ms = {interval_ms}: a group that makes progress "
+            "would count as stalled",
+            f"set stall_timeout_s to at least {least_s:g}, {INTERVALS_BEFORE_A_STALL} intervals",
         )
     longest, budget = derived.max_resp_len(config), reward.group_token_budget
     if budget is not None and budget < longest:
-        yield (
-            f"{_REWARD_KEY}.group_token_budget = {budget} is below the response limit of {longest} "
-            "tokens: one response could use up its group's; raise it, or set it to null"
+        yield Problem(
+            f"{_REWARD_KEY}.group_token_budget",
+            budget,
+            f"is below the response limit of {longest} tokens: one response could use up its "
+            "group's budget",
+            "raise it, or set it to null",
         )
 
 
 _SAMPLING_KEY = "sluice.sampling"
 _ON_POLICY: Mapping[OnPolicyFill, str] = {
     "exact": (
-        f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = exact "
-        "nothing is "
-        "drawn in vain, but a batch waits for its longest answers several times over; where "
+        f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = exact no "
+        "sample is thrown away, but a batch waits for its longest answers several times; where "
         f"answers differ much in length {_SAMPLING_KEY}.on_policy_fill=expected fills it about "
-        "twice as "
-        "fast, and so does a max_staleness of 1"
+        "twice as fast, and so does a max_staleness of 1"
     ),
     "expected": (
-        f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = "
-        "expected as many "
-        "groups run as are expected to fill a batch; those it is full without are drawn anew by "
-        "the next policy"
+        f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = expected "
+        "as many groups run as are expected to fill a batch; when it is full, the others are "
+        "sampled again by the next policy"
     ),
 }
 
 
-def strategy_problems(config: RunConfig) -> list[str]:
-    """A sentence with the remedy for everything that the strategy cannot work with."""
-    return [text for check in (_filter, _rounds, _probes) for text in check(config)]
+def strategy_problems(config: RunConfig) -> list[Problem]:
+    """Return everything that the strategy cannot work with."""
+    return [problem for check in (_filter, _rounds, _probes) for problem in check(config)]
 
 
-def strategy_remark(config: RunConfig) -> str | None:
-    """What the strategy means for the run, without a full stop; ``None``: nothing unexpected."""
+def strategy_notes(config: RunConfig) -> Iterator[Problem]:
+    """Yield what the strategy means for the run; nothing where it does what verl does."""
     sampling, n = config.sluice.sampling, config.actor_rollout_ref.rollout.n
     name, parts = StrategyName(sampling.strategy), []
     if name is StrategyName.STREAM and _is_filtered_on_policy(config):
@@ -69,63 +71,71 @@ def strategy_remark(config: RunConfig) -> str | None:
         wave = config.data.gen_batch_size or config.data.train_batch_size
         most = config.algorithm.filter_groups.max_num_gen_batches
         bound = f"at most {most} for a batch" if most > 0 else "any number for a batch"
-        parts = [f"waves of {wave} prompts, {bound}, each awaited whole; kept groups beyond the "
-                 "batch are thrown away, as in verl"]  # fmt: skip
+        parts = [
+            f"waves of {wave} prompts, {bound}, each awaited whole; kept groups beyond the batch "
+            "are thrown away, as in verl"
+        ]
     if name.uses_probes:
         parts.append(
-            f"{sampling.probe_samples} of {n} samples are drawn first, the others where they are "
-            "worth their tokens"
+            f"{sampling.probe_samples} of {n} samples are generated first, the others where they "
+            "are worth their tokens"
         )
     if name.uses_memory:
         parts.append(
             f"prompts are remembered in {config.sluice.run_dir}/reward/prompt_memory.sqlite, and "
-            "passed by where their earlier visits promise nothing; a prompt passed by counts as "
-            "drawn in its epoch"
+            "skipped where their earlier attempts promise nothing; a skipped prompt counts as "
+            "issued in its epoch"
         )
-    return f"{_SAMPLING_KEY}.strategy = {name}: {'; '.join(parts)}" if parts else None
+    if parts:
+        key, message = f"{_SAMPLING_KEY}.strategy", f": {'; '.join(parts)}"
+        yield Problem(key, str(name), message, severity=Severity.NOTE)
 
 
 def _is_filtered_on_policy(config: RunConfig) -> bool:
-    """Whether it matters how on-policy batches are filled."""
+    """Return whether it matters how on-policy batches are filled."""
     return config.algorithm.filter_groups.enable and not config.sluice.asynchrony.max_staleness
 
 
-def _filter(config: RunConfig) -> Iterator[str]:
+def _filter(config: RunConfig) -> Iterator[Problem]:
     name = StrategyName(config.sluice.sampling.strategy)
     if name is not StrategyName.STREAM and not config.algorithm.filter_groups.enable:
-        yield (
-            f"{_SAMPLING_KEY}.strategy = {name} with algorithm.filter_groups.enable = false: "
-            "without the "
-            "filter every group is trained, and there is nothing to choose; set "
-            f"algorithm.filter_groups.enable=true, or {_SAMPLING_KEY}.strategy=stream"
+        yield Problem(
+            f"{_SAMPLING_KEY}.strategy",
+            str(name),
+            "with algorithm.filter_groups.enable = false: without the filter every group is "
+            "trained, and there is nothing to choose",
+            f"set algorithm.filter_groups.enable=true, or {_SAMPLING_KEY}.strategy=stream",
         )
 
 
-def _rounds(config: RunConfig) -> Iterator[str]:
+def _rounds(config: RunConfig) -> Iterator[Problem]:
     staleness = config.sluice.asynchrony.max_staleness
     if staleness and StrategyName(config.sluice.sampling.strategy) is StrategyName.ROUNDS:
-        yield (
-            f"{_SAMPLING_KEY}.strategy = rounds with sluice.asynchrony.max_staleness = "
-            f"{staleness}: a wave "
-            "is awaited whole before its batch is trained, so nothing can overlap; set "
-            f"sluice.asynchrony.max_staleness=0, or {_SAMPLING_KEY}.strategy=stream"
+        yield Problem(
+            f"{_SAMPLING_KEY}.strategy",
+            "rounds",
+            f"with sluice.asynchrony.max_staleness = {staleness}: a batch is trained when its "
+            "whole wave is finished, so nothing can overlap",
+            f"set sluice.asynchrony.max_staleness=0, or {_SAMPLING_KEY}.strategy=stream",
         )
 
 
-def _probes(config: RunConfig) -> Iterator[str]:
+def _probes(config: RunConfig) -> Iterator[Problem]:
     sampling, n = config.sluice.sampling, config.actor_rollout_ref.rollout.n
+    key, probes = f"{_SAMPLING_KEY}.probe_samples", sampling.probe_samples
     if not StrategyName(sampling.strategy).uses_probes:
         return
-    if sampling.probe_samples < LEAST_SAMPLES:
-        yield (
-            f"{_SAMPLING_KEY}.probe_samples = {sampling.probe_samples}: a lone sample differs "
-            "from none; "
-            f"set it to {LEAST_SAMPLES} or more (4 of 16 is usual)"
+    if probes < LEAST_SAMPLES:
+        yield Problem(
+            key,
+            probes,
+            ": one sample does not show whether the group is mixed",
+            f"set it to {LEAST_SAMPLES} or more (4 of 16 is usual)",
         )
-    if sampling.probe_samples >= n:
-        yield (
-            f"{_SAMPLING_KEY}.probe_samples = {sampling.probe_samples} with {ROLLOUT}.n = {n}: "
-            "no sample "
-            f"would be left to decide about; set {_SAMPLING_KEY}.probe_samples below {n}, or "
-            f"{_SAMPLING_KEY}.strategy=stream"
+    if probes >= n:
+        yield Problem(
+            key,
+            probes,
+            f"with {ROLLOUT}.n = {n}: no sample would be left to decide about",
+            f"set {key} below {n}, or {_SAMPLING_KEY}.strategy=stream",
         )

@@ -7,7 +7,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec import UNSET
+
 from sluice.config.addresses import advertised_host, is_loopback
+from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
 from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
 from sluice.errors import ConfigError
@@ -20,31 +23,34 @@ _TEXT_FIELDS = (*FILE_FIELDS, "server_name")
 _FILE_BY_SUBJECT = {"cert": "cert_file", "key": "key_file", "ca": "ca_file"}
 
 
-def run_security_problems(config: RunConfig) -> list[str]:
-    """What keeps a whole run on one machine from being secured as configured."""
+def run_security_problems(config: RunConfig) -> list[Problem]:
+    """Return what keeps a whole run on one machine from being secured as configured."""
     services = config.sluice
     hosts: list[str] = []
     for endpoint in (s.endpoint for s in (services.reward, services.trainer, services.rollout)):
         try:
             hosts.append(advertised_host(endpoint))
         except ConfigError:
-            continue  # told by the checks of endpoints
-    problems = [p for host in hosts for p in server_problems(services.security, host)]
-    return list(dict.fromkeys([*problems, *_page_problems(config)]))
+            continue  # the checks of endpoints report it
+    found = [p for host in hosts for p in server_problems(services.security, host)]
+    # Three services share the files, so each problem comes up to three times.
+    return list({problem.text: problem for problem in (*found, *_page_problems(config))}.values())
 
 
-def _page_problems(config: RunConfig) -> Iterator[str]:
-    """The page shows prompts and responses; its process would end, and tell so in its log only."""
+def _page_problems(config: RunConfig) -> Iterator[Problem]:
+    # The page shows prompts and responses. Its own process would refuse too, but in its log only.
     page, token_file = config.sluice.dashboard, config.sluice.security.token_file
     if page.port is not None and not token_file and not is_loopback(page.host):
-        yield (
-            f"sluice.dashboard.host = {page.host}: other machines could read prompts and "
-            f"responses; set {TOKEN_KEY} (`sluice certs` makes one), or listen on 127.0.0.1"
+        yield Problem(
+            "sluice.dashboard.host",
+            page.host,
+            ": other machines could read prompts and responses",
+            f"set {TOKEN_KEY} (`sluice certs` makes one), or listen on 127.0.0.1",
         )
 
 
-def server_problems(security: SecurityConfig, host: str) -> list[str]:
-    """What keeps a service from being served at `host` with these settings.
+def server_problems(security: SecurityConfig, host: str) -> list[Problem]:
+    """Return what keeps a service from being served with these settings.
 
     Args:
         host: the name or address that peers connect to.
@@ -55,59 +61,71 @@ def server_problems(security: SecurityConfig, host: str) -> list[str]:
     return [*_certificate_problems(security, host), *_token_problems(security, for_server=True)]
 
 
-def client_problems(security: SecurityConfig) -> list[str]:
-    """What keeps a command from calling services with these settings."""
+def client_problems(security: SecurityConfig) -> list[Problem]:
+    """Return what keeps a command from calling services with these settings."""
     problems = _missing(security, for_server=False)
     if problems:
         return problems
     return [*_certificate_problems(security, None), *_token_problems(security, for_server=False)]
 
 
-def exposed_secrets(security: SecurityConfig) -> Iterator[str]:
-    """A sentence for each secret that every user of this machine can read."""
+def exposed_secrets(security: SecurityConfig) -> Iterator[Problem]:
+    """Yield each secret that every user of this machine can read."""
     for name in ("key_file", "token_file"):
         path = getattr(security, name)
         if path and stat.S_IMODE(Path(path).stat().st_mode) & stat.S_IROTH:
-            yield (
-                f"{SECURITY_KEY}.{name} = {path!r} can be read by every user of this machine; "
-                "chmod 600 it"
+            yield Problem(
+                f"{SECURITY_KEY}.{name}",
+                path,
+                "can be read by every user of this machine",
+                "chmod 600 it",
+                severity=Severity.WARNING,
             )
 
 
-def _missing(security: SecurityConfig, *, for_server: bool) -> list[str]:
+def _missing(security: SecurityConfig, *, for_server: bool) -> list[Problem]:
     empty = [
-        f"{SECURITY_KEY}.{name} = '' is empty, which switches nothing off; give it a value, or "
-        "take it out"
+        Problem(
+            f"{SECURITY_KEY}.{name}",
+            "",
+            "is empty, which switches nothing off",
+            "give it a value, or leave it out",
+        )
         for name in _TEXT_FIELDS
         if getattr(security, name) == ""
     ]
     if empty:
         return empty
-    needed = _needed(security, for_server=for_server)
-    problems = [
-        f"{SECURITY_KEY}.tls = {security.tls} needs {SECURITY_KEY}.{name}, which is not set; "
-        "name a PEM file "
-        "(`sluice certs` makes all of them), or set tls=off"
-        for name in needed
+    found = [
+        Problem(
+            f"{SECURITY_KEY}.tls",
+            security.tls,
+            f"needs {SECURITY_KEY}.{name}, which is not set",
+            "name a PEM file (`sluice certs` makes all of them), or set tls=off",
+        )
+        for name in _needed(security, for_server=for_server)
         if not getattr(security, name)
     ]
     for name in FILE_FIELDS:
-        path = getattr(security, name)
+        key, path = f"{SECURITY_KEY}.{name}", getattr(security, name)
         if path and not Path(path).is_file():
-            problems.append(f"{SECURITY_KEY}.{name} = {path!r} is no file; check the path")
+            found.append(Problem(key, path, "is no file", "check the path"))
         elif path and not os.access(path, os.R_OK):
-            problems.append(
-                f"{SECURITY_KEY}.{name} = {path!r} cannot be read by this user; give it the right"
+            found.append(
+                Problem(key, path, "cannot be read by this user", "give the user that right")
             )
     if security.tls == "off":
-        problems += [
-            f"{SECURITY_KEY}.{name} = {getattr(security, name)!r} has no effect with "
-            f"{SECURITY_KEY}.tls = off; set "
-            "tls=mtls, or take it out"
+        found += [
+            Problem(
+                f"{SECURITY_KEY}.{name}",
+                getattr(security, name),
+                f"has no effect with {SECURITY_KEY}.tls = off",
+                "set tls=mtls, or leave it out",
+            )
             for name in ("ca_file", "cert_file", "key_file", "server_name")
             if getattr(security, name)
         ]
-    return problems
+    return found
 
 
 def _needed(security: SecurityConfig, *, for_server: bool) -> tuple[str, ...]:
@@ -116,7 +134,7 @@ def _needed(security: SecurityConfig, *, for_server: bool) -> tuple[str, ...]:
     return ("cert_file", "key_file") if security.tls == "server" and for_server else ()
 
 
-def _certificate_problems(security: SecurityConfig, host: str | None) -> Iterator[str]:
+def _certificate_problems(security: SecurityConfig, host: str | None) -> Iterator[Problem]:
     certificate, key = security.cert_file, security.key_file
     if security.tls == "off" or not certificate or not key:
         return
@@ -129,19 +147,21 @@ def _certificate_problems(security: SecurityConfig, host: str | None) -> Iterato
             check_served_name(files, name, mutual=security.tls == "mtls")
     except CertificateError as error:
         field = _FILE_BY_SUBJECT[error.is_about]
-        yield f"{SECURITY_KEY}.{field} = {getattr(security, field)!r} {error}"
+        yield Problem(f"{SECURITY_KEY}.{field}", getattr(security, field), str(error))
 
 
-def _token_problems(security: SecurityConfig, *, for_server: bool) -> Iterator[str]:
+def _token_problems(security: SecurityConfig, *, for_server: bool) -> Iterator[Problem]:
     if not security.token_file:
         return
     try:
         tokens = read_tokens(Path(security.token_file), TOKEN_KEY)
     except ConfigError as error:
-        yield str(error)
+        yield Problem("", UNSET, str(error))  # it names the key, the file and the remedy
         return
     if for_server and tokens[0].role is not Role.SERVICE:
-        yield (
-            f"{TOKEN_KEY} = {security.token_file!r}: its first token is a client's, with which "
-            "services cannot call each other; put a token of the role service first"
+        yield Problem(
+            TOKEN_KEY,
+            security.token_file,
+            ": its first token is a client's, with which services cannot call each other",
+            "put a token of the role service first",
         )

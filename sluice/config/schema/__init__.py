@@ -1,3 +1,5 @@
-"""The typed sections of the configuration, one file a section. Fields have defaults, bounds and
-descriptions; no section reads a file or knows another section's rules.
+"""The typed sections of the configuration, one file a section.
+
+In: nothing. Out: structs whose fields have defaults, bounds and descriptions. No section reads a
+file or knows another section's rules.
 """

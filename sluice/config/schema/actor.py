@@ -260,7 +260,7 @@ class ActorConfig(Section, frozen=True):
         bool,
         Meta(
             description=(
-                "Take the engine's behaviour logprobs as the old logprobs instead of "
+                "Take the engine's behavior logprobs as the old logprobs instead of "
                 "recomputing them with the trainer."
             )
         ),

@@ -70,13 +70,13 @@ class FilterGroupsConfig(Section, frozen=True):
 
 
 class RolloutCorrectionConfig(Section, frozen=True):
-    """Importance weights for samples that an older policy drew."""
+    """Importance weights for the samples of an older policy."""
 
     rollout_is: Annotated[
         Literal["token", "sequence"] | None,
         Meta(
             description=(
-                "Level of the truncated importance weights exp(old - behaviour); none: no weights."
+                "Level of the truncated importance weights exp(old - behavior); none: no weights."
             )
         ),
     ] = None
@@ -95,7 +95,7 @@ class RolloutCorrectionConfig(Section, frozen=True):
         str | None,
         Meta(
             description=(
-                "Rejections, separated by commas, all of which a sample must pass: token_k1 to k3, "
+                "Rejections, separated by commas; a sample must pass all of them: token_k1 to k3, "
                 "seq_sum_k1 to k3, seq_mean_k1 to k3, seq_max_k2, seq_max_k3; none: no rejection."
             )
         ),
@@ -113,7 +113,7 @@ class RolloutCorrectionConfig(Section, frozen=True):
         bool,
         Meta(
             description=(
-                "Take the engine's behaviour logprobs as the old ones and correct inside the loss."
+                "Take the engine's behavior logprobs as the old ones and correct inside the loss."
             )
         ),
     ] = False

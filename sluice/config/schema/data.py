@@ -44,7 +44,7 @@ class DataConfig(Section, frozen=True):
         PositiveInt | None,
         Meta(description="sampling strategy rounds: prompts of a wave; none: train_batch_size."),
     ] = None
-    shuffle: Annotated[bool, Meta(description="Shuffle the training set anew in every epoch.")] = (
+    shuffle: Annotated[bool, Meta(description="Shuffle the training set again in every epoch.")] = (
         True
     )
     seed: Annotated[int | None, Meta(description="Seed of the shuffle; none: 0.")] = None
@@ -59,7 +59,7 @@ class DataConfig(Section, frozen=True):
     ] = "error"
     filter_overlong_prompts: Annotated[
         bool,
-        Meta(description="Leave prompts over max_prompt_length out, whatever truncation says."),
+        Meta(description="Leave prompts over max_prompt_length out, whatever truncation is."),
     ] = False
     validation_shuffle: Annotated[bool, Meta(description="Shuffle the validation set.")] = False
     apply_chat_template_kwargs: Annotated[
@@ -84,13 +84,13 @@ class DataConfig(Section, frozen=True):
     ] = -1
     deduplicate: Annotated[
         bool,
-        Meta(description="Draw rows whose messages and ground truth came before only once."),
+        Meta(description="Issue rows with the same messages and ground truth only once."),
     ] = False
     shuffle_buffer_rows: Annotated[
         NonNegativeInt,
         Meta(
             description=(
-                "Row groups are visited in random order and rows shuffled within a buffer of "
+                "Row groups are read in random order and rows shuffled within a buffer of "
                 "this many rows (memory bound of streaming)."
             )
         ),

@@ -1,6 +1,6 @@
-"""`sluice.limits.*`: what one client may ask of the services; beyond it calls are refused.
+"""`sluice.limits.*`: what one client may ask of the services; calls beyond it are refused.
 
-Those of images hold for rows of data sets as well. Further limits stand with what they bound:
+The limits of images hold for rows of data sets as well. Further limits stand with what they bound:
 `sluice.max_message_mb`, `data.max_prompt_length`, `sluice.rollout.max_n`,
 `sluice.rollout.max_queued`, `sluice.reward.max_client_pending`.
 """
@@ -46,8 +46,8 @@ class LimitsConfig(Section, frozen=True):
         PositiveInt,
         Meta(
             description=(
-                "Responses that one client may have under way in all its Score calls, of which "
-                "each has at most 4096."
+                "Responses that one client may have under way in all its Score calls; each call "
+                "has at most 4096."
             )
         ),
     ] = 16384
@@ -69,7 +69,7 @@ class LimitsConfig(Section, frozen=True):
         ),
     ] = 1024
     max_prompt_images: Annotated[
-        int, Meta(ge=1, le=256, description="Images of a prompt, whoever gives it.")
+        int, Meta(ge=1, le=256, description="Images of a prompt of a client or of a data set.")
     ] = DEFAULT_LIMITS.max_images
     max_image_mb: Annotated[PositiveInt, Meta(description="Size of an encoded image, MiB.")] = (
         DEFAULT_LIMITS.max_bytes >> 20

@@ -30,7 +30,7 @@ class ValKwargs(Section, frozen=True):
 
 
 class RolloutConfig(Section, frozen=True):
-    """The inference engine and how training responses are drawn."""
+    """The inference engine and how training responses are sampled."""
 
     name: Annotated[str, Meta(description="Inference engine of the replicas.")] = "torch"
     n: Annotated[PositiveInt, Meta(description="Responses per prompt (group size).")] = 1
@@ -83,7 +83,7 @@ class RolloutConfig(Section, frozen=True):
     ignore_eos: Annotated[
         bool,
         Meta(
-            description="Training and validation samples go on past the model's end of text, to "
+            description="Training and validation samples continue past the model's end of text, to "
             "the length limit; for measurements only."
         ),
     ] = False

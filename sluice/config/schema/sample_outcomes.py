@@ -1,4 +1,4 @@
-"""`sluice.reward.outcomes.*`: what is done about samples that end without a score."""
+"""`sluice.reward.outcomes.*`: what happens to samples that end without a score."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class ScoringFailureConfig(Section, frozen=True):
         Meta(
             description=(
                 "score_again: the same response is graded again; generate_again: another response "
-                "is drawn; leave_out: the others are trained; drop_group: the group is dropped."
+                "is sampled; leave_out: the others are trained; drop_group: the group is dropped."
             )
         ),
     ] = "leave_out"
     max_attempts: Annotated[
         PositiveInt,
-        Meta(le=16, description="Times a sample is scored, or drawn, in all; then see `then`."),
+        Meta(le=16, description="Times a sample is scored, or generated, in all; then see `then`."),
     ] = 2
     then: Then = "leave_out"
 
@@ -50,7 +50,7 @@ class EngineFailureConfig(Section, frozen=True):
 
 
 class AbortedSampleConfig(Section, frozen=True):
-    """Samples that a group's deadline or token budget broke off."""
+    """Samples that a group's deadline or token budget aborted."""
 
     then: Then = "leave_out"
 
@@ -82,8 +82,8 @@ class SampleOutcomesConfig(Section, frozen=True):
         PositiveInt | None,
         Meta(
             description=(
-                "Visits in a row that fail by scorer timeouts, scorer crashes or errors that an "
-                "engine answered with, after which a prompt is quarantined; none: never."
+                "A prompt is quarantined when so many attempts in a row fail by scorer timeouts, "
+                "scorer crashes or errors of an engine; none: never."
             )
         ),
     ] = 3

@@ -21,14 +21,14 @@ class SamplingConfig(Section, frozen=True):
             description=(
                 "rounds: verl's waves of prompts, surplus thrown away; stream: continuous refill, "
                 "surplus carried over; staged: a few samples of a group decide about the rest; "
-                "memory: earlier visits of a prompt decide whether it is drawn; staged_memory: "
+                "memory: earlier attempts of a prompt decide whether it starts; staged_memory: "
                 "both."
             )
         ),
     ] = "stream"
     probe_samples: Annotated[
         PositiveInt,
-        Meta(description="staged: samples of a group that are drawn first; below rollout.n."),
+        Meta(description="staged: samples of a group that are generated first; below rollout.n."),
     ] = 4
     exploration: Annotated[
         float,
@@ -37,7 +37,7 @@ class SamplingConfig(Section, frozen=True):
             le=1,
             description=(
                 "Least probability with which a prompt or group that is not worth its tokens is "
-                "drawn all the same."
+                "generated all the same."
             ),
         ),
     ] = 0.1
@@ -54,9 +54,9 @@ class SamplingConfig(Section, frozen=True):
         Literal["exact", "expected"] | None,
         Meta(
             description=(
-                "Where max_staleness is 0, but for rounds: expected: as many groups run as are "
-                "expected to fill a batch, and those it is full without are drawn anew by the next "
-                "policy; exact: never a group that might be one too many, so that a run can "
+                "Where max_staleness is 0, except for rounds: expected: as many groups run as are "
+                "expected to fill a batch; when it is full, the next policy samples the others "
+                "again; exact: never a group that might be one too many, so that a run can "
                 "repeat; none: exact with an engine whose samples repeat "
                 "(sluice.rollout.batch_invariant), else expected."
             )

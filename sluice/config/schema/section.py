@@ -1,4 +1,4 @@
-"""The base of every configuration section: frozen, keyword-only, unknown keys refused."""
+"""The base of every configuration section: frozen, keyword-only, without unknown keys."""
 
 from __future__ import annotations
 

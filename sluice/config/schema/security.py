@@ -11,7 +11,7 @@ from msgspec import Meta
 from sluice.config.schema.section import Section
 
 FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
-# An empty text is a variable that was not filled in, not a wish for no protection.
+# An empty text is a variable that nobody filled in; it must not switch protection off.
 _Given = Annotated[str, Meta(min_length=1)]
 
 
@@ -47,7 +47,7 @@ class SecurityConfig(Section, frozen=True):
         Meta(
             description=(
                 "Name that every server's certificate carries, whatever its address; none: the "
-                "address that is connected to."
+                "address to which peers connect."
             )
         ),
     ] = None
@@ -63,7 +63,7 @@ class SecurityConfig(Section, frozen=True):
 
 
 def with_absolute_files(security: SecurityConfig) -> SecurityConfig:
-    """The same with paths that hold in every working directory."""
+    """Return the same settings with paths that hold in every working directory."""
     given = {name: getattr(security, name) for name in FILE_FIELDS}
     absolute = {name: str(Path(path).absolute()) for name, path in given.items() if path}
     return msgspec.structs.replace(security, **absolute)

@@ -1,6 +1,4 @@
-"""`sluice.*`: what verl has no key for: services, asynchrony, weight sync, fleet, live page,
-telemetry.
-"""
+"""`sluice.*`: what verl has no key for: services, asynchrony, weights, fleet, live page, traces."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ class DashboardConfig(Section, frozen=True):
         NonNegativeInt,
         Meta(
             description=(
-                "Most of the groups that ended, with all their responses, in the folder samples of "
-                "the run, MiB; the oldest are deleted; 0: none are written."
+                "Size of the folder samples of the run, MiB; it holds ended groups with all their "
+                "responses, and the oldest are deleted; 0: none are written."
             )
         ),
     ] = 256
@@ -46,7 +44,7 @@ class DashboardConfig(Section, frozen=True):
         PositiveInt,
         Meta(
             description=(
-                "Characters of a prompt or response that are kept there; of a longer one its "
+                "Characters of a prompt or response that are kept there; a longer one keeps its "
                 "beginning and its end."
             )
         ),
@@ -62,7 +60,7 @@ class TracesConfig(Section, frozen=True):
             description=(
                 "Collector that takes spans by OTLP over gRPC, as http://host:port or https://"
                 "host:port; none: spans are sent nowhere, whatever OTEL_EXPORTER_OTLP_ENDPOINT "
-                "says."
+                "is."
             )
         ),
     ] = None
@@ -87,8 +85,8 @@ class TracesConfig(Section, frozen=True):
         PositiveInt,
         Meta(
             description=(
-                "Size in MiB at which nothing more is appended to the file, which the log tells "
-                "once; a file that is moved away begins anew."
+                "Size in MiB at which nothing more is appended to the file; the log reports it "
+                "once; a file that is moved away starts again."
             ),
         ),
     ] = 1024
@@ -97,14 +95,14 @@ class TracesConfig(Section, frozen=True):
         Meta(
             description=(
                 "Clients that send a trace decide whether it is recorded, whatever sample_ratio "
-                "says; false: of those that they record, the same share is, by the trace's id."
+                "is; false: the same share of their traces is recorded, chosen by the trace's id."
             )
         ),
     ] = False
 
 
 class TelemetryConfig(Section, frozen=True):
-    """All of it."""
+    """Traces."""
 
     traces: TracesConfig = msgspec.field(default_factory=TracesConfig)
 
@@ -134,7 +132,7 @@ class AsynchronyConfig(Section, frozen=True):
             description=(
                 "Share of max_staleness batches that may be generated ahead of the policy that "
                 "trains them; it bounds the mean age, as max_staleness bounds that of the oldest "
-                "sample. Of no effect where max_staleness is 0."
+                "sample. It has no effect where max_staleness is 0."
             )
         ),
     ] = 1.0
@@ -188,7 +186,7 @@ class EndpointConfig(Section, frozen=True):
 
 
 class RolloutServiceConfig(Section, frozen=True):
-    """One replica's own settings."""
+    """Settings of one replica."""
 
     endpoint: EndpointConfig = msgspec.field(default_factory=EndpointConfig)
     replicas: Annotated[
@@ -218,7 +216,7 @@ class RolloutServiceConfig(Section, frozen=True):
 
 
 class RewardServiceConfig(Section, frozen=True):
-    """The reward service's own settings."""
+    """Settings of the reward service."""
 
     endpoint: EndpointConfig = msgspec.field(default_factory=EndpointConfig)
     generate_timeout_s: Annotated[
@@ -255,8 +253,8 @@ class RewardServiceConfig(Section, frozen=True):
         PositiveFloat,
         Meta(
             description=(
-                "Seconds without a token or sign of life after which a group's samples continue "
-                "on another replica."
+                "Seconds without a token or a report of progress after which a group's samples "
+                "continue on another replica."
             )
         ),
     ] = 30.0
@@ -264,8 +262,8 @@ class RewardServiceConfig(Section, frozen=True):
         SlowFactor | None,
         Meta(
             description=(
-                "A group on a replica so many times slower than the others' median moves, once; "
-                "none: never."
+                "A group on a replica that is so many times slower than the others' median moves, "
+                "once; none: never."
             )
         ),
     ] = 4.0
@@ -306,33 +304,16 @@ class RewardServiceConfig(Section, frozen=True):
         Literal["sqlite", "memory"],
         Meta(
             description=(
-                "Where accepted prompts are noted; sqlite: a file of the run's folder that "
-                "survives the service; memory: they die with it."
+                "Where accepted prompts are recorded; sqlite: a file of the run's folder that "
+                "survives the service; memory: they are lost with it."
             )
         ),
     ] = "sqlite"
-    ledger_samples_interval_s: Annotated[
-        PositiveFloat | None,
-        Meta(
-            description=(
-                "Seconds between two savings of the samples that pending groups have received so "
-                "far, which a service that starts anew goes on from; none: they die with it."
-            )
-        ),
-    ] = 5.0
-    ledger_samples_mb: Annotated[
-        PositiveInt,
-        Meta(
-            description=(
-                "Most of these samples in the ledger, MiB; groups beyond it are not saved."
-            )
-        ),
-    ] = 256
     outcomes: SampleOutcomesConfig = msgspec.field(default_factory=SampleOutcomesConfig)
 
 
 class TrainerServiceConfig(Section, frozen=True):
-    """The trainer's own settings as a service."""
+    """Settings of the trainer as a service."""
 
     endpoint: EndpointConfig = msgspec.field(default_factory=EndpointConfig)
     torch_threads: Annotated[
@@ -358,8 +339,8 @@ class TrainerServiceConfig(Section, frozen=True):
         PositiveFloat,
         Meta(
             description=(
-                "Seconds in which a replica that has work draws no token, after which it is out of "
-                "use until it gets on."
+                "Seconds without a token after which a replica that has work is out of use until "
+                "it makes progress."
             )
         ),
     ] = 60.0
@@ -370,8 +351,8 @@ class TrainerServiceConfig(Section, frozen=True):
         bool,
         Meta(
             description=(
-                "Run no passes over samples whose advantages are all 0, as those of a group with "
-                "equal rewards are where nothing whitens them: they have no gradient. The loss is "
+                "Run no passes over samples whose advantages are all 0, such as those of a group "
+                "with equal rewards where nothing whitens them: they have no gradient. The loss is "
                 "divided as if they were there."
             )
         ),
@@ -418,7 +399,7 @@ class WeightsConfig(Section, frozen=True):
 
 
 class WatchdogConfig(Section, frozen=True):
-    """When a process that does not get on is told of, and when it is ended."""
+    """When a process without progress is reported, and when it is ended."""
 
     stall_s: Annotated[
         PositiveFloat | None,

@@ -57,7 +57,7 @@ class TrainerConfig(Section, frozen=True):
     ] = 0
     resume_mode: Annotated[
         Literal["auto", "disable", "resume_path"],
-        Meta(description="Whether to go on from a checkpoint."),
+        Meta(description="Whether to resume from a checkpoint."),
     ] = "auto"
     resume_from_path: Annotated[
         str | None, Meta(description="Folder global_step_N for resume_path.")

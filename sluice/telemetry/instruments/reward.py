@@ -27,11 +27,9 @@ __all__ = [
     "QUARANTINED",
     "RECEIVED_TOKENS",
     "RESPONSES_AT_BOUND",
-    "REUSED_TOKENS",
     "SAMPLES",
     "SAMPLES_AGAIN",
     "SAMPLES_GRADED",
-    "SAVED_SAMPLES",
     "SCORER_SECONDS",
     "SLOT_SECONDS",
     "STALENESS",
@@ -87,18 +85,12 @@ SAMPLES_AGAIN = counter(
 RECEIVED_TOKENS = counter(
     f"{_P}received_tokens_total", "tokens", "Tokens that arrived from replicas, since the start."
 )
-REUSED_TOKENS = counter(
-    f"{_P}reused_tokens_total",
-    "tokens",
-    "Tokens that an earlier service received and samples went on from.",
-)
 VALIDATION_GROUPS = counter(
     f"{_P}validation_groups_total", "groups", "Groups graded for validations."
 )
 SCORER_SECONDS = counter(
     f"{_P}scorer_seconds_total", "seconds", "Time in scorers, all workers added up."
 )
-SAVED_SAMPLES = gauge(f"{_P}saved_samples_bytes", "bytes", "Samples in the ledger.")
 
 BATCHES = counter(
     f"{_P}batches_total", "batches", "Batches that the trainer said it trained, since the start."

@@ -36,13 +36,13 @@ class Replica:
     def counters(self) -> ReplicaCounters:
         wall_s = sum(self.seconds.values())
         known = ReplicaCounters(
-            self.generated,
-            self.unsent,
-            self.running,
-            wall_s,
-            dict(self.seconds),
-            self.direct_sent,
-            self.direct_unsent,
+            generated_tokens=self.generated,
+            unsent_tokens=self.unsent,
+            running_tokens=self.running,
+            wall_seconds=wall_s,
+            seconds_by_state=dict(self.seconds),
+            direct_sent_tokens=self.direct_sent,
+            direct_unsent_tokens=self.direct_unsent,
         )
         return known.abandoned() if self.has_left else known
 
@@ -113,7 +113,12 @@ def test_every_generated_token_is_in_exactly_one_category(
 @given(st.sampled_from([*RECEIVED, "unsent", "running", "direct"]), st.integers(1, 100))
 def test_a_token_that_one_side_forgets_is_in_the_residual(where: str, forgotten: int) -> None:
     received = dict.fromkeys(RECEIVED, 200.0)
-    fleet = ReplicaCounters(len(RECEIVED) * 200 + 600, 200, 200, direct_sent_tokens=200)
+    fleet = ReplicaCounters(
+        generated_tokens=len(RECEIVED) * 200 + 600,
+        unsent_tokens=200,
+        running_tokens=200,
+        direct_sent_tokens=200,
+    )
     if where == "unsent":
         fleet = replace(fleet, unsent_tokens=200 - forgotten)
     elif where == "running":
@@ -129,7 +134,11 @@ def test_a_token_that_one_side_forgets_is_in_the_residual(where: str, forgotten:
 
 def test_what_a_replica_that_left_had_not_sent_counts_as_aborted() -> None:
     fleet = fleet_counters(
-        [ReplicaCounters(10, 1, 2), ReplicaCounters(20, 3, 4).abandoned(), ReplicaCounters()]
+        [
+            ReplicaCounters(generated_tokens=10, unsent_tokens=1, running_tokens=2),
+            ReplicaCounters(generated_tokens=20, unsent_tokens=3, running_tokens=4).abandoned(),
+            ReplicaCounters(),
+        ]
     )
     assert (fleet.generated_tokens, fleet.unsent_tokens, fleet.running_tokens) == (30, 8, 2)
     named = run_accounts(fleet, {"aborted": 5.0, "trained": 15.0}, {}, 0.0).as_mapping()
@@ -139,7 +148,13 @@ def test_what_a_replica_that_left_had_not_sent_counts_as_aborted() -> None:
 
 
 def test_tokens_of_direct_clients_are_a_part_of_their_own_and_not_aborted() -> None:
-    fleet = ReplicaCounters(100, 12, 5, direct_sent_tokens=30, direct_unsent_tokens=7)
+    fleet = ReplicaCounters(
+        generated_tokens=100,
+        unsent_tokens=12,
+        running_tokens=5,
+        direct_sent_tokens=30,
+        direct_unsent_tokens=7,
+    )
     assert fleet.sent_tokens == 53
     named = run_accounts(fleet, {"trained": 53.0}, {}, 0.0).as_mapping()
     assert named["tokens/direct_clients"] == 37.0
@@ -148,7 +163,9 @@ def test_tokens_of_direct_clients_are_a_part_of_their_own_and_not_aborted() -> N
 
 
 def test_without_the_reward_services_counts_there_is_no_account_of_tokens() -> None:
-    named = run_accounts(ReplicaCounters(10), None, {"training": 1.0}, 2.0).as_mapping()
+    named = run_accounts(
+        ReplicaCounters(generated_tokens=10), None, {"training": 1.0}, 2.0
+    ).as_mapping()
     assert named == {
         "trainer_s/training": 1.0,
         "trainer_wall_s": 2.0,

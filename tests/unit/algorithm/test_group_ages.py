@@ -140,7 +140,8 @@ class Both:
 
     def take_over(self) -> None:
         if self.rng.random() < 0.1:
-            self.counted.remove_all()
+            for name in self.plain.kept:
+                self.counted.remove(name)
             self.plain.kept.clear()
 
     def publish(self) -> None:

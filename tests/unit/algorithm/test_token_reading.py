@@ -26,7 +26,9 @@ class Flow:
         self.lost += min(lost, sent)
 
     def fleet(self) -> ReplicaCounters:
-        return ReplicaCounters(self.sampled, running_tokens=self.sampled - self.sent)
+        return ReplicaCounters(
+            generated_tokens=self.sampled, running_tokens=self.sampled - self.sent
+        )
 
     def received(self) -> dict[str, float]:
         return {"pending": float(self.sent - self.lost)}
@@ -66,7 +68,7 @@ def test_lost_tokens_are_in_the_residual_but_for_those_that_moved(
 @pytest.mark.parametrize("unsent", [1, 40])
 def test_tokens_that_were_received_and_never_sent_are_in_the_residual(unsent: int) -> None:
     """As of a replica that was killed: its last word is older than what it had sent."""
-    fleet = ReplicaCounters(100, running_tokens=10)
+    fleet = ReplicaCounters(generated_tokens=100, running_tokens=10)
     before = {"trained": 90.0 + unsent}
     quiet = TokenReading(before, fleet, before)
     assert quiet.account().residual == -unsent
@@ -75,7 +77,7 @@ def test_tokens_that_were_received_and_never_sent_are_in_the_residual(unsent: in
 
 
 def test_a_service_that_counts_less_than_before_moves_nothing() -> None:
-    reading = TokenReading({"pending": 9.0}, ReplicaCounters(9), {"pending": 4.0})
+    reading = TokenReading({"pending": 9.0}, ReplicaCounters(generated_tokens=9), {"pending": 4.0})
     assert (reading.moved_tokens, reading.account().residual) == (0, 5)
     late = replace(reading, after={"pending": 9.0})
     assert late.account().residual == 0

@@ -69,11 +69,11 @@ def test_a_finished_run_is_told_of_without_its_certificates(
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{tmp_path}: finished after 2 steps; held-out accuracy")
     assert "note: its services could not have been asked" in result.stderr
-    assert "sluice.security.ca_file = '/gone' is no file" in result.stderr
+    assert "sluice.security.ca_file = /gone is no file" in result.stderr
 
 
 def test_of_a_run_that_may_go_on_nothing_is_claimed_without_asking_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sluice\.security\.ca_file = '/gone' is no file"):
+    with pytest.raises(ConfigError, match=r"sluice\.security\.ca_file = /gone is no file"):
         CliRunner().invoke(
             commands, ["status", str(secured(tmp_path, ended=False))], catch_exceptions=False
         )

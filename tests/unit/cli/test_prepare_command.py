@@ -141,7 +141,7 @@ def test_settings_of_the_deployment_that_replace_the_files_are_named(tmp_path: P
     words = [*model_and_data(tmp_path / "job"), "sluice.shutdown_grace_s=15"]
     reported = prepare(job, *words, "--run-dir", tmp_path / "run")
     assert (
-        f"notice: sluice.shutdown_grace_s=60 of {job} is not heeded: the command says 15"
+        f"notice: sluice.shutdown_grace_s = 60 of {job} has no effect: the command sets it to 15"
         in reported
     )
     assert "train_batch_size" not in reported

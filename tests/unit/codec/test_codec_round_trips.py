@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
+from sluice.api.rollout.v1 import rollout_pb2
+from sluice.api.trainer.v1 import trainer_pb2
 from sluice.codec import fields as arrays
 from sluice.codec import messages, reward, rollout
 from sluice.types import (
@@ -96,3 +101,11 @@ def test_arrays_travel_as_little_endian_32_bit_values_and_are_read_only() -> Non
     assert data == bytes([1, 0, 0, 0, 2, 1, 0, 0])
     assert not arrays.token_ids_from_bytes(data, "x").flags.writeable
     assert arrays.logprobs_to_bytes(np.array([-0.5], np.float32)) == bytes([0, 0, 0, 0xBF])
+
+
+@pytest.mark.parametrize("message", [trainer_pb2.HeartbeatRequest, rollout_pb2.GetStatusResponse])
+def test_every_counter_of_a_replica_travels(message: Any) -> None:
+    values: dict[str, Any] = {name: number for number, name in enumerate(COUNTER_NAMES, start=1)}
+    counters = ReplicaCounters(**values | {"seconds_by_state": {"idle": 1.5}})
+    encoded = message(**messages.counters_to_fields(counters, wall_seconds=9.5))
+    assert messages.counters_from_proto(encoded) == replace(counters, wall_seconds=9.5)

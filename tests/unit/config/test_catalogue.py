@@ -1,40 +1,42 @@
-"""The catalogue and the typed schema say the same, and every row is complete."""
+"""The catalogue and the typed schema agree, every row is complete, and its page is current."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
-from sluice.config.catalogue.entry import ABSENT, Entry, KeyStatus
-from sluice.config.catalogue.spellings import OTHER_SPELLINGS
-from sluice.config.catalogue.table import CATALOGUE
+from sluice.config.catalogue.table import Entry, KeyStatus, catalogue, spellings
 from sluice.config.explain import all_keys
-from sluice.config.loading.keys import (
-    annotation_at,
-    canonical,
-    find_key,
-    is_section,
-    known_keys,
-    section_type,
-)
-from sluice.config.loading.loader import defaults, load_config
-from sluice.config.loading.settings_tree import value_at
-from sluice.config.run import RunConfig
+from sluice.config.loading.keys import canonical, find_key, is_section
+from sluice.config.loading.loader import load_config
+from sluice.config.run import RunConfig, annotation_at, defaults, known_keys, section_type, value_at
+from sluice.config.schema.rollout import ENGINES
+from sluice.errors import ConfigError
+from tools import generate_config_docs
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
-BESIDE = [entry for entry in CATALOGUE.values() if not entry.in_schema]
+BESIDE = [entry for entry in catalogue().values() if not entry.in_schema]
 
 
-def test_every_key_of_the_schema_has_a_row_and_every_row_of_the_schema_a_key() -> None:
-    in_schema = {path for path, entry in CATALOGUE.items() if entry.in_schema}
+def test_every_key_of_the_schema_is_in_the_catalogue_and_the_other_way_round() -> None:
+    in_schema = {path for path, entry in catalogue().items() if entry.in_schema}
     assert in_schema == set(LEAVES)
+
+
+def test_the_caveat_about_engines_names_those_that_replicas_run() -> None:
+    caveat = catalogue()["actor_rollout_ref.rollout.name"].caveat
+    assert caveat is not None
+    assert caveat.unless == list(ENGINES)
+    assert ", ".join(ENGINES) in caveat.reason
 
 
 def test_every_description_shows_the_default_of_the_schema() -> None:
     shown = {key.path: key.default for key in all_keys()}
-    assert {key: value_at(defaults(), key.split("."), ABSENT) for key in LEAVES} == {
+    assert {key: value_at(defaults(), key.split("."), UNSET) for key in LEAVES} == {
         key: shown[key] for key in LEAVES
     }
 
@@ -43,7 +45,7 @@ def test_every_key_is_described_with_its_values() -> None:
     for key in all_keys():
         assert key.meaning, key.path
         assert key.takes, key.path
-        assert key.default is not ABSENT, key.path
+        assert key.default is not UNSET, key.path
         assert "typing." not in key.takes, key.path
         assert "<class" not in key.takes, key.path
 
@@ -64,22 +66,78 @@ def test_the_default_of_a_key_beside_the_schema_has_its_type(entry: Entry) -> No
     msgspec.convert(entry.default, entry.annotation)
 
 
-@pytest.mark.parametrize("other", OTHER_SPELLINGS)
+@pytest.mark.parametrize("other", spellings())
 def test_every_other_spelling_leads_to_a_key_or_section(other: str) -> None:
     proper = canonical(tuple(other.split(".")))
     assert find_key(proper) is not None or is_section(proper)
     assert canonical(proper) == proper
 
 
-def test_a_refused_key_may_be_set_to_its_default_and_to_nothing_else() -> None:
-    for key in all_keys():
-        refusals = CATALOGUE[key.path].refusals
-        if key.status is KeyStatus.REFUSED:
-            assert refusals, key.path
-            assert not any(refusal.applies(key.default) for refusal in refusals), key.path
+def test_a_refused_key_may_be_set_to_its_default() -> None:
+    for entry in catalogue().values():
+        assert not entry.refusal_of(entry.default), entry.path
 
 
 def test_a_configuration_that_writes_out_every_default_is_the_default() -> None:
     keys = [key for key in all_keys() if not key.is_block]
     overrides = [f"++{key.path}={json.dumps(key.default)}" for key in keys]
     assert load_config(None, overrides) == RunConfig()
+
+
+REFUSED = [entry for entry in catalogue().values() if entry.status is KeyStatus.REFUSED]
+
+
+def message(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, list(overrides))
+    return str(raised.value)
+
+
+def another_value(entry: Entry) -> str:
+    """A value of the right type that is not the default."""
+    if isinstance(entry.default, bool):
+        return str(not entry.default)
+    if isinstance(entry.default, int | float):
+        return str(entry.default + 2)
+    return "2" if entry.annotation in (int | None, float | None) else "other"
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.path)
+def test_a_refused_key_is_an_error_with_its_reason(entry: Entry) -> None:
+    found = message(f"++{entry.path}={another_value(entry)}")
+    assert f"{entry.path} = " in found
+    assert f"is refused: {entry.instead}" in found
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry.path)
+def test_a_refused_key_may_be_null(entry: Entry) -> None:
+    if entry.default is None:
+        load_config(None, [f"++{entry.path}=null"])
+
+
+@pytest.mark.parametrize("path", ["pkg://mine.scorer", "file:///mine/scorer.py"])
+def test_a_scorer_may_be_named_by_module_or_by_file(path: str) -> None:
+    config = load_config(None, [f"custom_reward_function.path={path}"])
+    assert config.reward.custom_reward_function.path == path
+
+
+def test_the_committed_page_is_current() -> None:
+    assert generate_config_docs.PAGE.read_text(encoding="utf-8") == generate_config_docs.page()
+
+
+def test_the_page_has_a_row_for_every_key_and_every_spelling() -> None:
+    page = generate_config_docs.page()
+    for name in [key.path for key in all_keys()] + list(spellings()):
+        assert f"| `{name}` |" in page, name
+
+
+def test_a_page_that_is_out_of_date_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = tmp_path / "configuration.md"
+    monkeypatch.setattr(generate_config_docs, "PAGE", stale)
+    assert generate_config_docs.main(["--check"]) == 1
+    assert generate_config_docs.main([]) == 0
+    assert generate_config_docs.main(["--check"]) == 0
+    stale.write_text(stale.read_text(encoding="utf-8").replace("honoured", "ignored"))
+    assert generate_config_docs.main(["--check"]) == 1

@@ -6,7 +6,8 @@ import pytest
 
 from sluice.config import derived
 from sluice.config.check import check_report
-from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
+from sluice.config.loading.loader import load_config, read_settings
+from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.run import RunConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -113,8 +114,8 @@ def test_the_numbers_of_a_check_are_shown_as_verl_and_as_sluice_would_have_them(
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
     ]
     config = load_config(None, overrides)
-    settings = KeySettings(config, keys_as_set(None, overrides))
-    report = check_report(config, settings, dataset_rows=1000, files=False)
+    as_set = read_settings(None, overrides)
+    report = check_report(config, as_set, dataset_rows=1000, files=False)
     numbers = {one.name: (one.as_verl, one.here) for one in report.quantities}
     assert numbers == {
         "trainer ranks": (64, 64),
@@ -133,7 +134,7 @@ def test_the_numbers_of_a_check_are_shown_as_verl_and_as_sluice_would_have_them(
 
 def test_a_token_budget_leaves_the_number_of_micro_batches_open() -> None:
     config = config_with(f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.use_kl_loss=true")
-    report = check_report(config, KeySettings(config), files=False)
+    report = check_report(config, SettingsTree(), files=False)
     open_ones = {one.name for one in report.quantities if one.as_verl is None}
     assert open_ones == {
         "accumulation steps",

@@ -10,11 +10,9 @@ import hypothesis.strategies as st
 import msgspec
 from hypothesis import given
 
-from sluice.config.loading.keys import known_keys
 from sluice.config.loading.loader import load_config
-from sluice.config.loading.settings_tree import value_at
 from sluice.config.loading.yaml_text import dump_config, flat_settings, parse_document, write_config
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, known_keys, value_at
 
 _ABSENT = object()
 WORDS = st.one_of(

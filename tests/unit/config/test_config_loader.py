@@ -163,8 +163,8 @@ def test_everything_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
     message = str(raised.value)
     assert "run.yaml" in message
     assert "4 problems" in message
-    assert "data.train_batch_size = 'many': expected an integer >= 1" in message
-    assert "data.shuffle = 'yes': expected true or false" in message
+    assert "data.train_batch_size = many: expected an integer >= 1" in message
+    assert "data.shuffle = yes: expected true or false" in message
     assert "data.sed: unknown key; did you mean data.seed?" in message
     assert "one of console, jsonl, tensorboard" in message
 

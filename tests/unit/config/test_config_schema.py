@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from sluice.config.loading.field_checks import expectation
-from sluice.config.loading.keys import annotation_at, known_keys, nearest_keys, section_type
-from sluice.config.run import RunConfig
+from sluice.config.loading.keys import nearest_keys
+from sluice.config.run import RunConfig, annotation_at, known_keys, section_type
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sluice.config.loading.loader import load_config
-from sluice.config.loading.settings_tree import value_at
-from sluice.config.run import RunConfig
+from sluice.config.run import RunConfig, value_at
 from sluice.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -6,7 +6,8 @@ import pytest
 
 from sluice.config.check import remarks
 from sluice.config.loading.loader import load_config
-from sluice.config.rules.algorithm import correction_violations
+from sluice.config.problems import Severity
+from sluice.config.rules.algorithm import correction_problems
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 STALE = "sluice.asynchrony.max_staleness=1"
@@ -22,7 +23,7 @@ def loss(name: str) -> str:
 
 
 def texts(*overrides: str) -> list[str]:
-    return [one.text for one in correction_violations(load_config(None, list(overrides)))]
+    return [one.text for one in correction_problems(load_config(None, list(overrides)))]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_what_is_on_policy_or_corrected_passes(overrides: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize(
-    ("overrides", "weights", "behaviour"),
+    ("overrides", "weights", "behavior"),
     [
         ((), "token", False),
         ((loss("adpo"),), None, True),
@@ -64,11 +65,11 @@ def test_what_is_on_policy_or_corrected_passes(overrides: tuple[str, ...]) -> No
     ],
 )
 def test_a_correction_that_was_left_out_is_chosen_by_what_the_loss_reads(
-    overrides: tuple[str, ...], weights: str | None, behaviour: bool
+    overrides: tuple[str, ...], weights: str | None, behavior: bool
 ) -> None:
     chosen = load_config(None, [STALE, *overrides])
     assert chosen.algorithm.rollout_correction.rollout_is == weights
-    assert chosen.actor_rollout_ref.actor.use_rollout_log_probs is behaviour
+    assert chosen.actor_rollout_ref.actor.use_rollout_log_probs is behavior
 
 
 def test_without_staleness_no_correction_is_chosen() -> None:
@@ -92,11 +93,11 @@ def test_without_staleness_no_correction_is_chosen() -> None:
 def test_staleness_that_the_loss_does_not_correct_for_is_refused_with_a_remedy_that_does(
     overrides: tuple[str, ...], named: str
 ) -> None:
-    (found,) = correction_violations(load_config(None, [STALE, *overrides]))
-    assert found.here
+    (found,) = correction_problems(load_config(None, [STALE, *overrides]))
+    assert found.severity is Severity.ERROR
     assert "nothing corrects for samples" in found.text
     assert named in found.text
-    assert texts(STALE, *overrides, *found.remedy) == []
+    assert texts(STALE, *overrides, *found.overrides) == []
 
 
 @pytest.mark.parametrize(
@@ -110,23 +111,23 @@ def test_staleness_that_the_loss_does_not_correct_for_is_refused_with_a_remedy_t
 def test_a_correction_of_logprobs_that_are_the_same_is_refused_and_its_remedy_mends_it(
     overrides: tuple[str, ...], key: str
 ) -> None:
-    (found,) = correction_violations(load_config(None, [ENGINE, *overrides]))
-    assert found.here
+    (found,) = correction_problems(load_config(None, [ENGINE, *overrides]))
+    assert found.severity is Severity.ERROR
     assert f"{CORRECTION}.{key} with" in found.text
-    assert texts(ENGINE, *overrides, *found.remedy) == []
+    assert texts(ENGINE, *overrides, *found.overrides) == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "means"),
     [
         ((), "truncated importance weights (algorithm.rollout_correction.rollout_is = token"),
-        ((loss("adpo"),), "the behaviour logprobs in the place of the old ones"),
-        ((BYPASS,), "the ratio to the behaviour policy"),
+        ((loss("adpo"),), "the behavior logprobs in place of the old ones"),
+        ((BYPASS,), "the ratio to the behavior policy"),
     ],
 )
-def test_how_stale_samples_are_corrected_for_is_told_at_the_start(
+def test_how_stale_samples_are_corrected_for_is_reported_at_the_start(
     overrides: tuple[str, ...], means: str
 ) -> None:
-    reported = "\n".join(remarks(load_config(None, [STALE, *overrides])))
+    reported = "\n".join(one.text for one in remarks(load_config(None, [STALE, *overrides])))
     assert f"samples may be 1 versions old; {means}" in reported
-    assert "versions old" not in "\n".join(remarks(load_config(None, [*overrides])))
+    assert not any("versions old" in one.text for one in remarks(load_config(None, [*overrides])))

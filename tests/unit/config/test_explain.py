@@ -1,4 +1,4 @@
-"""Descriptions, coverage and differences."""
+"""What keys mean, and what becomes of those that a user set."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.catalogue.entry import ABSENT, KeyStatus
+from sluice.config.catalogue.table import KeyStatus
 from sluice.config.explain import (
-    Difference,
     all_keys,
-    coverage,
-    diff_configs,
     explain_key,
-    launch_notices,
+    key_statuses,
     notices,
+    replaced_values,
 )
 from sluice.config.loading.keys import is_known
-from sluice.config.loading.loader import load_config
-from sluice.config.run import RunConfig
+from sluice.config.loading.loader import read_settings, settings_of
 from sluice.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -88,19 +85,19 @@ def test_a_value_that_asks_for_what_happens_anyway_needs_no_notice() -> None:
         "global_profiler.tool=null",
         "data.train_batch_size=8",
     ]
-    assert notices(quiet) == []
+    assert notices(settings_of({}, quiet, "test")) == []
 
 
 def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead() -> None:
-    (one,) = notices([f"{ROLLOUT}.free_cache_engine=True"])
+    (one,) = notices(settings_of({}, [f"{ROLLOUT}.free_cache_engine=True"], "test"))
     assert one.text == (
-        f"{ROLLOUT}.free_cache_engine=True has no effect: the engine has its own devices and keeps "
-        "its cache"
+        f"{ROLLOUT}.free_cache_engine = true has no effect: the engine has its own devices and "
+        "keeps its cache"
     )
-    (other,) = notices([], {"critic": {"grad_clip": 0.5}})
-    assert (other.status, other.text) == (
+    (other,) = notices(settings_of({"critic": {"grad_clip": 0.5}}, [], "test"))
+    assert (other.rule, other.text) == (
         KeyStatus.MAPPED,
-        "critic.grad_clip=0.5 is read as critic.optim.clip_grad",
+        "critic.grad_clip = 0.5 is read as critic.optim.clip_grad",
     )
 
 
@@ -108,10 +105,10 @@ def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead()
     ("engine", "expected"), [("torch", 0), ("vllm", 0), ("sglang", 0), ("trtllm", 1)]
 )
 def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: int) -> None:
-    found = notices([f"{ROLLOUT}.name={engine}"])
+    found = notices(settings_of({}, [f"{ROLLOUT}.name={engine}"], "test"))
     assert len(found) == expected
     for one in found:
-        assert one.status is KeyStatus.NOT_APPLICABLE
+        assert one.rule == KeyStatus.NOT_APPLICABLE
         assert "run torch, vllm, sglang only" in one.text
         assert one.text.endswith(f"set {ROLLOUT}.name=torch")
 
@@ -119,45 +116,34 @@ def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: in
 def test_notices_of_a_launch_come_from_the_file_and_the_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("trainer: {use_v1: true, esi_redundant_time: 5}\n", encoding="utf-8")
-    found = launch_notices(path, ["critic.strategy=megatron"])
-    assert [one.path for one in found] == ["trainer.esi_redundant_time", "critic.strategy"]
+    found = notices(read_settings(path, ["critic.strategy=megatron"]))
+    assert [one.key for one in found] == ["trainer.esi_redundant_time", "critic.strategy"]
 
 
-def test_coverage_counts_by_status_and_reports_unknown_keys_without_ending(tmp_path: Path) -> None:
-    path = tmp_path / "launch.overrides"
-    lines = [
-        "data.seed=1",
-        "critic.grad_clip=0.5",
-        "+critic.strategy=megatron",
-        "data.tool_config_path=tools.yaml",
-        "tainer.device=npu",
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    found = coverage([path])
-    assert found.counts == dict.fromkeys(KeyStatus, 1)
-    assert found.files[0].keys == {
+def test_every_key_that_was_set_has_a_status() -> None:
+    document = {
+        "data": {"seed": 1, "tool_config_path": "tools.yaml"},
+        "critic": {"grad_clip": 0.5, "strategy": "megatron"},
+    }
+    assert key_statuses(settings_of(document, [], "test")) == {
         "data.seed": KeyStatus.HONOURED,
+        "data.tool_config_path": KeyStatus.REFUSED,
         "critic.grad_clip": KeyStatus.MAPPED,
         "critic.strategy": KeyStatus.NOT_APPLICABLE,
-        "data.tool_config_path": KeyStatus.REFUSED,
     }
-    assert found.num_unknown == 1
-    assert "did you mean trainer.device?" in found.files[0].unknown[0]
-    assert "line 5" in found.files[0].unknown[0]
 
 
-def test_a_value_that_changes_nothing_is_not_counted_as_honoured(tmp_path: Path) -> None:
-    path = tmp_path / "launch.overrides"
+def test_a_value_that_changes_nothing_is_not_counted_as_honoured() -> None:
     lines = [
         "data.seed=null",
         "actor_rollout_ref.actor.use_torch_compile=false",
         "data.tool_config_path=null",
         "actor_rollout_ref.actor.ppo_micro_batch_size=null",
     ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    found = coverage([path]).files[0].keys
-    assert list(found.values()) == [KeyStatus.HONOURED, *[KeyStatus.NOT_APPLICABLE] * 3]
-    assert notices(lines) == []
+    settings = settings_of({}, lines, "test")
+    statuses = list(key_statuses(settings).values())
+    assert statuses == [KeyStatus.HONOURED, *[KeyStatus.NOT_APPLICABLE] * 3]
+    assert notices(settings) == []
 
 
 def test_no_effect_on_speed_or_memory_is_a_figure_that_nobody_here_measured() -> None:
@@ -165,34 +151,33 @@ def test_no_effect_on_speed_or_memory_is_a_figure_that_nobody_here_measured() ->
     assert [key.path for key in all_keys() if figure.search(key.effect)] == []
 
 
-def test_coverage_takes_bare_keys_by_their_usual_standing(tmp_path: Path) -> None:
-    path = tmp_path / "keys.txt"
-    lines = ["data.seed", "reward_model.reward_manager", f"+{ROLLOUT}.engine_kwargs.vllm.*", "sed"]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    found = coverage([path]).files[0]
-    assert found.keys == {
-        "data.seed": KeyStatus.HONOURED,
-        "reward_model.reward_manager": KeyStatus.MAPPED,
-        f"{ROLLOUT}.engine_kwargs.vllm": KeyStatus.HONOURED,
-    }
-    assert len(found.unknown) == 1
+FILES = {
+    "job.yaml": "trainer:\n  n_gpus_per_node: 8\n  save_freq: 5\nsluice: {shutdown_grace_s: 60}\n",
+    "job.overrides": "trainer.n_gpus_per_node=8\ntrainer.save_freq=5\nsluice.shutdown_grace_s=60\n",
+}
 
 
-def test_coverage_of_a_yaml_file_names_its_unknown_keys(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("data: {sed: 1, seed: 2}\nreward_model: {overlong_buffer: {len: 3}}\n")
-    found = coverage([path])
-    assert found.files[0].unknown == ("data.sed: unknown key; did you mean data.seed?",)
-    assert found.counts[KeyStatus.HONOURED] == found.counts[KeyStatus.MAPPED] == 1
-
-
-def test_differences_are_the_keys_with_other_values_in_the_order_of_the_schema() -> None:
-    free = f"{ROLLOUT}.engine_kwargs"
-    left = load_config(None, ["data.seed=1", f"{free}.vllm.a=1", "trainer.nnodes=2"])
-    right = load_config(None, ["data.seed=2", "trainer.nnodes=2"])
-    assert diff_configs(left, right) == [
-        Difference("data.seed", 1, 2, None),
-        Difference(f"{free}.vllm", {"a": 1}, ABSENT, ABSENT),
+@pytest.mark.parametrize("name", FILES)
+def test_each_value_that_is_replaced_is_named_with_the_one_that_holds(
+    name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(FILES[name], encoding="utf-8")
+    words = ["trainer.n_gpus_per_node=1", "trainer.save_freq=5", "trainer.nnodes=1"]
+    found = replaced_values(file, [*words, "~sluice.shutdown_grace_s"])
+    assert [one.text for one in found] == [
+        f"trainer.n_gpus_per_node = 8 of {file} has no effect: the command sets it to 1",
+        f"sluice.shutdown_grace_s = 60 of {file} has no effect: the command removes it",
     ]
-    assert diff_configs(left, left) == []
-    assert [one.path for one in diff_configs(RunConfig(), right)] == ["data.seed", "trainer.nnodes"]
+    assert replaced_values(file, ["trainer.save_freq=5"]) == []
+
+
+def test_a_reference_is_compared_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("trainer: {nnodes: 2, save_freq: '${trainer.nnodes}'}\n", encoding="utf-8")
+    (line,) = replaced_values(file, ["trainer.nnodes=1"])
+    assert line.text.startswith("trainer.nnodes = 2 of")
+
+
+def test_without_a_file_nothing_is_replaced() -> None:
+    assert replaced_values(None, ["trainer.nnodes=1"]) == []

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
-from sluice.config.memory.fit import memory_violations
+from sluice.config.memory.fit import memory_problems
 from sluice.config.memory.layouts import own_training_layout, rollout_layout, verl_training_layout
 from sluice.config.memory.report import MemoryReport, memory_report
 from sluice.config.memory.rollout import GIB
-from sluice.config.memory.shape import PUBLISHED_SHAPES
-from sluice.config.problems import Violation
+from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
+from tests.support.published_shapes import PUBLISHED_SHAPES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, MEGATRON = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
@@ -45,14 +45,13 @@ def report(*overrides: str) -> MemoryReport:
     return memory_report(*read(*overrides), SHAPE, 64.0)
 
 
-def too_small(gib: float, *overrides: str) -> list[Violation]:
-    return memory_violations(*read(*overrides), SHAPE, gib)
+def too_small(gib: float, *overrides: str) -> list[Problem]:
+    return memory_problems(*read(*overrides), SHAPE, gib)
 
 
 def test_the_estimate_of_a_large_run_is_what_a_hand_computes() -> None:
-    name, memory = report().training[0]
+    memory = report().training
     parameters = 32_762_123_264
-    assert name == "as configured"
     assert memory.parameters == parameters / 64 * 4
     assert memory.optimizer == parameters / 64 * 8
     assert memory.logits == 5632 * 151_936 * 7
@@ -100,15 +99,15 @@ def test_verls_layout_is_read_from_the_keys_of_megatron() -> None:
     assert layout.optimizer_host_share == 0.5
 
 
-def test_verl_checkpoints_unless_told_not_to() -> None:
+def test_verl_checkpoints_by_default() -> None:
     key = f"{MODEL}.enable_gradient_checkpointing"
     assert verl_training_layout(*read(f"~{key}")).gradient_checkpointing
     assert not verl_training_layout(*read(f"{key}=false")).gradient_checkpointing
 
 
 def test_an_engine_in_eight_bits_halves_its_weights() -> None:
-    plain = report().rollout[0][1]
-    eight = report(f"{ROLLOUT}.quantization=fp8").rollout[0][1]
+    plain = report().rollout
+    eight = report(f"{ROLLOUT}.quantization=fp8").rollout
     assert eight.weights == plain.weights / 2
     assert rollout_layout(*read()).longest_row == 22_528
 
@@ -154,20 +153,20 @@ def test_a_device_that_is_too_small_is_named_and_the_remedy_is_enough(
 ) -> None:
     found = [one for one in too_small(gib, *overrides) if one.rule == rule]
     assert len(found) == 1
-    assert found[0].remedy
-    mended = too_small(gib, *overrides, *found[0].remedy)
+    assert found[0].overrides
+    mended = too_small(gib, *overrides, *found[0].overrides)
     assert rule not in {one.rule for one in mended}
 
 
 def test_a_model_that_no_engine_can_hold_has_no_remedy_but_larger_devices() -> None:
     (one,) = [one for one in too_small(1.0) if one.rule == "engine-memory"]
-    assert one.remedy == ()
+    assert one.overrides == ()
     assert "use larger devices" in one.text
 
 
-def test_what_our_own_trainer_needs_is_told_apart_from_verls_layout() -> None:
-    rules = {one.rule: one.here for one in too_small(64.0)}
-    assert rules == {"own-update-memory": True}
+def test_what_our_own_trainer_needs_is_another_rule_than_verls_layout() -> None:
+    rules = {one.rule: one.severity for one in too_small(64.0)}
+    assert rules == {"own-update-memory": Severity.ERROR}
 
 
 def test_a_trainer_of_its_own_devices_leaves_the_engine_alone() -> None:

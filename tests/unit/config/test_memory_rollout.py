@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from sluice.config.memory.report import rollout_variants
 from sluice.config.memory.rollout import (
     GIB,
     RolloutLayout,
@@ -15,7 +14,8 @@ from sluice.config.memory.rollout import (
     rollout_memory,
     smallest_tensor_parallel,
 )
-from sluice.config.memory.shape import PUBLISHED_SHAPES, ModelShape
+from sluice.config.memory.shape import ModelShape
+from tests.support.published_shapes import PUBLISHED_SHAPES
 
 SHAPE = ModelShape(2, 8, 2, 1, 4, 16, 32)  # 1704 parameters
 EXPERTS = replace(
@@ -98,7 +98,3 @@ def test_the_smallest_tensor_parallel_size_holds_the_weights(
         assert fits(shape, replace(layout, tp=smallest), gib * GIB)
         smaller = [size for size in range(1, smallest) if shape.heads % size == 0]
         assert not any(fits(shape, replace(layout, tp=size), gib * GIB) for size in smaller)
-
-
-def test_other_tensor_parallel_sizes_are_shown_if_they_divide_the_heads() -> None:
-    assert [name for name, _ in rollout_variants(SHAPE, LAYOUT)] == ["TP 1 (as configured)", "TP 2"]

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from sluice.config.memory.shape import (
-    PUBLISHED_SHAPES,
     ModelShape,
     find_shape,
-    published_shape,
     read_shape,
-    unknown_shape,
 )
 from sluice.errors import ConfigError
+from tests.support.published_shapes import PUBLISHED_SHAPES
 
 TINY = {
     "model_type": "llama",
@@ -114,27 +112,7 @@ def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, content: str) 
         read_shape(file)
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("Qwen/Qwen2.5-7B", "Qwen2.5-7B"),
-        ("/models/Qwen3-8B-Base/", "Qwen3-8B"),
-        ("Qwen3-VL-30B-A3B-Instruct", "Qwen3-30B-A3B"),
-        ("Qwen3-235B-A22B-Instruct-2507", "Qwen3-235B-A22B"),
-    ],
-)
-def test_a_model_is_known_by_the_last_part_of_its_path(path: str, name: str) -> None:
-    assert published_shape(path) == PUBLISHED_SHAPES[name]
-
-
-def test_another_size_of_a_known_family_is_not_guessed() -> None:
-    assert published_shape("Qwen3-80B") is None
-    assert "--model-config FILE" in unknown_shape("Qwen3-80B")
-
-
-def test_a_given_file_comes_before_the_folder_and_the_folder_before_the_name(
-    tmp_path: Path,
-) -> None:
+def test_a_given_file_comes_before_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
     write(folder)
@@ -147,5 +125,5 @@ def test_a_given_file_comes_before_the_folder_and_the_folder_before_the_name(
 
     assert layers(find_shape(str(folder), write(other, num_hidden_layers=5))) == 5
     assert layers(find_shape(str(folder), None)) == 2
-    assert layers(find_shape("Qwen3-8B", None)) == 36
+    assert find_shape("Qwen3-8B", None) is None
     assert find_shape("", None) is None

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from services.rollout.engines.registry import ENGINES
 from sluice.cli.main import commands
-from sluice.config.catalogue.entry import KeyStatus
-from sluice.config.explain import coverage, explain_key, notices
-from sluice.config.loading.loader import load_config
+from sluice.config.catalogue.table import KeyStatus
+from sluice.config.explain import explain_key, notices
+from sluice.config.loading.loader import load_config, settings_of
 from sluice.errors import ConfigError
 from tests.support.documents import blocks, table_rows
 from tests.support.source_tree import ROOT
@@ -66,17 +66,6 @@ def test_the_output_of_the_page_is_printed(launch: Path, command: str) -> None:
         assert line in output
 
 
-def test_no_key_of_the_launch_is_unknown_and_the_table_says_what_becomes_of_it(
-    launch: Path,
-) -> None:
-    found = coverage([launch]).files[0]
-    assert not found.unknown
-    for line in quoted_lines("sluice config coverage launch.overrides"):
-        key, _, status = line.partition(" ")
-        if key != "key":
-            assert found.keys[key].value == status
-
-
 def test_every_key_of_the_list_of_what_does_not_work_has_the_standing_it_says() -> None:
     rows = table_rows(PAGE, "## What does not work")
     assert len(rows) > 10
@@ -84,7 +73,8 @@ def test_every_key_of_the_list_of_what_does_not_work_has_the_standing_it_says() 
         key, _, value = setting.strip("`").partition("=")
         if value:
             assert OUTSIDE[named] is KeyStatus.NOT_APPLICABLE
-            assert any(notice.path == key for notice in notices([f"{key}={value}"])), setting
+            found = notices(settings_of({}, [f"{key}={value}"], "test"))
+            assert any(notice.key == key for notice in found), setting
         else:
             assert explain_key(key).status is OUTSIDE[named], setting
 

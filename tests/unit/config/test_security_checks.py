@@ -1,4 +1,4 @@
-"""What is wrong with credentials, told with the key, its value and the remedy."""
+"""What is wrong with credentials is reported with the key, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ HOST = "127.0.0.1"
 
 def problems(folder: Path, host: str = HOST, **changes: Any) -> list[str]:
     given = {**write_security(folder), **changes}
-    return server_problems(SecurityConfig(**given), host)
+    return [one.text for one in server_problems(SecurityConfig(**given), host)]
+
+
+def problems_of(*overrides: str) -> list[str]:
+    return [one.text for one in file_problems(load_config(None, list(overrides)))]
 
 
 def test_the_defaults_ask_for_nothing() -> None:
@@ -58,7 +62,7 @@ def test_mtls_needs_each_of_its_files(name: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     missing = str(tmp_path / "none")
     assert problems(tmp_path, **{name: missing}) == [
-        f"sluice.security.{name} = {missing!r} is no file; check the path"
+        f"sluice.security.{name} = {missing} is no file; check the path"
     ]
 
 
@@ -67,10 +71,10 @@ def test_a_file_that_this_user_cannot_read_is_named(
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, _: not str(path).endswith(".key"))
     (reported,) = problems(tmp_path)
-    assert reported.endswith("service.key' cannot be read by this user; give it the right")
+    assert reported.endswith("service.key cannot be read by this user; give the user that right")
 
 
-def test_a_name_that_the_certificate_lacks_is_told_with_both_remedies(tmp_path: Path) -> None:
+def test_a_name_that_the_certificate_lacks_is_reported_with_both_remedies(tmp_path: Path) -> None:
     (reported,) = problems(tmp_path, "trainer.lab")
     assert reported.startswith("sluice.security.cert_file = ")
     assert "does not name trainer.lab, where peers connect to" in reported
@@ -81,33 +85,33 @@ def test_a_name_that_the_certificate_lacks_is_told_with_both_remedies(tmp_path: 
     assert "does not name 10.1.2.3" in reported
 
 
-def test_an_expired_certificate_is_told(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_reported(tmp_path: Path) -> None:
     expired = authority("ours").service((HOST,), -1)
     certificate, key = write_pair(tmp_path, "expired", expired)
     (reported,) = problems(tmp_path, cert_file=certificate, key_file=key)
     assert reported.startswith(
-        f"sluice.security.cert_file = {certificate!r} has expired; make another"
+        f"sluice.security.cert_file = {certificate} has expired; make another"
     )
 
 
-def test_a_key_of_another_certificate_is_told(tmp_path: Path) -> None:
+def test_a_key_of_another_certificate_is_reported(tmp_path: Path) -> None:
     _, key = write_pair(tmp_path, "other", client_key())
     (reported,) = problems(tmp_path, key_file=key)
     assert reported.startswith(
-        f"sluice.security.key_file = {key!r} does not belong to the certificate"
+        f"sluice.security.key_file = {key} does not belong to the certificate"
     )
 
 
-def test_an_authority_that_did_not_sign_is_told(tmp_path: Path) -> None:
+def test_an_authority_that_did_not_sign_is_reported(tmp_path: Path) -> None:
     (tmp_path / "theirs").write_bytes(authority("theirs").itself.certificate)
     (reported,) = problems(tmp_path, ca_file=str(tmp_path / "theirs"))
-    assert "theirs' did not sign the certificate; give the CA that did" in reported
+    assert "theirs did not sign the certificate; give the CA that did" in reported
 
 
 @pytest.mark.parametrize(
     ("name", "about"), [("cert_file", "key_file"), ("key_file", "key_file"), ("ca_file", "ca_file")]
 )
-def test_a_file_that_is_no_pem_is_told(name: str, about: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_pem_is_reported(name: str, about: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no PEM")
     (reported,) = problems(tmp_path, **{name: str(tmp_path / "text")})
     assert reported.startswith(f"sluice.security.{about} = ")
@@ -141,35 +145,33 @@ def test_services_present_a_services_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["key_file", "token_file"])
-def test_a_secret_that_everybody_can_read_is_warned_of(name: str, tmp_path: Path) -> None:
+def test_a_secret_that_everybody_can_read_gets_a_warning(name: str, tmp_path: Path) -> None:
     given = write_security(tmp_path)
     assert list(exposed_secrets(SecurityConfig(**given))) == []
     Path(given[name]).chmod(0o644)
     (reported,) = exposed_secrets(SecurityConfig(**given))
-    assert reported.startswith(
-        f"sluice.security.{name} = {given[name]!r} can be read by every user"
+    assert reported.text.startswith(
+        f"sluice.security.{name} = {given[name]} can be read by every user"
     )
 
 
 def test_a_run_is_checked_at_the_addresses_of_all_its_services(tmp_path: Path) -> None:
     given = write_security(tmp_path)
     overrides = [f"sluice.security.{key}={value}" for key, value in given.items()]
-    assert [p for p in file_problems(load_config(None, overrides)) if "security" in p] == []
+    assert [p for p in problems_of(*overrides) if "security" in p] == []
     far = "sluice.rollout.endpoint.advertise=node-7"
-    (reported,) = [
-        p for p in file_problems(load_config(None, [*overrides, far])) if "security" in p
-    ]
+    (reported,) = [p for p in problems_of(*overrides, far) if "security" in p]
     assert "does not name node-7" in reported
 
 
 def test_a_page_for_other_machines_needs_a_token_file(tmp_path: Path) -> None:
     far = ["sluice.dashboard.port=0", "sluice.dashboard.host=0.0.0.0"]
-    (reported,) = [p for p in file_problems(load_config(None, far)) if "dashboard.host" in p]
+    (reported,) = [p for p in problems_of(*far) if "dashboard.host" in p]
     assert "0.0.0.0" in reported
     assert "token_file" in reported
     asked = [f"sluice.security.token_file={write_security(tmp_path)['token_file']}"]
     for accepted in ([*far, *asked], far[:1], far[1:]):
-        found = file_problems(load_config(None, accepted))
+        found = problems_of(*accepted)
         assert [p for p in found if "dashboard.host" in p] == []
 
 

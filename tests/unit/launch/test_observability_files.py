@@ -124,6 +124,6 @@ def test_rules_are_loaded_from_files_that_are_there() -> None:
 def test_replicas_on_one_host_cannot_share_a_port_of_metrics() -> None:
     port, many = "sluice.rollout.endpoint.metrics_port=7201", "sluice.rollout.replicas=2"
     found = relation_problems(load_config(None, [port, many]))
-    assert any("all replicas would take one port; set it to 0" in problem for problem in found)
+    assert any("all replicas would take one port; set it to 0" in problem.text for problem in found)
     free = relation_problems(load_config(None, ["sluice.rollout.endpoint.metrics_port=0", many]))
-    assert not any("metrics_port" in problem for problem in free)
+    assert not any("metrics_port" in problem.text for problem in free)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.generation import CountedGeneration
+from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.rpc.server import RpcServer
@@ -36,7 +36,7 @@ async def front_on_torch(folder: Path) -> AsyncIterator[tuple[HttpFront, TorchEn
             ReplicaIdentity("rollout-0", str(uuid4())),
             engine,
             encoder,
-            CountedGeneration(engine, encoder),
+            GenerationRunner(engine, encoder),
             engine_name="torch",
             max_n=8,
         )

@@ -13,8 +13,7 @@ import pytest
 
 from services.reward import app
 from services.reward.app import RewardLoop
-from services.reward.groups.batcher import ACKNOWLEDGED_REMEMBERED
-from services.reward.ledger.ledger import MemoryLedger
+from services.reward.ledger.ledger import ACKNOWLEDGED_REMEMBERED, PromptLedger
 from sluice.config.run import RunConfig
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
@@ -58,7 +57,7 @@ async def steps(loop: RewardLoop, client: ScriptedClient, first: int, count: int
 
 
 async def test_nothing_grows_with_steps_or_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MemoryLedger", partial(MemoryLedger, ended_ids=8))
+    monkeypatch.setattr(app, "PromptLedger", partial(PromptLedger, ended_ids=8))
     client = ScriptedClient()
     async with running_loop(config(), client) as loop:
         sizes = []
@@ -69,7 +68,7 @@ async def test_nothing_grows_with_steps_or_prompts(monkeypatch: pytest.MonkeyPat
     assert max(sizes) - min(sizes) <= 10, sizes
 
 
-def client_prompt(ledger: MemoryLedger, name: str) -> Prompt:
+def client_prompt(ledger: PromptLedger, name: str) -> Prompt:
     turns = (ChatMessage("user", "?"),)
     made = Prompt(name, ledger.next_sequence(), turns, "math_dapo", "1", PromptOrigin.CLIENT, None)
     ledger.accept(made)
@@ -77,7 +76,7 @@ def client_prompt(ledger: MemoryLedger, name: str) -> Prompt:
 
 
 def test_an_id_is_refused_while_pending_and_among_the_last_that_ended() -> None:
-    ledger = MemoryLedger(ended_ids=2)
+    ledger = PromptLedger(ended_ids=2)
     client_prompt(ledger, "pending")
     for name in "abc":
         client_prompt(ledger, name)

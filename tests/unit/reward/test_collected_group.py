@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.generation.queue import Priority
-from services.reward.generation.request import GenerateEvent, GroupRequest
+from services.reward.generation.request import GenerateEvent, GroupRequest, GroupTokens
 from services.reward.generation.stream import CollectedGroup
-from services.reward.records.tokens import GroupTrace
 from sluice.algorithm.growing_sample import GrowingSample, NewTokens
+from sluice.errors import PeerError
 from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollout, SamplingParams
 
 SAMPLES, LOWEST = 3, 5
@@ -62,17 +65,17 @@ steps = st.lists(
 def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
     sizes: list[int], happenings: list[tuple[int, int, str, int]]
 ) -> None:
-    group, trace, received = CollectedGroup(REQUEST), GroupTrace(), 0
+    counts, received = GroupTokens(), 0
+    group = CollectedGroup(replace(REQUEST, tokens=counts))
     group.started(np.zeros(1, np.uint32), 0.0)
 
     def begin(version: int) -> Replica:
         partials = list(group.partials())
         assert all(v.version >= LOWEST for p in partials for v in p.version_spans)
-        trace.asked(SAMPLING, group.missing, partials)
+        group.asked(f"replica {version}")
         return Replica(sizes, version, partials)
 
     def arrive(event: GenerateEvent) -> int:
-        trace.arrived(SAMPLING, event)
         arrival = group.take(event, "r")
         return sum(arrival.new_tokens.values())
 
@@ -95,9 +98,10 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
         assert rollout.token_ids.tolist() == expected.token_ids.tolist()
         assert rollout.behavior_logprobs.tolist() == expected.behavior_logprobs.tolist()
         assert rollout.finish_reason is FinishReason.STOP
-    assert trace.num_tokens == received
+    assert counts.num_received == received
+    assert counts.num_samples == SAMPLES
     assert group.num_tokens == sum(sizes)
-    assert trace.num_tokens - trace.num_thrown_away_tokens == sum(sizes)
+    assert counts.num_received - counts.num_thrown_away == sum(sizes)
 
 
 def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
@@ -111,3 +115,18 @@ def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
     assert [rollout.num_tokens for rollout in rollouts] == [4, 3, 0]
     assert [rollout.finish_reason for rollout in rollouts] == ["stop", "aborted", "aborted"]
     assert group.missing == ()
+
+
+def test_what_a_defective_replica_sent_was_received_and_thrown_away() -> None:
+    counts = GroupTokens()
+    group = CollectedGroup(replace(REQUEST, tokens=counts))
+    group.started(np.zeros(1, np.uint32), 0.0)
+    group.take(GenerateEvent(None, (), (tokens(0, 0, 3, LOWEST),)), "r")
+    other = Replica([9, 9, 5], LOWEST, []).whole(2, FinishReason.STOP)
+    unlike = replace(other, sample_index=0)
+    with pytest.raises(PeerError, match="5 tokens that do not continue the 3 that came before"):
+        group.take(GenerateEvent(None, (unlike,)), "r")
+    assert (counts.num_received, counts.num_thrown_away, group.num_tokens) == (5, 5, 0)
+    with pytest.raises(PeerError, match="sample 7 was not asked for"):
+        group.take(GenerateEvent(None, (), (tokens(7, 0, 2, LOWEST),)), "r")
+    assert counts.num_received == 7

@@ -17,13 +17,12 @@ import pytest
 from services.reward.app import RunFiles, open_run_files
 from services.reward.records import group_log
 from services.reward.records.group_log import EndedGroups, GroupLog
-from services.reward.records.tokens import GroupTrace
-from sluice.algorithm.sampling.attempt import Attempt
 from sluice.config.run import RunConfig
 from sluice.telemetry import samples as sample_archive
 from sluice.telemetry.samples import SampleArchive, SampledGroup, archive_files
-from sluice.types import ChatMessage, PromptEnd
+from sluice.types import ChatMessage
 from tests.support.client_prompt import client_prompt
+from tests.support.group_events import group_ended
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
 
 
@@ -35,13 +34,13 @@ def groups_in(folder: Path) -> dict[str, SampledGroup]:
 
 def add(ended: EndedGroups, prompt_id: str, text: str = "text") -> None:
     prompt = replace(client_prompt(prompt_id=prompt_id), messages=(ChatMessage("user", text),))
-    ended.add(prompt, PromptEnd.DROPPED_FAILED, None, version=1, step=None, replicas=["a"])
+    group = group_ended(prompt).group
+    assert group.ending is not None
+    ended.add(group, group.ending)
 
 
 def end_group(log: GroupLog, prompt_id: str) -> None:
-    prompt = client_prompt(prompt_id=prompt_id)
-    log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=1)
-    log.ended(prompt, PromptEnd.DROPPED_FAILED, None, GroupTrace(["a"]))
+    log.observe(group_ended(client_prompt(prompt_id=prompt_id)))
 
 
 async def test_kept_and_filtered_groups_are_archived_with_their_responses(tmp_path: Path) -> None:

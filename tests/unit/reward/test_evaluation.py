@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.queue import Priority, ReplicaQueue
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.grader import Grader, SampleScorer
 from services.reward.grading.messages import ScorerInput
@@ -27,7 +27,6 @@ from services.reward.groups.evaluation import (
 )
 from services.reward.prompts.dataset import IssuedRow
 from services.reward.records.group_log import SampleDumps
-from services.reward.records.tokens import GenerationTrace, TokenCountingClient
 from sluice.data.prompt_rows import PromptRow
 from sluice.errors import DeadlineError, EngineError, PeerError, PromptTooLongError
 from sluice.types import ChatMessage, Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
@@ -71,17 +70,14 @@ class World:
         scorer: SampleScorer | None = None,
         dumps: SampleDumps | None = None,
     ) -> None:
-        self.received = TokenCountingClient(client)
-        self.trace = GenerationTrace(self.received)
         self.reported_tokens: list[int] = []
         self.dispatcher = GroupDispatcher(
-            self.trace, ReplicaQueue(1.0, lambda: None), max_attempts=1, leave_out_overlong=True
+            client, ReplicaQueue(1.0, lambda: None), max_attempts=1, leave_out_overlong=True
         )
         self.evaluation = Evaluator(
             lambda: Rows(num_prompts),
             self.dispatcher,
             Grader(scorer or InlineScorer(), None),
-            self.trace,
             dumps or SampleDumps(None, None),
             lambda: 0,
             on_tokens=self.reported_tokens.append,
@@ -107,7 +103,7 @@ async def test_a_prompt_that_cannot_be_generated_is_counted_and_left_out_of_the_
         all(word in line for word in ("validation-3", "replica a", "engine_error", "out of memory"))
         for line in caplog.messages
     )
-    assert len(world.trace) == 0
+    assert world.evaluation.num_pending_tokens == 0
     assert world.evaluation.num_graded_groups == 20
 
 
@@ -123,8 +119,9 @@ async def test_all_tokens_of_an_evaluation_are_told_even_if_it_does_not_end(
     world = World(ScriptedClient(before_sample=before_sample), 20)
     with suppress(DeadlineError):
         await world.run(seconds=0.5)
-    assert sum(world.reported_tokens) == world.received.total > 0
-    assert world.received.num_training == 0
+    received = world.dispatcher.num_received
+    assert sum(world.reported_tokens) == received[Priority.EVALUATION] > 0
+    assert received[Priority.TRAINING] == 0
     assert world.evaluation.num_pending_tokens == 0
 
 
@@ -229,7 +226,7 @@ async def test_an_evaluation_waits_for_another_no_longer_than_its_deadline() -> 
     world = World(ScriptedClient(before_sample=held), 1)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(world.run())
-        await settled(lambda: len(world.trace) == 1)
+        await settled(lambda: len(world.evaluation._open) == 1)
         with pytest.raises(DeadlineError, match="after another evaluation"):
             await world.run(seconds=0.05)
         held.gate.set()
@@ -249,7 +246,7 @@ async def test_an_evaluation_that_is_cancelled_ends_its_streams() -> None:
         await settled(lambda: len(client.calls) == 3)
         running.cancel()
     assert len(client.cancelled) == 3
-    assert len(world.trace) == 0
+    assert world.evaluation.num_pending_tokens == 0
 
 
 async def test_a_prompt_that_is_too_long_is_no_part_of_the_validation_set() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from services.reward.grading.grader import Grader, OverlongShaping, overlong_shaping
 from services.reward.grading.messages import ScorerInput
-from services.reward.groups.filter import GroupNeeds, judge
+from services.reward.groups.run import judge
+from services.reward.groups.settings import GroupNeeds
 from sluice.config.schema.reward import RewardConfig
 from sluice.errors import ConfigError
 from sluice.types import (

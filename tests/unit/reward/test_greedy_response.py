@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from services.reward.app import RewardLoop
-from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.greedy import generate_group
+from services.reward.generation.dispatcher import GroupDispatcher, generate_group
 from services.reward.generation.queue import Priority
 from services.reward.generation.request import (
     GroupFailedError,
@@ -19,7 +18,7 @@ from services.reward.generation.request import (
     SampleCallback,
     StartCallback,
 )
-from services.reward.ledger.ledger import PromptState
+from services.reward.group import GroupState
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, EngineError
 from sluice.types import ChatMessage, Prompt, PromptOrigin, Rollout, RolloutGroup, SamplingParams
@@ -73,7 +72,7 @@ async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> Non
 
 
 def ends(loop: RewardLoop) -> dict[str, int]:
-    return {end.value: count for end, count in loop.ledger.accounts().by_end.items() if count}
+    return {end.value: count for end, count in loop.ledger.by_end.items() if count}
 
 
 @pytest.mark.parametrize(("greedy_is_right", "reward"), [(True, 1.0), (False, -1.0)])
@@ -132,9 +131,9 @@ async def test_greedy_tokens_are_generated_tokens_and_have_a_count_of_their_own(
     async with running_loop(config(), client) as loop:
         submit(loop, [MIXED, WRONG, MIXED])
         await publish(loop, client, 0)
-        await settled(lambda: loop.batcher.num_kept == 2 and bool(ends(loop)))
+        await settled(lambda: loop.groups.num_kept == 2 and bool(ends(loop)))
         found = (await loop.pipeline.batches.take(1, 0, 5)).statistics
-        totals = loop.recorder.totals()
+        totals = loop.counters.totals()
     assert found["train/greedy_tokens"] == 3 * GREEDY_TOKENS
     assert found["train/trained_tokens"] == 4 * SAMPLE_TOKENS
     assert found["train/generated_tokens"] == 3 * GREEDY_TOKENS + 6 * SAMPLE_TOKENS
@@ -156,7 +155,7 @@ async def test_a_prompt_without_its_greedy_response_is_dropped_with_the_reason(
         submit(loop, [MIXED])
         await publish(loop, client, 0)
         await settled(lambda: ends(loop) == {"dropped_failed": 1})
-        totals = loop.recorder.totals()
+        totals = loop.counters.totals()
     line = next(line for line in caplog.messages if "dropped" in line)
     assert "(replica a): engine_error: no greedy response, the baseline" in line
     assert "on fire" in line
@@ -178,9 +177,9 @@ async def test_a_kept_group_is_as_old_as_its_oldest_response_the_greedy_one_incl
         await settled(lambda: len(list(filter(is_greedy, client.requests))) == 2)
         client.versions["a"] = 1  # the samples' tokens are all of version 1
         gate.set()
-        await settled(lambda: loop.batcher.num_kept == 2)
-        assert len(loop.batcher.ages.decide(1).chosen) == 2
-        assert len(loop.batcher.ages.decide(2).dropped) == 2
+        await settled(lambda: loop.groups.num_kept == 2)
+        assert len(loop.groups.ages.decide(1).chosen) == 2
+        assert len(loop.groups.ages.decide(2).dropped) == 2
 
 
 async def hang(_name: str, _request: GroupRequest, _index: int) -> None:
@@ -196,7 +195,7 @@ async def test_a_greedy_response_takes_a_place_on_the_fleet_as_a_sample_does() -
         submit(loop, [MIXED], first=1)  # one slot is free, two are needed
         for _ in range(50):
             await asyncio.sleep(0)
-        assert loop.ledger.state("p1") is PromptState.WAITING
+        assert loop.groups["p1"].state is GroupState.WAITING
 
 
 async def test_at_shutdown_both_streams_are_cancelled() -> None:
@@ -206,7 +205,7 @@ async def test_at_shutdown_both_streams_are_cancelled() -> None:
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 2)
     assert client.cancelled == ["p0", "p0"]
-    assert loop.ledger.accounts().num_pending == 1
+    assert loop.ledger.num_pending == 1
 
 
 PROMPT = Prompt("p", 0, (ChatMessage("user", "?"),), "s", "1", PromptOrigin.CLIENT, None)

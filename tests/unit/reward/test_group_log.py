@@ -14,11 +14,11 @@ import pytest
 from services.reward.app import RunFiles
 from services.reward.records import group_log
 from services.reward.records.group_log import GroupLog, in_daemon_thread
-from services.reward.records.tokens import GroupTrace
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.client_prompt import client_prompt
+from tests.support.group_events import group_ended
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
 
 KEYS = (
@@ -26,7 +26,6 @@ KEYS = (
     *("started_s", "generated_s", "ended_s", "replicas", "probes", "probability", "step"),
     "instance_id",
 )
-TRACE = GroupTrace(["a", "b"])
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -51,13 +50,12 @@ async def test_groups_that_end_close_together_are_written_together(
         return in_daemon_thread(work, name)
 
     monkeypatch.setattr(group_log, "in_daemon_thread", counted)
-    path, prompt = tmp_path / "groups.jsonl", client_prompt()
+    path = tmp_path / "groups.jsonl"
     log = GroupLog(path)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         writer = tasks.create_task(log.run())
         for _ in range(3):
-            log.started(prompt, Attempt("aa", 3, None, 4, probability=0.25), probes=4, version=7)
-            log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
+            log.observe(group_ended())
             await asyncio.sleep(0)
         while not path.exists() or len(lines(path)) < 3:
             await asyncio.sleep(0.01)
@@ -66,13 +64,12 @@ async def test_groups_that_end_close_together_are_written_together(
 
 
 async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Path) -> None:
-    seconds = iter([10.0, 11.5, 14.0])
-    log, prompt = (
-        GroupLog(tmp_path / "run" / "groups.jsonl", lambda: next(seconds)),
-        client_prompt(),
+    seconds = iter([10.0, 14.0])
+    log = GroupLog(tmp_path / "run" / "groups.jsonl", 16, lambda: next(seconds))
+    prompt, attempt = client_prompt(), Attempt("aa", 3, None, 4, probability=0.25)
+    log.observe(
+        group_ended(prompt, attempt=attempt, version=7, started_s=11.5, replicas=("a", "b"))
     )
-    log.started(prompt, Attempt("aa", 3, None, 4, probability=0.25), probes=4, version=7)
-    log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
     await written(log)
     (line,) = lines(tmp_path / "run" / "groups.jsonl")
     assert tuple(line) == KEYS
@@ -97,21 +94,18 @@ async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Pa
 
 
 async def test_a_line_names_the_start_of_the_service_that_its_times_are_of(tmp_path: Path) -> None:
-    path, prompt = tmp_path / "groups.jsonl", client_prompt()
+    path = tmp_path / "groups.jsonl"
     for log in (GroupLog(path), GroupLog(path)):
         for _ in range(2):
-            log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=7)
-            log.ended(prompt, PromptEnd.DROPPED_FAILED, None, TRACE)
+            log.observe(group_ended())
         await written(log)
     first, second, third, fourth = (line["instance_id"] for line in lines(path))
     assert first == second != third == fourth
 
 
-async def test_a_prompt_that_starts_again_or_never_started_leaves_no_line(tmp_path: Path) -> None:
-    log, prompt = GroupLog(tmp_path / "groups.jsonl"), client_prompt()
-    log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=7)
-    log.restarted(prompt)
-    log.ended(prompt, PromptEnd.SKIPPED, None, TRACE)
+async def test_a_prompt_that_never_started_leaves_no_line(tmp_path: Path) -> None:
+    log = GroupLog(tmp_path / "groups.jsonl")
+    log.observe(group_ended(end=PromptEnd.SKIPPED, version=None))
     await written(log)
     assert not (tmp_path / "groups.jsonl").exists()
 
@@ -120,11 +114,10 @@ async def test_a_log_that_cannot_be_written_is_told_once_and_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    log, prompt = GroupLog(tmp_path / "file" / "groups.jsonl"), client_prompt()
+    log = GroupLog(tmp_path / "file" / "groups.jsonl")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            log.started(prompt, Attempt("aa", 3, None, 4), probes=0, version=7)
-            log.ended(prompt, PromptEnd.TRAINED, None, TRACE)
+            log.observe(group_ended(end=PromptEnd.TRAINED))
             await written(log)
     assert len([line for line in caplog.messages if "no longer logged" in line]) == 1
 

@@ -12,9 +12,9 @@ import pytest
 from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.groups.filter import GroupNeeds, judge_probes
-from services.reward.groups.run import joined
-from services.reward.ledger.ledger import PromptState
+from services.reward.group import GroupState
+from services.reward.groups.run import joined, judge_probes
+from services.reward.groups.settings import GroupNeeds
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, InvalidRequestError
 from sluice.types import (
@@ -196,7 +196,7 @@ async def test_a_group_that_goes_on_is_served_before_one_that_starts(
         grades.opened.set()
         await settled(lambda: loop.queue.num_waiting == 1)
         running.set()
-        await settled(lambda: loop.batcher.num_kept >= 3)
+        await settled(lambda: loop.groups.num_kept >= 3)
     order = [(prompt_id, indexes) for _, prompt_id, indexes in client.calls]
     assert order[:3] == [("p0", (0, 1)), ("p1", (0, 1)), ("p0", (2, 3))]
 
@@ -218,13 +218,13 @@ async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_drawn_by_a_newer
     async with running_loop(config(), client) as loop:
         submit(loop, ["answer=1 right=1 slow", MIXED, MIXED])
         assert (await first_batch(loop)).groups[0].prompt_id == "p1"
-        loop.pipeline.batches.acknowledge(loop.batcher.lease.batch.batch_id, 1)  # type: ignore[union-attr]
+        loop.pipeline.batches.acknowledge(loop.ledger.open_lease.batch_id, 1)  # type: ignore[union-attr]
         client.versions["a"] = 1
         await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
         grades.opened.set()
         await settled(lambda: ("a", "p0", (2, 3)) in client.calls)
-        await settled(lambda: loop.batcher.num_kept == 1)
-        assert loop.ledger.state("p0") is PromptState.GENERATING
+        await settled(lambda: loop.groups.num_kept == 1)
+        assert loop.groups["p0"].state is GroupState.GENERATING
         with pytest.raises(DeadlineError, match="generating 1 groups"):
             await loop.pipeline.batches.take(2, 1, 0.2)
         rest.set()
@@ -263,7 +263,7 @@ async def test_the_rest_of_a_group_does_not_wait_for_a_long_probe_once_two_diffe
         submit(loop, [MIXED])
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         await settled(lambda: ("a", "p0", (3, 4)) in client.calls)
-        assert loop.ledger.state("p0") is PromptState.GENERATING
+        assert loop.groups["p0"].state is GroupState.GENERATING
         assert loop.pipeline.num_grading == 0
         long_probe.set()
         (group,) = (await loop.pipeline.batches.take(1, 0, 5)).groups
@@ -285,7 +285,7 @@ async def test_a_group_whose_probe_fails_while_its_rest_is_drawn_ends_with_that_
         await settled(lambda: session.num_open == 0)
         await session.next_event()
         outcome: Any = await session.next_event()
-        await settled(lambda: loop.pipeline.held.num_in_flight == 0)
+        await settled(lambda: loop.groups.num_in_flight == 0)
     assert outcome.end is PromptEnd.DROPPED_FAILED
     assert "refused" in outcome.detail
 
@@ -297,12 +297,12 @@ async def test_no_group_is_left_over_in_grading_when_probes_and_rest_end_togethe
         await loop.pipeline.announce("trainer", 0, [replica("a", slots=64)], None)
         for step in range(12):
             await loop.pipeline.batches.take(step + 1, step, 5)
-            loop.pipeline.batches.acknowledge(loop.batcher.lease.batch.batch_id, step + 1)  # type: ignore[union-attr]
+            loop.pipeline.batches.acknowledge(loop.ledger.open_lease.batch_id, step + 1)  # type: ignore[union-attr]
             client.versions["a"] = step + 1
             newer = [replica("a", step + 1, slots=64)]
             await loop.pipeline.announce("trainer", step + 1, newer, None)
         await settled(lambda: session.num_open == 0)
-        await settled(lambda: loop.pipeline.held.num_in_flight == 0)
+        await settled(lambda: loop.groups.num_in_flight == 0)
         assert (loop.pipeline.num_grading, loop.pipeline.num_generating) == (0, 0)
 
 
@@ -328,7 +328,7 @@ async def test_no_probe_is_graded_twice_nor_its_grading_cut_off_though_scorers_t
     async with running_loop(config(samples=5, probes=3), client) as loop:
         session = submit(loop, [words] * 4)
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        kept = (lambda: loop.batcher.num_kept >= 2) if words == MIXED else None
+        kept = (lambda: loop.groups.num_kept >= 2) if words == MIXED else None
         await settled(kept or (lambda: session.num_open == 0))
         num_sampled = sum(len(indexes) for _, _, indexes in client.calls)
         await settled(lambda: len(asked) >= num_sampled)
@@ -349,7 +349,7 @@ async def test_partial_credit_is_warned_of_once_where_strategies_go_by_right_and
     async with running_loop(config(), ScriptedClient()) as loop:
         submit(loop, [MIXED] * 2)
         await first_batch(loop)
-        await settled(lambda: loop.batcher.num_kept == 1)
+        await settled(lambda: loop.groups.num_kept == 1)
     warnings = [r.message for r in caplog.records if "partial credit" in r.message]
     assert len(warnings) == 1
     assert "sluice.sampling.strategy=stream" in warnings[0]

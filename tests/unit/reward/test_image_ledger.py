@@ -11,8 +11,7 @@ import pytest
 
 from services.reward.generation.request import prompt_key
 from services.reward.ledger.content import body_digest, decode_prompt, encode_body
-from services.reward.ledger.ledger import MemoryLedger
-from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.ledger.ledger import PromptLedger
 from sluice.errors import DataError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
@@ -41,14 +40,14 @@ def kept(path: Path) -> int:
 
 async def test_the_images_of_a_pending_prompt_are_durable_with_it(tmp_path: Path) -> None:
     path, copy = tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite"
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         for each in (prompt("client"), prompt("data-3", 3, sequence=1)):
             ledger.accept(each)
         await ledger.durable()  # what a receipt waits for
         for suffix in ("", "-wal"):
             Path(f"{copy}{suffix}").write_bytes(Path(f"{path}{suffix}").read_bytes())
         assert ledger.client_image_bytes == sum(map(len, IMAGES))
-    with SqliteLedger(copy) as found:
+    with PromptLedger(copy) as found:
         assert found.pending() == (prompt("client"), prompt("data-3", 3, sequence=1))
         assert found.client_image_bytes == sum(map(len, IMAGES))
 
@@ -58,7 +57,7 @@ def test_images_leave_with_a_prompt_that_is_never_issued_again(
     tmp_path: Path, end: PromptEnd
 ) -> None:
     path = tmp_path / "ledger.sqlite"
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         ledger.accept(prompt("client"))
         ledger.accept(prompt("data-0", 0))
         ledger.end("client", end)
@@ -69,7 +68,7 @@ def test_images_leave_with_a_prompt_that_is_never_issued_again(
 
 def test_images_of_rows_that_are_drawn_again_leave(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         ledger.accept(prompt("client"))
         ledger.accept(prompt("data-0", 0))
         ledger.forget_data()
@@ -79,25 +78,25 @@ def test_images_of_rows_that_are_drawn_again_leave(tmp_path: Path) -> None:
 
 async def test_a_trained_prompt_that_is_issued_again_has_its_images(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         ledger.accept(prompt("client"))
         ledger.end("client", PromptEnd.TRAINED, step=3)
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         (found,) = await ledger.trained_after(2)
         assert found == prompt("client")
         ledger.reissue([found])
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         assert ledger.pending() == (prompt("client"),)
 
 
 def test_a_file_whose_images_are_others_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         ledger.accept(prompt("client"))
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE images SET image = x'00' WHERE place = 1")
     with pytest.raises(DataError, match="'client': its images are not those that were written"):
-        SqliteLedger(path)
+        PromptLedger(path)
 
 
 def test_prompts_that_differ_in_an_image_alone_have_different_keys() -> None:
@@ -109,7 +108,7 @@ def test_prompts_that_differ_in_an_image_alone_have_different_keys() -> None:
 
 
 def test_a_ledger_in_memory_counts_image_bytes_of_clients_alone() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     ledger.accept(prompt("data-0", 0))
     ledger.accept(prompt("client"))
     assert ledger.client_image_bytes == sum(map(len, IMAGES))

@@ -2,56 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import asyncio
 
 import msgspec
-import pytest
 
 from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest
-from services.reward.ledger.ledger import Accounts, PromptState
-from services.reward.records.statistics import StagePrompts, prompts_lost
+from services.reward.group import GroupState
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
-
-HELD = StagePrompts(num_waiting=5, num_in_flight=7, num_kept=3, num_leased=2)
-STATES = {
-    PromptState.WAITING: 5,
-    PromptState.GENERATING: 4,
-    PromptState.GRADING: 3,
-    PromptState.KEPT: 3,
-    PromptState.LEASED: 2,
-}
-
-
-def accounts(num_submitted: int, by_state: Mapping[PromptState, int] = STATES) -> Accounts:
-    return Accounts(num_submitted, {PromptEnd.TRAINED: 10}, by_state)
-
-
-def test_prompts_that_the_stages_hold_are_not_lost() -> None:
-    assert prompts_lost(accounts(27), HELD) == 0
-    assert prompts_lost(accounts(27), replace(HELD, num_in_flight=8)) == 0
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        replace(HELD, num_waiting=4),
-        replace(HELD, num_in_flight=6),
-        replace(HELD, num_kept=2),
-        replace(HELD, num_leased=1),
-        replace(HELD, num_waiting=4, num_kept=4),
-    ],
-)
-def test_a_pending_prompt_that_no_stage_holds_is_lost(held: StagePrompts) -> None:
-    assert prompts_lost(accounts(27), held) == 1
-
-
-@pytest.mark.parametrize("num_submitted", [26, 28])
-def test_events_that_do_not_explain_the_states_are_losses(num_submitted: int) -> None:
-    assert prompts_lost(accounts(num_submitted), HELD) == 1
 
 
 def config() -> RunConfig:
@@ -97,6 +57,35 @@ async def test_a_prompt_that_falls_out_of_a_stage_is_reported() -> None:
     async with running_loop(config(), client) as loop:
         submit(loop, ["answer=1 right=1"] * 2)
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        await settled(lambda: loop.batcher.num_kept == 2)
-        loop.batcher.remove("p1")
+        await settled(lambda: loop.groups.num_kept == 2)
+        loop.groups["p1"].graded = None
+        assert lost(loop) == 1
+
+
+async def test_a_prompt_that_nobody_will_issue_or_run_is_reported() -> None:
+    client = ScriptedClient()
+
+    async def hold(_name: str, _request: GroupRequest, _index: int) -> None:
+        await asyncio.Event().wait()
+
+    client.before_sample = hold
+    async with running_loop(config(), client) as loop:
+        submit(loop, ["answer=1 right=1"] * 2)
+        await settled(lambda: loop.source.num_waiting == 2)
+        assert lost(loop) == 0
+        assert await loop.source.next_prompt(0, 0.0) is not None
+        assert lost(loop) == 1
+        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        await settled(lambda: loop.groups.num_in_flight == 1)
+        assert lost(loop) == 1
+        running = loop.groups.in_state(GroupState.GENERATING)[0]
+        task, running.task = running.task, None
+        assert lost(loop) == 2
+        running.task = task
+
+
+async def test_prompts_that_the_ledger_and_the_groups_do_not_share_are_reported() -> None:
+    async with running_loop(config(), ScriptedClient()) as loop:
+        submit(loop, ["answer=1 right=1"])
+        loop.ledger.end("p0", PromptEnd.DROPPED_FAILED)
         assert lost(loop) == 1

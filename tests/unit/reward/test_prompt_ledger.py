@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.ledger.ledger import MemoryLedger, PromptState
+from services.reward.ledger.ledger import PromptLedger
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
 
-def prompt(ledger: MemoryLedger, position: int | None, name: str | None = None) -> Prompt:
+def prompt(ledger: PromptLedger, position: int | None, name: str | None = None) -> Prompt:
     origin = PromptOrigin.CLIENT if position is None else PromptOrigin.DATASET
     made = Prompt(
         name or f"data-{position}",
@@ -26,27 +26,24 @@ def prompt(ledger: MemoryLedger, position: int | None, name: str | None = None) 
     return made
 
 
-@given(st.lists(st.tuples(st.integers(0, 19), st.sampled_from([*PromptState, *PromptEnd]))))
+@given(st.lists(st.tuples(st.integers(0, 19), st.sampled_from(PromptEnd))))
 def test_submitted_is_ended_plus_pending_after_every_step(
-    steps: list[tuple[int, PromptState | PromptEnd]],
+    steps: list[tuple[int, PromptEnd]],
 ) -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     for position in range(20):
         prompt(ledger, position)
     ended: set[int] = set()
-    for position, step in steps:
+    for position, end in steps:
         if position in ended:
             with pytest.raises(NotFoundError):
-                ledger.move(f"data-{position}", PromptState.KEPT)
-        elif isinstance(step, PromptEnd):
-            ledger.end(f"data-{position}", step)
-            ended.add(position)
+                ledger.end(f"data-{position}", end)
         else:
-            ledger.move(f"data-{position}", step)
-        accounts = ledger.accounts()
-        assert accounts.num_submitted == 20
-        assert sum(accounts.by_end.values()) + accounts.num_pending == 20
-        assert accounts.num_pending == len(ledger.pending())
+            ledger.end(f"data-{position}", end)
+            ended.add(position)
+        assert ledger.num_submitted == 20
+        assert sum(ledger.by_end.values()) + ledger.num_pending == 20
+        assert ledger.num_pending == len(ledger.pending())
         progress = ledger.progress()
         covered = {*range(progress.low_water), *progress.ended_above}
         assert covered == ended
@@ -54,7 +51,7 @@ def test_submitted_is_ended_plus_pending_after_every_step(
 
 
 def test_a_prompt_ends_once() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     prompt(ledger, 0)
     ledger.end("data-0", PromptEnd.TRAINED)
     with pytest.raises(NotFoundError):
@@ -62,7 +59,7 @@ def test_a_prompt_ends_once() -> None:
 
 
 def test_a_clients_id_is_used_once_even_after_its_end() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     prompt(ledger, None, "mine")
     ledger.end("mine", PromptEnd.TRAINED)
     with pytest.raises(InvalidRequestError, match="'mine' was used before"):
@@ -70,7 +67,7 @@ def test_a_clients_id_is_used_once_even_after_its_end() -> None:
 
 
 def test_a_batchs_progress_counts_its_own_prompts_as_ended() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     for position in range(4):
         prompt(ledger, position)
     ledger.end("data-1", PromptEnd.FILTERED_ALL_WRONG)
@@ -79,7 +76,7 @@ def test_a_batchs_progress_counts_its_own_prompts_as_ended() -> None:
 
 
 def test_going_back_to_a_checkpoint_draws_neither_ended_nor_pending_positions() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     for position in range(6):
         prompt(ledger, position)
     for position in range(5):

@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from services.reward.generation.request import GroupRequest
-from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.group import Groups
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.traces import PromptTraces, trace_key
+from sluice.algorithm.groups.staleness import GroupAges
 from sluice.config.run import RunConfig
 from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.client_prompt import client_prompt
@@ -68,7 +70,7 @@ async def test_a_filtered_prompt_never_waits_for_a_batch(tmp_path: Path) -> None
         async with running_loop(config(tmp_path), ScriptedClient()) as loop:
             await loop.pipeline.announce("t", 0, [replica("r")], None)
             submit(loop, [WRONG])
-            await settled(lambda: not loop.ledger.pending_ids())
+            await settled(lambda: not len(loop.groups))
     (prompt,) = kept.named("prompt")
     assert prompt.attributes["sluice.prompt.end"] == "filtered_all_wrong"
     assert not kept.named("wait")
@@ -112,7 +114,7 @@ async def test_a_clients_trace_is_continued_and_what_it_does_not_record_is_not(
                 submit(loop, [WRONG])
             with TRACER.within(unsampled):
                 submit(loop, [WRONG], first=1)
-            await settled(lambda: not loop.ledger.pending_ids())
+            await settled(lambda: not len(loop.groups))
     (prompt,) = kept.named("prompt")
     assert (prompt.context.trace_id, prompt.parent_id) == (CALLER.trace_id, CALLER.span_id)
     assert {span.context.trace_id for span in kept.spans} == {CALLER.trace_id}
@@ -134,12 +136,13 @@ def test_a_service_that_starts_anew_goes_on_with_the_traces_of_its_prompts(
     prompt = client_prompt(prompt_id="p")
     with traced() as kept:
         for _ in range(2):
-            with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
+            with PromptLedger(tmp_path / "ledger.sqlite") as ledger:
                 is_first = ledger.prompt("p") is None
                 traces = PromptTraces(trace_key(tmp_path, is_first=is_first))
-                ledger.observe(traces)
+                groups = Groups(ledger, GroupAges(1, 0, "wait"))
+                groups.observe(traces.observe)
                 if is_first:
-                    ledger.accept(prompt)
+                    groups.accept(prompt)
                 traces.close()
     first, second = kept.named("prompt")
     assert first.context.trace_id == second.context.trace_id

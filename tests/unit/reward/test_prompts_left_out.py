@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.reward.app import PromptSets, assemble
+from services.reward.app import PromptSets, RewardLoop
 from services.reward.generation.request import GroupRequest
 from services.reward.prompts.dataset import training_files
 from sluice.config.run import RunConfig
@@ -30,9 +30,9 @@ async def test_when_all_rows_are_too_long_the_error_names_their_limit(tmp_path: 
     }
     config = msgspec.convert(tree, RunConfig)
     client = ScriptedClient(before_sample=refuse_all)
-    loop = assemble(config, PromptSets(training_files(config.data), None), InlineScorer(), client)
+    loop = RewardLoop(config, PromptSets(training_files(config.data), None), InlineScorer(), client)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(loop.pipeline.run())
+        running = tasks.create_task(loop.run())
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         with pytest.raises(SluiceError, match=r"data\.max_prompt_length") as error:
             await loop.pipeline.batches.take(1, 0, 5)

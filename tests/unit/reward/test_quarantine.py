@@ -13,8 +13,7 @@ from services.reward.app import QUARANTINE_FILE, RewardLoop, open_run_files
 from services.reward.generation.request import prompt_key
 from services.reward.grading.grader import SampleScorer
 from services.reward.grading.messages import ScorerInput
-from services.reward.ledger.ledger import MemoryLedger
-from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.quarantine import Quarantine, read_quarantine
 from services.reward.prompts.submissions import Submission, SubmissionSession
 from sluice.config.run import RunConfig
@@ -36,12 +35,14 @@ def test_a_prompt_is_quarantined_by_the_strike_at_the_bound_and_no_earlier(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "reward" / "quarantine.jsonl"
-    quarantine = Quarantine(MemoryLedger(), 3, path)
+    quarantine = Quarantine(PromptLedger(), 3, path)
     assert [quarantine.struck(POISON, CRASHED) for _ in range(2)] == [None, None]
     assert (quarantine.reason(POISON), len(quarantine)) == (None, 0)
     reason = quarantine.struck(POISON, CRASHED)
     assert reason is not None
-    assert reason.startswith("quarantined: 3 attempts in a row failed, the last: scorer_crash: exit")
+    assert reason.startswith(
+        "quarantined: 3 attempts in a row failed, the last: scorer_crash: exit"
+    )
     assert str(path) in reason
     assert quarantine.reason(POISON) == reason
     assert quarantine.reason(SOUND) is None
@@ -49,7 +50,7 @@ def test_a_prompt_is_quarantined_by_the_strike_at_the_bound_and_no_earlier(
 
 
 def test_a_visit_that_ends_well_takes_strikes_back() -> None:
-    quarantine = Quarantine(MemoryLedger(), 2)
+    quarantine = Quarantine(PromptLedger(), 2)
     for _ in range(5):
         assert quarantine.struck(POISON, CRASHED) is None
         quarantine.cleared(POISON)
@@ -57,29 +58,29 @@ def test_a_visit_that_ends_well_takes_strikes_back() -> None:
 
 
 def test_without_a_bound_no_prompt_is_quarantined() -> None:
-    quarantine = Quarantine(MemoryLedger(), None)
+    quarantine = Quarantine(PromptLedger(), None)
     assert [quarantine.struck(POISON, CRASHED) for _ in range(9)] == [None] * 9
 
 
 def test_strikes_and_quarantine_survive_the_service(tmp_path: Path) -> None:
     ledger, path = tmp_path / "ledger.sqlite", tmp_path / "quarantine.jsonl"
     for attempt in range(3):
-        with SqliteLedger(ledger) as opened:
+        with PromptLedger(ledger) as opened:
             reason = Quarantine(opened, 3, path).struck(POISON, CRASHED)
             assert (reason is not None) == (attempt == 2)
-    with SqliteLedger(ledger) as opened:
+    with PromptLedger(ledger) as opened:
         assert Quarantine(opened, 3, path).reason(POISON) is not None
 
 
 def test_a_prompt_whose_line_was_deleted_begins_without_strikes(tmp_path: Path) -> None:
     ledger, path = tmp_path / "ledger.sqlite", tmp_path / "quarantine.jsonl"
-    with SqliteLedger(ledger) as opened:
+    with PromptLedger(ledger) as opened:
         quarantine = Quarantine(opened, 2, path)
         for prompt in (POISON, POISON, SOUND, SOUND):
             quarantine.struck(prompt, CRASHED)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[1])
-    with SqliteLedger(ledger) as opened:
+    with PromptLedger(ledger) as opened:
         quarantine = Quarantine(opened, 2, path)
         assert quarantine.reason(POISON) is None
         assert quarantine.reason(SOUND) is not None
@@ -107,11 +108,11 @@ def test_what_is_appended_to_a_file_without_a_last_line_end_is_a_line_of_its_own
 ) -> None:
     path = tmp_path / "quarantine.jsonl"
     path.write_bytes(b'{"key":"a"}\n' + last)
-    Quarantine(MemoryLedger(), 1, path).struck(POISON, CRASHED)
+    Quarantine(PromptLedger(), 1, path).struck(POISON, CRASHED)
     found = ["a", *(["b"] if last.endswith(b"}") else []), prompt_key(POISON)]
     assert list(read_quarantine(path)) == found
     assert len(path.read_bytes().splitlines()) == len(found)
-    assert len(Quarantine(MemoryLedger(), 1, path)) == len(found)
+    assert len(Quarantine(PromptLedger(), 1, path)) == len(found)
 
 
 class CrashingOnPoison(InlineScorer):

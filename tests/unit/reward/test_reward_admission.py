@@ -12,7 +12,7 @@ import pytest
 
 from services.reward.app import RunFiles, open_prompt_sets
 from services.reward.generation.request import GroupRequest, prompt_key
-from services.reward.groups.admission import why_passed_by
+from services.reward.groups.admission import why_skipped
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.records.group_log import GroupLog
 from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, RememberedAttempt
@@ -99,7 +99,7 @@ async def test_a_clients_prompt_is_never_passed_by(tmp_path: Path) -> None:
             session = submit(loop, [RIGHT])
             await loop.pipeline.announce("trainer", 0, [replica("a")], None)
             await settled(lambda: session.num_open == 0)
-            assert loop.ledger.accounts().by_end[PromptEnd.FILTERED_ALL_RIGHT] == 1
+            assert loop.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 1
 
 
 async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
@@ -113,14 +113,15 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
             await loop.pipeline.announce("trainer", 0, [replica("a")], None)
             with pytest.raises(DataExhaustedError):
                 await loop.pipeline.batches.take(1, 0, 20)
-            assert loop.ledger.accounts().by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
+            assert loop.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
         memory.add([(key, ALWAYS_RIGHT) for key in _keys(contents)])
         client.calls.clear()
+        files = RunFiles(memory, GroupLog(None))
         async with running_loop(settings, client, sets, files) as loop:
             await loop.pipeline.announce("trainer", 0, [replica("a")], None)
             with pytest.raises((DataExhaustedError, BatchUnfillableError)):
                 await loop.pipeline.batches.take(1, 0, 20)
-            ends = loop.ledger.accounts().by_end
+            ends = loop.ledger.by_end
     # Four are passed by, the fifth is drawn, four are passed by, the tenth is drawn, two more.
     assert [prompt_id for _, prompt_id, _ in client.calls] == ["data-4", "data-9"]
     assert (ends[PromptEnd.SKIPPED], ends[PromptEnd.FILTERED_ALL_RIGHT]) == (10, 2)
@@ -137,7 +138,7 @@ async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path
         with pytest.raises(DataError, match="memory of prompts cannot be used"):
             await loop.pipeline.batches.take(1, 0, 5)
         assert loop.statistics()["reward/prompts_lost"] == 0
-        accounts = loop.ledger.accounts()
+        accounts = loop.ledger
         assert accounts.num_pending == accounts.num_submitted > 0
 
 
@@ -151,5 +152,5 @@ def test_a_prompt_that_is_passed_by_is_told_whether_it_was_dear_or_left_out_for_
     None
 ):
     attempt = Attempt("key", 0, PromptHistory(8.0, 8.0, 100.0, 3, 1), first_samples=0)
-    assert why_passed_by(attempt).startswith("not worth its tokens: 8.0 of 16.0")
-    assert why_passed_by(replace(attempt, side=Side.PLAIN)).startswith("left out to keep the share")
+    assert why_skipped(attempt).startswith("not worth its tokens: 8.0 of 16.0")
+    assert why_skipped(replace(attempt, side=Side.PLAIN)).startswith("left out to keep the share")

@@ -46,7 +46,7 @@ def metrics_of(loop: RewardLoop) -> RewardMetrics:
         history.formed(groups, version, fill_s)
         bound.formed(groups, version)
 
-    loop.recorder.on_batch = formed
+    loop.counters.on_batch = formed
     demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
     return RewardMetrics(loop, history, bound, demand, 2, 1)
 
@@ -61,12 +61,12 @@ async def test_counts_of_a_batch_are_those_of_the_status() -> None:
         submit(loop, [MIXED, MIXED, RIGHT])
         await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
         metrics.demand.look(0.0)
-        await settled(lambda: loop.batcher.num_kept == 2)
+        await settled(lambda: loop.groups.num_kept == 2)
         batch = await loop.pipeline.batches.take(1, 0, 5.0)
         loop.pipeline.batches.acknowledge(batch.batch_id, 1)
         metrics.demand.look(1.0)
         found, status = reported(metrics), loop.statistics()
-        accounts = loop.ledger.accounts()
+        accounts = loop.ledger
     values = {key: one.value for key, one in found.items()}
     assert values[("sluice_reward_prompts_submitted_total",)] == accounts.num_submitted == 3
     assert values[("sluice_reward_prompts_ended_total", "trained")] == 2.0
@@ -84,7 +84,7 @@ async def test_staleness_and_time_to_fill_are_told_of_every_batch() -> None:
         metrics = metrics_of(loop)
         submit(loop, [MIXED, MIXED])
         await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
-        await settled(lambda: loop.batcher.num_kept == 2)
+        await settled(lambda: loop.groups.num_kept == 2)
         await loop.pipeline.announce("trainer-1", 1, [replica("a", 1)], None)
         await loop.pipeline.batches.take(2, 1, 5.0)
         found = reported(metrics)

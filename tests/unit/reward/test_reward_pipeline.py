@@ -12,7 +12,7 @@ import pytest
 from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.ledger.ledger import PromptState
+from services.reward.group import GroupState
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
 from sluice.types import DataProgress, Failed, FailureKind, PromptEnd
@@ -43,7 +43,7 @@ def config(**asynchrony: Any) -> RunConfig:
 
 
 def ends(loop: RewardLoop) -> dict[str, int]:
-    accounts = loop.ledger.accounts()
+    accounts = loop.ledger
     assert accounts.num_submitted == sum(accounts.by_end.values()) + accounts.num_pending
     return {end.value: count for end, count in accounts.by_end.items() if count}
 
@@ -93,7 +93,7 @@ async def test_waiting_holds_a_batch_back_for_a_group_that_would_grow_stale() ->
     async with running_loop(config(on_stale="wait"), client) as loop:
         submit(loop, [MIXED] * 4)
         await publish(loop, client, 0)
-        await settled(lambda: loop.batcher.num_kept == 3)
+        await settled(lambda: loop.groups.num_kept == 3)
         first = await loop.pipeline.batches.take(1, 0, 5)
         loop.pipeline.batches.acknowledge(first.batch_id, 1)
         await publish(loop, client, 1)
@@ -112,7 +112,7 @@ async def test_dropping_cancels_groups_that_are_too_old_and_drops_kept_ones() ->
     async with running_loop(config(on_stale="drop"), client) as loop:
         session = submit(loop, [MIXED] * 4)
         await publish(loop, client, 0)
-        await settled(lambda: loop.batcher.num_kept == 3)
+        await settled(lambda: loop.groups.num_kept == 3)
         await publish(loop, client, 2)
         submit(loop, [MIXED] * 2, first=4)
         batch = await loop.pipeline.batches.take(3, 2, 5)
@@ -151,7 +151,7 @@ async def test_another_trainer_restarts_what_is_under_way() -> None:
         batch = await loop.pipeline.batches.take(4, 3, 5)
         assert [g.prompt_id for g in batch.groups] == ["p0", "p1"]
         assert all(r.oldest_version == 3 for g in batch.groups for r in g.rollouts)
-        assert loop.ledger.accounts().num_submitted == 4
+        assert loop.ledger.num_submitted == 4
 
 
 async def test_hopeless_yield_is_told_with_the_last_failure() -> None:
@@ -216,7 +216,7 @@ async def test_a_stale_prompt_is_logged_with_its_replica_and_the_reason(
     async with running_loop(config(on_stale="drop"), client) as loop:
         submit(loop, [MIXED] * 2)
         await publish(loop, client, 0)
-        await settled(lambda: loop.batcher.num_kept == 1)
+        await settled(lambda: loop.groups.num_kept == 1)
         await publish(loop, client, 2)
         with pytest.raises(DeadlineError):
             await loop.pipeline.batches.take(3, 2, 0.05)
@@ -253,7 +253,7 @@ async def test_progress_told_again_by_the_same_trainer_changes_nothing() -> None
             client.versions["a"] = version
             fleet = [replica("a", version)]
             await loop.pipeline.announce("trainer", version, fleet, DataProgress(7 * version))
-            await settled(lambda: loop.batcher.num_kept == 2)
+            await settled(lambda: loop.groups.num_kept == 2)
             assert loop.ledger.progress() == DataProgress(0)
         assert len(client.calls) == 2
         assert client.cancelled == []
@@ -265,7 +265,7 @@ async def test_at_shutdown_streams_are_cancelled_and_prompts_stay_pending() -> N
         submit(loop, [MIXED] * 2)
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 2)
-        assert loop.ledger.accounts().by_state[PromptState.GENERATING] == 2
+        assert loop.groups.num(GroupState.GENERATING) == 2
     assert sorted(client.cancelled) == ["p0", "p1"]
-    assert loop.ledger.accounts().num_pending == 2
-    assert loop.ledger.accounts().by_end[PromptEnd.DROPPED_FAILED] == 0
+    assert loop.ledger.num_pending == 2
+    assert loop.ledger.by_end[PromptEnd.DROPPED_FAILED] == 0

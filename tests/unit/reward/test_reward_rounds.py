@@ -37,7 +37,7 @@ def ids(batch: TrainBatch) -> list[str]:
 
 
 def ends(loop: RewardLoop) -> dict[str, int]:
-    accounts = loop.ledger.accounts()
+    accounts = loop.ledger
     assert accounts.num_submitted == sum(accounts.by_end.values()) + accounts.num_pending
     return {end.value: count for end, count in accounts.by_end.items() if count}
 
@@ -83,7 +83,7 @@ async def test_another_trainer_begins_with_a_first_wave() -> None:
     async with running_loop(config(num_waves=1), client) as loop:
         submit(loop, [MIXED] * 8)
         await publish(loop, 0)
-        await settled(lambda: loop.batcher.num_kept == 3)
+        await settled(lambda: loop.groups.num_kept == 3)
         gate.set()
         await publish(loop, 0, "another")
         assert ids(await loop.pipeline.batches.take(1, 0, 5)) == ["p0", "p1"]

@@ -8,7 +8,7 @@ import pytest
 
 from services.reward.generation.request import for_prompt, training_sampling, validation_sampling
 from services.reward.groups.loop import AwaitedClock, Blocker, LoopFacts, awaited_now
-from services.reward.records.statistics import YieldGuard
+from services.reward.records.yield_guard import YieldGuard
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import BatchUnfillableError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin

@@ -8,6 +8,7 @@ import pytest
 
 from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest
+from services.reward.group import Groups
 from services.reward.metrics import RewardWork
 from sluice.config.loading.loader import load_config
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
@@ -64,8 +65,9 @@ async def test_what_the_watchdog_asks_every_second_does_not_count_all_prompts(
         before = work.work_state()
         await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
         monkeypatch.setattr(RewardLoop, "statistics", None)
-        monkeypatch.setattr(type(loop.ledger), "pending_ids", None)
+        for walk in ("__iter__", "in_state", "in_order"):
+            monkeypatch.setattr(Groups, walk, None)
         submit(loop, ["answer=1 right=1"])
         await settled(lambda: work.work_state().progress != before.progress)
-        await settled(lambda: loop.batcher.num_kept == 1)
-        assert loop.recorder.progress == (0, 2, 16)
+        await settled(lambda: loop.groups.num_kept == 1)
+        assert loop.counters.progress == (0, 2, 16)

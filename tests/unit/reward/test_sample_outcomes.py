@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.app import PromptSets, RewardLoop, assemble
+from services.reward.app import PromptSets, RewardLoop
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.records.outcomes import PromptOutcome
+from services.reward.group import EventKind, GroupEvent, PromptOutcome
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError
 from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout, Scored
@@ -78,7 +78,7 @@ class Texts(ScriptedClient):
 async def running(
     rules: RunConfig, client: ScriptedClient, scorer: InlineScorer
 ) -> AsyncIterator[RewardLoop]:
-    loop = assemble(rules, PromptSets(None, None), scorer, client)
+    loop = RewardLoop(rules, PromptSets(None, None), scorer, client)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(loop.pipeline.run())
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
@@ -262,18 +262,17 @@ async def _ends_of(
     async with running(
         config(rules, sampling=sampling), Texts(before_sample=break_some), scorer
     ) as loop:
-        record, loop_ended = ended.append, loop.submissions.ended
 
-        def note(outcome: PromptOutcome) -> None:
-            record(outcome)
-            loop_ended(outcome)
+        def note(event: GroupEvent) -> None:
+            if event.kind is EventKind.ENDED:
+                ended.append(event.group.outcome)
 
-        loop.recorder._on_end = note
+        loop.groups.observe(note)
         submit(loop, [f"prompt {number}" for number in range(12)])
         async with asyncio.timeout(20):
             while len(ended) < 12:
                 await _train_what_is_kept(loop)
-        accounts = loop.ledger.accounts()
+        accounts = loop.ledger
         statistics = loop.statistics()
     assert (accounts.num_submitted, accounts.num_pending) == (12, 0)
     assert statistics["reward/prompts_lost"] == 0
@@ -282,12 +281,12 @@ async def _ends_of(
 
 
 async def _train_what_is_kept(loop: RewardLoop) -> None:
-    if loop.batcher.num_kept:
+    if loop.groups.num_kept:
         batch = await loop.pipeline.batches.take(1, 0, 5)
         check_scored(batch.groups)
         loop.pipeline.batches.acknowledge(batch.batch_id, 1)
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        loop.batcher.published(1)
+        loop.pipeline.batches.published(1)
         loop.pipeline.batches._changes.notify()
     await asyncio.sleep(0.001)
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.ledger.ledger import ACKNOWLEDGED_REMEMBERED, MemoryLedger, PromptState
-from services.reward.ledger.sqlite import SqliteLedger
+from services.reward.ledger.ledger import ACKNOWLEDGED_REMEMBERED, PromptLedger
 from sluice.errors import DataError, InvalidRequestError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 
@@ -37,7 +36,7 @@ def prompt(name: str, sequence: int, position: int | None = None) -> Prompt:
     )
 
 
-def accept(ledger: MemoryLedger, name: str, position: int | None = None) -> None:
+def accept(ledger: PromptLedger, name: str, position: int | None = None) -> None:
     ledger.accept(prompt(name, ledger.next_sequence(), position))
 
 
@@ -54,7 +53,7 @@ EVENTS = st.lists(
 )
 
 
-def apply(ledger: MemoryLedger, event: Event) -> None:
+def apply(ledger: PromptLedger, event: Event) -> None:
     """One event, where it is possible."""
     what, number, end = event
     if what in {"client", "draw"}:
@@ -70,7 +69,7 @@ def apply(ledger: MemoryLedger, event: Event) -> None:
         apply_to_pending(ledger, what, number, end)
 
 
-def apply_to_pending(ledger: MemoryLedger, what: str, number: int, end: PromptEnd) -> None:
+def apply_to_pending(ledger: PromptLedger, what: str, number: int, end: PromptEnd) -> None:
     lease = ledger.open_lease
     free = [p for p in ledger.pending() if lease is None or p.prompt_id not in lease.prompt_ids]
     if what == "end" and free:
@@ -81,7 +80,7 @@ def apply_to_pending(ledger: MemoryLedger, what: str, number: int, end: PromptEn
         ledger.lease(batch_id, number, [p.prompt_id for p in free[:3]])
     elif what == "trained" and lease is not None:
         for leased in ledger.leased(lease.batch_id) or ():
-            ledger.end(leased.prompt_id, PromptEnd.TRAINED, step=number)
+            ledger.end(leased, PromptEnd.TRAINED, step=number)
         ledger.acknowledge()
     elif what == "forget" and lease is None:
         ledger.forget_data()
@@ -94,41 +93,36 @@ def test_a_ledger_opened_again_after_any_event_knows_what_one_in_memory_does(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reward" / "ledger.sqlite"
-        model = MemoryLedger(ENDED_IDS)
+        model = PromptLedger(ended_ids=ENDED_IDS)
         for event in events:
             apply(model, event)
-            with SqliteLedger(path, ENDED_IDS) as ledger:
+            with PromptLedger(path, ended_ids=ENDED_IDS) as ledger:
                 apply(ledger, event)
-            with SqliteLedger(path, ENDED_IDS) as again:
+            with PromptLedger(path, ended_ids=ENDED_IDS) as again:
                 assert again.content == model.content
-                accounts, expected = again.accounts(), model.accounts()
-                assert accounts.num_submitted == expected.num_submitted
-                assert accounts.by_end == expected.by_end
-                assert accounts.num_pending == expected.num_pending
-                leased = again.open_lease.prompt_ids if again.open_lease else ()
-                for pending in again.pending():
-                    is_leased = pending.prompt_id in leased
-                    stage = PromptState.LEASED if is_leased else PromptState.WAITING
-                    assert again.state(pending.prompt_id) is stage
+                assert again.num_submitted == model.num_submitted
+                assert again.by_end == model.by_end
+                assert again.num_pending == model.num_pending
+                assert again.leased_ids() == model.leased_ids()
 
 
 async def test_what_is_durable_is_in_the_file_of_a_process_that_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    ledger = SqliteLedger(path)
+    ledger = PromptLedger(path)
     for number in range(100):
         accept(ledger, f"client-{number}")
     await ledger.durable()
     copy = tmp_path / "copy.sqlite"
     for suffix in ("", "-wal"):
         (tmp_path / f"copy.sqlite{suffix}").write_bytes(Path(f"{path}{suffix}").read_bytes())
-    with SqliteLedger(copy) as found:
+    with PromptLedger(copy) as found:
         assert len(found.pending()) == 100
     ledger.close()
 
 
 async def test_a_clients_prompts_of_later_steps_are_accepted_once_more(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         for step, end in enumerate([PromptEnd.TRAINED] * 4 + [PromptEnd.DROPPED_FAILED], 1):
             accept(ledger, f"client-{step}")
             ledger.end(f"client-{step}", end, step=step if end is PromptEnd.TRAINED else None)
@@ -137,16 +131,16 @@ async def test_a_clients_prompts_of_later_steps_are_accepted_once_more(tmp_path:
         assert prompts[0] == prompt("client-3", 2)
         ledger.reissue(prompts)
         assert await ledger.trained_after(2) == ()
-    with SqliteLedger(path) as again:
+    with PromptLedger(path) as again:
         assert again.pending() == prompts
-        assert again.accounts().num_submitted == 7
+        assert again.num_submitted == 7
         assert again.ended("client-3") is None
         assert again.next_sequence() == 5
 
 
 async def test_the_file_does_not_grow_with_prompts_that_ended(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    with SqliteLedger(path, ended_ids=5) as ledger:
+    with PromptLedger(path, ended_ids=5) as ledger:
         for number in range(200):
             accept(ledger, f"data-{number}", number)
             accept(ledger, f"client-{number}")
@@ -168,7 +162,7 @@ async def test_the_file_does_not_grow_with_prompts_that_ended(tmp_path: Path) ->
         "acknowledged": ACKNOWLEDGED_REMEMBERED,
         "images": 2 * 5,  # of trained prompts that may be issued again
     }
-    with SqliteLedger(path, ended_ids=5) as again:
+    with PromptLedger(path, ended_ids=5) as again:
         assert again.num_acknowledged == 400
         assert again.progress() == DataProgress(200)
 
@@ -176,7 +170,7 @@ async def test_the_file_does_not_grow_with_prompts_that_ended(tmp_path: Path) ->
 async def test_a_file_that_cannot_be_written_fails_every_wait_and_every_change(
     tmp_path: Path,
 ) -> None:
-    ledger = SqliteLedger(tmp_path / "ledger.sqlite")
+    ledger = PromptLedger(tmp_path / "ledger.sqlite")
     async with asyncio.TaskGroup() as tasks:
         failure = tasks.create_task(ledger.failure())
         await asyncio.sleep(0)
@@ -190,7 +184,7 @@ async def test_a_file_that_cannot_be_written_fails_every_wait_and_every_change(
 
 
 def damaged(path: Path) -> None:
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         for number in range(200):
             accept(ledger, f"client-{number}")
     content = bytearray(path.read_bytes())
@@ -204,22 +198,29 @@ def of_another_program(path: Path) -> None:
 
 
 def newer(path: Path) -> None:
-    SqliteLedger(path).close()
+    PromptLedger(path).close()
     with closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version = 7")
 
 
-def test_a_file_from_before_a_table_was_added_is_read_and_gets_it(tmp_path: Path) -> None:
+def test_a_file_of_format_1_is_read_and_loses_its_samples_alone(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         accept(ledger, "client-0")
     with closing(sqlite3.connect(path)) as database:
-        for table in ("strikes", "samples", "images"):
+        database.execute("PRAGMA user_version = 1")
+        database.execute("CREATE TABLE samples (number INTEGER PRIMARY KEY, prompt_id, body)")
+        database.execute("CREATE INDEX samples_by_prompt ON samples (prompt_id)")
+        for table in ("strikes", "images"):  # a file may be older than these
             database.execute(f"DROP TABLE {table}")
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         accept(ledger, "client-1")  # its images go into the new table
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         assert [one.prompt_id for one in ledger.pending()] == ["client-0", "client-1"]
+    with closing(sqlite3.connect(path)) as database:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_schema")}
+        assert "samples" not in tables
+        assert {"strikes", "images"} <= tables
 
 
 def no_database(path: Path) -> None:
@@ -227,7 +228,7 @@ def no_database(path: Path) -> None:
 
 
 def unreadable_body(path: Path) -> None:
-    with SqliteLedger(path) as ledger:
+    with PromptLedger(path) as ledger:
         accept(ledger, "client-1")
     with closing(sqlite3.connect(path)) as database:
         database.execute("UPDATE pending SET body = x'c1'")
@@ -239,7 +240,10 @@ def unreadable_body(path: Path) -> None:
     [
         (damaged, "the ledger cannot be used: .*restore the file, or move it away"),
         (of_another_program, "a database of another program.*move it away"),
-        (newer, "format 7, and this version of sluice reads 1; go on with the version that wrote"),
+        (
+            newer,
+            "format 7, and this version of sluice reads 1 to 2; use the version that",
+        ),
         (no_database, "the ledger cannot be used: file is not a database"),
         (unreadable_body, "the ledger cannot be used"),
     ],
@@ -251,7 +255,7 @@ def test_a_file_that_is_no_ledger_of_ours_is_refused_with_the_remedy(
     make(path)
     before = path.read_bytes()
     with pytest.raises(DataError, match=rf"ledger\.sqlite: {reported}"):
-        SqliteLedger(path)
+        PromptLedger(path)
     assert path.read_bytes() == before
 
 
@@ -260,16 +264,16 @@ def test_one_process_at_a_time_uses_a_ledger(
 ) -> None:
     monkeypatch.setattr("services.reward.ledger.schema.BUSY_TIMEOUT_S", 0.05)
     path = tmp_path / "ledger.sqlite"
-    with SqliteLedger(path), pytest.raises(DataError, match="another process uses this ledger"):
-        SqliteLedger(path)
-    SqliteLedger(path).close()
+    with PromptLedger(path), pytest.raises(DataError, match="another process uses this ledger"):
+        PromptLedger(path)
+    PromptLedger(path).close()
 
 
 def test_a_prompt_that_cannot_be_kept_is_refused_from_a_client_and_drawn_anew_from_data(
     tmp_path: Path,
 ) -> None:
     odd = {"number": 1 << 80}
-    with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
+    with PromptLedger(tmp_path / "ledger.sqlite") as ledger:
         for name, position in (("client-1", None), ("data-0", 0)):
             made = prompt(name, ledger.next_sequence(), position)
             made = Prompt(**{**{f: getattr(made, f) for f in made.__slots__}, "extra_info": odd})
@@ -279,6 +283,6 @@ def test_a_prompt_that_cannot_be_kept_is_refused_from_a_client_and_drawn_anew_fr
             else:
                 ledger.accept(made)
         assert [each.prompt_id for each in ledger.pending()] == ["data-0"]
-    with SqliteLedger(tmp_path / "ledger.sqlite") as again:
+    with PromptLedger(tmp_path / "ledger.sqlite") as again:
         assert again.pending() == ()
-        assert again.accounts().num_submitted == 0
+        assert again.num_submitted == 0

@@ -13,7 +13,7 @@ import pytest
 
 from services.reward.app import RewardLoop
 from services.reward.generation.request import GenerateEvent, GroupRequest
-from services.reward.ledger.ledger import PromptState
+from services.reward.group import GroupState
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError
@@ -67,7 +67,7 @@ def ids(batch: TrainBatch) -> list[str]:
 
 
 def ended(loop: RewardLoop) -> dict[str, int]:
-    return {end.value: count for end, count in loop.ledger.accounts().by_end.items() if count}
+    return {end.value: count for end, count in loop.ledger.by_end.items() if count}
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
@@ -82,7 +82,7 @@ async def test_no_kept_group_is_lost_to_the_bound_when_more_run_than_have_a_plac
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 6)
         gates.open("p3")
-        await settled(lambda: loop.batcher.num_kept == 4)  # all places of version 0 are taken
+        await settled(lambda: loop.groups.num_kept == 4)  # all places of version 0 are taken
         gates.open("p4", "p5")
         await turns(50)  # they would be kept meanwhile
         batches = [await train(loop, client, step) for step in (1, 2, 3)]
@@ -107,8 +107,8 @@ async def test_places_that_the_leased_batch_has_taken_count_no_more() -> None:
         loop.pipeline.batches.acknowledge(leased.batch_id, 1)
         await publish(loop, client, 1)
         assert ids(await train(loop, client, 2)) == ["p2", "p3"]
-        await settled(lambda: loop.batcher.num_kept == 1)
-        assert loop.ledger.state("p4") is PromptState.KEPT
+        await settled(lambda: loop.groups.num_kept == 1)
+        assert loop.groups["p4"].state is GroupState.KEPT
         assert ended(loop) == {"trained": 4}
 
 
@@ -139,12 +139,12 @@ async def test_a_group_that_starts_after_its_place_was_taken_starts_again() -> N
         loop.strategy.estimate = RECKLESS
         submit(loop, [MIXED] * 5)
         await publish(loop, client, 0)
-        await settled(lambda: loop.batcher.num_kept == 4)
+        await settled(lambda: loop.groups.num_kept == 4)
         client.gate.set()
-        await settled(lambda: loop.ledger.state("p4") is PromptState.WAITING)
+        await settled(lambda: loop.groups["p4"].state is GroupState.WAITING)
         for step in (1, 2):
             await train(loop, client, step)
-        await settled(lambda: loop.batcher.num_kept == 1)
+        await settled(lambda: loop.groups.num_kept == 1)
         assert ended(loop) == {"trained": 4}
 
 
@@ -157,7 +157,7 @@ async def test_tokens_drawn_in_vain_are_booked_as_stale() -> None:
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 6)
         gates.open("p3")
-        await settled(lambda: loop.ledger.accounts().by_state[PromptState.WAITING] == 2)
+        await settled(lambda: loop.groups.num(GroupState.WAITING) == 2)
         gates.open("p4", "p5")
         batches = [await train(loop, client, step) for step in (1, 2, 3)]
     totals = {
@@ -177,7 +177,7 @@ async def test_tokens_drawn_in_vain_are_booked_as_stale() -> None:
         "trained_tokens": 12 * TOKENS_PER_SAMPLE,
         "generated_tokens": 13 * TOKENS_PER_SAMPLE,
     }
-    assert loop.recorder.totals()["reward/discarded_tokens/stale"] == TOKENS_PER_SAMPLE
+    assert loop.counters.totals()["reward/discarded_tokens/stale"] == TOKENS_PER_SAMPLE
 
 
 async def test_a_batch_waits_for_as_many_running_groups_as_are_likely_to_be_kept() -> None:
@@ -189,7 +189,7 @@ async def test_a_batch_waits_for_as_many_running_groups_as_are_likely_to_be_kept
         await settled(lambda: len(client.calls) == 3)
         await publish(loop, client, 2)
         submit(loop, [MIXED] * 2, first=3)
-        await settled(lambda: loop.batcher.num_kept == 2)
+        await settled(lambda: loop.groups.num_kept == 2)
         with pytest.raises(DeadlineError):  # were all three kept, one would find no place
             await loop.pipeline.batches.take(3, 2, 0.05)
         loop.strategy.estimate = RECKLESS
@@ -209,7 +209,7 @@ async def test_whatever_the_order_of_events_every_kept_group_is_trained_in_time(
         submit(loop, [MIXED if rng.random() < 0.7 else WRONG for _ in range(60)])
         await publish(loop, client, 0)
         steps = 0
-        while loop.ledger.accounts().num_pending >= 2 * (max_staleness + 2):
+        while loop.ledger.num_pending >= 2 * (max_staleness + 2):
             loop.strategy.estimate = RECKLESS
             batch = await loop.pipeline.batches.take(steps + 1, steps, 5)
             await turns(rng.randrange(60))
@@ -220,7 +220,7 @@ async def test_whatever_the_order_of_events_every_kept_group_is_trained_in_time(
             assert loop.statistics()["reward/prompts_lost"] == 0
         assert "dropped_stale" not in ended(loop)
         assert loop.statistics()["reward/groups_acknowledged"] == ended(loop)["trained"]
-        assert loop.recorder.totals()["reward/groups_restarted"] > 0
+        assert loop.counters.totals()["reward/groups_restarted"] > 0
 
 
 async def test_a_group_that_is_cancelled_after_its_last_pause_starts_again_and_is_not_judged() -> (
@@ -234,7 +234,7 @@ async def test_a_group_that_is_cancelled_after_its_last_pause_starts_again_and_i
         await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
         await settled(lambda: len(client.calls) >= 6)
         assert loop.pipeline.batches.error is None
-        assert not loop.batcher.num_kept
+        assert not loop.groups.num_kept
         client.versions["a"] = 1
         batch = await loop.pipeline.batches.take(1, 1, 5.0)
     assert {group.prompt_id for group in batch.groups} == {"p0", "p1"}

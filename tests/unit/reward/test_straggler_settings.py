@@ -50,4 +50,4 @@ def test_limits_that_would_end_what_is_well_are_refused_with_the_remedy(
 ) -> None:
     (problem,) = straggler_problems(config(**settings))
     with pytest.raises(ValueError, match=complaint):
-        raise ValueError(problem)
+        raise ValueError(problem.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from services.reward.generation.request import (
     GroupBudget,
     GroupFailedError,
     GroupRequest,
+    GroupTokens,
 )
-from services.reward.records.tokens import GenerationTrace, GroupTrace
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.errors import EngineError
@@ -111,10 +112,11 @@ class Setting:
     """A dispatcher over such replicas, least loaded first: "a", then "b"."""
 
     def __init__(self, parts: Parts, *, attempts: int = 3, **rules: Any) -> None:
-        self.parts, self.trace = parts, GenerationTrace(parts)
+        self.parts = parts
+        self.tokens = GroupTokens()
         self.queue = ReplicaQueue(1.0, lambda: None)
         self.dispatcher = GroupDispatcher(
-            self.trace, self.queue, max_attempts=attempts, rules=StragglerRules(**rules)
+            parts, self.queue, max_attempts=attempts, rules=StragglerRules(**rules)
         )
         self.reported: list[int | None] = []
 
@@ -133,10 +135,8 @@ class Setting:
 
     async def ask(self, request: GroupRequest) -> RolloutGroup:
         async with asyncio.timeout(20):
+            request = replace(request, tokens=self.tokens)
             return await self.dispatcher.generate(request, self.reported.append)
-
-    def taken(self) -> GroupTrace:
-        return self.trace.take("p7")
 
 
 def check_whole(group: RolloutGroup, size: int = 6) -> None:
@@ -158,8 +158,8 @@ async def test_a_broken_stream_goes_on_from_its_tokens_under_the_versions_that_d
     check_whole(group)
     assert group.rollouts[0].version_spans == (VersionSpan(3, 0, 3), VersionSpan(4, 3, 6))
     assert setting.reported == [None, 3, 3, 3]
-    trace = setting.taken()
-    assert (trace.num_tokens, trace.num_thrown_away_tokens) == (12, 0)
+    tokens = setting.tokens
+    assert (tokens.num_received, tokens.num_thrown_away) == (12, 0)
 
 
 async def test_tokens_that_are_too_old_are_thrown_away_and_counted() -> None:
@@ -170,8 +170,8 @@ async def test_tokens_that_are_too_old_are_thrown_away_and_counted() -> None:
     await setting.dispatcher.announce([replica("a", 5), replica("b", 5)])
     check_whole(await setting.draw(lowest=4))
     assert parts.calls[1] == ("b", (0, 1), {1: 2})
-    trace = setting.taken()
-    assert (trace.num_tokens, trace.num_thrown_away_tokens) == (3 + 12, 3)
+    tokens = setting.tokens
+    assert (tokens.num_received, tokens.num_thrown_away) == (3 + 12, 3)
     assert setting.reported == [None, 5, 5, 5]  # not 3: no token of that version is left
 
 
@@ -193,7 +193,7 @@ async def test_a_withdrawn_replicas_tokens_are_not_drawn_again_and_it_has_not_fa
     await setting.dispatcher.announce([replica("a")])
     async with asyncio.TaskGroup() as tasks:
         generating = tasks.create_task(setting.draw())
-        await settled(lambda: setting.trace.of("p7").num_tokens == 3)
+        await settled(lambda: setting.tokens.num_received == 3)
         await setting.dispatcher.announce([replica("b")])
     check_whole(generating.result())
     assert parts.calls[1] == ("b", (0, 1), {0: 3})
@@ -256,7 +256,7 @@ async def test_a_slow_stream_moves_once_where_there_is_room() -> None:
     (first, second) = parts.calls
     assert (first[0], second[0]) == ("a", "b")
     assert second[2][0] >= 4
-    assert setting.taken().num_tokens == 80
+    assert setting.tokens.num_received == 80
 
 
 async def test_a_slow_stream_stays_where_there_is_no_room_elsewhere() -> None:
@@ -287,7 +287,7 @@ async def test_at_its_deadline_a_group_comes_home_as_it_stands() -> None:
     assert [r.finish_reason for r in group.rollouts] == ["stop", "aborted", "aborted"]
     assert [r.num_tokens for r in group.rollouts] == [6, 3, 0]
     assert len(parts.calls) == 1
-    assert setting.taken().num_tokens == 9
+    assert setting.tokens.num_received == 9
     assert setting.queue.num_free_sequences(0) == 128
 
 
@@ -398,5 +398,5 @@ async def test_a_sample_that_does_not_fit_its_tokens_starts_again() -> None:
     await setting.dispatcher.announce([replica("a"), replica("b")])
     check_whole(await setting.draw())
     assert parts.calls[1] == ("b", (0, 1), {})
-    trace = setting.taken()
-    assert trace.num_tokens - trace.num_thrown_away_tokens == 12
+    tokens = setting.tokens
+    assert tokens.num_received - tokens.num_thrown_away == 12

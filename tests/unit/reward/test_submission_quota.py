@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.ledger.ledger import MemoryLedger
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
 from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage
@@ -17,7 +17,7 @@ def send(submissions: Submissions, session: SubmissionSession, prompt_id: str, m
 
 
 def test_the_calls_of_one_client_count_together_and_others_and_nobodys_do_not() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 99)
     with (
         submissions.session(client="a") as first,
@@ -37,7 +37,7 @@ def test_the_calls_of_one_client_count_together_and_others_and_nobodys_do_not() 
 
 
 async def test_a_prompt_that_a_client_has_already_takes_no_further_room() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 1)
     turn = (ChatMessage("user", "hello"),)
     prompt, other = (Submission(name, turn, "math_dapo", "1", {}) for name in "12")

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from services.reward.grading.scorers.registry import scorer_for
-from services.reward.ledger.ledger import MemoryLedger
+from services.reward.group import PromptOutcome
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import (
     MAX_UNSENT,
     Receipt,
@@ -15,7 +16,6 @@ from services.reward.prompts.submissions import (
     Submissions,
     SubmissionSession,
 )
-from services.reward.records.outcomes import PromptOutcome
 from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage, PromptEnd
 
@@ -34,12 +34,12 @@ def submission(prompt_id: str, **changes: object) -> Submission:
 
 
 @pytest.fixture
-def ledger() -> MemoryLedger:
-    return MemoryLedger()
+def ledger() -> PromptLedger:
+    return PromptLedger()
 
 
 @pytest.fixture
-def submissions(ledger: MemoryLedger) -> Submissions:
+def submissions(ledger: PromptLedger) -> Submissions:
     return Submissions(ledger, ledger.accept, lambda source: void(scorer_for(source)), 2)
 
 
@@ -57,7 +57,7 @@ async def receipt(session: SubmissionSession) -> Receipt:
     return event
 
 
-def end(submissions: Submissions, ledger: MemoryLedger, prompt_id: str) -> None:
+def end(submissions: Submissions, ledger: PromptLedger, prompt_id: str) -> None:
     prompt = ledger.end(prompt_id, PromptEnd.TRAINED)
     submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 3, (1.0,), ""))
 
@@ -75,7 +75,7 @@ def end(submissions: Submissions, ledger: MemoryLedger, prompt_id: str) -> None:
     ],
 )
 async def test_a_wrong_prompt_is_refused_with_the_reason_and_not_accepted(
-    submissions: Submissions, ledger: MemoryLedger, wrong: Submission, reason: str
+    submissions: Submissions, ledger: PromptLedger, wrong: Submission, reason: str
 ) -> None:
     with submissions.session() as session:
         submissions.submit(wrong, session)
@@ -83,11 +83,11 @@ async def test_a_wrong_prompt_is_refused_with_the_reason_and_not_accepted(
     assert refused.sequence is None
     assert not refused.is_retryable
     assert reason in refused.refused_because
-    assert ledger.accounts().num_submitted == 0
+    assert ledger.num_submitted == 0
 
 
 async def test_unfinished_prompts_are_bounded(
-    submissions: Submissions, ledger: MemoryLedger
+    submissions: Submissions, ledger: PromptLedger
 ) -> None:
     with submissions.session() as session:
         for name in "abc":
@@ -103,7 +103,7 @@ async def test_unfinished_prompts_are_bounded(
 
 
 async def test_a_prompt_that_can_never_be_accepted_is_not_told_to_wait_for_room(
-    ledger: MemoryLedger,
+    ledger: PromptLedger,
 ) -> None:
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 2, max_image_bytes=4)
     with submissions.session() as session:
@@ -128,7 +128,7 @@ async def test_a_prompt_that_can_never_be_accepted_is_not_told_to_wait_for_room(
 
 
 async def test_a_session_ends_when_its_input_and_all_its_prompts_have_ended(
-    submissions: Submissions, ledger: MemoryLedger
+    submissions: Submissions, ledger: PromptLedger
 ) -> None:
     with submissions.session() as session:
         submissions.submit(submission("a"), session)
@@ -142,11 +142,11 @@ async def test_a_session_ends_when_its_input_and_all_its_prompts_have_ended(
 
 
 async def test_a_client_that_left_is_told_nothing_and_its_prompts_stay(
-    submissions: Submissions, ledger: MemoryLedger
+    submissions: Submissions, ledger: PromptLedger
 ) -> None:
     with submissions.session() as session:
         submissions.submit(submission("a"), session)
-    assert ledger.accounts().num_pending == 1
+    assert ledger.num_pending == 1
     end(submissions, ledger, "a")
     with submissions.session() as other:
         submissions.submit(submission("b"), other)
@@ -173,7 +173,7 @@ async def test_the_end_of_the_service_ends_every_session(submissions: Submission
 
 
 async def test_a_prompt_sent_again_by_another_call_gets_its_receipt_and_its_outcome(
-    submissions: Submissions, ledger: MemoryLedger
+    submissions: Submissions, ledger: PromptLedger
 ) -> None:
     with submissions.session() as left, submissions.session() as back:
         submissions.submit(submission("a"), left)
@@ -195,10 +195,10 @@ async def test_a_prompt_sent_again_by_another_call_gets_its_receipt_and_its_outc
         assert isinstance(outcome, PromptOutcome)
         assert outcome.end is PromptEnd.TRAINED
         assert await late.next_event() is None
-    assert ledger.accounts().num_submitted == 1
+    assert ledger.num_submitted == 1
 
 
-class SlowLedger(MemoryLedger):
+class SlowLedger(PromptLedger):
     """A disk that commits when it is told to."""
 
     def __init__(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from services.reward.ledger.ledger import MemoryLedger
+from services.reward.group import PromptOutcome
+from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
-from services.reward.records.outcomes import PromptOutcome
 from sluice.types import ChatMessage, PromptEnd
 
 
@@ -20,7 +20,7 @@ async def receipt(session: SubmissionSession) -> Receipt:
 
 
 async def test_unfinished_images_of_all_clients_together_are_bounded() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, max_image_bytes=2 << 20)
     with submissions.session(client="a") as first, submissions.session(client="b") as second:
         submissions.submit(submission("1", bytes(1 << 20)), first)
@@ -39,7 +39,7 @@ async def test_unfinished_images_of_all_clients_together_are_bounded() -> None:
 
 
 async def test_images_that_there_will_never_be_room_for_are_refused_for_good() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, max_image_bytes=2 << 20)
     with submissions.session() as session:
         submissions.submit(submission("1", bytes((2 << 20) + 1)), session)
@@ -49,7 +49,7 @@ async def test_images_that_there_will_never_be_room_for_are_refused_for_good() -
 
 
 async def test_an_outcome_that_waits_to_be_read_holds_no_images() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 99)
     with submissions.session() as session:
         submissions.submit(submission("1", b"image"), session)
@@ -62,7 +62,7 @@ async def test_an_outcome_that_waits_to_be_read_holds_no_images() -> None:
 
 
 async def test_the_same_prompt_with_another_image_is_another_prompt() -> None:
-    ledger = MemoryLedger()
+    ledger = PromptLedger()
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 99)
     with submissions.session() as first, submissions.session() as second:
         submissions.submit(submission("1", b"image"), first)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.app import RewardLoop
-from services.reward.generation.request import GenerateEvent, GroupRequest
-from services.reward.records.tokens import (
-    GroupTrace,
-    TokenAccounts,
-    TokenCountingClient,
-    TokenUse,
-    uses_of_group,
-)
-from sluice.algorithm.growing_sample import NewTokens
+from services.reward.generation.request import GroupRequest, GroupTokens
+from services.reward.records.statistics import TokenAccounts, TokenUse, uses_of_group
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, SluiceError
 from sluice.types import (
@@ -30,7 +20,6 @@ from sluice.types import (
     FailureKind,
     GradedGroup,
     Outcome,
-    ReplicaInfo,
     Rollout,
     RolloutGroup,
     Scored,
@@ -57,22 +46,21 @@ def graded(*samples: tuple[int, Outcome], greedy: int | None = None) -> GradedGr
 
 def test_a_trained_groups_tokens_are_told_apart_by_what_became_of_each_sample() -> None:
     group = graded((8, RIGHT), (4, UNSCORED), (2, ABORTED), greedy=16)
-    found = uses_of_group(TokenUse.TRAINED, GroupTrace(num_tokens=31), group)
+    found = uses_of_group(TokenUse.TRAINED, GroupTokens(num_received=31), group)
     assert found == {TokenUse.TRAINED: 24, TokenUse.FAILED: 4, TokenUse.ABORTED: 2 + 1}
 
 
 def test_a_broken_off_group_is_of_one_use_but_for_what_was_thrown_away_before() -> None:
-    trace = GroupTrace(num_tokens=9, num_thrown_away_tokens=3)
-    found = uses_of_group(TokenUse.STALE, trace, None)
+    tokens = GroupTokens(num_received=9, num_thrown_away=3)
+    found = uses_of_group(TokenUse.STALE, tokens, None)
     assert found == Counter({TokenUse.STALE: 6, TokenUse.ABORTED: 3})
 
 
 def test_samples_in_whose_places_others_were_drawn_have_failed() -> None:
-    trace = GroupTrace(num_tokens=20)
-    trace.replaced((rollout_of("", 1, 0, 1, 5),))
-    broken_off = uses_of_group(TokenUse.STALE, trace, None)
+    tokens = GroupTokens(num_received=20, num_replaced=5)
+    broken_off = uses_of_group(TokenUse.STALE, tokens, None)
     assert broken_off == Counter({TokenUse.STALE: 15, TokenUse.FAILED: 5})
-    found = uses_of_group(TokenUse.TRAINED, trace, graded((8, RIGHT), (7, RIGHT)))
+    found = uses_of_group(TokenUse.TRAINED, tokens, graded((8, RIGHT), (7, RIGHT)))
     assert found == Counter({TokenUse.TRAINED: 15, TokenUse.FAILED: 5})
 
 
@@ -83,30 +71,6 @@ def test_an_interval_ends_and_the_totals_go_on() -> None:
     accounts.assign(TokenUse.STALE, 2)
     assert accounts.close_interval()[TokenUse.STALE] == 2
     assert accounts.since_start() == dict.fromkeys(TokenUse, 0) | {TokenUse.STALE: 7}
-
-
-class ReportingClient(ScriptedClient):
-    """Sends tokens of a sample that continues another replica's 3, then the whole of it."""
-
-    async def generate(
-        self,
-        replica: ReplicaInfo,
-        request: GroupRequest,
-        sample_indexes: Sequence[int],
-        partials: Sequence[Rollout] = (),
-    ) -> AsyncGenerator[GenerateEvent, None]:
-        new = np.arange(2, dtype=np.uint32)
-        yield GenerateEvent(None, (), (NewTokens(0, new, new.astype(np.float32), 0),))
-        yield GenerateEvent(None, (rollout_of("", 0, 0, 1, 8), rollout_of("", 1, 0, 1, 4)))
-
-
-async def test_tokens_that_come_twice_are_received_once() -> None:
-    received = TokenCountingClient(ReportingClient())
-    request: Any = type("Request", (), {"priority": 1})()
-    partial = rollout_of("", 0, 0, 1, 3)
-    async for _ in received.generate(replica("a").info, request, (0, 1), (partial,)):
-        pass
-    assert received.total == received.num_training == (8 - 3) + 4
 
 
 def balance(loop: RewardLoop) -> dict[str, float]:

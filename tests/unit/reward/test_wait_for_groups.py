@@ -63,7 +63,7 @@ async def test_a_batch_that_was_full_before_the_question_has_no_wait(clock: Cloc
     async with running_loop(CONFIG, ScriptedClient()) as loop:
         await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
         submit(loop, [MIXED, MIXED])
-        await settled(lambda: loop.batcher.num_kept == 2)
+        await settled(lambda: loop.groups.num_kept == 2)
         clock.now = 107.0
         batch = await loop.pipeline.batches.take(1, 0, 5.0)
     assert batch.statistics["timing_s/wait_groups"] == 0.0

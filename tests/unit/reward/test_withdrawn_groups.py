@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from services.reward.generation.request import GenerateEvent, GroupRequest
-from services.reward.ledger.ledger import PromptState
-from sluice.algorithm.groups.staleness import RESERVE_AFTER, Preemptions
+from services.reward.group import GroupState
+from services.reward.groups.leases import TrainBatches
+from sluice.algorithm.groups.staleness import RESERVE_AFTER
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.types import ReplicaInfo, Rollout, TrainBatch
@@ -101,7 +102,7 @@ async def test_what_a_full_batch_does_not_need_is_drawn_anew_by_the_next_policy(
         for batch in (first, second):
             assert batch.statistics["train/staleness_max"] == 0
             assert batch.statistics["train/surplus_discarded"] == 0
-        tokens = loop.recorder.totals()
+        tokens = loop.counters.totals()
     assert tokens["reward/tokens/withdrawn"] == 8  # the sample that had come
     assert tokens["reward/tokens/stale"] == 0
     assert "starts again" not in caplog.text  # nothing that anybody should look at
@@ -116,9 +117,9 @@ async def test_a_prompt_that_was_withdrawn_too_often_is_waited_for() -> None:
         await publish(loop, client, 0)
         for step in range(1, RESERVE_AFTER + 1):
             assert SLOW not in ids(await train(loop, client, step))
-        await settled(lambda: loop.batcher.num_kept == 1)
+        await settled(lambda: loop.groups.num_kept == 1)
         await turns(100)
-        assert loop.batcher.num_kept == 1  # the other place is claimed
+        assert loop.groups.num_kept == 1  # the other place is claimed
         slow.gate.set()
         assert SLOW in ids(await train(loop, client, RESERVE_AFTER + 1))
         assert client.cancelled.count(SLOW) == RESERVE_AFTER
@@ -133,10 +134,10 @@ async def test_a_claim_that_comes_to_nothing_gives_its_place_to_another() -> Non
         await publish(loop, client, 0)
         for step in range(1, RESERVE_AFTER + 1):
             await train(loop, client, step)
-        await settled(lambda: loop.batcher.num_kept == 1)
+        await settled(lambda: loop.groups.num_kept == 1)
         slow.gate.set()
         assert len(ids(await train(loop, client, RESERVE_AFTER + 1))) == 2
-        assert loop.ledger.accounts().by_end["filtered_all_wrong"] == 1
+        assert loop.ledger.by_end["filtered_all_wrong"] == 1
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
@@ -150,18 +151,18 @@ async def test_a_group_that_begins_when_its_batch_has_gone_is_drawn_anew_and_not
         await publish(loop, client, 0)
         batch = await loop.pipeline.batches.take(1, 0, 5)
         client.late.set()  # its first token would be of a version whose batch is at the trainer
-        await settled(lambda: loop.ledger.state("p2") is PromptState.WAITING)
+        await settled(lambda: loop.groups["p2"].state is GroupState.WAITING)
         loop.pipeline.batches.acknowledge(batch.batch_id, 1)
         await publish(loop, client, 1)
         assert ids(batch) | ids(await train(loop, client, 2)) == {"p0", "p1", "p2", "p3"}
-        assert loop.ledger.accounts().by_end["dropped_stale"] == 0
+        assert loop.ledger.by_end["dropped_stale"] == 0
 
 
 async def test_a_claim_in_the_middle_of_a_batch_withdraws_who_runs_for_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before the group that claims holds a token: what is kept meanwhile would be one too many."""
-    monkeypatch.setattr(Preemptions, "reserves_slot", lambda _self, prompt_id: prompt_id == "p3")
+    monkeypatch.setattr(TrainBatches, "reserves_slot", lambda _self, group: group.prompt_id == "p3")
     gates = {name: asyncio.Event() for name in ("p0", "p1", "p2")}
 
     async def held(_name: str, request: GroupRequest, _index: int) -> None:
@@ -174,12 +175,12 @@ async def test_a_claim_in_the_middle_of_a_batch_withdraws_who_runs_for_its_place
         submit(loop, [WRONG, *[MIXED] * 5])
         await publish(loop, client, 0)
         gates["p1"].set()
-        await settled(lambda: loop.batcher.num_kept == 1)
+        await settled(lambda: loop.groups.num_kept == 1)
         gates["p0"].set()  # filtered, and p3 starts
         await settled(lambda: "p3" in client.begun)
         gates["p2"].set()
         await turns(100)
-        assert loop.batcher.num_kept == 1
+        assert loop.groups.num_kept == 1
         client.late.set()
         batch = await train(loop, client, 1)
         assert ids(batch) == {"p1", "p3"}
@@ -193,7 +194,7 @@ async def test_an_exact_batch_draws_nothing_in_vain_and_waits() -> None:
         loop.strategy.estimate = TWO_THIRDS
         submit(loop, [MIXED] * 4)
         await publish(loop, client, 0)
-        await settled(lambda: loop.batcher.num_kept == 1)
+        await settled(lambda: loop.groups.num_kept == 1)
         assert {prompt_id for _, prompt_id, _ in client.calls} == {"p0", "p1"}
         slow.gate.set()
         assert ids(await train(loop, client, 1)) == {"p0", "p1"}

@@ -10,9 +10,8 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file
 
-from services.rollout.engines.causal_lm import TorchEngineSettings
 from services.rollout.engines.embedded.decoder import PrefilledPrompts, TokenRow
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (

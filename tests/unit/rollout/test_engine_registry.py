@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.engines.causal_lm import TorchEngineSettings, torch_settings
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import (
+    TorchEngine,
+    TorchEngineSettings,
+    torch_settings,
+)
 from services.rollout.engines.registry import ENGINES, create_engine, find_engine
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -48,9 +51,7 @@ def test_settings_follow_from_the_run_configuration() -> None:
         ("sluice.rollout.batch_invariant=false", False),
     ],
 )
-def test_a_synchronous_run_is_batch_invariant_unless_told_otherwise(
-    override: str, expected: bool
-) -> None:
+def test_a_synchronous_run_is_batch_invariant_by_default(override: str, expected: bool) -> None:
     assert torch_settings(load_config(None, [override])).batch_invariant is expected
 
 
@@ -59,6 +60,6 @@ def test_the_configuration_page_names_the_engines_that_exist() -> None:
 
 
 @pytest.mark.parametrize("field", ["slots", "max_model_len", "max_queued", "torch_threads"])
-def test_settings_without_room_are_refused(field: str) -> None:
+def test_settings_without_space_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         TorchEngineSettings(model_path="x", **{field: 0})

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.protocol import (
+    GenerationRequest,
+    PartialSample,
+    SampleChunk,
+    UnsentTokens,
+)
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
+from tests.support.causal_lms import reference_model, request, running_engine, save_config
+from tests.support.replica_process import ToyEncoder
 
 STOP = FinishReason.STOP
 
@@ -29,6 +39,7 @@ class ScriptedEngine:
 
     def __init__(self, *script: Any) -> None:
         self.script, self.was_closed = script, False
+        self.accounting = UnsentTokens()
 
     async def generate(
         self,
@@ -142,7 +153,7 @@ async def test_without_lingering_a_sample_leaves_while_others_still_run() -> Non
 
     async def send(event: GenerationEvent) -> None:
         sent.extend(rollout.sample_index for rollout in event.rollouts)
-        gate.set()  # the engine goes on only once the first sample has left
+        gate.set()  # the engine continues only once the first sample has left
 
     async with asyncio.timeout(10):
         await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
@@ -157,7 +168,7 @@ async def test_the_last_sample_does_not_linger() -> None:
     assert len(events) == 1
 
 
-async def test_tokens_come_as_they_are_drawn_and_their_texts_add_up() -> None:
+async def test_tokens_come_as_they_are_sampled_and_their_texts_add_up() -> None:
     engine = ScriptedEngine([chunk(0, "ab")], [chunk(0, "c")], [chunk(0, "d", 1, STOP)])
     events = await generate(engine, 0, every_token=True)
     deltas = [delta for event in events for delta in event.deltas]
@@ -246,9 +257,7 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
     assert engine.was_closed
 
 
-async def test_text_ends_before_a_stop_string_of_which_nothing_is_sent_and_tokens_are_kept() -> (
-    None
-):
+async def test_text_ends_before_a_stop_string_that_is_not_sent_and_tokens_are_kept() -> None:
     script = [[chunk(0, part)] for part in ("a", "b<", "c", "<", "e", "n")]
     engine = ScriptedEngine(*script, [chunk(0, "d", finish=STOP)])
     events = await generate(engine, 0, every_token=True, stop=("<end",))
@@ -273,14 +282,14 @@ async def test_a_sample_that_no_stop_string_ended_has_all_of_its_text() -> None:
 
 
 @pytest.mark.parametrize(("more", "reported"), [("x", "aENx"), ("D", "a")])
-async def test_text_that_an_aborted_sample_held_back_is_told_once_where_the_sample_goes_on(
+async def test_text_that_an_aborted_sample_held_back_is_sent_once_where_the_sample_continues(
     more: str, reported: str
 ) -> None:
     leaving = ScriptedEngine([chunk(0, "a")], [chunk(0, "EN", 0, FinishReason.ABORTED)])
     events = await generate(leaving, 0, every_token=True, stop=("END",))
     part = rollouts(events)[0]
-    goes_on = ScriptedEngine([chunk(0, more, 0, STOP)])
-    events += await generate(goes_on, 0, partials=[part], every_token=True, stop=("END",))
+    continued = ScriptedEngine([chunk(0, more, 0, STOP)])
+    events += await generate(continued, 0, partials=[part], every_token=True, stop=("END",))
     assert "".join(delta.text for event in events for delta in event.deltas) == reported
 
 
@@ -336,3 +345,78 @@ async def test_the_text_of_each_token_costs_the_same_however_long_the_response_i
     )
     assert "".join(reported) == "a" * 999 + "z"
     assert tokenizer.num_decoded < 10 * 1000
+
+
+TEXT = "aé€😀b"
+
+
+class ByteEngine:
+    """Generates the bytes of `TEXT`, one a chunk."""
+
+    accounting = UnsentTokens()
+
+    async def generate(self, request: GenerationRequest, **_: object):  # type: ignore[no-untyped-def]  # noqa: ANN201
+        data = TEXT.encode()
+        start = request.partials[0].token_ids.size if request.partials else 0
+        for place in range(start, len(data)):
+            reason = FinishReason.STOP if place + 1 == len(data) else None
+            ids = np.array([data[place]], np.uint32)
+            yield (SampleChunk(0, ids, np.zeros(1, np.float32), 0, reason),)
+
+
+@pytest.mark.parametrize("cut", range(1, len(TEXT.encode())))
+async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
+    data = np.frombuffer(TEXT.encode(), np.uint8).astype(np.uint32)[:cut]
+    zeros = np.zeros(cut, np.float32)
+    partial = Rollout(0, data, zeros, (VersionSpan(0, 0, cut),), FinishReason.ABORTED, "")
+    before = TEXT.encode()[:cut].decode("utf-8", errors="ignore")  # whole characters came
+    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)
+    prompt = np.arange(2, dtype=np.uint32)
+    request = GenerationRequest("r", prompt, (0,), sampling, (PartialSample(0, partial.token_ids),))
+    events: list[GenerationEvent] = []
+
+    async def send(event: GenerationEvent) -> None:
+        events.append(event)
+
+    engine = ByteEngine()
+    await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+        request, [partial], StreamOptions(every_token=True), send
+    )
+    after = "".join(delta.text for event in events for delta in event.deltas)
+    assert before + after == TEXT
+
+
+async def _samples(
+    engine: TorchEngine, stop: tuple[str, ...], options: StreamOptions
+) -> tuple[dict[int, Rollout], str]:
+    """The samples, and the text that sample 0 streamed."""
+    events: list[GenerationEvent] = []
+
+    async def send(event: GenerationEvent) -> None:
+        events.append(event)
+
+    wanted = request(samples=3, max_tokens=20)
+    wanted = replace(wanted, sampling=replace(wanted.sampling, stop=stop))
+    async with asyncio.timeout(30):
+        await GenerationRunner(engine, ToyEncoder()).run(wanted, (), options, send)
+    deltas = [delta for event in events for delta in event.deltas]
+    streamed = "".join(delta.text for delta in deltas if delta.chunk.sample_index == 0)
+    return {one.sample_index: one for event in events for one in event.rollouts}, streamed
+
+
+@pytest.mark.parametrize("every_token", [True, False])
+async def test_a_stop_string_of_several_tokens_ends_a_sample(
+    tmp_path: Path, every_token: bool
+) -> None:
+    folder, options = save_config("qwen3", tmp_path), StreamOptions(every_token=every_token)
+    async with running_engine(folder, reference_model(folder)) as engine:
+        free, _ = await _samples(engine, (), options)
+        ids = free[0].token_ids.tolist()
+        stop = f"{ids[7]} {ids[8]} "  # is there with the first digit after the space
+        found, streamed = await _samples(engine, (stop, "never"), options)
+    assert found[0].token_ids.tolist() == ids[:10]
+    assert found[0].finish_reason is FinishReason.STOP
+    assert found[0].text == free[0].text[: free[0].text.index(stop)]
+    assert streamed == (found[0].text if every_token else "")
+    for index in (1, 2):
+        assert stop not in found[index].text

@@ -1,4 +1,4 @@
-"""Every token that an engine drew was sent, is unsent for good, or is on its way."""
+"""Every token that an engine sampled was sent, is unsent, or is on its way."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from services.rollout.engines.protocol import (
     SampleChunk,
 )
 from services.rollout.generation import (
-    CountedGeneration,
     GenerationEvent,
+    GenerationRunner,
     HandOver,
     StreamOptions,
     TextDelta,
@@ -88,7 +88,7 @@ def partial(index: int, length: int) -> Rollout:
 
 
 async def call(
-    generation: CountedGeneration, rng: random.Random, callers: list[Caller], seed: int
+    generation: GenerationRunner, rng: random.Random, callers: list[Caller], seed: int
 ) -> None:
     """One call of any kind, which may be broken off at any moment."""
     given = [partial(0, rng.randint(1, 5))] if rng.random() < 0.3 else []
@@ -100,7 +100,7 @@ async def call(
         seed=seed,
         partials=tuple(PartialSample(p.sample_index, p.token_ids) for p in given),
     )
-    delivery = rng.choice(
+    options = rng.choice(
         (
             StreamOptions(),
             StreamOptions(every_token=True),
@@ -111,13 +111,13 @@ async def call(
     ends_s = rng.choice((0.0, 0.002, 0.01, 0.03, 30.0))
     try:
         async with asyncio.timeout(ends_s):
-            await generation.run(wanted, given, delivery, caller.send)
+            await generation.run(wanted, given, options, caller.send)
     except TimeoutError:
         return
 
 
-async def break_off(engine: TorchEngine, generation: CountedGeneration) -> None:
-    """A call that ends after tokens were drawn for it and before any was sent."""
+async def break_off(engine: TorchEngine, generation: GenerationRunner) -> None:
+    """A call that ends after tokens were sampled for it and before any was sent."""
 
     async def send(_event: GenerationEvent) -> None:
         await asyncio.Event().wait()
@@ -145,7 +145,7 @@ async def test_what_was_handed_over_is_generated_minus_unsent_minus_running(
 ) -> None:
     rng, callers = random.Random(seed), list[Caller]()
     async with running_engine(model_path, model, max_queued=1000) as engine:
-        generation, over = CountedGeneration(engine, Digits()), asyncio.Event()
+        generation, over = GenerationRunner(engine, Digits()), asyncio.Event()
 
         async def look() -> None:
             while not over.is_set():
@@ -176,11 +176,11 @@ async def test_what_was_handed_over_is_generated_minus_unsent_minus_running(
         assert load.generated_tokens - load.unsent_tokens == handed_over
 
 
-async def test_while_a_call_goes_on_its_unsent_tokens_are_running(
+async def test_while_a_call_runs_its_unsent_tokens_are_running(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
-        generation, release = CountedGeneration(engine, Digits()), asyncio.Event()
+        generation, release = GenerationRunner(engine, Digits()), asyncio.Event()
         got: list[GenerationEvent] = []
 
         async def send(event: GenerationEvent) -> None:
@@ -205,7 +205,7 @@ async def test_what_could_not_be_sent_is_unsent(model_path: Path, model: PreTrai
         raise ConnectionError("the caller is gone")
 
     async with running_engine(model_path, model) as engine:
-        generation = CountedGeneration(engine, Digits())
+        generation = GenerationRunner(engine, Digits())
         with pytest.raises(ExceptionGroup):
             await generation.run(request(samples=2, max_tokens=10), (), StreamOptions(), send)
         load = await at_rest(engine)
@@ -217,7 +217,7 @@ async def test_tokens_of_direct_clients_are_counted_apart_those_of_cancelled_cal
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
-        generation, got = CountedGeneration(engine, Digits()), asyncio.Event()
+        generation, got = GenerationRunner(engine, Digits()), asyncio.Event()
 
         async def stall(_event: GenerationEvent) -> None:
             got.set()
@@ -242,7 +242,7 @@ async def test_tokens_of_direct_clients_are_counted_apart_those_of_cancelled_cal
     assert load.generated_tokens == 20 + 30 + load.direct_unsent_tokens
 
 
-async def test_what_was_drawn_and_not_delivered_to_a_direct_client_is_counted_apart(
+async def test_what_was_sampled_and_not_delivered_to_a_direct_client_is_counted_apart(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     """Whole samples stay in the engine until they end; this one is cancelled before."""
@@ -251,7 +251,7 @@ async def test_what_was_drawn_and_not_delivered_to_a_direct_client_is_counted_ap
         caller = Caller((), 0.0)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(
-                CountedGeneration(engine, Digits()).run(wanted, (), StreamOptions(), caller.send)
+                GenerationRunner(engine, Digits()).run(wanted, (), StreamOptions(), caller.send)
             )
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens == 0:
@@ -268,7 +268,7 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
 
     async with running_engine(model_path, model) as engine:
         with pytest.raises(ExceptionGroup) as refused:
-            await CountedGeneration(engine, Digits()).run(
+            await GenerationRunner(engine, Digits()).run(
                 request(prompt=[1] * 500), (), StreamOptions(), send
             )
         assert refused.group_contains(InvalidRequestError)

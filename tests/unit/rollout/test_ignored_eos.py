@@ -44,7 +44,7 @@ def _wanted(*settings: str) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("ignored", [True, False])
-async def test_samples_of_the_runs_own_services_go_on_past_the_end_token_where_it_is_ignored(
+async def test_samples_of_the_runs_own_services_continue_past_the_end_token_where_it_is_ignored(
     tmp_path: Path, ignored: bool
 ) -> None:
     setting = f"{_KEY}={str(ignored).lower()}"

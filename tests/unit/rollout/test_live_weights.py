@@ -17,7 +17,6 @@ from sluice.errors import EngineError
 from sluice.weights.delta import changed_positions
 from sluice.weights.plan import WeightBuffer, plan_transfer
 from tests.support.causal_lms import (
-    engine_settings,
     generate,
     reference_model,
     request,
@@ -28,7 +27,7 @@ from tests.support.causal_lms import (
 
 
 def _model(family: str, folder: Path) -> CausalLM:
-    return build_causal_lm(engine_settings(save_config(family, folder)), torch.device("cpu"))
+    return build_causal_lm(str(save_config(family, folder)), torch.device("cpu"))
 
 
 def _buffer(model: CausalLM, folder: Path, seed: int) -> WeightBuffer:

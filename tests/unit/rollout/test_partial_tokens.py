@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.protocol import (
+    GenerationRequest,
+    PartialSample,
+    SampleChunk,
+    UnsentTokens,
+)
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.types import FinishReason, Rollout, TokenIds
@@ -62,6 +67,7 @@ class ScriptedEngine:
 
     def __init__(self, *script: Any, queued: int = 1, slots_may_wait: bool = False) -> None:
         self.script = script
+        self.accounting = UnsentTokens()
         self.tokens = Load(queued=queued, slots_may_wait=slots_may_wait)
 
     def load(self) -> Load:
@@ -86,7 +92,7 @@ def chunk(index: int, *tokens: int, finish: FinishReason | None = None) -> Sampl
 
 
 async def events_of(
-    engine: Any, wanted: GenerationRequest, delivery: StreamOptions, *partials: Rollout
+    engine: Any, wanted: GenerationRequest, options: StreamOptions, *partials: Rollout
 ) -> list[GenerationEvent]:
     events: list[GenerationEvent] = []
 
@@ -94,7 +100,7 @@ async def events_of(
         events.append(event)
 
     async with asyncio.timeout(20):
-        await GenerationRunner(engine, Digits()).run(wanted, partials, delivery, send)
+        await GenerationRunner(engine, Digits()).run(wanted, partials, options, send)
     return events
 
 
@@ -115,7 +121,7 @@ async def test_a_sample_that_ends_within_the_interval_is_sent_once() -> None:
     assert [delta for event in events for delta in event.deltas] == []
 
 
-async def test_a_group_that_waits_says_whether_the_engine_draws_tokens() -> None:
+async def test_a_group_that_waits_gets_a_sign_whether_the_engine_samples() -> None:
     engine = ScriptedEngine(7, 0.1, 9, 0.1, 0.1, chunk(0, 1, finish=STOP))
     events = await events_of(engine, request(), StreamOptions(partial_interval_s=0.01))
     signs = [event.engine_tokens for event in events if event.engine_tokens is not None]
@@ -123,24 +129,24 @@ async def test_a_group_that_waits_says_whether_the_engine_draws_tokens() -> None
     assert events[-1].rollouts[0].num_tokens == 1
 
 
-async def test_a_group_of_which_no_sample_waits_for_a_slot_is_not_told_of_others_tokens() -> None:
+async def test_a_group_without_waiting_samples_gets_no_sign_of_others_tokens() -> None:
     engine = ScriptedEngine(7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP), queued=0)
     events = await events_of(engine, request(), StreamOptions(partial_interval_s=0.01))
     assert [event.engine_tokens for event in events] == [None]
 
 
 @pytest.mark.parametrize("every_token", [False, True])
-async def test_a_group_whose_slots_wait_for_room_in_the_cache_is_told_that_the_engine_draws(
+async def test_a_group_whose_slots_wait_for_cache_space_gets_a_sign_that_the_engine_samples(
     every_token: bool,
 ) -> None:
     script = (7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP))
     engine = ScriptedEngine(*script, queued=0, slots_may_wait=True)
-    delivery = StreamOptions(every_token=every_token, partial_interval_s=0.01)
-    events = await events_of(engine, request(), delivery)
+    options = StreamOptions(every_token=every_token, partial_interval_s=0.01)
+    events = await events_of(engine, request(), options)
     assert [e.engine_tokens for e in events if e.engine_tokens is not None] == [7, 9]
 
 
-async def test_without_an_interval_nothing_tells_of_the_engine() -> None:
+async def test_without_an_interval_there_is_no_sign_of_the_engine() -> None:
     engine = ScriptedEngine(7, 0.1, chunk(0, 1, finish=STOP))
     assert len(await events_of(engine, request(), StreamOptions())) == 1
 
@@ -172,7 +178,7 @@ async def test_partial_tokens_and_whole_samples_say_the_same(
     assert bool(grown) == (interval_s < 1)
 
 
-async def test_samples_broken_off_anywhere_go_on_as_if_nothing_had_happened(
+async def test_samples_broken_off_anywhere_continue_as_if_nothing_had_happened(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     wanted = request(samples=4, max_tokens=30)
@@ -201,7 +207,7 @@ def _first(rollout: Rollout, size: int) -> Rollout:
     return grown.rollout(rollout.sample_index)
 
 
-async def test_tokens_are_handed_out_once_an_interval_whoever_else_runs(
+async def test_tokens_are_handed_out_once_an_interval_no_matter_what_else_runs(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, model: PreTrainedModel
 ) -> None:
     clock = _Clock()

@@ -17,6 +17,8 @@ from sluice.errors import ConfigError, InvalidRequestError
 from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
 from sluice.quickstart.tokenizer import TURN_START, render_prompt, save_tokenizer, train_tokenizer
 from sluice.types import ChatMessage
+from tests.support.causal_lms import save_config
+from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, image_file, save_model
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def bos_of(model: Path) -> int:
     return int(Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(TURN_START))
 
 
-def test_a_text_begins_as_transformers_has_it_unless_it_is_told_not_to(with_bos: Path) -> None:
+def test_a_text_begins_as_in_transformers_by_default(with_bos: Path) -> None:
     encoded = encoder(with_bos)
     reference = AutoTokenizer.from_pretrained(str(with_bos), local_files_only=True)
     text = "1 + 2 = ?"
@@ -64,7 +66,7 @@ def test_a_text_begins_as_transformers_has_it_unless_it_is_told_not_to(with_bos:
     assert encoded.encode_text(text).tolist() == [bos_of(with_bos), *bare]
 
 
-def test_a_chat_gets_what_its_template_writes_and_no_more_unless_it_is_told_to(
+def test_a_chat_gets_what_its_template_writes_and_by_default_no_more(
     with_bos: Path,
 ) -> None:
     encoded, turns = encoder(with_bos), user("1 + 2 = ?")
@@ -166,3 +168,81 @@ def test_a_folder_without_a_tokenizer_is_an_error_that_names_it(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.model\.path") as caught:
         encoder(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+SMALL, WIDE = image_file(0, 56, 56), image_file(1, 112, 56)
+"""Of 4 and of 8 tokens."""
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_model("qwen2_5_vl", directory)
+    return directory
+
+
+def user_turns(text: str) -> list[ChatMessage]:
+    return [ChatMessage("user", text)]
+
+
+def test_each_image_stands_where_its_mark_is_with_its_own_number_of_tokens(
+    vision_model: Path,
+) -> None:
+    encoded = encoder(vision_model)
+    ids = encoded.encode_chat(user_turns("a<image>b<image>"), (WIDE, SMALL)).tolist()
+    plain = encoded.encode_chat(user_turns("ab")).tolist()
+    wide = [VISION_START, *[IMAGE] * 8, VISION_END]
+    small = [VISION_START, *[IMAGE] * 4, VISION_END]
+    first = next(i for i in range(len(plain)) if plain[:i] != ids[:i]) - 1
+    assert ids == [*plain[:first], *wide, plain[first], *small, *plain[first + 1 :]]
+
+
+def test_marks_in_several_turns_take_the_images_in_order(vision_model: Path) -> None:
+    turns = [
+        ChatMessage("user", "<image>?"),
+        ChatMessage("assistant", "red"),
+        ChatMessage("user", "and <image>"),
+    ]
+    ids = encoder(vision_model).encode_chat(turns, (SMALL, WIDE))
+    ends = np.flatnonzero(ids == VISION_END) - np.flatnonzero(ids == VISION_START) - 1
+    assert ends.tolist() == [4, 8]
+
+
+def test_a_text_without_images_is_never_split(vision_model: Path) -> None:
+    ids = encoder(vision_model).encode_chat(user_turns("what does <image> mean?"))
+    assert IMAGE not in ids
+    assert "<image>" in encoder(vision_model).decode(ids)
+
+
+@pytest.mark.parametrize(("text", "marks"), [("none", 0), ("<image><image>", 2)])
+def test_as_many_marks_as_images_are_asked_for(vision_model: Path, text: str, marks: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"1 for {marks} times <image> in the texts"):
+        encoder(vision_model).encode_chat(user_turns(text), (SMALL,))
+
+
+def test_the_models_own_image_token_in_the_text_is_refused(
+    vision_model: Path,
+) -> None:
+    with pytest.raises(InvalidRequestError, match="1 images, but 2 places"):
+        encoder(vision_model).encode_chat(user_turns("<image> <|image_pad|>"), (SMALL,))
+
+
+def test_a_template_that_shows_no_images_is_refused(vision_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(vision_model, tmp_path / "model")
+    template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    with pytest.raises(InvalidRequestError, match=r"1 images, but 0 places .* chat template"):
+        encoder(tmp_path / "model").encode_chat(user_turns("<image>"), (SMALL,))
+
+
+def test_what_is_no_image_is_refused_by_its_number(vision_model: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"images\[1\]: 5 bytes .* are no image"):
+        encoder(vision_model).encode_chat(user_turns("<image><image>"), (SMALL, b"rubbi"))
+
+
+def test_a_text_model_refuses_images(vision_model: Path, tmp_path: Path) -> None:
+    save_config("qwen3", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(vision_model / name, tmp_path / name)
+    with pytest.raises(InvalidRequestError, match="1 for a model that reads text alone"):
+        encoder(tmp_path).encode_chat(user_turns("<image>"), (SMALL,))

@@ -92,7 +92,7 @@ async def test_a_prompt_of_the_reward_service_is_held_to_the_data_sets_rules(
                 await read_of_caller(address, chat, "reward")
 
 
-async def test_a_prompt_of_a_client_that_leaves_no_room_in_the_context_is_refused_not_cut(
+async def test_a_prompt_of_a_client_that_leaves_no_space_in_the_context_is_refused_not_cut(
     tmp_path: Path,
 ) -> None:
     fits = tuple(range(1, MAX_MODEL_LEN))
@@ -115,7 +115,7 @@ async def test_a_prompt_of_a_client_that_leaves_no_room_in_the_context_is_refuse
             assert "actor_rollout_ref.rollout.max_model_len" in str(refused.value)
 
 
-async def test_a_text_begins_with_the_tokenizers_special_token_unless_told_not_to(
+async def test_a_text_begins_with_the_tokenizers_special_token_by_default(
     tmp_path: Path,
 ) -> None:
     turns = [ChatMessage("user", words(5))]

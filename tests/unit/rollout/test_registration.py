@@ -1,23 +1,29 @@
-"""A replica stays registered whatever the trainer does, and says little about it."""
+"""A replica's registration and heartbeats, its probes, and the health of its weights."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.rollout import registration
 from services.rollout.engines.protocol import EngineLoad
-from services.rollout.registration import Registration
+from services.rollout.registration import EngineHeartbeat, Registration, report_weights
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.errors import InvalidRequestError, NotFoundError, SluiceError
+from sluice.errors import EngineError, InvalidRequestError, NotFoundError, SluiceError
 from sluice.rpc import client
+from sluice.rpc.client import open_channel
 from sluice.rpc.status import status_of
+from sluice.service_contract import WEIGHTS_HEALTH
 from sluice.types import ReplicaInfo
+from tests.support.rpc_server import LIMIT_BYTES, REWARD, serving
 
 AWAY = grpc.StatusCode.UNAVAILABLE
 REPLICA = ReplicaInfo("rollout-0", "instance-0", "host:1", 8)
@@ -85,7 +91,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def replica(trainer: Trainer, version: int | None = 3) -> Registration:
     def load() -> EngineLoad:
         seconds = {"idle": 2.0}
-        load = EngineLoad(8, 5, 2, 1234, 30, 4, 6.5, seconds, version, "digest")
+        load = EngineLoad(
+            slots=8,
+            slots_busy=5,
+            queued=2,
+            generated_tokens=1234,
+            unsent_tokens=30,
+            running_tokens=4,
+            busy_seconds=6.5,
+            seconds_by_state=seconds,
+            version=version,
+            weight_digest="digest",
+        )
         return replace(load, direct_sent_tokens=60, direct_unsent_tokens=8)
 
     return Registration(trainer, REPLICA, "layout", load)  # type: ignore[arg-type]
@@ -100,7 +117,7 @@ async def play(trainer: Trainer, *script: tuple[str, Any]) -> None:
         running.cancel()
 
 
-async def test_a_replica_registers_and_then_sends_its_load_in_the_interval_it_was_told(
+async def test_a_replica_registers_and_then_sends_its_load_in_the_interval_it_was_given(
     clock: Clock,
 ) -> None:
     trainer = Trainer()
@@ -129,7 +146,7 @@ async def test_a_trainer_that_does_not_know_the_replica_gets_a_new_registration(
     assert clock.slept == []
 
 
-async def test_a_lost_trainer_is_registered_with_anew_when_it_is_back(clock: Clock) -> None:
+async def test_a_lost_trainer_gets_a_new_registration_when_it_is_back(clock: Clock) -> None:
     trainer = Trainer()
     away = [("register", AWAY)] * 9
     await play(trainer, ("register", True), ("heartbeat", AWAY), *away, ("register", True))
@@ -144,10 +161,10 @@ async def test_a_trainer_that_starts_a_little_later_is_no_news(
     assert [record.message for record in caplog.records] == ["registered as rollout-0"]
 
 
-async def test_a_long_absence_is_told_once_and_so_is_its_end(
+async def test_a_long_absence_is_logged_once_and_so_is_its_end(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Each registration is tried three times by itself.
+    # Each registration is tried three times on its own.
     with caplog.at_level(logging.INFO):
         await play(Trainer(), *[("register", AWAY)] * 120, ("register", True))
     reported = [record.message for record in caplog.records]
@@ -181,3 +198,107 @@ async def test_a_trainer_that_left_first_need_not_know_of_the_drain(
     with caplog.at_level(logging.INFO):
         await replica(trainer).announce_drain()
     assert not caplog.records
+
+
+WAIT_S = 10.0
+
+
+class Engine:
+    """Answers while its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate, self.asked = asyncio.Event(), asyncio.Event()
+        self.error: EngineError | None = None
+
+    async def probe(self) -> Any:
+        self.asked.set()
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+
+
+async def test_a_hung_engine_adds_no_turn_and_one_that_answers_does() -> None:
+    engine = Engine()
+    heartbeat = EngineHeartbeat(engine.probe, interval_s=0.001)
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        beating = tasks.create_task(heartbeat.run())
+        await engine.asked.wait()
+        await asyncio.sleep(0.02)
+        assert heartbeat.turns == 1
+        engine.gate.set()
+        while heartbeat.turns < 4:
+            await asyncio.sleep(0.001)
+        beating.cancel()
+
+
+async def test_the_error_of_a_broken_engine_is_not_kept_back() -> None:
+    engine = Engine()
+    engine.error = EngineError("out of memory")
+    engine.gate.set()
+    with pytest.raises(EngineError, match="out of memory"):
+        await EngineHeartbeat(engine.probe).run()
+
+
+STATES = health_pb2.HealthCheckResponse
+
+
+class WeightsHealthEngine:
+    """Has the version that it is given."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+
+    def load(self) -> Any:
+        return SimpleNamespace(version=self.version)
+
+
+async def answer(channel: grpc.aio.Channel, name: str) -> Any:
+    """None: the name is not known yet."""
+    request = health_pb2.HealthCheckRequest(service=name)
+    try:
+        return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=WAIT_S)).status
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            raise
+        return None
+
+
+async def becomes(channel: grpc.aio.Channel, wanted: Any) -> None:
+    while await answer(channel, WEIGHTS_HEALTH) != wanted:
+        await asyncio.sleep(0.001)
+
+
+async def test_weights_serve_with_the_first_version_and_the_process_before_it() -> None:
+    engine = WeightsHealthEngine()
+    async with (
+        asyncio.timeout(WAIT_S),
+        serving() as server,
+        open_channel(server.address, max_message_bytes=LIMIT_BYTES) as channel,
+        asyncio.TaskGroup() as tasks,
+    ):
+        notify = partial(server.set_named, WEIGHTS_HEALTH)
+        reporting = tasks.create_task(report_weights(engine.load, notify, 0.001))
+        await becomes(channel, STATES.NOT_SERVING)
+        assert [await answer(channel, name) for name in ("", REWARD)] == [STATES.SERVING] * 2
+        engine.version = 0
+        await becomes(channel, STATES.SERVING)
+        reporting.cancel()
+
+
+async def test_only_changes_are_notified() -> None:
+    engine, reported = WeightsHealthEngine(), list[bool]()
+    heard = asyncio.Event()
+
+    async def notify(*, serving: bool) -> None:
+        reported.append(serving)
+        heard.set()
+
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        reporting = tasks.create_task(report_weights(engine.load, notify, 0.0))
+        await heard.wait()
+        for version in (None, 0, 1, 2):
+            engine.version = version
+            for _ in range(5):
+                await asyncio.sleep(0)
+        reporting.cancel()
+    assert reported == [False, True]

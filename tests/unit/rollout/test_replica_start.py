@@ -13,7 +13,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @pytest.mark.parametrize("group", [f"{_ROLLOUT}.n", f"{_ROLLOUT}.val_kwargs.n"])
-def test_a_replica_that_never_has_room_for_a_group_does_not_start(
+def test_a_replica_that_never_has_capacity_for_a_group_does_not_start(
     group: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "run.yaml"

@@ -12,7 +12,9 @@ from services.rollout.engines.sampling import (
     UNRESTRICTED,
     SamplingPlan,
     plan_sampling,
+    sample_keys,
     sample_tokens,
+    uniforms,
 )
 
 _CPU = torch.device("cpu")
@@ -28,7 +30,7 @@ def _plan(vocab: int, *rows: tuple[float, float, int]) -> SamplingPlan:
 def _sweep(
     logits: list[float], row: tuple[float, float, int], points: int = 4000
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shares of each token over evenly spaced uniforms, and the logprobs told for them."""
+    """Shares of each token over evenly spaced uniforms, and the reported logprobs."""
     batch = torch.tensor([logits]).expand(points, -1)
     uniform = (torch.arange(points, dtype=torch.float64) + 0.5) / points
     tokens, logprobs = sample_tokens(batch, _plan(len(logits), *[row] * points), uniform)
@@ -102,7 +104,7 @@ def test_a_draw_inverts_the_cumulative_distribution_of_the_whole_vocabulary(voca
     torch.testing.assert_close(logprobs, sampled.log().float(), atol=1e-5, rtol=1e-5)
 
 
-def test_the_tail_of_a_large_vocabulary_is_drawn_as_often_as_it_is_probable() -> None:
+def test_the_tail_of_a_large_vocabulary_is_sampled_as_often_as_it_is_probable() -> None:
     # 65,536 tokens of 1.2e-10 each, less than a float32 sum near 1 can tell apart.
     logits = torch.full((1, 65_536 + 128), -22.85)
     logits[0, 0] = 0.0
@@ -117,7 +119,7 @@ def test_the_tail_of_a_large_vocabulary_is_drawn_as_often_as_it_is_probable() ->
     assert float(spread.mean()) == pytest.approx(logits.shape[1] / 2, rel=0.03)
 
 
-def test_tokens_and_blocks_without_probability_are_never_drawn() -> None:
+def test_tokens_and_blocks_without_probability_are_never_sampled() -> None:
     logits = torch.full((700,), -torch.inf)
     # Within a block, at both ends of one, and in the last, smaller one; all others are empty, the
     # first one too.
@@ -144,7 +146,7 @@ def test_a_point_right_below_the_end_of_a_block_does_not_leave_the_blocks_tokens
 
 
 @pytest.mark.parametrize("vocab", [100, 256])
-def test_a_batch_without_rows_draws_nothing(vocab: int) -> None:
+def test_a_batch_without_rows_samples_nothing(vocab: int) -> None:
     tokens, logprobs = sample_tokens(
         torch.empty(0, vocab), UNRESTRICTED, torch.empty(0, dtype=torch.float64)
     )
@@ -173,7 +175,7 @@ def test_a_row_gets_the_same_bits_whatever_other_rows_ask_for() -> None:
         assert torch.equal(some[1], logprobs[subset])
 
 
-def test_the_tail_of_a_large_vocabulary_is_drawn_at_its_share() -> None:
+def test_the_tail_of_a_large_vocabulary_is_sampled_at_its_share() -> None:
     vocab = 200_000
     logits = torch.zeros(1, vocab)
     logits[0, 0] = math.log(1e9)  # each of the others: 1e-9, below float32's step at 1
@@ -183,7 +185,7 @@ def test_the_tail_of_a_large_vocabulary_is_drawn_at_its_share() -> None:
     assert float(logprobs[0]) == pytest.approx(-math.log(1e9), abs=1e-3)
 
 
-def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
+def test_bfloat16_logits_are_sampled_in_float32() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     uniform = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     plan = _plan(50, *[(1.0, 1.0, -1)] * 3)
@@ -191,3 +193,34 @@ def test_bfloat16_logits_are_drawn_from_in_float32() -> None:
     exact, expected = sample_tokens(logits.float(), plan, uniform)
     assert torch.equal(tokens, exact)
     assert torch.equal(logprobs, expected)
+
+
+def _grid(seed: int, samples: int, tokens: int) -> np.ndarray:
+    keys = np.repeat(sample_keys(seed, range(samples)), tokens)
+    return uniforms(keys, np.tile(np.arange(tokens), samples)).reshape(samples, tokens)
+
+
+def test_a_number_depends_on_seed_sample_and_token_only() -> None:
+    alone = uniforms(sample_keys(5, [3]), np.array([9]))
+    assert _grid(5, 8, 16)[3, 9] == alone[0]
+
+
+def test_other_seeds_samples_and_tokens_give_other_numbers() -> None:
+    numbers = np.concatenate([_grid(seed, 20, 50).ravel() for seed in (0, 1, -1, 1 << 63)])
+    assert np.unique(numbers).size == numbers.size
+
+
+def test_numbers_are_uniform_and_uncorrelated_between_neighbours() -> None:
+    grid = _grid(0, 300, 300)
+    counts = np.histogram(grid, bins=20, range=(0, 1))[0]
+    expected = grid.size / 20
+    assert ((counts - expected) ** 2 / expected).sum() < 43.8  # chi-square, 19 degrees, 99.9 %
+    for first, second in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1])):
+        assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.015
+
+
+def test_no_number_reaches_one_in_a_product_with_a_mass() -> None:
+    largest = 1 - 2.0**-52
+    for mass in (1.0, 0.7, np.nextafter(1.0, 2.0), np.nextafter(0.5, 0.0), 3.3e-5):
+        assert largest * mass < mass
+    assert _grid(1, 100, 100).max() <= largest

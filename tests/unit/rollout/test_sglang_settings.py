@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.rollout.engines.registry import create_engine
-from services.rollout.engines.sglang import client, core, engine
+from services.rollout.engines.sglang import client, core
 from services.rollout.engines.sglang.client import engine_environment
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from sluice.config.loading.loader import load_config
@@ -59,29 +58,6 @@ async def test_samples_longer_than_the_models_positions_are_refused(tmp_path: Pa
         await core.SglangCore.build(SglangSettings(str(tmp_path), max_model_len=129))
 
 
-def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_sglang() -> None:
-    arguments = _arguments(
-        f"{_ROLLOUT}.enforce_eager=false",
-        f"+{_ROLLOUT}.engine_kwargs.sglang.disable_cuda_graph=true",
-        f"+{_ROLLOUT}.engine_kwargs.sglang.chunked_prefill_size=null",
-        f"+{_ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3",
-        f"+{_ROLLOUT}.engine_kwargs.vllm.swap_space=4",
-    )
-    assert arguments["disable_cuda_graph"] is True
-    assert "chunked_prefill_size" not in arguments
-    assert arguments["attention_backend"] == "fa3"
-    assert "swap_space" not in arguments
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["model_path", "load_format", "sampling_backend", "max_running_requests", "stream_interval"],
-)
-def test_engine_kwargs_leave_alone_what_the_adapter_relies_on(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine_kwargs.sglang.{name} cannot be set"):
-        _arguments(f"+{_ROLLOUT}.engine_kwargs.sglang.{name}=1")
-
-
 def test_first_weights_come_by_wire_and_tokens_one_by_one() -> None:
     arguments = _arguments()
     assert arguments["load_format"] == "dummy"
@@ -111,31 +87,10 @@ def test_a_numbered_device_is_sglangs_first() -> None:
     assert SglangSettings("m", device="cuda:3").engine_arguments("cuda")["base_gpu_id"] == 3
 
 
-@pytest.mark.parametrize("key", ["tensor_model_parallel_size", "data_parallel_size"])
-def test_more_than_one_device_a_replica_is_refused_with_the_remedy(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}.* = 2 .*start more replicas"):
-        _arguments(f"{_ROLLOUT}.{key}=2")
-
-
-def test_the_services_own_keys_are_taken_over() -> None:
-    overrides = ["sluice.rollout.max_queued=5", "sluice.rollout.batch_invariant=true"]
-    settings = sglang_settings(load_config(None, overrides))
-    assert settings.max_queued == 5
+def test_batch_invariance_is_sglangs_deterministic_inference() -> None:
+    settings = sglang_settings(load_config(None, ["sluice.rollout.batch_invariant=true"]))
     assert settings.arguments["enable_deterministic_inference"] is True
     assert "enable_deterministic_inference" not in sglang_settings(RunConfig()).arguments
-    data = RunConfig().data
-    assert settings.max_model_len == data.max_prompt_length + data.max_response_length
-
-
-def test_without_sglang_the_engine_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine, "installed_sglang", lambda: None)
-    config = load_config(None, [f"{_ROLLOUT}.name=sglang"])
-    with pytest.raises(ConfigError, match=r"SGLang is not installed here; install sglang 0\.5\.23"):
-        create_engine(config)
-    monkeypatch.setattr(engine, "installed_sglang", lambda: "0.5.23")
-    assert isinstance(create_engine(config), engine.SglangEngine)
 
 
 async def test_an_sglang_that_cannot_be_imported_is_refused_with_the_remedy(

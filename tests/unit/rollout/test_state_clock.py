@@ -34,7 +34,7 @@ def model(model_path: Path) -> PreTrainedModel:
 
 
 class Clock:
-    """Time that passes only when told."""
+    """Time that passes only on request."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -98,7 +98,7 @@ async def test_weights_that_do_not_fit_leave_the_engine_in_the_state_it_was_in(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
-        for _ in range(2):  # what is done first is told second
+        for _ in range(2):  # what is done first is reported second
             await engine.probe()
         with pytest.raises(WeightSyncError):
             await engine.load_weights({}, 2, "two")

@@ -174,7 +174,7 @@ async def test_a_request_that_cannot_be_generated_is_refused(
             await generate(engine, wanted)
 
 
-async def test_too_many_waiting_samples_are_refused_and_the_rest_goes_on(
+async def test_too_many_waiting_samples_are_refused_and_the_rest_continues(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model, slots=2, max_queued=3) as engine:
@@ -189,7 +189,7 @@ async def test_too_many_waiting_samples_are_refused_and_the_rest_goes_on(
         assert len(await generate(engine, request(samples=5))) == 5
 
 
-async def test_every_token_comes_by_itself_when_asked_for(
+async def test_every_token_comes_alone_when_asked_for(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     wanted = request(samples=3, max_tokens=6)
@@ -202,7 +202,7 @@ async def test_every_token_comes_by_itself_when_asked_for(
     assert sum(chunk.finish_reason is not None for chunk in streamed) == 3
 
 
-async def test_a_continued_sample_draws_what_it_would_have_drawn(
+async def test_a_continued_sample_gets_the_tokens_it_would_have_got(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
@@ -243,7 +243,7 @@ async def test_closing_the_iterator_frees_the_slots_before_the_next_step(
         assert len(await generate(engine, request(samples=8))) == 8
 
 
-async def test_cancelling_the_consumer_frees_the_slots_and_others_go_on(
+async def test_cancelling_the_consumer_frees_the_slots_and_others_continue(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     other = request(samples=4, max_tokens=40, seed=8)

@@ -61,7 +61,7 @@ def _wanted(directory: Path, text: str, images: tuple[bytes, ...], **changes: An
 
 
 def _error(full: FullForward, wanted: GenerationRequest, samples: Samples) -> float:
-    """Largest difference of logprobs, up to the first image token drawn, which ends a sample here:
+    """Largest difference of logprobs, up to the first sampled image token, which ends samples:
     transformers' own forward would take it for a place of an image."""
     errors = []
     prompt = wanted.prompt_token_ids.tolist()
@@ -119,7 +119,7 @@ async def test_a_continued_sample_sees_its_prompts_images(one_family: Folder) ->
     np.testing.assert_allclose(rest[0][1], logprobs[4:], atol=_TOLERANCE)
 
 
-async def test_a_drawn_image_token_is_text_when_its_sample_is_continued(folder: Folder) -> None:
+async def test_a_sampled_image_token_is_text_when_its_sample_is_continued(folder: Folder) -> None:
     directory, model = folder
     images = (image_file(1),)
     async with running_engine(directory, model, max_model_len=_LENGTH) as engine:
@@ -177,7 +177,7 @@ async def test_the_weights_that_are_expected_are_those_of_the_whole_model(folder
 
 def test_the_generic_decoder_is_chosen(folder: Folder) -> None:
     settings = engine_settings(folder[0])
-    model = build_causal_lm(settings, torch.device("cpu")).model
+    model = build_causal_lm(settings.model_path, torch.device("cpu"), dtype=settings.dtype).model
     assert type(choose_decoder(model, 4, 48)) is GenericDecoder
 
 
@@ -195,7 +195,7 @@ async def test_images_for_a_text_model_are_refused(tmp_path: Path) -> None:
             await generate(engine, wanted)
 
 
-async def test_tokens_of_other_images_are_refused_and_the_engine_goes_on(
+async def test_tokens_of_other_images_are_refused_and_the_engine_continues(
     one_family: Folder,
 ) -> None:
     directory, model = one_family

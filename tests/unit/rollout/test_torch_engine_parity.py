@@ -103,7 +103,7 @@ async def test_prompts_of_different_lengths_and_settings_share_steps_exactly(
 @pytest.mark.parametrize("family", _DECODERS)
 def test_the_fastest_decoder_that_fits_the_model_is_chosen(family: str, tmp_path: Path) -> None:
     settings = engine_settings(save_config(family, tmp_path))
-    model = build_causal_lm(settings, torch.device("cpu")).model
+    model = build_causal_lm(settings.model_path, torch.device("cpu"), dtype=settings.dtype).model
     assert type(choose_decoder(model, 4, 48)) is _DECODERS[family]
 
 
@@ -119,7 +119,7 @@ class _WrongRotation(FusedDecoder):
 
 def test_a_decoder_that_differs_from_the_model_is_not_used(tmp_path: Path) -> None:
     settings = engine_settings(save_config("qwen3", tmp_path))
-    model = build_causal_lm(settings, torch.device("cpu")).model
+    model = build_causal_lm(settings.model_path, torch.device("cpu"), dtype=settings.dtype).model
     assert isinstance(choose_decoder(model, 4, 48, (_WrongRotation,)), RecomputeDecoder)
 
 
@@ -140,7 +140,7 @@ def _teacher_forced(decoder: Decoder, tokens: np.ndarray, start: int) -> torch.T
 @pytest.mark.parametrize("family", ["qwen3", "llama", "llama_biased"])
 def test_fused_and_generic_decoders_agree(family: str, tmp_path: Path) -> None:
     settings = engine_settings(save_config(family, tmp_path))
-    lm = build_causal_lm(settings, torch.device("cpu"))
+    lm = build_causal_lm(settings.model_path, torch.device("cpu"), dtype=settings.dtype)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (3, 20))
     logits = []
     for make in (FusedDecoder, GenericDecoder):

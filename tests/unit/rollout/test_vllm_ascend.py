@@ -1,4 +1,4 @@
-"""What vLLM is told otherwise on an NPU, and what it is refused there."""
+"""What vLLM gets otherwise on an NPU, and what is refused there."""
 
 from __future__ import annotations
 

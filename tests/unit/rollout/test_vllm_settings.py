@@ -1,4 +1,4 @@
-"""The run configuration in vLLM's words."""
+"""What vLLM starts with: settings, engine_kwargs and its environment."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from services.rollout.engines.causal_lm import (
-    TorchEngineSettings,
     build_causal_lm,
     checkpoint_layout,
 )
-from services.rollout.engines.registry import create_engine
-from services.rollout.engines.vllm import engine
-from services.rollout.engines.vllm.settings import vllm_settings
+from services.rollout.engines.vllm.client import engine_environment
+from services.rollout.engines.vllm.settings import visible_environment, vllm_settings
 from sluice.config.loading.loader import load_config
-from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from tests.support.causal_lms import EOS, FAMILIES, VOCABULARY, save_config
 
@@ -57,7 +54,7 @@ def test_the_rollouts_keys_reach_vllm(override: str, name: str, value: object) -
         (f"+{_ROLLOUT}.engine_kwargs.vllm.limit_mm_per_prompt.image=7", {"image": 7}),
     ],
 )
-def test_vllm_is_told_how_many_images_a_prompt_may_have(
+def test_vllm_knows_how_many_images_a_prompt_may_have(
     override: str, expected: dict[str, int]
 ) -> None:
     settings = vllm_settings(load_config(None, [override]))
@@ -65,34 +62,8 @@ def test_vllm_is_told_how_many_images_a_prompt_may_have(
     assert arguments["limit_mm_per_prompt"] == expected
 
 
-def test_of_a_model_of_text_vllm_is_told_nothing_of_images() -> None:
+def test_for_a_text_model_vllm_gets_no_settings_of_images() -> None:
     assert "limit_mm_per_prompt" not in _arguments(f"{_ROLLOUT}.limit_images=3")
-
-
-def test_engine_kwargs_win_and_a_null_leaves_the_choice_to_vllm() -> None:
-    arguments = _arguments(
-        f"{_ROLLOUT}.enforce_eager=false",
-        f"+{_ROLLOUT}.engine_kwargs.vllm.enforce_eager=true",
-        f"+{_ROLLOUT}.engine_kwargs.vllm.max_num_batched_tokens=null",
-        f"+{_ROLLOUT}.engine_kwargs.vllm.swap_space=4",
-        f"+{_ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3",
-    )
-    assert arguments["enforce_eager"] is True
-    assert "max_num_batched_tokens" not in arguments
-    assert arguments["swap_space"] == 4
-    assert "attention_backend" not in arguments
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("model", "load_format", "logprobs_mode", "worker_extension_cls", "max_num_seqs"),
-        *("generation_config", "stream_interval"),
-    ],
-)
-def test_engine_kwargs_leave_alone_what_the_adapter_relies_on(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"engine_kwargs.vllm.{name} cannot be set"):
-        _arguments(f"+{_ROLLOUT}.engine_kwargs.vllm.{name}=1")
 
 
 def test_logprobs_are_of_the_distribution_sampled_and_first_weights_come_by_wire() -> None:
@@ -124,45 +95,10 @@ def test_several_workers_share_a_model_and_its_experts_or_none_of_them() -> None
     assert _arguments(two)["enable_expert_parallel"] is False
     assert _arguments(two, f"{_ROLLOUT}.expert_parallel_size=2")["enable_expert_parallel"] is True
     assert vllm_settings(load_config(None, [two])).workers == 2
-    with pytest.raises(ConfigError, match=r"expert_parallel_size = 4: .* set it to 1 or to .*= 2"):
-        _arguments(two, f"{_ROLLOUT}.expert_parallel_size=4")
 
 
-def test_experts_shared_among_workers_are_refused_on_the_cpu_with_the_remedy() -> None:
-    shared = [f"{_ROLLOUT}.{kind}_parallel_size=2" for kind in ("tensor_model", "expert")]
-    with pytest.raises(ConfigError, match=r"expert_parallel_size .* on the CPU.*set it to 1"):
-        _arguments(*shared, on_cpu=True)
-
-
-def test_several_engines_a_replica_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"data_parallel_size = 2 .*start more replicas"):
-        _arguments(f"{_ROLLOUT}.data_parallel_size=2")
-
-
-def test_the_services_own_keys_are_taken_over() -> None:
-    config = load_config(
-        None,
-        [
-            "sluice.weights.recompute_kv=true",
-            "sluice.rollout.max_queued=5",
-            "sluice.rollout.batch_invariant=true",
-        ],
-    )
-    settings = vllm_settings(config)
-    assert (settings.recompute_kv, settings.max_queued, settings.batch_invariant) == (True, 5, True)
-    data = RunConfig().data
-    assert settings.max_model_len == data.max_prompt_length + data.max_response_length
-
-
-def test_without_vllm_the_engine_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engine, "installed_vllm", lambda: None)
-    config = load_config(None, [f"{_ROLLOUT}.name=vllm"])
-    with pytest.raises(ConfigError, match="vLLM is not installed here; install vllm"):
-        create_engine(config)
-    monkeypatch.setattr(engine, "installed_vllm", lambda: "0.32.0")
-    assert isinstance(create_engine(config), engine.VllmEngine)
+def test_batch_invariance_is_vllms_own() -> None:
+    assert vllm_settings(load_config(None, ["sluice.rollout.batch_invariant=true"])).batch_invariant
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -171,8 +107,60 @@ def test_the_layout_without_memory_is_the_layout_that_the_torch_engine_has(
 ) -> None:
     save_config(family, tmp_path)
     layout = checkpoint_layout(str(tmp_path), dtype="bfloat16")
-    built = build_causal_lm(
-        TorchEngineSettings(str(tmp_path), dtype="bfloat16"), torch.device("cpu")
-    )
+    built = build_causal_lm(str(tmp_path), torch.device("cpu"), dtype="bfloat16")
     assert layout.tensors == built.layout
     assert (layout.vocab_size, layout.eos_token_ids) == (VOCABULARY, (EOS,))
+
+
+_CUDA, _START = "CUDA_VISIBLE_DEVICES", "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def _environment(given: dict[str, str], *, on_cpu: bool = False) -> dict[str, str]:
+    return engine_environment(given, on_cpu=on_cpu, threads=2, batch_invariant=False)
+
+
+def test_what_is_set_already_stays() -> None:
+    on_cpu = _environment({"OMP_NUM_THREADS": "5"}, on_cpu=True)
+    assert on_cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "OMP_NUM_THREADS" not in on_cpu
+    assert _environment({}, on_cpu=True)["OMP_NUM_THREADS"] == "2"
+
+
+def test_on_a_device_processes_are_spawned_and_forked_ones_refused() -> None:
+    assert _environment({})[_START] == "spawn"
+    assert _START not in _environment({_START: "spawn"})
+    with pytest.raises(ConfigError, match=f"{_START}=fork: .* set it to spawn, or unset it"):
+        _environment({_START: "fork"})
+
+
+def test_on_the_cpu_vllm_sees_to_that_itself() -> None:
+    assert _START not in _environment({_START: "fork"}, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "visible", "expected"),
+    [
+        ("cuda:2", 1, None, "2"),
+        ("cuda:2", 2, None, "2,3"),
+        ("cuda:1", 2, "4,5,7", "5,7"),
+        ("cuda:0", 1, "GPU-aa,GPU-bb", "GPU-aa"),
+    ],
+)
+def test_the_named_device_is_the_first_that_vllm_sees(
+    name: str, count: int, visible: str | None, expected: str
+) -> None:
+    given = {} if visible is None else {_CUDA: visible}
+    assert visible_environment(name, _CUDA, count, given) == {_CUDA: expected}
+
+
+@pytest.mark.parametrize("name", [None, "auto", "cuda", "cpu"])
+def test_without_an_index_nothing_is_hidden(name: str | None) -> None:
+    assert visible_environment(name, _CUDA, 2, {_CUDA: "3,4"}) == {}
+
+
+def test_too_few_devices_are_refused_with_the_keys_to_change() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"device=cuda:1: the engine takes 2 .*CUDA_VISIBLE_DEVICES=0,1 hands out 2; correct",
+    ):
+        visible_environment("cuda:1", _CUDA, 2, {_CUDA: "0,1"})

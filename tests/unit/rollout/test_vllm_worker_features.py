@@ -182,7 +182,7 @@ def test_all_that_is_missing_is_named_at_once() -> None:
         WorkerFeatures(_worker(runner))
 
 
-async def test_what_a_worker_lacks_is_told_when_it_begins() -> None:
+async def test_what_a_worker_lacks_is_reported_when_it_begins() -> None:
     worker = _worker(_without(_RunnerV2(), "reload_weights"))
 
     class Calls:
@@ -262,7 +262,7 @@ def _layer(method: object, **more: object) -> torch.nn.Module:
     return layer  # type: ignore[no-any-return]
 
 
-def test_a_tied_output_layer_is_packed_anew_and_one_that_the_reload_packed_is_not() -> None:
+def test_a_tied_output_layer_is_packed_again_and_one_that_the_reload_packed_is_not() -> None:
     runner, method = _RunnerV1(), _Packing()
     tied = _layer(method, cpu_linear=1, weight=torch.ones(2, 3))
     packed = _layer(method, cpu_linear=1, weight=torch.ones(0))
@@ -271,7 +271,7 @@ def test_a_tied_output_layer_is_packed_anew_and_one_that_the_reload_packed_is_no
     assert method.packed == [tied]
 
 
-def test_kernels_of_experts_on_the_cpu_are_built_anew() -> None:
+def test_kernels_of_experts_on_the_cpu_are_built_again() -> None:
     runner = _RunnerV1()
     on_cpu, elsewhere = SimpleNamespace(moe_kernel=1), SimpleNamespace(moe_kernel=1)
     runner.model = torch.nn.Sequential(
@@ -299,7 +299,7 @@ def test_layers_whose_packed_weights_could_not_be_renewed_are_refused(
 
 
 class _OldScheduler:
-    """Of 0.23 and 0.24: V2 is not told of samples that an emptied cache sends back."""
+    """Of 0.23 and 0.24: V2 does not learn of samples that an emptied cache sends back."""
 
     def _preempt_request(self, request: object) -> None:
         return

@@ -90,7 +90,7 @@ def test_a_command_needs_no_right_to_read_what_its_variables_replace(tmp_path: P
     away = SecurityConfig(**{**given, "cert_file": "/gone", "key_file": "/gone", "token_file": "/"})
     files = {"SLUICE_CERT_FILE": certificate, "SLUICE_KEY_FILE": key, "SLUICE_TOKEN": GIVEN}
     assert client_credentials(away, files).certificate == client_key().certificate
-    with pytest.raises(ConfigError, match=r"sluice\.security\.cert_file = '/gone' is no file"):
+    with pytest.raises(ConfigError, match=r"sluice\.security\.cert_file = /gone is no file"):
         client_credentials(away, {})
 
 

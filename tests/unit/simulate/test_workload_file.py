@@ -89,9 +89,9 @@ def test_the_example_of_the_document_is_read_and_names_every_field(tmp_path: Pat
             {"lengths": {"sigma_within_prompt": float("nan")}},
             "lengths.sigma_within_prompt = nan: give a number from 0 to 5",
         ),
-        ({"num_prompts": True}, "num_prompts = True: give a whole number from 1 to 10,000,000"),
-        ({"drift_per_version": "much"}, "drift_per_version = 'much': give a number from -1 to 1"),
-        ({"drift_per_version": None}, "drift_per_version = None: give a number from -1 to 1"),
+        ({"num_prompts": True}, "num_prompts = true: give a whole number from 1 to 10,000,000"),
+        ({"drift_per_version": "much"}, "drift_per_version = much: give a number from -1 to 1"),
+        ({"drift_per_version": None}, "drift_per_version = null: give a number from -1 to 1"),
         ({"colour": 3}, "colour = 3: no such field; the fields are pass_rates, lengths, num_"),
     ],
 )
@@ -117,7 +117,7 @@ def test_all_bad_fields_are_named_at_once(tmp_path: Path) -> None:
         ("pass_rates: [", "w.yaml", "w.yaml is not valid YAML: line 1"),
         ("{'a': 1}", "w.json", "w.json is not valid JSON: .*line 1 column 2"),
         ("- 3", "w.yaml", r"w.yaml: it holds \[3\]; give a mapping with pass_rates"),
-        ("", "w.yaml", "w.yaml: it holds None; give a mapping with pass_rates"),
+        ("", "w.yaml", "w.yaml: it holds null; give a mapping with pass_rates"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(

@@ -8,17 +8,26 @@ from typing import TypeVar
 
 import pytest
 
-from services.trainer.fleet.members import Fleet, Load, MemberState
+from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.accounting import RunAccountant, TokensAcrossRestarts
 from services.trainer.loop.run_state import RunPhase, RunState
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import DeadlineError, EngineError, NotReadyError, PeerError
 from sluice.types import ReplicaInfo
 
 AnswerT = TypeVar("AnswerT")
 
 
-def load(generated: int, *, unsent: int = 0, running: int = 0, wall_s: float = 1.0) -> Load:
-    return Load(0, 0, generated, 0.0, unsent, running, wall_s, {"idle": wall_s})
+def load(
+    generated: int, *, unsent: int = 0, running: int = 0, wall_s: float = 1.0
+) -> ReplicaCounters:
+    return ReplicaCounters(
+        generated_tokens=generated,
+        unsent_tokens=unsent,
+        running_tokens=running,
+        wall_seconds=wall_s,
+        seconds_by_state={"idle": wall_s},
+    )
 
 
 def reported(**tokens: float) -> dict[str, float]:
@@ -31,7 +40,7 @@ class ScriptedCounters:
 
     def __init__(self) -> None:
         self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 5, 0, elapsed_s=10.0)
-        self.loads: dict[str, list[Load | Exception]] = {}
+        self.loads: dict[str, list[ReplicaCounters | Exception]] = {}
         self.reported: list[Mapping[str, float] | Exception] = [{}]
         self.wall_s = 10.0
         self.run_accounting = RunAccountant(
@@ -42,13 +51,13 @@ class ScriptedCounters:
             wall_s=lambda: self.wall_s,
         )
 
-    def register(self, name: str, *loads: Load | Exception) -> ReplicaInfo:
+    def register(self, name: str, *loads: ReplicaCounters | Exception) -> ReplicaInfo:
         info = ReplicaInfo(name, f"{name}-1", f"{name}:1", 8)
         self.fleet.register(info, "layout", 0.0)
         self.loads[name] = list(loads)
         return info
 
-    async def ask_replica(self, info: ReplicaInfo) -> Load:
+    async def ask_replica(self, info: ReplicaInfo) -> ReplicaCounters:
         return _next(self.loads[info.name])
 
     async def ask_reward(self) -> Mapping[str, float]:
@@ -88,7 +97,7 @@ async def test_the_fleet_is_asked_at_once_between_two_looks_at_the_reward_servic
 ) -> None:
     asked, all_asked = list[str](), asyncio.Event()
 
-    async def ask_replica(info: ReplicaInfo) -> Load:
+    async def ask_replica(info: ReplicaInfo) -> ReplicaCounters:
         asked.append("replica")
         if asked.count("replica") == 2:
             all_asked.set()
@@ -157,7 +166,7 @@ async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
 ) -> None:
     monkeypatch.setattr("services.trainer.loop.accounting._LONGEST_TAKE_S", 0.0)
 
-    async def hang(_info: ReplicaInfo) -> Load:
+    async def hang(_info: ReplicaInfo) -> ReplicaCounters:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -186,7 +195,7 @@ async def test_the_reward_services_answers_are_taken_in_their_order(
         num_open -= 1
         return reported(trained=float(next(answers)))
 
-    async def ask_replica(_info: ReplicaInfo) -> Load:
+    async def ask_replica(_info: ReplicaInfo) -> ReplicaCounters:
         return load(4)
 
     accounting.register("a")
@@ -288,7 +297,7 @@ def test_counters_of_those_who_left_stay_in_the_books() -> None:
     counters = fleet.counters()
     assert (counters.generated_tokens, counters.running_tokens) == (20, 4)
     assert counters.unsent_tokens == 4  # what the first instance had not sent
-    assert counters.wall_s == 2.0
+    assert counters.wall_seconds == 2.0
     fleet.expire(100.0)
     assert (fleet.counters().unsent_tokens, fleet.counters().running_tokens) == (8, 0)
 

@@ -64,7 +64,15 @@ async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCa
     async with serving(Replica()) as info:
         reported = await calls.ask(info)
     seconds = {"idle": 1.5, "generating": 2.5}
-    assert reported.counters == ReplicaCounters(100, 7, 3, 4.0, seconds, 20, 2)
+    assert reported == ReplicaCounters(
+        generated_tokens=100,
+        unsent_tokens=7,
+        running_tokens=3,
+        wall_seconds=4.0,
+        seconds_by_state=seconds,
+        direct_sent_tokens=20,
+        direct_unsent_tokens=2,
+    )
 
 
 async def test_the_books_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:

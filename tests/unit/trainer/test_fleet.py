@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.fleet.members import Fleet, Load, MemberState
+from services.trainer.fleet.members import Fleet, MemberState
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ReplicaInfo
 
@@ -24,8 +25,8 @@ def replica(name: str = "a", instance_id: str = "1") -> ReplicaInfo:
     return ReplicaInfo(name, f"{name}-{instance_id}", f"{name}:1", 8)
 
 
-def load(tokens: int = 0, busy_s: float = 0.0) -> Load:
-    return Load(1, 0, tokens, busy_s)
+def load(tokens: int = 0, busy_s: float = 0.0) -> ReplicaCounters:
+    return ReplicaCounters(slots_busy=1, generated_tokens=tokens, busy_seconds=busy_s)
 
 
 def beat(fleet: Fleet, info: ReplicaInfo, now_s: float, **given: object) -> None:

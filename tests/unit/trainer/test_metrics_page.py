@@ -94,7 +94,13 @@ def test_every_name_of_a_step_is_in_the_page(tmp_path: Path) -> None:
 
 
 def test_every_name_of_the_books_is_in_the_page() -> None:
-    fleet = ReplicaCounters(8, 4, 2, 1.0, dict.fromkeys(map(str, EngineState), 0.25))
+    fleet = ReplicaCounters(
+        generated_tokens=8,
+        unsent_tokens=4,
+        running_tokens=2,
+        wall_seconds=1.0,
+        seconds_by_state=dict.fromkeys(map(str, EngineState), 0.25),
+    )
     phases = dict.fromkeys(map(str, RunPhase), 1.0)
     accounting = run_accounts(fleet, dict.fromkeys(RECEIVED, 1.0), phases, 9.0)
     emitted = account_metrics(accounting.as_mapping())

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from services.trainer.fleet.members import Fleet, Load, MemberState
+from services.trainer.fleet.members import Fleet, MemberState
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.types import ReplicaInfo
 
 LAYOUT, TTL_S, STALL_S = "layout", 6.0, 20.0
@@ -24,7 +25,10 @@ def fleet() -> Fleet:
 
 
 def beat(fleet: Fleet, now_s: float, *, tokens: int, turns: int, busy: int = 4) -> None:
-    load = Load(busy, 0, tokens, 0.0)
+    load = ReplicaCounters(
+        slots_busy=busy,
+        generated_tokens=tokens,
+    )
     fleet.heartbeat("a", "a-1", load, draining=False, now_s=now_s, turns=turns)
 
 
@@ -79,6 +83,8 @@ def test_a_member_that_was_only_silent_counts_at_once(fleet: Fleet) -> None:
 
 def test_a_stalled_replica_that_drains_drains(fleet: Fleet) -> None:
     beat(fleet, 21.0, tokens=5, turns=1)
-    load = Load(0, 0, 5, 0.0)
+    load = ReplicaCounters(
+        generated_tokens=5,
+    )
     fleet.heartbeat("a", "a-1", load, draining=True, now_s=22.0, turns=1)
     assert state(fleet) is MemberState.DRAINING

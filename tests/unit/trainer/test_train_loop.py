@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet.members import Load
 from services.trainer.loop.run_state import RunPhase
 from services.trainer.loop.train_loop import TrainLoop
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import BatchUnfillableError, DataExhaustedError, DeadlineError, leaves
 from sluice.types import DataProgress
 from tests.support.loop_world import WAIT_S, World, run, until
@@ -62,7 +62,13 @@ async def test_the_record_holds_every_step_and_the_accounts(world: World) -> Non
 
 
 async def test_steps_and_the_end_of_the_run_have_its_books(world: World) -> None:
-    world.loads["a"] = Load(0, 0, 70, 0.0, 10, 5, 3.0, {"idle": 3.0})
+    world.loads["a"] = ReplicaCounters(
+        generated_tokens=70,
+        unsent_tokens=10,
+        running_tokens=5,
+        wall_seconds=3.0,
+        seconds_by_state={"idle": 3.0},
+    )
     world.reported = {"reward/tokens/received": 55.0, "reward/tokens/trained": 55.0}
     await run(world.loop())
     step, accounts = world.recorded["step 1"], world.recorded["accounts"]

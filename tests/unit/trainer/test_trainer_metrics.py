@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.trainer.fleet.delivery import SyncCounts, SyncPhase
-from services.trainer.fleet.members import Fleet, Load
+from services.trainer.fleet.members import Fleet
 from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.telemetry import RunHistory, TrainerMetrics
 from sluice.algorithm.accounting import ReplicaCounters, run_accounts
@@ -49,7 +49,15 @@ def test_the_books_are_told_by_fate_and_what_is_open_is_no_counter() -> None:
     run = metrics()
     assert not [name for name, *_ in reported(run) if name.startswith("sluice_tokens")]
     received = {"trained": 60.0, "stale": 10.0, "pending": 20.0}
-    fleet = ReplicaCounters(130, 7, 6, 9.0, {"idle": 9.0}, 27, 3)
+    fleet = ReplicaCounters(
+        generated_tokens=130,
+        unsent_tokens=7,
+        running_tokens=6,
+        wall_seconds=9.0,
+        seconds_by_state={"idle": 9.0},
+        direct_sent_tokens=27,
+        direct_unsent_tokens=3,
+    )
     accounting = run_accounts(fleet, received, {"training": 5.0}, 5.0)
     run.state.accounts = replace(accounting, tokens_age_s=30.0, tokens_moved=8).as_mapping()
     found = reported(run)
@@ -70,7 +78,14 @@ def test_replicas_are_told_by_state_and_one_by_one() -> None:
     run = metrics()
     info = ReplicaInfo("a", "a-1", "host:1", 8)
     run.fleet.register(info, "layout", 0.0)
-    load = Load(3, 2, 50, 1.0, wall_seconds=5.0, seconds_by_state={"idle": 5.0})
+    load = ReplicaCounters(
+        slots_busy=3,
+        queued=2,
+        generated_tokens=50,
+        busy_seconds=1.0,
+        wall_seconds=5.0,
+        seconds_by_state={"idle": 5.0},
+    )
     run.fleet.heartbeat("a", "a-1", load, draining=False, now_s=1.0)
     run.fleet.mark_serving(info, 4)
     found = reported(run)

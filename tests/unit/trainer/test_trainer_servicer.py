@@ -67,7 +67,16 @@ async def test_a_heartbeat_carries_load_and_the_wish_to_drain(service: Service) 
     (member,) = service.fleet.members()
     assert member.state is MemberState.DRAINING
     assert (member.load.slots_busy, member.load.generated_tokens) == (3, 40)
-    assert service.fleet.counters() == ReplicaCounters(40, 5, 2, 3.0, {"idle": 3.0}, 9, 1)
+    assert service.fleet.counters() == ReplicaCounters(
+        slots_busy=3,
+        generated_tokens=40,
+        unsent_tokens=5,
+        running_tokens=2,
+        wall_seconds=3.0,
+        seconds_by_state={"idle": 3.0},
+        direct_sent_tokens=9,
+        direct_unsent_tokens=1,
+    )
     request.instance_id = "another"
     with pytest.raises(NotFoundError):
         await service.Heartbeat(request, CONTEXT)

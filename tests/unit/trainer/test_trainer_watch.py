@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet.members import Fleet, Load
+from services.trainer.fleet.members import Fleet
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord
 from services.trainer.servicer import TrainerServicer
 from services.trainer.telemetry import TrainerWork, phase_waits
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.concurrency.deadlines import advance
 from sluice.config.schema.service import TrainerServiceConfig
@@ -49,7 +50,7 @@ async def test_every_step_of_the_work_is_progress(trainer: Trainer) -> None:
     moved()
     await trainer.state.record(StepRecord(3, {}))
     moved()
-    load = Load(slots_busy=1, queued=0, generated_tokens=40, busy_seconds=1.0)
+    load = ReplicaCounters(slots_busy=1, queued=0, generated_tokens=40, busy_seconds=1.0)
     trainer.fleet.heartbeat("rollout-0", "instance-0", load, draining=False, now_s=1.0)
     moved()
     assert trainer.work.work_state().progress == seen[-1]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.trainer.fleet.members import Load, MemberState
+from services.trainer.fleet.members import MemberState
+from sluice.algorithm.accounting import ReplicaCounters
 from sluice.errors import DeadlineError, InvalidRequestError, PeerError, WeightSyncError
 from tests.support.publisher_fleet import TIMEOUT_S, Replica, Trainer, weights
 from tests.support.weight_digest import plain_digest
@@ -121,7 +122,7 @@ async def test_a_member_whose_heartbeats_come_joins_though_it_answers_no_probe(
     seconds = itertools.count(1)
 
     async def only_its_heart_beats() -> None:
-        load = Load(slots_busy=8, queued=0, generated_tokens=0, busy_seconds=0.0)
+        load = ReplicaCounters(slots_busy=8, queued=0, generated_tokens=0, busy_seconds=0.0)
         name, instance_id = slow.info.name, slow.info.instance_id
         now_s = float(next(seconds))
         trainer.fleet.heartbeat(name, instance_id, load, draining=False, now_s=now_s)

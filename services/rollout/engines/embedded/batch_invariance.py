@@ -6,9 +6,9 @@ proven before the engine serves: rows of known content, at changing places of th
 the bits that they give in the largest shape. A shape that fails is not used; a model too slow to
 try many always runs in the largest.
 
-In float32 another order of summation shows in the last bit of about every second number, so a few
-rows tell. In bfloat16 it is rounded away in all but one of some hundred thousand: there only the
-largest shape is used, and tried far more often.
+In float32 a different order of summation changes the last bit of about every second number, so a
+few rows suffice. In bfloat16 rounding hides it in all but one of some hundred thousand: there only
+the largest shape is used, and tried far more often.
 
 The cost: padding up to the next proven shape, prompts prefilled one by one, and the proof itself (a
 second or two at the start).
@@ -46,7 +46,7 @@ class DecodeShapes:
     lengths: tuple[int, ...]
 
     def padded(self, rows: int, length: int) -> tuple[int, int]:
-        """The smallest allowed shape that holds so many rows and positions."""
+        """Return the smallest allowed shape that holds so many rows and positions."""
         return (
             self.widths[bisect_left(self.widths, rows)],
             self.lengths[bisect_left(self.lengths, length)],
@@ -61,7 +61,7 @@ def _grid(limit: int, quantum: int) -> list[int]:
 def prove_shapes(
     decoder: Decoder, slots: int, max_model_len: int, vocab_size: int, dtype: torch.dtype
 ) -> DecodeShapes:
-    """Finds shapes that agree with the largest one.
+    """Find shapes that agree with the largest one.
 
     Overwrites the rows' state; weights may be any, since kernels are chosen by shape.
 
@@ -77,6 +77,7 @@ def prove_shapes(
         )
     seconds = time.perf_counter() - started
     widths, lengths = _grid(slots, 1), _grid(max_model_len, _LENGTH_QUANTUM)
+    # The time of one proof tells what the whole grid would take.
     if dtype is not torch.float32 or seconds * len(widths) * len(lengths) > _BUDGET_S:
         return DecodeShapes((slots,), (max_model_len,))
     trials = _TRIALS[dtype]
@@ -103,10 +104,11 @@ class _Proof:
                 for tokens, position in zip(self._tokens, self._positions, strict=True)
             ]
             logits = self._decode(np.arange(slots) % contents, max_model_len)
+            # The first rows hold each content once.
             self._expected = logits[:contents].clone()
 
     def _decode(self, contents: npt.NDArray[np.int64], length: int) -> torch.Tensor:
-        """Logits of a batch whose row i holds content ``contents[i]``."""
+        """Return the logits of a batch whose row i holds content ``contents[i]``."""
         positions = self._positions[contents]
         for content in np.unique(contents).tolist():
             prefilled = self._prefilled[content]
@@ -118,12 +120,13 @@ class _Proof:
         return self._decoder.decode(DecodeBatch(tokens, positions, length, history))
 
     def holds(self, width: int, length: int, trials: int) -> bool:
-        """Whether contents give their expected bits in this shape, at `trials` places each."""
+        """Return whether contents give their expected bits in this shape, in `trials` places."""
+        # Contents beyond this attention length cannot be decoded in the shape.
         fitting = np.flatnonzero(self._positions < length)
         places = np.arange(width)
         with torch.inference_mode():
             for trial in range(trials):
-                # Steps by an odd number of places that also changes who is next to whom.
+                # An odd stride that changes with the trial also changes the rows' neighbours.
                 contents = fitting[(places * (2 * trial + 1) + 5 * trial) % len(fitting)]
                 logits = self._decode(contents, length)
                 chosen = torch.from_numpy(contents).to(logits.device)

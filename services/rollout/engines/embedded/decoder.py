@@ -39,8 +39,8 @@ class DecodeBatch:
         positions: [rows] int64, where that token stands (0-based).
         length: how far attention looks; above every position.
         history: [rows, >= length] int64, all tokens of each row up to its position.
-        shifts: [rows] int64, what rotary embeddings add to `positions` behind a prompt with images
-            (`RopePositions.shift`); ``None``: no row has one.
+        shifts: [rows] int64, what rotary embeddings add to `positions` after a prompt with images
+            (`RopePositions.shift`); ``None`` if no row has one.
     """
 
     token_ids: TokenRow
@@ -56,11 +56,11 @@ class Decoder(Protocol):
     def prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
     ) -> PrefilledPrompts:
-        """Computes the state of non-empty prompts, without touching any row.
+        """Compute the state of non-empty prompts, without touching any row.
 
         Args:
-            prompts: a prompt each, less its last token; or one with tokens drawn behind it.
-            images: of each prompt; empty: none has any.
+            prompts: each a prompt without its last token, or one with response tokens after it.
+            images: of each prompt; empty if none has any.
 
         Raises:
             NotImplementedError: a prompt has images, which this decoder does not read.
@@ -68,28 +68,28 @@ class Decoder(Protocol):
         ...
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
-        """Gives row ``rows[i]`` the state of prompt ``prompts[i]``."""
+        """Give row ``rows[i]`` the state of prompt ``prompts[i]``."""
         ...
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
-        """Copies the first `length` positions of rows `sources` over rows `targets`."""
+        """Copy the first `length` positions of rows `sources` over rows `targets`."""
         ...
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
-        """Adds each row's newest token to its state; logits of what follows, [rows, vocab]."""
+        """Add each row's newest token to its state; return the next logits, [rows, vocab]."""
         ...
 
     def refresh(self) -> None:
-        """Takes over changed model weights. The rows' state stays as it is."""
+        """Take over changed model weights. The rows' state stays."""
         ...
 
 
 def pad_right(
     prompts: Sequence[TokenRow], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, filled up with zeros, and positions; both [prompts, longest] int64.
+    """Return token ids, padded with zeros, and positions; both [prompts, longest] int64.
 
-    In a causal model no real token sees the padding behind it.
+    In a causal model no real token sees the padding after it.
     """
     longest = max(len(prompt) for prompt in prompts)
     token_ids = np.zeros((len(prompts), longest), dtype=np.int64)

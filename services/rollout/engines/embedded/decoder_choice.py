@@ -1,4 +1,4 @@
-"""Chooses the fastest decoder that provably computes what the model computes.
+"""Choose the fastest decoder that provably computes what the model computes.
 
 Each candidate decodes a few tokens of random sequences under random weights, and its logits are
 compared with the model's own forward pass. An architecture with an unusual detail thus costs speed,
@@ -35,13 +35,14 @@ def choose_decoder(
     max_model_len: int,
     candidates: tuple[DecoderClass, ...] = (FusedDecoder, GenericDecoder),
 ) -> Decoder:
-    """The first of `candidates` that fits the model, else the one that recomputes everything.
+    """Return the first of `candidates` that fits the model, else one that recomputes everything.
 
     The model's weights are arbitrary afterwards.
 
     Raises:
-        ConfigError: none fits a model that reads images, which are not read anew at every step.
+        ConfigError: none fits a model that reads images; recomputing would read them at each step.
     """
+    # The order of candidates is that of their speed.
     _scramble(model)
     probe = _Probe(model, min(_TOKENS, max_model_len), min(2, slots))
     for candidate in candidates:
@@ -52,6 +53,7 @@ def choose_decoder(
         except NotImplementedError as reason:
             logger.debug("%s does not cover this model: %s", name, reason)
             continue
+        # Code of an unknown model may fail in any of these ways; the next candidate may work.
         except (
             AttributeError,
             IndexError,
@@ -71,13 +73,13 @@ def choose_decoder(
             f"actor_rollout_ref.rollout.name is 'torch', which has no cached decoding for this "
             f"{model.config.model_type} model; use vllm"
         )
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")  # a candidate may have left its own attention
     logger.warning("no cached decoding for this model; every step recomputes whole sequences")
     return RecomputeDecoder(model)
 
 
 def _scramble(model: PreTrainedModel) -> None:
-    """Weights under which every part of the model shows: fresh ones have zeros and ones."""
+    """Set weights under which every part of the model shows: initial ones have zeros and ones."""
     generator = torch.Generator(model.device).manual_seed(_SEED)
     with torch.inference_mode():
         for parameter in model.parameters():
@@ -100,12 +102,12 @@ class _Probe:
         with torch.inference_mode():
             self._logits = model(input_ids=token_ids, use_cache=False).logits.float()
         steps = min(_STEPS, tokens - 1)
-        # Prompts of different lengths, so that padding and per-row positions are exercised.
+        # Prompts of different lengths test padding and per-row positions.
         self._starts = np.array([tokens - steps, max(1, tokens - steps - 3)])[:rows]
         self._steps = steps
 
     def relative_error(self, decoder: Decoder) -> float:
-        """|decoder's logits - model's| / |model's|, over all steps; infinite for a nan."""
+        """Return |decoder's logits - model's| / |model's| over all steps; infinite for a nan."""
         rows = np.arange(len(self._starts))
         errors = []
         with torch.inference_mode():

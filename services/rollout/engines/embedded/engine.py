@@ -1,23 +1,20 @@
 """The embedded engine: any Hugging Face causal language model, in this process, on torch alone.
 
-A thread of its own runs the step loop (`engine_thread`, `generation_loop`); this file is what the
-event loop sees of it.
+The step loop runs in a thread of its own (`thread`, `loop`); this module is what the event loop
+sees of it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from services.rollout.engines.causal_lm import (
-    CausalLM,
-    TorchEngineSettings,
-    build_causal_lm,
-    torch_settings,
-)
+from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
+from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
 from services.rollout.engines.embedded.loop import EngineRequest, GenerationLoop, RequestOutput
@@ -35,50 +32,78 @@ from services.rollout.engines.protocol import (
 from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
 from services.rollout.engines.weight_inbox import NewWeights, WeightInbox
 from sluice.concurrency.waits import waiting_for
+from sluice.config.derived import batch_invariant, max_model_len
 from sluice.config.run import RunConfig
 from sluice.device.protocol import Device
 from sluice.device.select import select_device, transfer_device
-from sluice.errors import EngineError, InvalidRequestError, NotReadyError
+from sluice.errors import ConfigError, EngineError, InvalidRequestError, NotReadyError
 from sluice.types import TensorSpec, TransferGroupSpec
 from sluice.vision.image_prompts import ImagePrompt
 
 
+@dataclass(frozen=True, slots=True)
+class TorchEngineSettings:
+    """Settings of one `TorchEngine`.
+
+    Attributes:
+        model_path: directory with a Hugging Face configuration; weight files are not needed.
+        trust_remote_code: run model code that ships with it.
+        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes what the machine has.
+        dtype: of weights, cache and activations. Probabilities are always float32.
+        slots: samples generated at once.
+        max_model_len: prompt plus response tokens of a sample.
+        max_queued: samples that may wait for a slot.
+        torch_threads: intra-op threads of the step loop; more than 1 slows tiny models down.
+        batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
+        weights_backend: collectives that bring weights; ``None`` is the device's own.
+        recompute_kv: after a weight swap, recompute the cache of running samples.
+    """
+
+    model_path: str
+    trust_remote_code: bool = False
+    device: str | None = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: int = 256
+    max_model_len: int = 2048
+    max_queued: int = 4096
+    torch_threads: int = 1
+    batch_invariant: bool = False
+    weights_backend: str | None = None
+    recompute_kv: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_queued", "torch_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"torch engine: {name} is {getattr(self, name)}; give at least 1")
+        if self.max_model_len < 2:
+            raise ConfigError(
+                f"torch engine: max_model_len is {self.max_model_len}; give at least 2, space for "
+                "a prompt token and a response token"
+            )
+
+
+def torch_settings(config: RunConfig) -> TorchEngineSettings:
+    """Return the part of a run configuration that concerns this engine."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    service = config.sluice.rollout
+    return TorchEngineSettings(
+        model_path=model.path,
+        trust_remote_code=model.trust_remote_code,
+        device=service.device,
+        dtype=rollout.dtype,
+        slots=rollout.max_num_seqs,
+        max_model_len=max_model_len(config),
+        max_queued=service.max_queued,
+        torch_threads=service.torch_threads,
+        batch_invariant=batch_invariant(config),
+        weights_backend=config.sluice.weights.backend,
+        recompute_kv=config.sluice.weights.recompute_kv,
+    )
+
+
 def create(config: RunConfig) -> TorchEngine:
-    """The engine for a run configuration."""
+    """Return the engine for a run configuration."""
     return TorchEngine(torch_settings(config))
-
-
-class _RequestStream:
-    """Chunks of one request on their way to its consumer."""
-
-    def __init__(self, samples: int) -> None:
-        self.open_samples = samples
-        self._chunks: list[SampleChunk] = []
-        self._error: EngineError | None = None
-        self._news = asyncio.Event()
-
-    def push(self, chunks: list[SampleChunk]) -> None:
-        self._chunks.extend(chunks)
-        self.open_samples -= sum(chunk.finish_reason is not None for chunk in chunks)
-        self._news.set()
-
-    def fail(self, error: EngineError) -> None:
-        self._error = error
-        self._news.set()
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens that nobody has taken yet."""
-        return num_tokens(self._chunks)
-
-    async def next(self) -> tuple[SampleChunk, ...]:
-        """What has come since the last call; waits for something to come."""
-        await self._news.wait()
-        self._news.clear()
-        chunks, self._chunks = tuple(self._chunks), []
-        if self._error is not None and self.open_samples:
-            raise self._error
-        return chunks
 
 
 class TorchEngine:
@@ -90,7 +115,7 @@ class TorchEngine:
         self._thread: EngineThread | None = None
         self._loop: GenerationLoop | None = None
         self._inbox: WeightInbox | None = None
-        self._streams: dict[EngineRequest, _RequestStream] = {}
+        self._streams: dict[EngineRequest, ChunkStream] = {}
         self._open_samples = 0
         self._image_turn = ImageTurn()
         self._broken: EngineError | None = None
@@ -122,8 +147,9 @@ class TorchEngine:
         return self._language_model
 
     async def start(self) -> None:
-        """Builds the model without weights. Raises ConfigError for a path that holds no model."""
+        """Build the model without weights. Raises ConfigError for a path that holds no model."""
         device = select_device(self._settings.device)
+        # The model is built in the thread that will compute with it.
         thread = EngineThread(lambda: self._build(device), self._receive, self._fail_streams)
         self._loop = await thread.start()
         self._thread = thread
@@ -131,11 +157,16 @@ class TorchEngine:
         self._inbox = WeightInbox(wire, self._model().layout, self._loop.weights.places)
 
     def _build(self, device: Device) -> GenerationLoop:
-        """Runs in the engine's thread, where device and number of torch threads have to be set."""
+        """Build the loop in the engine's thread: torch sets device and threads per thread."""
         settings = self._settings
         device.set_device()
         torch.set_num_threads(settings.torch_threads)
-        language_model = build_causal_lm(settings, device.torch_device)
+        language_model = build_causal_lm(
+            settings.model_path,
+            device.torch_device,
+            trust_remote_code=settings.trust_remote_code,
+            dtype=settings.dtype,
+        )
         decoder = choose_decoder(language_model.model, settings.slots, settings.max_model_len)
         shapes = None
         if settings.batch_invariant:
@@ -158,7 +189,7 @@ class TorchEngine:
         )
 
     async def stop(self) -> None:
-        """Aborts what runs and frees everything. Repeating it is harmless."""
+        """Abort what runs and free everything. Repeating it is harmless."""
         thread, inbox = self._thread, self._inbox
         self._thread = self._inbox = self._loop = None
         if inbox is not None:
@@ -172,11 +203,11 @@ class TorchEngine:
         return self._thread
 
     async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop, so that a hung engine does not answer."""
+        """Ask the loop that computes tokens, so that a hung engine does not answer."""
         return await self._running().call(self._snapshot)
 
     def load(self) -> EngineLoad:
-        """The latest snapshot, without waiting.
+        """Return the latest snapshot, without waiting.
 
         Raises:
             EngineError: the engine broke or was stopped.
@@ -188,21 +219,13 @@ class TorchEngine:
         return self._snapshot(self._loop)
 
     def _snapshot(self, loop: GenerationLoop) -> EngineLoad:
-        # In this order: whatever else ends meanwhile was drawn before.
-        services, direct, dropped = self._accounting.services, self._accounting.direct, loop.dropped
-        sent, direct_sent = services.sent, direct.sent
-        direct_unsent = direct.unsent + dropped.direct.unsent
-        unsent = services.unsent + dropped.services.unsent + direct_unsent
-        generated = loop.generated_tokens
+        # Read before `generated_tokens`: every token that is counted here was sampled earlier.
+        entered = self._accounting.plus(loop.dropped)
         return EngineLoad(
             slots=self._settings.slots,
             slots_busy=loop.slots_busy,
             queued=loop.queued,
-            generated_tokens=generated,
-            unsent_tokens=unsent,
-            running_tokens=generated - unsent - sent - direct_sent,
-            direct_sent_tokens=direct_sent,
-            direct_unsent_tokens=direct_unsent,
+            **entered.token_counters(loop.generated_tokens),
             busy_seconds=loop.busy_seconds,
             seconds_by_state=loop.clock.seconds_by_state(),
             version=loop.version,
@@ -216,16 +239,16 @@ class TorchEngine:
         every_token: bool,
         partial_interval_s: float | None = None,
     ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
-        """Draws the samples; see the protocol."""
+        """Generate the samples; see the protocol."""
         thread = self._admit(request)
         images = await self._read_images(request)
         if images is not None:
-            thread = self._admit(request)  # it may have been stopped meanwhile
+            thread = self._admit(request)  # the engine may have stopped meanwhile
         samples = len(request.sample_indexes)
         engine_request = EngineRequest(
             request, every_token, samples, partial_interval_s, images=images
         )
-        stream = _RequestStream(samples)
+        stream = ChunkStream("torch engine", samples)
         thread.post(lambda loop: loop.submit(engine_request))
         self._streams[engine_request] = stream
         self._open_samples += samples
@@ -247,7 +270,7 @@ class TorchEngine:
         return thread
 
     async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:
-        """Beside the event loop and the step loop, neither of which may wait for a decoder."""
+        """Decode images in a thread: neither the event loop nor the step loop may wait."""
         if not request.images:
             return None
         reader = self._model().image_prompts
@@ -275,12 +298,12 @@ class TorchEngine:
     def _receive(self, deliveries: list[RequestOutput]) -> None:
         for delivery in deliveries:
             stream = self._streams.get(delivery.engine_request)
-            if stream is None:
+            if stream is None:  # the call has ended while these tokens were on their way
                 accounting = self._accounting.of(delivery.engine_request.request)
                 accounting.unsent += num_tokens(delivery.chunks)
                 continue
             before = stream.open_samples
-            stream.push(delivery.chunks)
+            stream.post(delivery.chunks)
             self._open_samples -= before - stream.open_samples
 
     def _fail_streams(self, error: EngineError) -> None:
@@ -294,30 +317,30 @@ class TorchEngine:
         return self._inbox
 
     async def pause(self, mode: PauseMode) -> None:
-        """Draws no token from its return until `resume`; see the protocol."""
+        """Sample no token from its return until `resume`; see the protocol."""
         thread = self._running()
         await thread.call(lambda loop: loop.pause(mode))
         with waiting_for("torch engine", "draining its slots"):
             while await thread.call(lambda loop: loop.is_draining):
-                pass  # answered between two steps
+                pass  # each call returns between two steps
 
     async def resume(self) -> None:
-        """Draws on."""
+        """Sample again."""
         await self._running().call(lambda loop: loop.resume())
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         return await self._weights().join(spec)
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receives one version into staging memory while generation goes on."""
+        """Receive one version into staging memory while generation continues."""
         return await self._weights().stage(epoch, version)
 
     async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
-        """Swaps the staged version in between two decode steps. Idempotent."""
+        """Swap the staged version in between two decode steps. Idempotent."""
         thread, inbox = self._running(), self._weights()
         serving = await thread.call(lambda loop: (loop.version, loop.digest))
-        if serving == (version, digest):
+        if serving == (version, digest):  # a repeated call
             return CommitResult(version, digest, 0.0)
         staged = inbox.staged(epoch, version, digest)
         result = await self._swap(staged, version, digest)
@@ -327,10 +350,10 @@ class TorchEngine:
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor], version: int, digest: str
     ) -> CommitResult:
-        """Swaps a copy of given weights in between two decode steps.
+        """Swap a copy of given weights in between two decode steps.
 
         Raises:
-            WeightSyncError: they do not fit the model; the old weights go on serving.
+            WeightSyncError: they do not fit the model; the old weights stay.
         """
         device = self._model().model.device
         copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
@@ -345,5 +368,5 @@ class TorchEngine:
         return await self._running().call(swap)
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Throws away what is staged and leaves the group. Idempotent."""
+        """Discard what is staged and leave the group. Idempotent."""
         self._weights().abort(epoch, reason)

@@ -1,8 +1,10 @@
-"""RMSNorm in few operations (Zhang and Sennrich, "Root mean square layer normalization", 2019).
+"""A hand-written forward of the Llama family (Llama, Mistral, Qwen2, Qwen3) with few calls.
 
-``w x / sqrt(mean(x^2) + eps)`` is ``(w sqrt(n)) x / hypot(|x|, sqrt(n eps))`` for x of n numbers.
-In float32 this takes four kernels where torch's own composition on the CPU takes about ten; with
-batches of small rows the calls cost more than the arithmetic.
+Query, key and value projections are one matrix, and so are gate and up. The model's own parameters
+become views of them, so weights that are copied into the model arrive here too. Where the model's
+parameters point to other memory, the matrix is that memory, or a copy if its parts are not
+neighbours. Rotary tables are computed once. Prefill stops at the last layer's keys and values,
+since it needs no logits.
 """
 
 from __future__ import annotations
@@ -34,17 +36,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
 class RmsNorm:
-    """A norm over the last axis.
+    """RMSNorm in few operations (Zhang and Sennrich, "Root mean square layer normalization", 2019).
+
+    ``w x / sqrt(mean(x^2) + eps)`` is ``(w sqrt(n)) x / hypot(|x|, sqrt(n eps))`` for x of n
+    numbers. In float32 this takes four kernels, and torch's own composition on the CPU about ten;
+    in batches of few rows the calls cost more than the arithmetic.
 
     Args:
-        parts: weights [n], each with how many heads it serves, or with ``None`` where the input
-            has no axis of heads. Several parts stand one behind the other along that axis.
+        parts: weights [n], each with the number of heads it serves, or with ``None`` where the
+            input has no axis of heads. Several parts follow each other along that axis.
         eps: added to the mean square.
     """
 
     def __init__(self, parts: Sequence[tuple[torch.Tensor, int | None]], eps: float) -> None:
-        self._parts, self._eps = tuple(parts), eps
+        self._parts = tuple(parts)
+        self._eps = eps
         weight = parts[0][0]
         self._width = weight.shape[-1]
         self._composed = weight.dtype == torch.float32
@@ -52,7 +63,7 @@ class RmsNorm:
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes over changed weights."""
+        """Take over changed weights."""
         weights = [
             weight if heads is None else weight.expand(heads, -1) for weight, heads in self._parts
         ]
@@ -60,25 +71,12 @@ class RmsNorm:
         self._weight = torch.cat(weights) * factor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., n] or [..., heads, n] in, the same out."""
+        """Normalize [..., n] or [..., heads, n]."""
         if not self._composed:
             # Half precision needs the sum of squares in float32, as torch does it.
             return torch.rms_norm(x, (self._width,), None, self._eps).mul_(self._weight)
         size = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.div(x, torch.hypot(size, self._floor)).mul_(self._weight)
-
-
-# A hand-written forward of the Llama family (Llama, Mistral, Qwen2, Qwen3) for small overhead.
-#
-# Query, key and value projections are one matrix, and so are gate and up. The model's own
-# parameters become views of them, so weights copied into the model are in place here as well;
-# where the model's parameters point to other memory, the matrix is what lies there, or a copy if
-# its parts do not lie one behind the other. Rotary tables are computed once. Prefill stops at
-# the last layer's keys and values, since no logits are needed.
-
-
-_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +106,7 @@ class _Layer:
 
 
 def _fuse(linears: Sequence[nn.Linear]) -> None:
-    """Makes the weights and biases of `linears` views of one weight and one bias."""
+    """Make the weights and biases of `linears` views of one weight and one bias."""
     for name in ("weight", "bias") if _has_bias(linears[0]) else ("weight",):
         parts: list[torch.Tensor] = [getattr(linear, name) for linear in linears]
         views = torch.cat([part.detach() for part in parts]).split([len(part) for part in parts])
@@ -117,13 +115,14 @@ def _fuse(linears: Sequence[nn.Linear]) -> None:
 
 
 def _fused(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and bias for `linears`: views if the parts are neighbours in memory."""
+    """Return one weight and bias for `linears`: views if the parts are neighbours in memory."""
     weight = _whole([linear.weight.data for linear in linears])
     return weight, _whole([x.bias.data for x in linears]) if _has_bias(linears[0]) else None
 
 
 def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     first, place = parts[0], parts[0].data_ptr()
+    # Neighbours in one storage are one matrix already; everything else has to be copied.
     for part in parts:
         if part.data_ptr() != place or not part.is_contiguous():
             return torch.cat(list(parts))
@@ -146,7 +145,7 @@ def _require(holds: bool, what: str) -> None:
 
 
 class FusedDecoder:
-    """See the module's docstring.
+    """A decoder of one model; see the module.
 
     Raises:
         NotImplementedError: the model is not of the family, or uses an option not covered.
@@ -160,8 +159,10 @@ class FusedDecoder:
         _require(rope not in _LENGTH_DEPENDENT_ROPE, f"rope type {rope!r}")
         window = config.sliding_window if hasattr(config, "sliding_window") else None
         _require(window is None or window >= max_model_len, f"sliding window {window}")
-        self._model, self._device = model, model.device
-        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._model = model
+        self._device = model.device
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
         self._eps: float = config.rms_norm_eps
         self._embedding: torch.Tensor = model.model.embed_tokens.weight
         self._head: torch.Tensor = model.lm_head.weight
@@ -172,7 +173,8 @@ class FusedDecoder:
         self._scale: float = attention.scaling
         self._modules = [(module, self._norms(module)) for module in model.model.layers]
         for module, _ in self._modules:
-            attention, mlp = module.self_attn, module.mlp
+            attention = module.self_attn
+            mlp = module.mlp
             _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
             _fuse([mlp.gate_proj, mlp.up_proj])
         self.refresh()
@@ -216,10 +218,10 @@ class FusedDecoder:
         )
 
     def _rotary_tables(self, max_model_len: int) -> None:
-        """cos and signed sin, [positions, 1, head dim].
+        """Set cos and signed sin, [positions, 1, head dim].
 
         Transformers rotates by ``x cos + rotate_half(x) sin``; `rotate_half` is a roll by half the
-        head whose first half is negated, and the sign is moved into the table.
+        head with its first half negated. The sign is moved into the table.
         """
         positions = torch.arange(max_model_len, device=self._device)[None]
         like = torch.empty(0, dtype=self._layers[0].qkv.dtype, device=self._device)
@@ -230,7 +232,7 @@ class FusedDecoder:
         self._cos, self._sin = cos[0, :, None].clone(), (sin * sign)[0, :, None].clone()
 
     def refresh(self) -> None:
-        """See `Decoder.refresh`: norms copy their weights, all else points to the model's."""
+        """See `Decoder.refresh`: norms copy their weights, everything else is the model's."""
         for _, norms in self._modules:
             norms.refresh()
         self._layers = [self._layer(module, norms) for module, norms in self._modules]
@@ -239,9 +241,10 @@ class FusedDecoder:
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated queries, and rotated keys with values behind; [tokens, heads, head dim]."""
+        """Return rotated queries, and rotated keys with values; [tokens, heads, head dim]."""
         normed = layer.norms.before(hidden)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, self._head_dim)
+        # Heads lie in the order queries, keys, values; only the first two are rotated, in place.
         rotated = self._heads + self._kv_heads
         unrotated = qkv[:, :rotated]
         qk = unrotated if layer.norms.qk is None else layer.norms.qk(unrotated)
@@ -251,7 +254,7 @@ class FusedDecoder:
         return queries, keys_values
 
     def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Output projection, residuals and the feed-forward part; [tokens, hidden]."""
+        """Return output projection, residuals and the feed-forward part; [tokens, hidden]."""
         hidden = torch.addmm(hidden, attended.reshape(len(hidden), -1), layer.output)
         if layer.output_bias is not None:
             hidden = hidden + layer.output_bias
@@ -278,6 +281,7 @@ class FusedDecoder:
             )
             keys, values = keys_values.chunk(2, 1)
             layers.append((keys, values))
+            # The last layer's output would only give logits, which a prefill does not need.
             if number < len(self._layers):
                 attended = prefill_attention(queries, keys, values, scaling=self._scale)
                 hidden = self._finish(layer, hidden, attended.transpose(1, 2))

@@ -1,6 +1,4 @@
-"""Decoders for any transformers model: one with the slot cache, and one without a cache as the
-last resort.
-"""
+"""Decoders for any transformers model: one with the slot cache; one without, as a last resort."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RecomputeDecoder:
-    """Keeps no state: the history in each batch is all it needs."""
+    """A decoder without state: the history in each batch is all it needs."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -71,7 +69,7 @@ class RecomputeDecoder:
         return logits[torch.arange(len(positions), device=self._device), positions]
 
     def refresh(self) -> None:
-        """See `Decoder.refresh`: the model's own weights are used, nothing is derived."""
+        """See `Decoder.refresh`: nothing is derived from the model's own weights."""
 
 
 def prefill_with_images(
@@ -80,12 +78,13 @@ def prefill_with_images(
     images: Sequence[ImagePrompt | None],
     forward: PrefillForward,
 ) -> None:
-    """Runs the model over prompts, some of which have images; `forward` collects keys and values.
+    """Run the model over prompts with images; `forward` collects keys and values.
 
     Args:
-        model: a vision-language model whose language model attends by `slot_attention`.
+        model: a vision-language model whose language model uses the slot attention.
         token_ids: [prompts, longest] int64, padded on the right.
-        images: of each prompt. Prompts that share one object share the pass of the vision tower.
+        images: of each prompt, or ``None``. Prompts that share one object share the pass of the
+            vision tower.
         forward: of this pass.
     """
     longest = token_ids.shape[1]
@@ -119,11 +118,11 @@ def _encode(model: PreTrainedModel, image: ImagePrompt) -> list[ImageFeatures]:
 
 
 class GenericDecoder:
-    """Runs the model's own forward with our attention in place of its own.
+    """The model's own forward with our attention in place of its own.
 
     Raises:
-        NotImplementedError: the model does not call the attention interface, or uses layers whose
-            state a key/value cache does not hold.
+        NotImplementedError: the model does not call the attention interface, or has layers whose
+            state does not fit a key/value cache.
     """
 
     def __init__(self, model: PreTrainedModel, slots: int, max_model_len: int) -> None:
@@ -137,11 +136,12 @@ class GenericDecoder:
         family = model.config.model_type
         self._reads_images = family in FAMILIES
         model.set_attn_implementation(text_attention(family, FAMILIES, kv_cache.NAME))
+        # A trial shows the shapes of keys and values, and whether the model uses our attention.
         forward = self._forward_prompts([np.zeros(2, dtype=np.int64)])
         window = getattr(config, "sliding_window", None)
         slides = "sliding_attention" in kinds or (not kinds and window is not None)
         if slides and not forward.windowed and (window or 0) < max_model_len:
-            raise NotImplementedError("a sliding window that is not told to the attention function")
+            raise NotImplementedError("a sliding window that the attention function does not get")
         if len(forward.layers) != config.num_hidden_layers:
             raise NotImplementedError(
                 f"{len(forward.layers)} attention calls in {config.num_hidden_layers} layers"
@@ -183,6 +183,7 @@ class GenericDecoder:
         """See `Decoder.decode`."""
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
+        # Rotary positions run on after an image by less than its number of tokens.
         turned = positions
         if self._reads_images and batch.shifts is not None:
             turned = positions + torch.from_numpy(batch.shifts).to(self._device)
@@ -195,4 +196,4 @@ class GenericDecoder:
         return logits
 
     def refresh(self) -> None:
-        """See `Decoder.refresh`: the model's own weights are used, nothing is derived."""
+        """See `Decoder.refresh`: nothing is derived from the model's own weights."""

@@ -1,4 +1,10 @@
-"""The preallocated keys and values of every slot, and attention over them."""
+"""The preallocated keys and values of every slot, and attention over them.
+
+Decode folds the query heads that share a key/value head into the query length, so keys and values
+are never repeated (grouped-query attention, Ainslie et al., 2023), and reads only the used part of
+the cache. Transformers models find the attention under `NAME`. They pass only the new tokens' keys
+and values; the running forward of this thread knows where these belong.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +23,7 @@ from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows
 
 LayerShape = tuple[int, int, int]
 """KV heads, key head dim, value head dim."""
+NAME = "sluice_slots"
 
 
 class SlotCache:
@@ -57,11 +64,11 @@ class SlotCache:
         }
 
     def append_index(self, heads: int, positions: torch.Tensor) -> torch.Tensor:
-        """Where `append` writes the rows' tokens at `positions`, for layers with so many heads."""
+        """Return where `append` writes the rows' tokens, for layers with this number of heads."""
         return (self._starts[heads][: positions.shape[0]] + positions[:, None]).view(-1)
 
     def append(self, layer: int, index: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Writes one token per row.
+        """Write one token per row.
 
         Args:
             index: of `append_index`.
@@ -71,7 +78,7 @@ class SlotCache:
         tokens.index_copy_(0, index, keys_values.reshape(-1, tokens.shape[1]))
 
     def used(self, rows: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer the keys and values of the first rows, each [rows * kv heads, length, dim]."""
+        """Return the keys and values of the first rows by layer: [rows * kv heads, length, dim]."""
         heads, key_dim, value_dim = self._shapes[0]
         if self._stack is not None and key_dim == value_dim:
             # One view of all layers: slicing each would cost as much as a small matrix product.
@@ -88,7 +95,7 @@ class SlotCache:
         return pairs
 
     def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
-        """Copies prefilled prompts into rows, with the padding: it lies behind each position."""
+        """Copy prefilled prompts into rows, padding included: it lies after each position."""
         device = self._layers[0].device
         source, target = torch.from_numpy(prompts).to(device), torch.from_numpy(rows).to(device)
         for layer, (keys, values) in zip(self._layers, prefilled.layers, strict=True):
@@ -96,7 +103,8 @@ class SlotCache:
             layer[:, :, 1, : values.shape[2], : values.shape[3]][target] = values[source]
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
-        """Copies `length` positions from rows to rows; the two sets share no row."""
+        """Copy `length` positions from rows to rows; the two sets share no row."""
+        # The two sets share no row, so no copy overwrites what another one reads.
         device = self._layers[0].device
         source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
         for layer in self._layers:
@@ -104,21 +112,10 @@ class SlotCache:
             part[target] = part[source]
 
 
-# Attention over the slot cache, and its registration with transformers.
-#
-# Decode folds the query heads that share a key/value head into the query length, so keys and
-# values are never repeated (grouped-query attention, Ainslie et al., 2023), and reads only the
-# part of the cache in use. Transformers models find it under `NAME`; they pass only the new
-# tokens' keys and values, and the running `SlotForward` of this thread says where these belong.
-
-
-NAME = "sluice_slots"
-
-
 class CausalBias:
-    """Rows of additive masks: 0 up to a position, minus infinity behind it.
+    """Rows of additive masks: 0 up to a position, minus infinity after it.
 
-    All rows are windows of one vector, so looking them up costs one copy and needs no memory of
+    All rows are windows of one vector. So a look-up costs one copy, and no memory that grows with
     the square of the length.
     """
 
@@ -129,7 +126,7 @@ class CausalBias:
         self._windows = steps.as_strided((max_model_len, max_model_len), (1, 1))
 
     def rows(self, positions: torch.Tensor, length: int, kv_heads: int) -> torch.Tensor:
-        """[rows * kv heads, 1, length] for [rows] positions below `length`."""
+        """Return [rows * kv heads, 1, length] for [rows] positions below `length`."""
         # Window w is zero up to index last - w, so a row at position p is window last - p.
         windows = (self._last - positions)[:, None].expand(-1, kv_heads).reshape(-1)
         return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
@@ -145,7 +142,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query token per row over the rows' cached tokens.
+    """Attend with one query token per row to the rows' cached tokens.
 
     Args:
         queries: [rows, heads, head dim].
@@ -160,9 +157,11 @@ def decode_attention(
     """
     rows, heads = queries.shape[:2]
     group = rows * heads // keys.shape[0]
+    # The heads of a group become the query length: one product serves all of them.
     queries = queries.reshape(keys.shape[0], group, -1)
     transposed = keys.transpose(1, 2)
     if softcap is None:
+        # Mask, scale and product in one kernel.
         scores = torch.baddbmm(bias.expand(-1, group, -1), queries, transposed, alpha=scaling)
     else:
         scores = _soften(torch.bmm(queries, transposed) * scaling, softcap) + bias
@@ -178,7 +177,7 @@ def _soften(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the last axis; `sinks`, with a last axis of 1, take part and are dropped."""
+    """Return the softmax over the last axis; `sinks`, [..., 1], take part and are left out."""
     if sinks is None:
         return torch.softmax(scores, -1)
     column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
@@ -195,7 +194,7 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of prompts over themselves; padding on the right needs no mask.
+    """Attend within prompts, causally; padding on the right needs no mask.
 
     Args:
         queries: [prompts, heads, tokens, head dim]; keys and values have kv heads.
@@ -207,6 +206,7 @@ def prefill_attention(
     heads, tokens = queries.shape[1:3]
     grouped = heads != keys.shape[1]
     windowed = window is not None and window < tokens
+    # Torch's fused attention knows neither windows, nor soft caps, nor sinks.
     if not windowed and softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
@@ -247,19 +247,22 @@ class DecodeForward:
         self._used = self.cache.used(self.positions.shape[0], self.length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the next layer's new tokens, [rows, kv heads, dim]; all its keys and values."""
+        """Write the next layer's tokens, [rows, kv heads, dim]; return all its keys and values."""
+        # Attention calls come in the order of the layers; transformers does not pass the number.
         layer, self.layer = self.layer, self.layer + 1
         heads, narrower = keys.shape[1], keys.shape[2] - values.shape[2]
         if heads not in self._indexes:
             self._indexes[heads] = self.cache.append_index(heads, self.positions)
         if narrower:
+            # Keys and values share one tensor, so the narrower one is padded on the right.
             keys, values = F.pad(keys, (0, max(0, -narrower))), F.pad(values, (0, max(0, narrower)))
         self.cache.append(layer, self._indexes[heads], torch.cat((keys, values), 1))
         return self._used[layer]
 
     def bias(self, heads: int, window: int | None) -> torch.Tensor:
-        """The mask for layers with so many kv heads and, maybe, a sliding window."""
+        """Return the mask for layers with this number of kv heads and a sliding window, if any."""
         window = None if window is None or window >= self.length else window
+        # Layers of one kind share their mask.
         if (heads, window) not in self._biases:
             bias = self.causal_bias.rows(self.positions, self.length, heads)
             if window is not None:
@@ -279,7 +282,7 @@ _running = _Running()
 
 @contextmanager
 def slot_forward(forward: PrefillForward | DecodeForward) -> Iterator[None]:
-    """Makes `forward` the one that model calls of this thread belong to."""
+    """Make `forward` the one of all model calls of this thread."""
     _running.forward = forward
     try:
         yield
@@ -299,7 +302,7 @@ def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface: heads before tokens in, tokens before heads out."""
+    """Implement transformers' attention: heads before tokens in, tokens before heads out."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     forward = _running.forward
     if isinstance(forward, PrefillForward):
@@ -318,6 +321,6 @@ def _attend(  # noqa: PLR0913, PLR0917 - the signature is transformers'
 
 
 def register() -> None:
-    """Makes `NAME` known to transformers as an attention that needs no mask. Repeatable."""
+    """Make `NAME` known to transformers as an attention that needs no mask. Repeatable."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *_, **__: None)

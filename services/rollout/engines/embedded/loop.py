@@ -1,5 +1,8 @@
-"""The engine's core: schedule waiting samples, run one decode step at a time, and return chunks
-of tokens.
+"""The engine's core: groups in, one decode step at a time, chunks of tokens out.
+
+Synchronous and without threads. A sample enters with the state of all its tokens but the last,
+which the next decode step feeds. So each of its tokens, the first included, comes from a decode
+step, and is sampled by the weights that serve at that moment.
 """
 
 from __future__ import annotations
@@ -36,14 +39,19 @@ from sluice.telemetry.process import process_age_s
 from sluice.types import FinishReason
 from sluice.vision.image_prompts import ImagePrompt
 
+_REFILL_SHARE = 16
+_PREFILL_TOKENS = 8192
+
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A request in the engine; `remaining` samples have not ended.
+    """A request in the engine.
 
-    `due` is when tokens of unfinished samples are handed out next, in seconds of
-    `time.perf_counter`: each `partial_interval_s` from the first step on; never if that is None.
-    `images` are the prompt's, made ready for the model.
+    Attributes:
+        remaining: samples that have not ended.
+        due: when tokens of unfinished samples are handed out next, in seconds of
+            `time.perf_counter`: each `partial_interval_s` from the first step on.
+        images: the prompt's, prepared for the model.
     """
 
     request: GenerationRequest
@@ -56,19 +64,10 @@ class EngineRequest:
 
 @dataclass(slots=True, eq=False)
 class RequestOutput:
-    """What one ticket gets after a step."""
+    """What one request gets after a step."""
 
     engine_request: EngineRequest
     chunks: list[SampleChunk] = field(default_factory=list)
-
-
-# Which waiting samples get the free slots, and what has to be prefilled for them.
-#
-# By priority, then first come, first served. A group's samples share one prefill; if slots run
-# out in the middle of a group, its prefilled prompt is kept for the samples that follow.
-
-
-_REFILL_SHARE = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +75,8 @@ class WaitingGroup:
     """Samples that continue the same tokens.
 
     Attributes:
-        tokens: prompt, and what was drawn before of a sample that is continued.
-        samples: those still waiting.
+        tokens: the prompt, and earlier tokens of a sample that is continued.
+        samples: those that still wait.
         prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
         priority: groups of higher priority go first.
         images: the prompt's.
@@ -100,14 +99,18 @@ class AdmittedSamples:
 
 @dataclass(slots=True, eq=False)
 class GroupQueue:
-    """Waiting groups by priority, then in order of arrival."""
+    """Waiting groups by priority, then in order of arrival.
+
+    A group's samples share one prefill. If slots run out in the middle of a group, its prefilled
+    prompt is kept for the samples that follow.
+    """
 
     slots: int
     _groups: deque[WaitingGroup] = field(default_factory=deque)
     waiting: int = 0
 
     def append(self, group: WaitingGroup) -> None:
-        """Takes a group with at least one sample."""
+        """Take a group with at least one sample."""
         place = len(self._groups)
         while place and self._groups[place - 1].priority < group.priority:
             place -= 1
@@ -115,11 +118,12 @@ class GroupQueue:
         self.waiting += len(group.samples)
 
     def admit(self, free: int) -> list[AdmittedSamples]:
-        """The samples that enter `free` slots.
+        """Return the samples that enter `free` slots.
 
-        While others run, slots are refilled a sixteenth of all at a time: a prefill of one group
-        costs about as much as one of several.
+        While others run, at least a sixteenth of all slots is refilled at a time: a prefill of one
+        group costs about as much as one of several.
         """
+        # Few waiting samples need not wait for so many free slots.
         if free < min(self.waiting, max(1, self.slots // _REFILL_SHARE)):
             return []
         admissions = []
@@ -136,7 +140,7 @@ class GroupQueue:
         return admissions
 
     def remove(self, unwanted: Callable[[RunningSample], bool]) -> list[RunningSample]:
-        """Takes the samples that fulfil `unwanted` out of the queue."""
+        """Take the samples that fulfil `unwanted` out of the queue."""
         removed: list[RunningSample] = []
         for group in self._groups:
             removed.extend(sample for sample in group.samples if unwanted(sample))
@@ -146,15 +150,15 @@ class GroupQueue:
         return removed
 
     def forget_prefilled(self) -> None:
-        """Waiting groups are prefilled again: the weights have changed."""
+        """Prefill waiting groups again: the weights have changed."""
         for group in self._groups:
             group.prefilled = None
 
 
 def prefill_batches(lengths: list[int], token_budget: int) -> Iterator[list[int]]:
-    """Indexes of prompts to prefill together: of similar length, padded to at most the budget.
+    """Yield indexes of prompts to prefill together, of similar length and within the budget.
 
-    A budget of 0 puts each prompt in a batch of its own.
+    The budget counts tokens with padding; 0 puts each prompt in a batch of its own.
     """
     order = np.argsort(lengths, kind="stable")
     batch: list[int] = []
@@ -167,31 +171,21 @@ def prefill_batches(lengths: list[int], token_budget: int) -> Iterator[list[int]
         yield batch
 
 
-# The engine's core: groups in, one decode step at a time, chunks of tokens out.
-#
-# Synchronous and without threads. A sample enters with the state of all its tokens but the last,
-# which the next decode step feeds; so each of its tokens, the first included, comes from a
-# decode step, and is drawn by the weights that serve at that moment.
-
-
-_PREFILL_TOKENS = 8192
-
-
 class GenerationLoop:
-    """Generates with one model.
+    """Generation with one model.
 
     Attributes:
         version: the policy version that serves; ``None`` before the first weights.
         digest: of its weights.
-        generated_tokens: drawn since the start.
-        dropped: those of them that were never delivered, their request being cancelled: unsent.
+        generated_tokens: sampled since the start.
+        dropped: the part of them that was never delivered, because the request was cancelled.
         busy_seconds: spent in steps since the start.
-        clock: the time since the process started, by what was done.
+        clock: the time since the process started, by state.
         weights: the model's.
 
     Args:
         invariant_shapes: decode only in these shapes, and prefill each prompt alone.
-        recompute_kv: after a swap compute the state of running samples with the new weights.
+        recompute_kv: after a swap recompute the state of running samples with the new weights.
     """
 
     def __init__(
@@ -249,17 +243,17 @@ class GenerationLoop:
 
     @property
     def is_draining(self) -> bool:
-        """Whether samples are being drawn to their end before a pause."""
+        """Whether running samples still have to finish before a pause."""
         return self._pause is PauseMode.DRAIN and self._table.busy > 0
 
     def pause(self, mode: PauseMode) -> None:
-        """Lets no sample in, and none go on either, but with DRAIN; until `resume`."""
+        """Let no sample in and compute nothing until `resume`; DRAIN still finishes what runs."""
         self._pause = mode
         if mode is PauseMode.ABORT:
             self.abort_all()
 
     def resume(self) -> None:
-        """Ends a pause."""
+        """End a pause."""
         recompute, self._pause = self._pause is PauseMode.RECOMPUTE, None
         if recompute:
             with torch.inference_mode():
@@ -267,7 +261,7 @@ class GenerationLoop:
                 self._recompute()
 
     def submit(self, engine_request: EngineRequest) -> None:
-        """Queues a request's samples; one that is complete already ends at once."""
+        """Queue a request's samples; one that is complete already ends at once."""
         request = engine_request.request
         prompt = request.prompt_token_ids.astype(np.int64)
         partials = {partial.sample_index: partial for partial in request.partials}
@@ -277,6 +271,7 @@ class GenerationLoop:
             partial = partials.get(index)
             sampled = prompt[:0] if partial is None else partial.token_ids.astype(np.int64)
             sample = self._sample(engine_request, index, key, np.concatenate((prompt, sampled)))
+            # Samples without earlier tokens share the prompt's prefill; others have their own.
             if not sampled.size:
                 fresh.append(sample)
             elif (reason := _end_of(sample, sampled)) is not None:
@@ -316,9 +311,10 @@ class GenerationLoop:
         )
 
     def cancel(self, engine_request: EngineRequest) -> None:
-        """Drops a request's samples and frees their rows; nothing more is delivered to it."""
+        """Drop a request's samples and free their rows; deliver nothing more to it."""
         dropped = self.dropped.of(engine_request.request)
         self._queue.remove(lambda sample: sample.owner is engine_request)
+        # Tokens that were sampled and never left count as unsent.
         for row in self._table.occupied():
             sample = self._table.samples[row]
             if sample is not None and sample.owner is engine_request:
@@ -329,29 +325,30 @@ class GenerationLoop:
             dropped.unsent += num_tokens(delivery.chunks)
 
     def rest(self) -> None:
-        """Notes that there is nothing to do until the next command."""
+        """Enter the idle state until the next command."""
         if self.clock.state is not EngineState.STARTING:
             self.clock.enter(EngineState.IDLE)
 
     def abort_all(self) -> None:
-        """Ends every sample with what it has."""
+        """End every sample with what it has."""
         for sample in self._queue.remove(lambda _: True):
             self._deliver(sample, FinishReason.ABORTED)
         for row in self._table.occupied():
             self._finish(row, FinishReason.ABORTED)
 
     def swap(self, new: NewWeights, version: int, digest: str) -> None:
-        """Takes new weights between two steps.
+        """Take new weights between two steps.
 
-        Tokens not handed out yet are, under the version that drew them.
+        Tokens that were not handed out yet go out first, under the version that sampled them.
 
         Raises:
-            WeightSyncError: the tensors do not fit the model; the old weights go on serving.
+            WeightSyncError: the tensors do not fit the model; the old weights stay.
 
-        Any other error came half-way: the weights are a mixture, and the loop must not go on.
+        Any other error came half-way: the weights are a mixture, and the loop must end.
         """
         self.weights.check(new.tensors)
         interrupted = self.clock.state
+        # The first weights belong to the start, which is one state from the process's begin.
         if interrupted is not EngineState.STARTING:
             self.clock.enter(EngineState.SWAPPING)
         try:
@@ -362,6 +359,7 @@ class GenerationLoop:
             self.clock.enter(interrupted)
 
     def _exchange(self, new: NewWeights) -> None:
+        # A chunk has one version: tokens of the old weights must leave before the new ones sample.
         for row in self._table.occupied():
             self._hand_out(row)
         self.weights.take(new, self.digest)
@@ -374,6 +372,7 @@ class GenerationLoop:
     def _recompute(self) -> None:
         rows = self._table.occupied()
         prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
+        # A row with one token has no state: the next decode step feeds that token.
         known = [index for index, prefix in enumerate(prefixes) if prefix.size]
         images = [self._table.images(rows[index]) for index in known]
         for prefilled, members in self._prefill([prefixes[index] for index in known], images):
@@ -383,7 +382,7 @@ class GenerationLoop:
     def _prefill(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None]
     ) -> list[tuple[PrefilledPrompts, list[int]]]:
-        """Prefilled batches, each with the indexes of its prompts."""
+        """Return prefilled batches, each with the indexes of its prompts."""
         lengths = [len(prompt) for prompt in prompts]
         return [
             (
@@ -394,10 +393,12 @@ class GenerationLoop:
         ]
 
     def step(self) -> None:
-        """Fills free slots and draws one token for every running sample."""
+        """Fill free slots and sample one token for every running sample."""
         started = time.perf_counter()
         self.clock.enter(EngineState.GENERATING)
         with torch.inference_mode():
+            # New samples fill holes first; the last rows move into those that are left, so that the
+            # decode step runs over the first rows only.
             self._admit()
             sources, targets = self._table.close_holes()
             if sources.size:
@@ -411,7 +412,7 @@ class GenerationLoop:
         if self._pause is not None:
             return
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
-        # A prompt of one token has no state before it.
+        # A prompt of one token has no state before its last token.
         new = [a.group for a in admissions if a.group.prefilled is None and len(a.group.tokens) > 1]
         prompts, images = [group.tokens[:-1] for group in new], [group.images for group in new]
         for prefilled, members in self._prefill(prompts, images):
@@ -425,6 +426,7 @@ class GenerationLoop:
             return
         rows = self._table.enter([sample for sample, _ in samples])
         self._plan_partials({sample.owner for sample, _ in samples})
+        # One insert for each prefill batch, not for each sample: copies cost calls.
         inserts: dict[PrefilledPrompts, list[tuple[int, int]]] = {}
         for row, (_, state) in zip(rows.tolist(), samples, strict=True):
             if state is not None:
@@ -435,6 +437,7 @@ class GenerationLoop:
 
     def _sample_tokens(self) -> None:
         table = self._table
+        # The plan stays on the device until rows change: building it takes several transfers.
         if table.changed:
             rows = table.rows
             self._plan = plan_sampling(
@@ -450,6 +453,7 @@ class GenerationLoop:
         tokens, logprobs = sample_tokens(logits, self._plan, uniform)
         stopped, full = table.record(tokens.cpu().numpy(), logprobs.cpu().numpy())
         self.generated_tokens += table.rows
+        # A stop wins over the limit where both hold.
         for row in np.flatnonzero(stopped | full).tolist():
             self._finish(row, FinishReason.STOP if stopped[row] else FinishReason.LENGTH)
         for row in table.streaming_rows():
@@ -459,7 +463,7 @@ class GenerationLoop:
             self._hand_out_partials(now)
 
     def _plan_partials(self, entered: Iterable[object]) -> None:
-        """Plans when requests whose samples enter hand out tokens of unfinished ones."""
+        """Set when requests whose samples enter hand out tokens of unfinished samples."""
         for engine_request in entered:
             assert isinstance(engine_request, EngineRequest)
             if engine_request.partial_interval_s is not None and math.isinf(engine_request.due):
@@ -467,7 +471,7 @@ class GenerationLoop:
             self._next_due = min(self._next_due, engine_request.due)
 
     def _hand_out_partials(self, now: float) -> None:
-        """Hands out the tokens of unfinished samples whose request is due."""
+        """Hand out the tokens of unfinished samples whose request is due."""
         running = [
             (row, sample)
             for row in self._table.occupied()
@@ -480,6 +484,7 @@ class GenerationLoop:
                 self._hand_out(row)
         for engine_request in due:
             engine_request.due = now + (engine_request.partial_interval_s or math.inf)
+        # Requests that have left do not count: the next due time is that of those that run.
         waits = (t.due for t in engine_requests if isinstance(t, EngineRequest))
         self._next_due = min(waits, default=math.inf)
 
@@ -521,14 +526,14 @@ class GenerationLoop:
         )
 
     def take_deliveries(self) -> list[RequestOutput]:
-        """What has come since the last call."""
+        """Return what has come since the last call."""
         deliveries = list(self._deliveries.values())
         self._deliveries.clear()
         return deliveries
 
 
 def _end_of(sample: RunningSample, sampled: TokenRow) -> FinishReason | None:
-    """Why a continued sample has nothing left to draw, if so; its watch sees what was drawn."""
+    """Return why a continued sample is complete already; its watch sees the earlier tokens."""
     if int(sample.tokens[-1]) in sample.stop_ids:
         return FinishReason.STOP
     if sample.watch is not None and sample.watch.push(sampled.tolist()) is not None:

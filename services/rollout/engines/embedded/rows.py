@@ -1,4 +1,4 @@
-"""What the engine knows of each running sample, in arrays with one entry per slot.
+"""The state of each running sample, in arrays with one entry per slot.
 
 The rows in use are the first `rows`; freed ones among them are holes until they are filled or
 closed. Everything done per step is done for all rows at once.
@@ -27,13 +27,13 @@ class RunningSample:
     """One sample as it enters a row.
 
     Attributes:
-        owner: whose sample it is; only handed back.
-        tokens: prompt and any response tokens drawn before.
+        owner: the request of the sample; only handed back.
+        tokens: the prompt and earlier response tokens.
         prompt_length: tokens of `tokens` that are the prompt.
         length_limit: prompt plus response tokens at which it ends.
         stop_ids: tokens that end it.
         key: its random stream.
-        watch: for strings that end it; it has seen what was drawn before.
+        watch: looks for strings that end it; it has seen the earlier tokens.
         images: the prompt's.
     """
 
@@ -58,7 +58,7 @@ class RowTable:
     Attributes:
         rows: rows in use, holes included.
         history: [slots, max_model_len] int64, prompt and response tokens.
-        logprobs: [slots, max_model_len] float32, behaviour logprobs at the same places.
+        logprobs: [slots, max_model_len] float32, behavior logprobs at the same places.
         position: [slots] int64, index of the newest token in `history`.
         delivered: [slots] int64, index of the first token in `history` that was not handed out.
         samples: per slot, ``None`` for holes and unused slots.
@@ -75,7 +75,7 @@ class RowTable:
         self.top_k, self.delivered, self._shift = self._integers[3:]
         self.temperature = np.ones(slots, dtype=np.float32)
         self.top_p = np.ones(slots, dtype=np.float64)
-        # Drawn when a sample enters: as many operations as for one step, for all of its steps.
+        # Filled when a sample enters: one call for all of its steps instead of one for each.
         self._uniforms = np.zeros((slots, max_model_len), dtype=np.float64)
         self._stop_ids = np.full((slots, 1), _NO_TOKEN, dtype=np.int64)
         self._streaming = np.zeros(slots, dtype=np.bool_)
@@ -96,14 +96,15 @@ class RowTable:
         return self.slots - self.busy
 
     def occupied(self) -> list[int]:
-        """Rows that hold a sample."""
+        """Return the rows that hold a sample."""
         return [row for row in range(self.rows) if self.samples[row] is not None]
 
     def enter(self, samples: Sequence[RunningSample]) -> Rows:
-        """Gives each sample a row, holes first; at most `free` samples."""
+        """Give each sample a row, holes first; at most `free` samples."""
         rows = []
         keys = np.array([sample.key for sample in samples], dtype=np.uint64)
         for sample in samples:
+            # A hole needs no move of another row.
             if self._holes:
                 row = self._holes.pop()
             else:
@@ -116,7 +117,7 @@ class RowTable:
         return entered
 
     def _draw_uniforms(self, rows: Rows, keys: npt.NDArray[np.uint64]) -> None:
-        """The number for the token after place p is kept at place p."""
+        """Keep the random number for the token after place p at place p."""
         start, end = int(self.position[rows].min()), int(self._limit[rows].max())
         places = np.arange(start, end)
         index = np.maximum(places + 1 - self._prompt_length[rows][:, None], 0)
@@ -135,7 +136,7 @@ class RowTable:
         self._watched[row] = sample.watch is not None
         self._shift[row] = 0 if sample.images is None else sample.images.positions.shift
         missing = len(sample.stop_ids) - self._stop_ids.shape[1]
-        if missing > 0:
+        if missing > 0:  # the table is as wide as the longest list so far
             self._stop_ids = np.pad(
                 self._stop_ids, ((0, 0), (0, missing)), constant_values=_NO_TOKEN
             )
@@ -144,14 +145,15 @@ class RowTable:
         self.samples[row] = sample
 
     def leave(self, row: int) -> None:
-        """Frees a row."""
+        """Free a row."""
         self.samples[row] = None
         self._streaming[row] = self._watched[row] = False
+        # The row keeps its arrays until the next step: only then are holes filled or closed.
         self._holes.append(row)
         self.changed = True
 
     def close_holes(self) -> tuple[Rows, Rows]:
-        """Moves the last rows into the holes; returns (sources, targets) for the decoder."""
+        """Move the last rows into the holes; return (sources, targets) for the decoder."""
         used = self.busy
         targets = [row for row in self._holes if row < used]
         sources = [row for row in range(used, self.rows) if self.samples[row] is not None]
@@ -159,6 +161,7 @@ class RowTable:
         self.rows = used
         source, target = np.array(sources, dtype=np.int64), np.array(targets, dtype=np.int64)
         if sources:
+            # Both lists are as long: each hole below `used` gets one of the rows from `used` on.
             self._integers[:, target] = self._integers[:, source]
             for array in (
                 self.history,
@@ -176,7 +179,7 @@ class RowTable:
         return source, target
 
     def batch(self, shapes: DecodeShapes | None = None) -> DecodeBatch:
-        """The next decode step of all rows, padded to `shapes`; there must be no holes.
+        """Return the next decode step of all rows, padded to `shapes`; there must be no holes.
 
         A padding row feeds token 0 at position 0 of an unused slot.
         """
@@ -192,7 +195,7 @@ class RowTable:
         return DecodeBatch(tokens, positions, length, self.history[:width], shifts)
 
     def uniforms(self) -> npt.NDArray[np.float64]:
-        """Each row's random number for its next token."""
+        """Return each row's random number for its next token."""
         rows = self.rows
         sampled: npt.NDArray[np.float64] = self._uniforms.reshape(-1)[
             self._row_start[:rows] + self.position[:rows]
@@ -202,13 +205,13 @@ class RowTable:
     def record(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Appends one token per row; tells which rows met a stop token or string, and which their
-        limit."""
+        """Append one token per row; return which rows met a stop, and which their limit."""
         rows = self.rows
         self.position[:rows] += 1
         place = self._row_start[:rows] + self.position[:rows]
         self.history.reshape(-1)[place] = tokens
         self.logprobs.reshape(-1)[place] = logprobs
+        # No token has the id that fills up the lists of stop tokens.
         stopped = (self._stop_ids[:rows] == tokens[:, None]).any(1)
         for row in np.flatnonzero(self._watched[:rows]).tolist():
             sample = self.samples[row]
@@ -218,21 +221,21 @@ class RowTable:
         return stopped, self.position[:rows] + 1 >= self._limit[:rows]
 
     def images(self, row: int) -> ImagePrompt | None:
-        """Of a row's prompt."""
+        """Return the images of a row's prompt."""
         sample = self.samples[row]
         return None if sample is None else sample.images
 
     def streaming_rows(self) -> list[int]:
-        """Rows whose tokens are handed out as they come."""
+        """Return the rows whose tokens are handed out as they come."""
         rows: list[int] = np.flatnonzero(self._streaming[: self.rows]).tolist()
         return rows
 
     def undelivered(self, row: int) -> int:
-        """How many tokens of a row were not handed out yet."""
+        """Return the number of tokens of a row that were not handed out yet."""
         return int(self.position[row]) + 1 - int(self.delivered[row])
 
     def take(self, row: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.float32]]:
-        """The tokens of a row that were not handed out yet, and their logprobs."""
+        """Return the tokens of a row that were not handed out yet, and their logprobs."""
         start, end = int(self.delivered[row]), int(self.position[row]) + 1
         self.delivered[row] = end
         return self.history[row, start:end].astype(np.uint32), self.logprobs[row, start:end].copy()

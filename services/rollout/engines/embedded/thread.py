@@ -3,10 +3,10 @@
 Consumes: commands from the event loop.
 Produces: deliveries and command results, handed to the event loop at most once per step.
 Waits for: a command, on a condition, whenever there is nothing to generate; then a moment for
-others to come with it.
+    others to come with it.
 Unblocked by: any command, and by the request to stop.
 On failure: the first unexpected error ends the loop; every running generation, every pending
-command and every later call gets it.
+    command and every later call gets it.
 On shutdown: what runs is aborted and delivered, then the thread ends.
 """
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _STOP_TIMEOUT_S = 30.0
-# Slept, not waited for on the condition: each request would wake the thread, whose turn at the
-# interpreter is what the event loop needs to let the next one in.
+# A sleep, not a wait on the condition: each request would wake this thread, and take the
+# interpreter's turn from the event loop, which needs it to let the next request in.
 _GATHER_S = 0.005
 _GATHER_MOST_S = 0.1
 
@@ -38,11 +38,11 @@ _Settled = tuple["asyncio.Future[Any]", Any, BaseException | None]
 
 
 class EngineThread:
-    """Runs a `GenerationLoop`.
+    """The thread of one `GenerationLoop`.
 
     Args:
         build: makes the loop; called in the thread.
-        deliver: takes what a step brought; called in the event loop.
+        deliver: takes the output of a step; called in the event loop.
         fail: takes the error that ended the loop; called in the event loop.
     """
 
@@ -66,22 +66,22 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether commands are still taken."""
+        """Whether commands are still accepted."""
         return self._failure is None
 
     async def start(self) -> GenerationLoop:
-        """Starts the thread; returns the loop it built, or raises what building it raised."""
+        """Start the thread; return the loop that it built, or raise what building it raised."""
         started: asyncio.Future[GenerationLoop] = self._event_loop.create_future()
         self._commands.append((lambda loop: loop, started))
         self._thread.start()
         return await started
 
     def post(self, command: Command) -> None:
-        """Has `command` run between two steps. Raises EngineError once the engine broke."""
+        """Run `command` between two steps. Raises EngineError once the engine broke."""
         self._enqueue(command, None)
 
     async def call(self, command: Callable[[GenerationLoop], _T]) -> _T:
-        """The result of `command`, run between two steps."""
+        """Run `command` between two steps; return its result."""
         future: asyncio.Future[_T] = self._event_loop.create_future()
         self._enqueue(command, future)
         with waiting_for("torch engine", "ending a step"):
@@ -95,7 +95,7 @@ class EngineThread:
             self._wake.notify()
 
     async def stop(self) -> None:
-        """Aborts what runs and ends the thread.
+        """Abort what runs and end the thread.
 
         Raises:
             DeadlineError: a step did not end.
@@ -112,7 +112,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as error:  # noqa: BLE001 - a thread's boundary: whoever waits gets it
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: callers get the error
             self._give_up(error)
         finally:
             self._to_event_loop(self._ended.set)
@@ -120,6 +120,7 @@ class EngineThread:
     def _work(self) -> None:
         loop = self._build()
         while not self._stopping:
+            # Only an idle thread waits for commands; a busy one takes those that are there.
             idle = not loop.has_work
             self._obey(loop, idle=idle)
             if idle and loop.has_work and not loop.slots_busy:
@@ -136,9 +137,10 @@ class EngineThread:
             self._execute(loop, command, future)
 
     def _gather(self, loop: GenerationLoop) -> None:
-        """Before an idle engine begins: waits for requests that come together, as those of a train
-        batch do. Steps and prefills of a few rows take nearly as long as those of many, and would
-        take the processor from the event loop that the others come through.
+        """Let an idle engine wait for requests that come together, as those of a train batch do.
+
+        Steps and prefills of a few rows take nearly as long as those of many, and would take the
+        processor from the event loop that brings the other requests.
         """
         seen, until_s = 0, time.monotonic() + _GATHER_MOST_S
         while seen < loop.queued < loop.slots and time.monotonic() < until_s:
@@ -166,7 +168,7 @@ class EngineThread:
             result = command(loop)
         except SluiceError as refused:
             error = refused
-        except Exception as broken:
+        except Exception as broken:  # the loop's state is unknown: it must not step again
             self._settle(future, None, EngineError(f"torch engine: {broken!r}"))
             raise
         self._settle(future, result, error)
@@ -195,12 +197,13 @@ class EngineThread:
                 future.set_exception(error)
 
     def _give_up(self, cause: Exception) -> None:
-        """Ends every wait with an error; runs in the thread as the last thing it does."""
+        """Raise an error in every waiting call; runs at the end of the thread."""
         failure = cause if isinstance(cause, SluiceError) else None
         if failure is None:
             logger.error("the torch engine broke", exc_info=cause)
         broken = EngineError(f"the torch engine broke: {cause!r}")
         broken = cause if isinstance(cause, EngineError) else broken
+        # Under the lock no command can slip in after the last look.
         with self._wake:
             self._failure = broken
             commands, self._commands = self._commands, []
@@ -215,5 +218,5 @@ class EngineThread:
         try:
             self._event_loop.call_soon_threadsafe(callback)
         except RuntimeError:
-            # The event loop was closed under the engine: nobody is left to be told.
+            # The event loop was closed under the engine: nobody waits for the callback.
             self._stopping = True

@@ -1,4 +1,8 @@
-"""The only module that imports SGLang: what the adapter uses of its client and of its scheduler."""
+"""SGLang's client and scheduler: what the adapter uses of them.
+
+Works with SGLang 0.5.23, whose Python API changes often: what another version lacks is named when
+it starts.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +25,26 @@ import numpy as np
 import torch
 
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
-from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from services.rollout.engines.vendor.request import Delta, SamplingChoice
 from sluice.errors import ConfigError, EngineError
 
 _ONE_TOKEN = float(np.finfo(np.float32).tiny)
-"""A nucleus that holds the most probable token only."""
+"""A nucleus that holds only the most probable token."""
+_CALL_TIMEOUT_S = 60.0
+_LOAD_TIMEOUT_S = 600.0
+_END_TIMEOUT_S = 20.0
+_SETTLING_TURNS = 1000
+_NEEDED = (
+    *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
+    *("update_weights_from_disk", "update_weight_version", "flush_cache"),
+)
 
 
 def sampling_parameters(choice: SamplingChoice) -> dict[str, object]:
-    """What a request of SGLang says of how to sample."""
+    """Return the sampling parameters of a request of SGLang."""
     top_k, top_p = choice.top_k, choice.top_p
     if top_k == 1 and choice.temperature > 0:
-        # To SGLang that is temperature 0, whose logprobs are those at temperature 1.
+        # SGLang treats that as temperature 0, whose logprobs are those at temperature 1.
         top_k, top_p = -1, _ONE_TOKEN
     return {
         "temperature": choice.temperature,
@@ -41,18 +53,18 @@ def sampling_parameters(choice: SamplingChoice) -> dict[str, object]:
         "max_new_tokens": choice.max_tokens,
         "sampling_seed": choice.seed,
         "stop_token_ids": list(choice.stop_token_ids),
-        # Otherwise it would ignore stop tokens too; that the model's end tokens are among them, or
-        # do not end a sample, is seen to in the scheduler.
+        # True would ignore stop tokens too. The scheduler's patch (`_install_sampler`) makes the
+        # request's stop tokens the only ones, whether the model's end tokens are among them or not.
         "ignore_eos": False,
     }
 
 
 def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
-    """What is new in an output of SGLang; some repeat a token that came before.
+    """Return the new tokens of an output of SGLang; some outputs repeat an earlier token.
 
     Args:
         request_id: for errors.
-        known: tokens of the sample that came before.
+        known: earlier tokens of the sample.
 
     Raises:
         EngineError: SGLang refused the sample, or tokens are missing.
@@ -81,27 +93,12 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
     )
 
 
-# The one file that imports SGLang: what the adapter uses of its client and of its scheduler.
-#
-# Works with SGLang 0.5.23, whose Python API changes often: what is missing in another version is
-# named when it starts.
-
-# SGLang need not be installed where types are checked: its values have none here.
+# Types are checked without SGLang: its values have none here.
 # ruff: noqa: ANN401
 
 
-_CALL_TIMEOUT_S = 60.0
-_LOAD_TIMEOUT_S = 600.0
-_END_TIMEOUT_S = 20.0
-_SETTLING_TURNS = 1000
-_NEEDED = (
-    *("generate_request", "pause_generation", "continue_generation", "get_internal_state"),
-    *("update_weights_from_disk", "update_weight_version", "flush_cache"),
-)
-
-
 def installed_sglang() -> str | None:
-    """The version of SGLang in this environment; imports nothing."""
+    """Return the version of SGLang in this environment; import nothing."""
     try:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -109,8 +106,8 @@ def installed_sglang() -> str | None:
 
 
 def engine_environment(given: Mapping[str, str], *, on_cpu: bool, threads: int) -> dict[str, str]:
-    """Variables that SGLang and its processes read when they are imported; given ones are kept."""
-    # Of its context SGLang keeps some tokens for itself; see `SglangSettings.engine_arguments`.
+    """Return variables that SGLang and its processes read when they are imported; set ones stay."""
+    # SGLang keeps some tokens of its context for itself; see `SglangSettings.engine_arguments`.
     wanted = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if on_cpu:
         wanted |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": str(threads)}
@@ -118,24 +115,24 @@ def engine_environment(given: Mapping[str, str], *, on_cpu: bool, threads: int) 
 
 
 def run_scheduler(*arguments: Any) -> None:
-    """SGLang's scheduler process with sluice's sampler; SGLang starts it by this name."""
+    """Run SGLang's scheduler with sluice's sampler; SGLang starts this process by its name."""
     _end_with_parent()
     _install_sampler()
     importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process(*arguments)
 
 
 def run_detokenizer(*arguments: Any) -> None:
-    """SGLang's detokenizer process; SGLang starts it by this name."""
+    """Run SGLang's detokenizer; SGLang starts this process by its name."""
     _end_with_parent()
     module: Any = importlib.import_module("sglang.srt.managers.detokenizer_manager")
     module.run_detokenizer_process(*arguments)
 
 
 def _end_with_parent() -> None:
-    """Has this process killed when its parent is gone.
+    """Kill this process when its parent is gone.
 
-    SGLang asks the system for that, but only after seconds of imports, and of a parent that was
-    gone by then it hears nothing.
+    SGLang asks the system for that, but only after seconds of imports, and it learns nothing of a
+    parent that ended before.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -149,10 +146,10 @@ def _end_with_parent() -> None:
 
 
 def _install_sampler() -> None:
-    """Registers the sampler, and has every batch know its samples' seeds and stop tokens.
+    """Register the sampler, and give every batch its samples' seeds and stop tokens.
 
     SGLang itself fills seeds in only in its deterministic mode, which restricts the attention, and
-    ignores stop tokens where it ignores the model's end tokens.
+    it ignores stop tokens where it ignores the model's end tokens.
     """
     samplers: Any = importlib.import_module("sglang.srt.layers.sampler")
     batches: Any = importlib.import_module("sglang.srt.sampling.sampling_batch_info")
@@ -164,7 +161,7 @@ def _install_sampler() -> None:
 
     def enter(info: Any, batch: Any, _: int) -> None:
         for one in batch.reqs:
-            one.eos_token_ids = None  # a request's stop tokens are all that end it
+            one.eos_token_ids = None  # only a request's stop tokens end it
         seeds = [one.sampling_params.sampling_seed or 0 for one in batch.reqs]
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(
             info.device, non_blocking=True
@@ -213,7 +210,8 @@ class SglangClient:
             ) from error
         self.version = installed_sglang() or "of unknown version"
         _check_arguments(engines.ServerArgs, arguments, self.version)
-        before, sockets = set(multiprocessing.active_children()), _sockets()
+        before = set(multiprocessing.active_children())
+        sockets = _sockets()
         try:
             self._engine: Any = _start(engines, arguments)
         except Exception as error:
@@ -224,10 +222,12 @@ class SglangClient:
                 f"SGLang {self.version} did not start: {error}; what its processes said stands "
                 "above; look at actor_rollout_ref.rollout and its engine_kwargs.sglang"
             ) from error
-        self._processes, self._sockets = _children_since(before), _sockets() - sockets
+        self._processes = _children_since(before)
+        self._sockets = _sockets() - sockets
         self._manager: Any = self._engine.tokenizer_manager
         _stop_watchdog(self._manager)
-        self._on_death, self._is_broken = on_death, False
+        self._on_death = on_death
+        self._is_broken = False
         self._deadlines: set[asyncio.Timeout] = set()
         self._loop = asyncio.get_running_loop()
         for one in self._processes:
@@ -257,13 +257,14 @@ class SglangClient:
         choice: SamplingChoice,
         priority: int = 0,
     ) -> AsyncIterator[Delta]:
-        """Draws one sample. Cancelling the consumer aborts it.
+        """Sample one sample. Cancelling the consumer aborts it.
 
         Args:
-            request_id: not that of another sample under way, and not how one begins.
+            request_id: differs from that of every other running sample; none begins another.
             prompt: token ids.
             salt: prompts with different ones share nothing in the prefix cache.
-            priority: higher ones are drawn first; 0 is the usual one.
+            choice: how to sample.
+            priority: higher ones go first; 0 is the usual one.
 
         Raises:
             EngineError: SGLang failed.
@@ -290,10 +291,10 @@ class SglangClient:
             raise EngineError(f"SGLang: sample {request_id} failed: {error!r}") from error
 
     async def pause(self, *, retract: bool) -> None:
-        """Stops drawing; all tokens drawn before have been handed to their consumers.
+        """Stop sampling; earlier tokens have reached their consumers when this returns.
 
         Args:
-            retract: what runs gives its cache up and computes it anew when it goes on.
+            retract: running samples give up their cache, and recompute it when they continue.
 
         Raises:
             EngineError: SGLang failed, or did not answer in time.
@@ -305,7 +306,7 @@ class SglangClient:
         await self._settled()
 
     async def _settled(self) -> None:
-        """Until every consumer has taken what has come: SGLang would merge it with later tokens."""
+        """Wait until consumers have taken what came: SGLang would merge it with later tokens."""
         for _ in range(_SETTLING_TURNS):
             states = self._manager.rid_to_state.values()
             if not any(state.out_list and not state.abort_sent for state in states):
@@ -314,14 +315,14 @@ class SglangClient:
         raise EngineError("SGLang: tokens that came before a pause were not taken")
 
     async def resume(self) -> None:
-        """Draws on."""
+        """Sample again."""
         resume_request = self._requests.ContinueGenerationReqInput()
         await self._answer(
             self._manager.continue_generation(resume_request), "resume", _CALL_TIMEOUT_S
         )
 
     async def heartbeat(self, timeout_s: float) -> None:
-        """Returns when the scheduler's loop has answered, after all that it was told before.
+        """Wait until the scheduler's loop has answered, after everything sent to it before.
 
         Raises:
             EngineError: it did not.
@@ -329,19 +330,19 @@ class SglangClient:
         await self._answer(self._manager.get_internal_state(), "a question", timeout_s)
 
     async def running_samples(self) -> int:
-        """Samples that the scheduler held when it last published its load, after a step or two."""
+        """Return the samples in the scheduler when it last published its load, after some steps."""
         for _ in range(3):
             await self.heartbeat(_CALL_TIMEOUT_S)
         (load,) = await self._answer(self._manager.get_loads(), "a question", _CALL_TIMEOUT_S)
         return int(load.num_running_reqs)
 
     async def load(self, folder: str, version: int, *, flush: bool) -> None:
-        """Has the model compute with a checkpoint; call it during a pause.
+        """Make the model compute with a checkpoint; call it during a pause.
 
         Args:
-            folder: with the weights, as safetensors.
-            version: that tokens drawn from here on belong to.
-            flush: forget all caches; only where the pause retracted what runs.
+            folder: holds the weights, as safetensors.
+            version: of tokens that are sampled from here on.
+            flush: forget all caches; only if the pause retracted what runs.
 
         Raises:
             EngineError: it failed; the model may be a mixture of versions.
@@ -358,7 +359,7 @@ class SglangClient:
             raise EngineError(f"SGLang: loading version {version} failed: {message}")
 
     async def flush(self) -> None:
-        """Forgets all caches; call it during a pause that retracted what ran.
+        """Forget all caches; call it during a pause that retracted what ran.
 
         Raises:
             EngineError: something runs.
@@ -368,14 +369,14 @@ class SglangClient:
             raise EngineError(f"SGLang: its caches were not flushed: {flushed.message}")
 
     async def tag_version(self, version: int) -> None:
-        """Tokens drawn from here on belong to `version`."""
+        """Label tokens sampled from here on with `version`."""
         tag = self._requests.UpdateWeightVersionReqInput(new_version=str(version))
         await self._answer(
             self._manager.update_weight_version(tag), "naming the version", _CALL_TIMEOUT_S
         )
 
     async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float) -> Any:
-        """What SGLang answers; its errors, its silence and its end as an EngineError."""
+        """Return SGLang's answer; raise EngineError for its errors, its silence and its end."""
         deadline = asyncio.timeout(0 if self._is_broken else timeout_s)
         self._deadlines.add(deadline)
         try:
@@ -390,7 +391,7 @@ class SglangClient:
             self._deadlines.discard(deadline)
 
     async def close(self) -> None:
-        """Ends SGLang's processes; nothing else may be called after it."""
+        """End SGLang's processes; call nothing else after it."""
         self._unwatch()
         # It would end every child of this process, sluice's own among them.
         atexit.unregister(self._engine.shutdown)
@@ -437,22 +438,24 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 
 def _sockets() -> set[Any]:
-    """Those of SGLang's messages, which nothing lists, without second handles of the same."""
+    """Return the sockets of SGLang's messages, which nothing lists, without second handles."""
     kind: Any = importlib.import_module("zmq").Socket
-    # Not isinstance, which asks objects for their class, and some do things then.
+    # Not `isinstance`: it asks objects for their class, and some objects act on that.
     found = [one for one in gc.get_objects() if issubclass(type(one), kind)]
     return {one for one in found if not one._shadow}
 
 
 def _close(sockets: Iterable[Any]) -> None:
-    """SGLang leaves them to the garbage collector, which may take their context first, whose end
-    waits for them for ever."""
+    """Close sockets that SGLang leaves to the garbage collector.
+
+    It may take their context first, and the end of a context waits for its sockets for ever.
+    """
     for one in sockets:
         one.close(linger=0)
 
 
 def _stop_watchdog(manager: Any) -> None:
-    """It answers the end of a process with a signal that ends this one."""
+    """Stop the watchdog that answers the end of a process with a signal that ends this one."""
     watchdog = getattr(manager, "_subprocess_watchdog", None)
     if watchdog is not None:
         watchdog.stop()

@@ -1,4 +1,10 @@
-"""SGLang behind the engine Protocol, with weights handed to its process in shared memory."""
+"""SGLang behind the engine Protocol.
+
+SGLang's client runs in a thread with an event loop of its own; its scheduler is a process, and
+`sglang.client` brings the sampler into it. New weights are received here, in the replica's process,
+and handed over as a checkpoint in memory. This module is what the service's event loop sees of
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +15,20 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import aclosing
 from pathlib import Path
 
 import torch
 
 from services.rollout.engines.protocol import (
-    CommitResult,
-    EngineLoad,
     GenerationRequest,
-    SampleChunk,
     StagedVersion,
 )
 from services.rollout.engines.sglang.client import installed_sglang
 from services.rollout.engines.sglang.core import SglangCore
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from services.rollout.engines.vendor.engine import ClientEngine
-from services.rollout.engines.vendor.samples import Pace
 from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.config.run import RunConfig
 from sluice.device.select import transfer_device
@@ -52,10 +53,10 @@ _DTYPES: Mapping[torch.dtype, str] = {
 
 
 def write_safetensors(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors on the CPU into an open file, in the format safetensors.
+    """Write tensors on the CPU into an open file, in the format safetensors.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is no space.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -66,6 +67,7 @@ def write_safetensors(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> N
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
+    # The format allows spaces after the header; tensors then begin at aligned offsets.
     text += b" " * (-len(text) % _ALIGNMENT)
     with os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(len(text).to_bytes(8, "little"))
@@ -75,7 +77,7 @@ def write_safetensors(descriptor: int, tensors: Mapping[str, torch.Tensor]) -> N
 
 
 class WeightHandover:
-    """A folder that holds one version; it has to be closed.
+    """A folder that holds one version; close it.
 
     Args:
         tensors: on the CPU, by checkpoint name; copied.
@@ -93,26 +95,15 @@ class WeightHandover:
             raise
 
     def close(self) -> None:
-        """Frees the memory, as soon as nobody reads it. Repeating it is harmless."""
+        """Free the memory, as soon as nothing reads it. Repeating it is harmless."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# SGLang behind the engine Protocol.
-#
-# SGLang's client runs in a thread with an event loop of its own; its scheduler is a process,
-# into which `sglang_features` brings the sampler. New weights are received here, in the
-# replica's process, and handed over as a checkpoint in memory. This file is what the service's
-# event loop sees of them.
-
-
-_PROBE_TIMEOUT_S = 60.0
-
-
 def create(config: RunConfig) -> SglangEngine:
-    """The engine for a run configuration.
+    """Return the engine for a run configuration.
 
     Raises:
         ConfigError: SGLang is not installed, or keys contradict each other.
@@ -135,20 +126,20 @@ class SglangEngine(ClientEngine[SglangCore]):
         self._inbox: WeightInbox | None = None
         self._epoch: int | None = None
         self._handover: WeightHandover | None = None
-        self._swap: tuple[tuple[int, str], Future[float]] | None = None  # of (version, digest)
+        self._begun: tuple[tuple[int, str], Future[float]] | None = None  # (version, digest), swap
 
     @property
     def processes(self) -> tuple[int, ...]:
         """Ids of the processes that SGLang computes in."""
-        return self._in_thread()[1].processes
+        return self._in_thread()[1].client.processes
 
     async def running_samples(self) -> int:
-        """Samples that SGLang's scheduler held when it last published its load."""
+        """Return the samples that SGLang's scheduler held when it last published its load."""
         thread, core = self._in_thread()
-        return await thread.call(core.running_samples(), "asking for its load")
+        return await thread.call(core.client.running_samples(), "asking for its load")
 
     async def start(self) -> None:
-        """Starts SGLang without weights. Raises ConfigError for a path that holds no model."""
+        """Start SGLang without weights. Raises ConfigError for a path that holds no model."""
         settings = self._settings
         _survive_quit_signals()
         core = await self._build(SglangCore.build(settings))
@@ -156,40 +147,19 @@ class SglangEngine(ClientEngine[SglangCore]):
         self._inbox = WeightInbox(wire, core.layout.tensors, {})
 
     async def stop(self) -> None:
-        """Aborts what runs and frees everything. Repeating it is harmless."""
+        """Abort what runs and free everything. Repeating it is harmless."""
         inbox, self._inbox = self._inbox, None
         self._drop_handover()
         if inbox is not None:
             inbox.close()
         await super().stop()
 
-    async def probe(self) -> EngineLoad:
-        """Answers from inside the engine's loop, so that a hung engine does not answer."""
-        thread, core = self._in_thread()
-        await thread.call(core.heartbeat(_PROBE_TIMEOUT_S), "ending a step")
-        return self.load()
-
-    async def generate(
-        self,
-        request: GenerationRequest,
-        *,
-        every_token: bool,
-        partial_interval_s: float | None = None,
-    ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
-        """Draws the samples; see the protocol."""
-        self._admit(request)
+    async def _read_images(self, request: GenerationRequest) -> None:
         if request.images:
             raise InvalidRequestError(
                 f"request {request.request_id}: {len(request.images)} images; replicas with SGLang "
                 "take text only: set actor_rollout_ref.rollout.name to vllm or torch"
             )
-        number, pace = next(self._numbers), Pace(every_token, partial_interval_s)
-        generating = self._sample(
-            request, lambda core, post: core.new_run(number, request, pace, post)
-        )
-        async with aclosing(generating) as all_chunks:
-            async for chunks in all_chunks:
-                yield chunks
 
     def _weights(self) -> WeightInbox:
         self._in_thread()
@@ -198,20 +168,20 @@ class SglangEngine(ClientEngine[SglangCore]):
         return self._inbox
 
     async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Joins one epoch's transfer group, leaving any earlier one; returns the plan's digest."""
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
         inbox = self._weights()
         self._drop_handover()
         self._epoch = spec.epoch
         return await inbox.join(spec)
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receives one version while generation goes on, and lays it out for SGLang."""
+        """Receive one version while generation continues, and lay it out for SGLang."""
         inbox = self._weights()
         self._drop_handover()
         staged = await inbox.stage(epoch, version)
         tensors = inbox.staged(epoch, version, staged.digest).tensors
         handover = await _handed_over(tensors)
-        try:
+        try:  # the epoch may have been left while the weights were laid out
             inbox.staged(epoch, version, staged.digest)
         except BaseException:
             handover.close()
@@ -220,32 +190,26 @@ class SglangEngine(ClientEngine[SglangCore]):
         self._handover = handover
         return staged
 
-    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
-        """Swaps the staged version in between two decode steps. Idempotent."""
+    async def _swap(self, epoch: int, version: int, digest: str) -> float:
         thread, core = self._in_thread()
-        if (core.version, core.digest) == (version, digest):
-            # The swap of a call that was cancelled may not draw on yet.
-            await thread.call(core.swapped(), f"drawing on with version {version}")
-            return CommitResult(version, digest, 0.0)
         inbox = self._weights()
         staged = inbox.staged(epoch, version, digest)
         handover, self._handover = self._handover, None
         if handover is not None:
             swap = thread.begin(core.swap(str(handover.folder), version, digest))
+            # Not at the end of this call, which may be cancelled while SGLang still reads.
             swap.add_done_callback(lambda _: handover.close())
-            self._swap = (version, digest), swap
-        elif self._swap is not None and self._swap[0] == (version, digest):
-            swap = self._swap[1]  # begun by a call that was cancelled
+            self._begun = (version, digest), swap
+        elif self._begun is not None and self._begun[0] == (version, digest):
+            swap = self._begun[1]  # by a call that was cancelled
         else:
             raise NotReadyError(f"version {version} is not staged")
-        with self._swapping():
-            # Not to be cancelled half-way: the model would be a mixture of versions.
-            stall_s = await asyncio.shield(asyncio.wrap_future(swap))
+        stall_s = await self._completed(swap)
         inbox.release(staged)
-        return CommitResult(version, digest, stall_s)
+        return stall_s
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Throws away what is staged and leaves the group. Idempotent."""
+        """Discard what is staged and leave the group. Idempotent."""
         if epoch == self._epoch:
             self._drop_handover()
         self._weights().abort(epoch, reason)
@@ -257,7 +221,7 @@ class SglangEngine(ClientEngine[SglangCore]):
 
 
 async def _handed_over(tensors: Mapping[str, torch.Tensor]) -> WeightHandover:
-    """Made in a thread; what it makes for a call that was cancelled meanwhile is closed."""
+    """Lay weights out in a thread; close what it makes for a call that was cancelled meanwhile."""
     made = asyncio.get_running_loop().run_in_executor(None, WeightHandover, tensors)
     try:
         return await asyncio.shield(made)
@@ -272,7 +236,7 @@ def _close_made(made: asyncio.Future[WeightHandover]) -> None:
 
 
 def _survive_quit_signals() -> None:
-    """A process of SGLang that fails sends one; that it has ended is noticed anyway."""
+    """Ignore SIGQUIT, which a failing process of SGLang sends; its end is noticed anyway."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
         signal.signal(signal.SIGQUIT, lambda *_: None)

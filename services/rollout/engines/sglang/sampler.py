@@ -1,7 +1,7 @@
-"""How SGLang draws tokens for sluice: as the embedded engine does, down to the random numbers.
+"""How SGLang samples tokens for sluice: as the embedded engine does, down to the random numbers.
 
-SGLang's own sampler tells logprobs from before the cut by top-k and top-p, cuts by both at once
-rather than one after the other, and heeds seeds only in its deterministic mode.
+SGLang's own sampler reports logprobs from before the cut by top-k and top-p, cuts by both at once
+instead of one after the other, and heeds seeds only in its deterministic mode.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from services.rollout.engines.sampling import SamplingPlan, sample_keys, sample_
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_BITS = 12  # of 64 that a number in [0, 1) does without
+_BITS = 12  # of 64, which a number in [0, 1) does not need
 _NO_CUT = 2.0  # above any mass
 
 
 def _signed(value: int) -> int:
-    """The 64-bit integer with the same bits."""
+    """Return the 64-bit integer with the same bits."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
 
 def stream_seed(seed: int, sample_index: int, prompt_tokens: int) -> int:
-    """A 64-bit signed integer from which a sample's numbers follow by position alone.
+    """Return a 64-bit signed integer that gives a sample's random numbers by position alone.
 
     With it, `uniform_rows` gives the number of response token *t* at the position of the token
-    before it, `prompt_tokens` + *t* - 1: the same one as `counter_random.uniforms`.
+    before it, `prompt_tokens` + *t* - 1: the same one as `sampling.uniforms`.
     """
     key = int(sample_keys(seed, [sample_index])[0])
     return _signed(key + (2 - prompt_tokens) * _GAMMA)
 
 
 def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifted right with zeros from the left, which int64 has no operation for."""
+    """Return `state` shifted right with zeros from the left, which int64 cannot do."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform_rows(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1 - 2^-52], one a row; see `counter_random` for the source.
+    """Return numbers in [0, 1 - 2^-52], one a row, as `sampling.uniforms` does.
 
     Args:
         seeds: [rows] int64, of `stream_seed`.
@@ -59,18 +59,18 @@ def sample_rows(
     most_candidates: int | None,
     uniform: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token a row. Nothing here waits for the device.
+    """Sample a token a row. Nothing here waits for the device.
 
     Args:
         logits: [rows, vocab].
         temperatures: [rows, 1], positive.
         top_ks: [rows] integers; 1 is greedy, the vocabulary's size or more is off.
         top_ps: [rows]; 1 is off.
-        most_candidates: no less than any of `top_ks`; ``None`` if they are all off.
+        most_candidates: at least the largest of `top_ks`; ``None`` if they are all off.
         uniform: [rows] float64, see `uniform_rows`.
 
     Returns:
-        Token ids [rows] int64 and behaviour logprobs [rows] float32.
+        Token ids [rows] int64 and behavior logprobs [rows] float32.
     """
     vocab = logits.shape[1]
     greedy = top_ks == 1

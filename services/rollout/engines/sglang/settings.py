@@ -1,17 +1,17 @@
-"""What the SGLang engine needs to know: the run configuration's keys in SGLang's own words."""
+"""What SGLang starts with: the run configuration in SGLang's own words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.rollout.engines.vendor.engine import ClientEngineSettings, with_engine_kwargs
+from services.rollout.engines.vendor.settings import ClientEngineSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import ConfigError
 
 _RESERVED_TOKENS = 8
-"""Of its context, SGLang refuses prompts that come within 6 tokens of the end."""
+"""SGLang refuses prompts that come within 6 tokens of the end of its context."""
 _OURS: Mapping[str, str] = {
     "model_path": "set actor_rollout_ref.model.path",
     "trust_remote_code": "set actor_rollout_ref.model.trust_remote_code",
@@ -23,14 +23,14 @@ _OURS: Mapping[str, str] = {
     "dp_size": "set actor_rollout_ref.rollout.data_parallel_size",
     "pp_size": "replicas run without pipeline stages",
     "load_format": "the trainer's weights arrive when the replica joins",
-    "sampling_backend": "tokens are drawn, and their logprobs told, by sluice's own sampler",
+    "sampling_backend": "sluice's own sampler samples tokens and reports their logprobs",
     "skip_tokenizer_init": "prompts and responses are token ids",
     "stream_interval": "a token belongs to the version that serves when it comes",
     "incremental_streaming_output": "tokens are taken as they come",
     "enable_priority_scheduling": "requests say their priority",
     "schedule_low_priority_values_first": "requests say their priority",
     "speculative_algorithm": "drafts are not updated with the weights",
-    "enable_beam_search": "samples are drawn one by one",
+    "enable_beam_search": "samples are generated one by one",
 }
 """Arguments that engine_kwargs must leave alone, with what to do instead."""
 
@@ -40,11 +40,11 @@ class SglangSettings(ClientEngineSettings):
     """Settings of one `SglangEngine`."""
 
     def engine_arguments(self, device_type: str) -> dict[str, object]:
-        """All arguments of SGLang's engine, `arguments` last.
+        """Return all arguments of SGLang's engine, `arguments` last.
 
         Args:
-            device_type: where SGLang computes, ``cpu`` or ``cuda``. On the CPU there are no graphs
-                to capture, torch computes the attention, and the cache holds what the slots need.
+            device_type: ``cpu`` or ``cuda``. On the CPU there are no graphs to capture, torch
+                computes the attention, and the cache holds what the slots need.
         """
         fixed: dict[str, object] = {
             "model_path": self.model_path,
@@ -62,8 +62,8 @@ class SglangSettings(ClientEngineSettings):
             "disable_priority_preemption": True,
             "log_level": "warning",
             "sleep_on_idle": True,
-            # Kept samples would end with a token drawn by the old weights that comes after the
-            # swap; retracted ones are handed on first.
+            # Kept samples would end with a token that the old weights sampled and that comes after
+            # the swap; retracted ones hand it on first.
             "disable_overlap_schedule": not self.recompute_kv,
         }
         if device_type == "cpu":
@@ -81,7 +81,7 @@ class SglangSettings(ClientEngineSettings):
 
 
 def sglang_settings(config: RunConfig) -> SglangSettings:
-    """The part of a run configuration that concerns this engine.
+    """Return the part of a run configuration that concerns this engine.
 
     Raises:
         ConfigError: engine_kwargs.sglang is no mapping or sets what another key decides, or one
@@ -94,7 +94,7 @@ def sglang_settings(config: RunConfig) -> SglangSettings:
 
 
 def _arguments(rollout: RolloutConfig, *, deterministic: bool) -> dict[str, object]:
-    """The rollout's keys by SGLang's names, and what `engine_kwargs` add."""
+    """Return the rollout's keys by SGLang's names, and what `engine_kwargs` add."""
     tokens = rollout.max_num_batched_tokens
     arguments: dict[str, object] = {
         "random_seed": rollout.seed,

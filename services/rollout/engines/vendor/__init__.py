@@ -1,4 +1,5 @@
-"""What the adapters of vLLM and SGLang share: the thread that runs a vendor's client, the
-samples of one request, and the end of the vendor's processes. Nothing here imports a vendor
-package.
+"""What the adapters of vLLM and SGLang share: an engine whose client runs in a thread of its own,
+the run of one request, and the end of the vendor's processes. Requests come in through `engine`,
+run in `core` and `request`, and leave as a stream of chunks. Nothing here imports a vendor package;
+a vendor's core adds what differs: how to send one sample, pause, and swap weights.
 """

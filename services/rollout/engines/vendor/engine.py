@@ -1,19 +1,22 @@
-"""An engine whose client lives in its own thread, and the settings that every vendor's engine
-reads.
+"""An engine whose client lives in a thread of its own: what the engines of all vendors share.
+
+The service's event loop calls this module; `core` and `request` run in the client's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from concurrent.futures import Future
 from itertools import count
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from services.rollout.engines.causal_lm import CheckpointLayout
+from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import (
+    CommitResult,
     EngineLoad,
     GenerationRequest,
     PauseMode,
@@ -21,168 +24,38 @@ from services.rollout.engines.protocol import (
     UnsentTokens,
     num_tokens,
 )
-from services.rollout.engines.request_rules import check_capacity, check_request
+from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
 from services.rollout.engines.state_clock import EngineState, StateClock
-from services.rollout.engines.vendor.thread import ChunkStream, ClientThread
-from sluice.config.derived import max_model_len
-from sluice.config.run import RunConfig
-from sluice.config.schema.rollout import RolloutConfig
-from sluice.errors import ConfigError, EngineError, NotReadyError
+from services.rollout.engines.vendor.core import VendorCore
+from services.rollout.engines.vendor.request import Pace, PromptImages, RequestRun
+from services.rollout.engines.vendor.settings import ClientEngineSettings
+from services.rollout.engines.vendor.thread import ClientThread
+from sluice.errors import EngineError, NotReadyError
 from sluice.telemetry.process import process_age_s
 from sluice.types import TensorSpec
 
-
-@dataclass(frozen=True, slots=True)
-class ClientEngineSettings:
-    """Settings of one engine.
-
-    Attributes:
-        model_path: directory with a Hugging Face configuration; weight files are not needed.
-        trust_remote_code: run model code that ships with it.
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` for what is there.
-        dtype: of weights, cache and activations.
-        slots: samples generated at once.
-        max_model_len: prompt plus response tokens of a sample.
-        max_queued: samples that may wait for a slot.
-        torch_threads: intra-op threads of the vendor's processes where they compute on the CPU.
-        weights_backend: collectives that weights arrive by; ``None`` is the device's own.
-        recompute_kv: after a weight swap, recompute the cache of running samples.
-        arguments: of the vendor's engine, by its own names.
-    """
-
-    model_path: str
-    trust_remote_code: bool = False
-    device: str | None = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    slots: int = 256
-    max_model_len: int = 2048
-    max_queued: int = 4096
-    torch_threads: int = 1
-    weights_backend: str | None = None
-    recompute_kv: bool = False
-    arguments: Mapping[str, object] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, config: RunConfig, arguments: Mapping[str, object]) -> Self:
-        """The part of a run configuration that concerns the engine, with its `arguments`."""
-        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-        service = config.sluice.rollout
-        return cls(
-            model_path=model.path,
-            trust_remote_code=model.trust_remote_code,
-            device=service.device,
-            dtype=rollout.dtype,
-            slots=rollout.max_num_seqs,
-            max_model_len=max_model_len(config),
-            max_queued=service.max_queued,
-            torch_threads=service.torch_threads,
-            weights_backend=config.sluice.weights.backend,
-            recompute_kv=config.sluice.weights.recompute_kv,
-            arguments=arguments,
-        )
-
-
-def with_engine_kwargs(
-    arguments: Mapping[str, object], rollout: RolloutConfig, owner: str, ours: Mapping[str, str]
-) -> dict[str, object]:
-    """`arguments`, and those of `engine_kwargs` in their place; nulls are left out, as verl does.
-
-    Args:
-        arguments: the rollout's keys by the vendor's names.
-        owner: the vendor as it writes itself; below its name in small letters its arguments stand.
-        ours: names that must be left alone, with what to do instead.
-
-    Raises:
-        ConfigError: they are no mapping, or set what is to be left alone.
-    """
-    name = owner.lower()
-    section = f"actor_rollout_ref.rollout.engine_kwargs.{name}"
-    given = rollout.engine_kwargs.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{section} is {given!r}; give a mapping of {owner}'s engine arguments")
-    for key in given:
-        if key in ours:
-            raise ConfigError(f"{section}.{key} cannot be set: {ours[key]}")
-    chosen = {**arguments, **{str(key): value for key, value in given.items()}}
-    return {key: value for key, value in chosen.items() if value is not None}
-
-
-# An engine whose client lives in a thread of its own: what all vendors' engines have in common.
-#
-# The service's event loop calls it. What happens in the client's event loop is its core's.
-
-
 _END_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 60.0
+
+CoreT = TypeVar("CoreT", bound=VendorCore)
 
 
-class Run(Protocol):
-    """One request in the client's event loop."""
-
-    @property
-    def sampled(self) -> int:
-        """Tokens so far."""
-        ...
-
-
-RunT = TypeVar("RunT", bound=Run, contravariant=True)
-
-
-class Core(Protocol[RunT]):
-    """What happens in the client's event loop, where its coroutines run."""
-
-    layout: CheckpointLayout
-    version: int | None
-    digest: str
-    generated_tokens: int
-    prefilled_tokens: int
-
-    @property
-    def broken(self) -> EngineError | None:
-        """Why nothing works any more."""
-        ...
-
-    def note_broken(self, error: EngineError) -> None:
-        """It is `broken` for good; called in any thread."""
-        ...
-
-    async def run(self, run: RunT, stream: ChunkStream) -> None:
-        """Draws a request's samples into its stream, and ends that in any case."""
-        ...
-
-    async def cancel(self, stream: ChunkStream) -> None:
-        """Aborts the samples of one stream."""
-        ...
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Draws nothing from its return until `resume`."""
-        ...
-
-    async def resume(self) -> None:
-        """Draws on."""
-        ...
-
-    async def close(self) -> None:
-        """Ends what runs, has it delivered, and ends the vendor's processes."""
-        ...
-
-
-CoreT = TypeVar("CoreT", bound=Core[Any])
-
-
-class ClientEngine(Generic[CoreT]):
-    """All of `services.rollout.engines.protocol.Engine` but requests and weights.
+class ClientEngine(ABC, Generic[CoreT]):
+    """All of `services.rollout.engines.protocol.Engine` but starting and receiving weights.
 
     Args:
         name: of the engine, for messages.
     """
 
     def __init__(self, name: str, settings: ClientEngineSettings) -> None:
-        self._name, self._limits = name, settings
+        self._name = name
+        self._limits = settings
         self._layout: CheckpointLayout | None = None
         self._thread: ClientThread | None = None
         self._core: CoreT | None = None
         self._numbers = count()
         self._open_samples = 0
+        self._image_turn = ImageTurn()
         self._unfinished: set[ChunkStream] = set()
         self._accounting = UnsentTokens()
         self._clock = StateClock(process_age_s())
@@ -211,7 +84,7 @@ class ClientEngine(Generic[CoreT]):
 
     @property
     def prefilled_tokens(self) -> int:
-        """Prompt tokens computed so far, those of the prefix cache not among them."""
+        """Prompt tokens computed so far, without those from the prefix cache."""
         return self._in_thread()[1].prefilled_tokens
 
     def _described(self) -> CheckpointLayout:
@@ -220,20 +93,22 @@ class ClientEngine(Generic[CoreT]):
         return self._layout
 
     async def _build(self, core: Coroutine[Any, Any, CoreT]) -> CoreT:
-        """Starts the thread, and in it the core."""
+        """Start the thread, and in it the core."""
         thread = ClientThread(self._name)
         try:
             built = await thread.call(core, "starting")
         except BaseException:
             await thread.stop()
             raise
-        self._thread, self._core, self._layout = thread, built, built.layout
+        self._thread = thread
+        self._core = built
+        self._layout = built.layout
         return built
 
     async def stop(self) -> None:
-        """Aborts what runs and frees everything. Repeating it is harmless."""
+        """Abort what runs and free everything. Repeating it is harmless."""
         thread, core = self._thread, self._core
-        self._thread = self._core = None
+        self._thread = self._core = None  # at once: calls that come meanwhile are refused
         if thread is None or core is None:
             return
         try:
@@ -250,27 +125,27 @@ class ClientEngine(Generic[CoreT]):
             raise self._core.broken
         return self._thread, self._core
 
+    async def probe(self) -> EngineLoad:
+        """Ask the loop that computes tokens, so that a hung engine does not answer."""
+        thread, core = self._in_thread()
+        await thread.call(core.heartbeat(_PROBE_TIMEOUT_S), "ending a step")
+        return self.load()
+
     def load(self) -> EngineLoad:
-        """The latest snapshot, without waiting.
+        """Return the latest snapshot, without waiting.
 
         Raises:
             EngineError: the engine broke.
             NotReadyError: it was stopped.
         """
         _, core = self._in_thread()
-        services, direct = self._accounting.services, self._accounting.direct
-        unsent, generated = services.unsent + direct.unsent, core.generated_tokens
         busy = min(self._open_samples, self._limits.slots)
         since = 0.0 if self._busy_since is None else time.monotonic() - self._busy_since
         return EngineLoad(
             slots=self._limits.slots,
             slots_busy=busy,
             queued=self._open_samples - busy,
-            generated_tokens=generated,
-            unsent_tokens=unsent,
-            running_tokens=generated - unsent - services.sent - direct.sent,
-            direct_sent_tokens=direct.sent,
-            direct_unsent_tokens=direct.unsent,
+            **self._accounting.token_counters(core.generated_tokens),
             busy_seconds=self._busy_s + since,
             seconds_by_state=self._clock.seconds_by_state(),
             version=core.version,
@@ -278,33 +153,27 @@ class ClientEngine(Generic[CoreT]):
             slots_may_wait=True,
         )
 
-    def _admit(self, request: GenerationRequest, coming: int = 0) -> None:
-        """Refuses what cannot be drawn at present; `coming` samples are to be counted as open."""
-        _, core = self._in_thread()
-        limits = self._limits
-        if core.version is None:
-            raise NotReadyError(f"the {self._name} engine has no weights yet")
-        check_request(request, self.vocab_size, limits.max_model_len)
-        check_capacity(request, self._open_samples + coming, limits.slots, limits.max_queued)
-
-    async def _sample(
+    async def generate(
         self,
         request: GenerationRequest,
-        new_run: Callable[[CoreT, Callable[[list[SampleChunk]], None]], Run],
+        *,
+        every_token: bool,
+        partial_interval_s: float | None = None,
     ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
-        """The chunks of an admitted request; see `Engine.generate`.
-
-        Args:
-            new_run: makes its run in a core, given where chunks are to be posted.
-        """
+        """Sample a request; see `Engine.generate`."""
+        self._admit(request)
+        images = await self._read_images(request)
+        if images is not None:
+            self._admit(request)  # the engine may have stopped meanwhile
         thread, core = self._in_thread()
         samples = len(request.sample_indexes)
-        stream = ChunkStream(thread, samples)
-        run = new_run(core, stream.post)
+        stream = ChunkStream(thread.engine, samples, thread.to_home)
+        pace = Pace(every_token, partial_interval_s)
+        run = core.new_run(next(self._numbers), request, pace, stream, images)
         self._unfinished.add(stream)
         self._count_open(samples)
-        thread.begin(core.run(run, stream))
-        yielded = 0
+        thread.begin(core.run(run))
+        yielded = 0  # by this call alone; `request.tokens` belongs to the caller
         try:
             while stream.open_samples:
                 chunks = await stream.next()
@@ -314,16 +183,33 @@ class ClientEngine(Generic[CoreT]):
         finally:
             self._count_open(-samples)
             self._unfinished.discard(stream)
-            await self._end(thread, core, stream)
+            # Once the run has ended no other thread counts its tokens any more.
+            await self._end(thread, core, run)
             self._accounting.of(request).unsent += run.sampled - yielded
 
-    async def _end(self, thread: ClientThread, core: CoreT, stream: ChunkStream) -> None:
-        if stream.has_ended or self._thread is not thread:
+    def _admit(self, request: GenerationRequest) -> None:
+        """Refuse what cannot be sampled at present."""
+        _, core = self._in_thread()
+        limits = self._limits
+        if core.version is None:
+            raise NotReadyError(f"the {self._name} engine has no weights yet")
+        check_request(request, self.vocab_size, limits.max_model_len)
+        # Samples whose images are being read will be open soon.
+        coming = self._open_samples + self._image_turn.samples
+        check_capacity(request, coming, limits.slots, limits.max_queued)
+
+    @abstractmethod
+    async def _read_images(self, request: GenerationRequest) -> PromptImages | None:
+        """Return the images of a request; ``None`` if it has none."""
+
+    async def _end(self, thread: ClientThread, core: CoreT, run: RequestRun) -> None:
+        """Abort what is left of a request, and wait until the vendor has."""
+        if run.stream.has_ended or self._thread is not thread:
             return
-        thread.begin(core.cancel(stream))
+        thread.begin(core.cancel(run))
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
-                await stream.wait_until_ended()
+                await run.stream.wait_until_ended()
         except TimeoutError:
             core.note_broken(
                 EngineError(
@@ -344,21 +230,34 @@ class ClientEngine(Generic[CoreT]):
     def _enter_state(self) -> None:
         self._clock.enter(EngineState.GENERATING if self._open_samples else EngineState.IDLE)
 
-    @contextmanager
-    def _swapping(self) -> Iterator[None]:
-        """The time in it is counted as that of a swap."""
-        self._clock.enter(EngineState.SWAPPING)
-        try:
-            yield
-        finally:
-            self._enter_state()
-
     async def pause(self, mode: PauseMode) -> None:
-        """Draws no token from its return until `resume`; see the protocol."""
+        """Sample no token from its return until `resume`; see the protocol."""
         thread, core = self._in_thread()
         await thread.call(core.pause(mode), f"pausing ({mode})")
 
     async def resume(self) -> None:
-        """Draws on."""
+        """Sample again."""
         thread, core = self._in_thread()
-        await thread.call(core.resume(), "going on after a pause")
+        await thread.call(core.resume(), "resuming after a pause")
+
+    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
+        """Swap the staged version in between two decode steps. Idempotent."""
+        thread, core = self._in_thread()
+        if (core.version, core.digest) == (version, digest):
+            # The swap of a cancelled call may not have resumed sampling yet.
+            await thread.call(core.swapped(), f"resuming with version {version}")
+            return CommitResult(version, digest, 0.0)
+        return CommitResult(version, digest, await self._swap(epoch, version, digest))
+
+    @abstractmethod
+    async def _swap(self, epoch: int, version: int, digest: str) -> float:
+        """Swap the staged version in; return the seconds without a token."""
+
+    async def _completed(self, swap: Future[float]) -> float:
+        """Return the result of a swap; the time until then counts as swapping."""
+        self._clock.enter(EngineState.SWAPPING)
+        try:
+            # A swap that is cancelled half-way would leave a mixture of versions.
+            return await asyncio.shield(asyncio.wrap_future(swap))
+        finally:
+            self._enter_state()

@@ -1,8 +1,8 @@
-"""The vendor's processes of an engine end with the process that started them, however that ended.
+"""End a vendor's processes with the process that started them, even if that was killed.
 
-vLLM's outlive a killed owner for good and go on holding the device. They inherit the owner's id in
-a variable, and watch it from the import of `services.rollout` on, which is the first thing that a
-process spawned by a replica imports: long before its engine has started.
+vLLM's processes outlive a killed owner and keep the device. They inherit the owner's id in a
+variable, and watch it from the import of `services.rollout` on. A process that a replica spawns
+imports that first, long before its engine has started.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import MutableMapping
 
 OWNER_VARIABLE = "SLUICE_ENGINE_OWNER_PID"
 
-# Ids of processes, since a forked one inherits these sets, but not the thread that watches.
+# Ids of processes: a forked process inherits these sets, but not the thread that watches.
 _WATCHING: set[int] = set()
 _TAKES_PARENT: set[int] = set()
 
 
 def own_processes(environment: MutableMapping[str, str]) -> None:
-    """Has the processes that this one starts from here on end with it."""
+    """Make the processes that this one starts from here on end with it."""
     environment[OWNER_VARIABLE] = str(os.getpid())
 
 
 def end_with_owner(*, with_parent: bool = False) -> None:
-    """Kills this process when its owner is gone.
+    """Kill this process when its owner is gone.
 
-    Does nothing without an owner, and where the system cannot watch processes. A process has one
-    watch: a repetition can only add `with_parent` to it.
+    Do nothing without an owner, and where the system cannot watch processes. A process has one
+    watch: a repeated call can only add `with_parent` to it.
 
     Args:
         with_parent: kill a process between this one and its owner first.
@@ -44,7 +44,7 @@ def end_with_owner(*, with_parent: bool = False) -> None:
 
 
 def _begin_watch(owner: int) -> None:
-    parent = os.getppid()  # asked while the owner lives: later it may be who adopts orphans
+    parent = os.getppid()  # read while the owner lives: later it may be one that adopts orphans
     try:
         watched = os.pidfd_open(owner)
     except ProcessLookupError:

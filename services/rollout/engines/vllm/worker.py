@@ -1,5 +1,5 @@
-"""What sluice adds to each vLLM worker process: receive weights, check them, and load them into
-the model.
+"""What sluice adds to each vLLM worker process: receive weights, check them, and load them into the
+model. vLLM imports this module by name in its own processes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, TypeGuard, cast
 import msgspec
 import torch
 
-from services.rollout.engines.causal_lm import TorchEngineSettings, build_causal_lm
+from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.vendor.owner_watch import end_with_owner
 from services.rollout.engines.vllm.worker_features import WorkerFeatures, dummy_loader
 from services.rollout.engines.vllm.workers import WorkerBegin
+from services.rollout.engines.weight_inbox import check_staged
 from sluice.device.protocol import Device
 from sluice.device.select import transfer_device
 from sluice.errors import ConfigError, SluiceError, WeightSyncError
@@ -28,12 +29,15 @@ from sluice.types import TransferGroupSpec
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 
 _MARK = "sluice_keeps_buffers"
+_Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+Outcome = dict[str, object]
+_SENDER = "trainer"
 
 
 def keep_buffers() -> None:
-    """Has that loader leave buffers as they were made; to be called before a model is loaded.
+    """Make vLLM's dummy loader leave buffers as they were; call it before a model is loaded.
 
-    Does nothing a second time, nor without that loader, which `WorkerFeatures` refuses by name.
+    Do nothing a second time, nor without that loader; `WorkerFeatures` refuses such a vLLM.
     """
     loader = dummy_loader()
     if loader is None or hasattr(loader, _MARK):
@@ -53,35 +57,29 @@ def keep_buffers() -> None:
     setattr(loader, _MARK, True)
 
 
-# Weights by the names of a checkpoint's files, which are those that vLLM's loader knows.
-#
-# A model in memory may hold as one tensor what its checkpoint splits (the experts of a layer),
-# or call it otherwise; the trainer sends what the model in memory has. Transformers knows for
-# each family how the one becomes the other, since it saves checkpoints that way.
-
-
-_Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-
-
 class CheckpointNames:
-    """The names of one model.
+    """The names of one model's weights in its checkpoint's files, which vLLM's loader knows.
+
+    A model in memory may hold as one tensor what its checkpoint splits (the experts of a layer), or
+    under another name; the trainer sends what the model in memory has. Transformers knows the
+    conversion for each family, since it saves checkpoints with it.
 
     Args:
         model_path: directory with a Hugging Face configuration.
         trust_remote_code: run model code that ships with it.
 
     Raises:
-        ConfigError: `model_path` holds no model that transformers knows, or transformers does not
-            say how it saves one.
+        ConfigError: `model_path` holds no model that transformers knows, or this transformers does
+            not offer the conversion.
     """
 
     def __init__(self, model_path: str, *, trust_remote_code: bool) -> None:
-        described = TorchEngineSettings(model_path, trust_remote_code=trust_remote_code)
-        self._model = build_causal_lm(described, torch.device("meta")).model
+        meta = torch.device("meta")
+        self._model = build_causal_lm(model_path, meta, trust_remote_code=trust_remote_code).model
         self._revert = _revert_weight_conversion()
 
     def of(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The same weights as a checkpoint has them, as views where they are only renamed or cut.
+        """Return the weights as a checkpoint has them; renamed or split ones are views.
 
         Args:
             weights: by the names of the model in memory.
@@ -101,20 +99,8 @@ def _revert_weight_conversion() -> _Revert:
         ) from error
 
 
-# New weights inside vLLM's worker: received in a thread, proven, then handed to the model.
-#
-# Consumes: calls of the worker's own loop, none of which blocks. Produces: what became of the
-# last one, for whoever asks, and staged tensors. Waits for: the transfer group, in a thread of
-# its own. Unblocked by: completion, the epoch's timeout, `abort`, another `join`. On failure:
-# the answer to `outcome` says so, the model is as it was.
-
-
-Outcome = dict[str, object]
-_SENDER = "trainer"
-
-
 def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpec:
-    """The spec of one of a replica's workers: they take consecutive ranks from the replica's.
+    """Return the spec of one worker: a replica's workers take consecutive ranks.
 
     Raises:
         WeightSyncError: the group has no rank for it.
@@ -130,11 +116,17 @@ def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpe
 
 
 class WorkerStaging:
-    """One worker's membership in transfer groups.
+    """One worker's membership in transfer groups: receive in a thread, prove, then hand over.
+
+    Consumes: calls of the worker's own loop; none blocks.
+    Produces: the outcome of the last call, for polling, and staged tensors.
+    Waits for: the transfer group, in a thread of its own.
+    Unblocked by: completion, the epoch's timeout, `abort`, another `join`.
+    On failure: `outcome` returns the error; the model stays as it was.
 
     Args:
         device: of the wire.
-        shapes: of the weights the model has, by checkpoint name.
+        shapes: of the model's weights, by checkpoint name.
     """
 
     def __init__(self, device: Device, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -144,12 +136,12 @@ class WorkerStaging:
         self._staged: StagedWeights | None = None
 
     def join(self, spec: TransferGroupSpec) -> None:
-        """Begins to join an epoch, leaving any earlier one; the outcome holds `plan_digest`."""
+        """Begin to join an epoch, leaving any earlier one; the outcome holds `plan_digest`."""
         self.abort(f"epoch {spec.epoch} begins")
         self._begin(lambda: {"plan_digest": self._receiver.join(spec)})
 
     def stage(self, version: int) -> None:
-        """Begins to receive; the outcome holds version, digest, received_bytes and seconds."""
+        """Begin to receive; the outcome holds version, digest, received_bytes and seconds."""
         self._staged = None
         self._begin(lambda: self._stage(version))
 
@@ -167,9 +159,9 @@ class WorkerStaging:
         self._job = self._thread.submit(call)
 
     def outcome(self) -> Outcome | None:
-        """How the last call ended; ``None`` while it runs.
+        """Return how the last call ended; ``None`` while it runs.
 
-        Either what the call promises, or `error`: the sentence, and `kind`: the class.
+        It is what the call promises; or `error` (the sentence) and `kind` (the class).
         """
         job = self._job
         if job is None:
@@ -180,56 +172,44 @@ class WorkerStaging:
             return job.result()
         except SluiceError as error:
             return {"error": str(error), "kind": type(error).__name__}
-        except Exception as error:  # noqa: BLE001 - crosses a process: whoever asks gets it
+        except Exception as error:  # noqa: BLE001 - crosses a process: the caller gets it
             return {"error": repr(error), "kind": WeightSyncError.__name__}
 
     def staged(self, version: int, digest: str) -> StagedWeights:
-        """What was staged under that version and digest.
+        """Return what was staged under that version and digest.
 
         Raises:
-            WeightSyncError: something else was, or nothing.
+            WeightSyncError: nothing is staged, or something else.
         """
-        staged, phase = self._staged, f"committing version {version}"
-        if staged is None or staged.version != version:
-            found = "nothing" if staged is None else f"version {staged.version}"
-            raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
-        if staged.digest != digest:
-            raise WeightSyncError(
-                _SENDER,
-                phase,
-                f"the digest of what is staged here is {staged.digest}, not {digest}",
-            )
-        return staged
+        return check_staged(self._staged, version, digest)
 
     def release(self, staged: StagedWeights) -> None:
-        """Gives staging memory back once the model has a copy of it."""
+        """Give staging memory back once the model has a copy of it."""
         self._staged = None
         self._receiver.keep(staged)
 
     def abort(self, reason: str) -> None:
-        """Throws away what is staged and leaves the epoch, if any; returns at once."""
+        """Discard what is staged and leave the epoch, if any; return at once."""
         self._staged = None
         self._receiver.abort(reason)
 
     def close(self) -> None:
-        """Leaves the group and lets the thread end."""
+        """Leave the group and let the thread end."""
         self._receiver.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-# What sluice adds to each of vLLM's workers; vLLM imports it by name in its own processes.
-#
-# No method blocks the worker, whose loop draws the tokens, but `sluice_apply`, which is called
-# while nothing is drawn.
-
-
 # vLLM imports this file before it loads the model, and calls nothing before that.
 keep_buffers()
-end_with_owner(with_parent=True)  # vLLM's engine process need not have imported anything of ours
+end_with_owner(with_parent=True)  # vLLM's engine process may not have imported anything of ours
 
 
 class WeightWorker:
-    """Methods for vLLM's ``worker_extension_cls``, called by name with plain values."""
+    """Methods for vLLM's ``worker_extension_cls``, called by name with plain values.
+
+    The worker's loop samples the tokens. No method blocks it but `sluice_apply`, which is called
+    while nothing is sampled.
+    """
 
     sluice_features: WorkerFeatures | None = None
     sluice_staging: WorkerStaging | None = None
@@ -238,42 +218,42 @@ class WeightWorker:
     device: torch.device | None
 
     def sluice_begin(self, begin: bytes) -> Outcome:
-        """Prepares for weights; `begin` is a `WorkerBegin`, JSON.
+        """Prepare for weights; `begin` is a `WorkerBegin`, JSON.
 
         Returns:
-            Nothing; or `error` and `kind`, as where this version of vLLM lacks what is needed.
+            Nothing; or `error` and `kind`, for example if this vLLM lacks what is needed.
         """
         reported = msgspec.json.decode(begin, type=WorkerBegin)
         return _answered(lambda: _begin(self, reported))
 
     def sluice_pulse(self) -> int:
-        """Samples that the worker holds since its last step; answers from the engine's loop."""
+        """Return the samples held since the last step; answered in the engine's loop."""
         return _features(self).num_samples()
 
     def sluice_process(self) -> int:
-        """This worker's process."""
+        """Return the id of this worker's process."""
         return os.getpid()
 
     def sluice_join(self, spec: bytes) -> Outcome:
-        """Begins to join; `spec` is a `TransferGroupSpec` in msgpack."""
+        """Begin to join; `spec` is a `TransferGroupSpec` in msgpack."""
         decoded = msgspec.msgpack.decode(spec, type=TransferGroupSpec)
         return _answered(lambda: _staging(self).join(rank_in_group(decoded, self.rank)))
 
     def sluice_stage(self, version: int) -> Outcome:
-        """Begins to receive a version."""
+        """Begin to receive a version."""
         return _answered(lambda: _staging(self).stage(version))
 
     def sluice_outcome(self) -> Outcome | None:
-        """How the last join or stage ended; ``None`` while it runs."""
+        """Return how the last join or stage ended; ``None`` while it runs."""
         return _staging(self).outcome()
 
     def sluice_check_staged(self, version: int, digest: str) -> Outcome:
-        """Whether `sluice_apply` could begin; changes nothing."""
+        """Check that `sluice_apply` can begin; change nothing."""
         staging = _staging(self)
         return _answered(lambda: staging.staged(version, digest))
 
     def sluice_apply(self, version: int, digest: str) -> Outcome:
-        """Has the model compute with what is staged; call it only while nothing is drawn.
+        """Make the model compute with what is staged; call it only while nothing is sampled.
 
         Returns:
             `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
@@ -296,11 +276,11 @@ class WeightWorker:
         return {"seconds": time.perf_counter() - started}
 
     def sluice_abort(self, reason: str) -> None:
-        """Throws away what is staged and leaves the epoch."""
+        """Discard what is staged and leave the epoch."""
         _staging(self).abort(reason)
 
     def sluice_close(self) -> None:
-        """Leaves the group for good."""
+        """Leave the group permanently."""
         _staging(self).close()
 
 
@@ -326,7 +306,7 @@ def _staging(worker: WeightWorker) -> WorkerStaging:
 
 
 def _own_device(kind: str | None, device: torch.device | None) -> str | None:
-    """The worker's own one of several that it may see."""
+    """Return the worker's own device, one of several that it may see."""
     index = None if device is None or device.type != kind else device.index
     return kind if index is None else f"{kind}:{index}"
 
@@ -340,12 +320,12 @@ def _answered(call: Callable[[], object]) -> Outcome:
 
 
 def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:
-    """vllm-ascend's reload makes tensors on the default device; others name theirs."""
+    """Enter the worker's NPU: vllm-ascend's reload uses the default device; others name theirs."""
     return device if _is_npu(device) else nullcontext()
 
 
 def _await(device: torch.device | None) -> None:
-    """Until an NPU has copied what is staged: the next version is received into the same memory."""
+    """Wait until an NPU has copied what is staged: the next version overwrites that memory."""
     if _is_npu(device):
         torch.get_device_module(device).synchronize()
 

@@ -1,9 +1,9 @@
-"""vLLM's workers and its engine's process from within: what sluice uses there, looked up here.
+"""vLLM's workers and its engine's process from within: what sluice uses there.
 
 Read in the sources of vLLM 0.23 to 0.33, run with 0.32 on the CPU. vLLM has two model runners. V1
-keeps its samples in `requests`; V2, which is the default of newer versions wherever Triton works,
-keeps them in `req_states`. What is missing is told by name when a worker begins, and not at its
-first update. What differs between vLLM's clients is looked up in `vllm_features`.
+keeps its samples in `requests`; V2, the default of newer versions wherever Triton works, keeps them
+in `req_states`. A worker reports what it lacks when it begins, not at its first update. What
+differs between vLLM's clients is looked up in `client`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from sluice.errors import ConfigError
 
-# vLLM need not be installed where types are checked: its values have none here.
+# Types are checked without vLLM: its values have none here.
 # ruff: noqa: ANN401
 
 
@@ -40,10 +40,10 @@ class WorkerFeatures:
     """What one worker of this version can do.
 
     Args:
-        worker: vLLM's, whose model is loaded.
+        worker: vLLM's, with its model loaded.
 
     Raises:
-        ConfigError: it lacks something; all that it lacks is named, with the remedy.
+        ConfigError: it lacks something; the message names all that it lacks, and the remedy.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -54,23 +54,26 @@ class WorkerFeatures:
             missing = list(_missing_in_layers(runner.get_model()))
         if missing or held is None:
             raise ConfigError(_refusal(worker, runner, missing))
-        self._worker, self._runner, self._held = worker, runner, held
+        self._worker = worker
+        self._runner = runner
+        self._held = held
 
     def num_samples(self) -> int:
-        """Samples that the worker holds since its last step."""
+        """Return the number of samples that the worker holds since its last step."""
         return self._held()
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replaces all weights by vLLM's layer by layer reload, which processes each anew.
+        """Replace all weights by vLLM's layerwise reload, which processes each of them again.
 
-        On the CPU a linear layer computes with a packed copy of its weight. The reload renews that
-        of layers that got tensors, which an output layer tied to the embedding does not. Experts
-        compute with packed weights too, but vLLM packs them only as it builds their kernel.
+        On the CPU a linear layer computes with a packed copy of its weight. The reload renews the
+        copies of layers that got tensors, but an output layer tied to the embedding gets none.
+        Experts compute with packed weights too, but vLLM packs them only when it builds their
+        kernel.
         """
         model: torch.nn.Module = self._runner.get_model()
         with torch.inference_mode(), _current_config(self._worker):
             for method in _expert_methods(model):
-                method.moe_kernel = None  # no graph holds its address on the CPU
+                method.moe_kernel = None  # on the CPU no graph holds its address
             self._runner.reload_weights(weights_iterator=weights)
             for module in _packed_layers(self._runner.get_model()):
                 if _is_matrix(getattr(module, "weight", None)):
@@ -78,7 +81,7 @@ class WorkerFeatures:
 
 
 def dummy_loader() -> Any:
-    """vLLM's loader of dummy weights; ``None`` if there is none of that name and signature."""
+    """Return vLLM's loader of dummy weights; ``None`` if no such name and signature exist."""
     try:
         loader: Any = importlib.import_module(_LOADER).DummyModelLoader
         arguments = list(inspect.signature(loader.load_weights).parameters)
@@ -88,12 +91,12 @@ def dummy_loader() -> Any:
 
 
 def runner_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """What has vLLM take its model runner V1 where V2 would not keep the rules.
+    """Return variables that select vLLM's model runner V1 where V2 would break the rules.
 
-    A cache that is emptied under running samples, as for new weights with
-    ``sluice.weights.recompute_kv``, sends them back to wait. V2 gives their slots back when the
-    scheduler tells it of them. The scheduler of 0.23 and 0.24 does not, so that samples that are
-    drawn before these find no slot, which ends the engine. V1 has no such slots.
+    When a cache is emptied under running samples, as for new weights with
+    ``sluice.weights.recompute_kv``, these samples wait again. V2 frees their slots when the
+    scheduler reports them. The scheduler of 0.23 and 0.24 does not report them; samples that run
+    before them then find no slot, and the engine ends. V1 has no such slots.
 
     Args:
         given: the environment.
@@ -103,9 +106,9 @@ def runner_environment(given: Mapping[str, str]) -> dict[str, str]:
     """
     try:
         scheduler: Any = importlib.import_module(_SCHEDULER).Scheduler
-        preempt = scheduler._preempt_request  # there is no other sign of it
+        preempt = scheduler._preempt_request  # only its code shows what it reports
         reported: Sequence[str] = preempt.__code__.co_names
-    except (ImportError, AttributeError):  # what has become of it cannot be told
+    except (ImportError, AttributeError):  # an unknown vLLM
         return {}
     chosen = given.get(_RUNNER_VARIABLE)
     if _REPORTS_PREEMPTED in reported or (chosen or "").lower() in ("0", "false"):
@@ -113,14 +116,14 @@ def runner_environment(given: Mapping[str, str]) -> dict[str, str]:
     if chosen is not None:
         raise ConfigError(
             f"{_RUNNER_VARIABLE}={chosen}: vLLM {_version()} does not tell its model runner V2 "
-            f"of samples whose cache is computed anew, and would end; {_V1_REMEDY}, or unset it"
+            f"of samples whose cache is recomputed, and would end; {_V1_REMEDY}, or unset it"
         )
     _log.info("vLLM %s takes its model runner V1: V2 would not keep all rules", _version())
     return {_RUNNER_VARIABLE: "0"}
 
 
 def _held_samples(runner: Any) -> Callable[[], int] | None:
-    """Counts what a runner holds: V1 in `requests`, V2 in `req_states`."""
+    """Return a function that counts a runner's samples: V1 in `requests`, V2 in `req_states`."""
     if isinstance(getattr(runner, "requests", None), Mapping):
         return lambda: len(runner.requests)
     if isinstance(getattr(_states(runner), "req_id_to_index", None), Mapping):
@@ -133,7 +136,7 @@ def _states(runner: Any) -> Any:
 
 
 def _missing(runner: Any) -> Iterator[str]:
-    """Names of what a runner and vLLM's modules lack."""
+    """Yield names of what a runner and vLLM's modules lack."""
     if runner is None:
         yield "model_runner"
         return
@@ -152,7 +155,7 @@ def _missing(runner: Any) -> Iterator[str]:
 
 
 def _missing_in_layers(model: torch.nn.Module) -> Iterator[str]:
-    """Names of what would leave packed copies of old weights behind, on the CPU."""
+    """Yield names of methods without which packed copies of old weights would stay, on the CPU."""
     packed = [_method(layer) for layer in _packed_layers(model)]
     for method in {type(one): one for one in packed}.values():
         if not callable(getattr(method, "process_weights_after_loading", None)):
@@ -163,12 +166,12 @@ def _missing_in_layers(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _packed_layers(model: torch.nn.Module) -> Iterator[Any]:
-    """Linear layers that compute with a packed copy of their weight."""
+    """Yield linear layers that compute with a packed copy of their weight."""
     return (module for module in model.modules() if hasattr(module, "cpu_linear"))
 
 
 def _expert_methods(model: torch.nn.Module) -> Iterator[Any]:
-    """How layers of experts compute on the CPU."""
+    """Yield the methods by which layers of experts compute on the CPU."""
     return (
         _method(module)
         for module in model.modules()
@@ -185,21 +188,21 @@ def _is_on_cpu(tensor: torch.Tensor | None) -> bool:
 
 
 def _is_matrix(weight: torch.Tensor | None) -> bool:
-    """Packed weights leave an empty tensor behind, but for one that is tied."""
+    """Return whether a weight is still there: packing leaves an empty tensor, unless it is tied."""
     return weight is not None and weight.ndim == 2 and weight.numel() > 0
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """V2 hands all its arguments on to V1's method, up to 0.31."""
+    """Return whether a function takes an argument; up to 0.31, V2 passes all of them on to V1."""
     parameters = inspect.signature(function).parameters
     kinds = {one.kind for one in parameters.values()}
     return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _current_config(worker: Any) -> AbstractContextManager[object]:
-    """vLLM's configuration for layers that ask for it as their weights are processed.
+    """Enter vLLM's configuration, which some layers ask for when their weights are processed.
 
-    The runner's own method does not set it: the worker's does, from 0.27 on.
+    The runner's own method does not; the worker's does, from 0.27 on.
     """
     config = getattr(worker, "vllm_config", None)
     enter = getattr(_module("vllm.config"), "set_current_vllm_config", None)

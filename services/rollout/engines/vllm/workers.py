@@ -4,10 +4,10 @@ Each worker is a rank of the transfer group, and receives and proves every weigh
 loader cuts out the worker's share when the model takes it.
 
 Consumes: answers of each worker, by rank. Produces: one outcome for the replica.
-Waits for: the workers' threads, by asking again and again.
-Unblocked by: answers; and a failure of one worker, after which all leave the group.
-On failure: the error names the worker, where there are several. An apply that only some workers
-    came through leaves a mixture of versions, which is an EngineError.
+Waits for: the workers' threads, by polling.
+Unblocked by: answers; a failure of one worker, after which all leave the group.
+On failure: the error names the worker, if there are several. If only some workers applied a
+    version, the model is a mixture, which is an EngineError.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _REFUSALS: Mapping[str, type[SluiceError]] = {
 
 
 class WorkerBegin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told before anything else.
+    """The first message to a worker.
 
     Attributes:
-        device: kind of what vLLM computes on; each worker has its own one of it.
-        backend: collectives that weights arrive by; ``None`` is the device's own.
+        device: kind of device that vLLM computes on; each worker has one of its own.
+        backend: collectives that bring weights; ``None`` is the device's own.
         shapes: of the weights, by the names they arrive under.
         model_path: directory with a Hugging Face configuration.
         trust_remote_code: run model code that ships with it.
@@ -58,23 +58,23 @@ class WorkerBegin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerCalls(Protocol):
-    """How a method of `vllm_worker.WeightWorker` is called in every worker."""
+    """A call of a method of `worker.WeightWorker` in every worker."""
 
     async def call_workers(
         self, method: str, *arguments: object, timeout_s: float
     ) -> Sequence[object]:
-        """What it returned, by rank."""
+        """Return the results, by rank."""
         ...
 
 
 class VllmWorkers:
-    """See the module."""
+    """All workers of one engine; see the module."""
 
     def __init__(self, calls: WorkerCalls) -> None:
         self._calls = calls
 
     async def begin(self, reported: WorkerBegin) -> None:
-        """Prepares every worker.
+        """Prepare every worker.
 
         Raises:
             ConfigError: this version of vLLM lacks what a worker needs, or there is no such model.
@@ -83,23 +83,23 @@ class VllmWorkers:
             raise ConfigError(str(failure["error"]))
 
     async def heartbeat(self, timeout_s: float) -> int:
-        """Samples that the workers hold since their last step, asked through the engine's loop."""
+        """Ask through the engine's loop for the samples that workers hold since their last step."""
         answers = await self._call("sluice_pulse", timeout_s=timeout_s)
         return max(msgspec.convert(answers, list[int]))
 
     async def processes(self) -> tuple[int, ...]:
-        """Ids of the workers' processes."""
+        """Return the ids of the workers' processes."""
         return tuple(msgspec.convert(await self._call("sluice_process"), list[int]))
 
     async def join(self, spec: TransferGroupSpec) -> str:
-        """Joins an epoch; returns the plan's digest."""
+        """Join an epoch; return the plan's digest."""
         phase = f"joining epoch {spec.epoch}"
         answers = await self._call("sluice_join", msgspec.msgpack.encode(spec))
         outcomes = await self._outcomes(answers, phase)
         return str(outcomes[0]["plan_digest"])
 
     async def stage(self, version: int) -> StagedVersion:
-        """Receives a version into staging memory of every worker.
+        """Receive a version into staging memory of every worker.
 
         Returns:
             The bytes that each worker received, and the seconds of the slowest.
@@ -107,6 +107,7 @@ class VllmWorkers:
         phase = f"staging version {version}"
         outcomes = await self._outcomes(await self._call("sluice_stage", version), phase)
         staged = [msgspec.convert(one, StagedVersion) for one in outcomes]
+        # Each worker proved its own copy; only together they prove that all have the same.
         digests = [one.digest for one in staged]
         if len(set(digests)) != 1:
             await self.abort("the workers' digests differ")
@@ -115,7 +116,7 @@ class VllmWorkers:
         return max(staged, key=lambda one: one.seconds)
 
     async def _outcomes(self, begun: list[object], phase: str) -> list[Answer]:
-        """What the workers' threads have come to; whoever fails has all leave the group."""
+        """Wait for the workers' threads; after a failure of one, all leave the group."""
         pause_s = _FIRST_POLL_S
         try:
             _check(begun, phase)
@@ -129,14 +130,14 @@ class VllmWorkers:
         except asyncio.CancelledError:
             await self.abort(f"the call was cancelled while {phase}")
             raise
-        except EngineError:  # who does not answer cannot be told either
+        except EngineError:  # a worker that does not answer cannot leave on request
             raise
         except SluiceError as error:
             await self.abort(f"one of the workers failed: {error}")
             raise
 
     async def check_staged(self, version: int, digest: str) -> None:
-        """Makes sure that every worker can apply a version.
+        """Make sure that every worker can apply a version.
 
         Raises:
             WeightSyncError: something else is staged, or nothing.
@@ -145,15 +146,16 @@ class VllmWorkers:
         _check(answers, f"committing version {version}")
 
     async def apply(self, version: int, digest: str) -> None:
-        """Has the model compute with what is staged; call it only while nothing is drawn.
+        """Make the model compute with what is staged; call it only while nothing is sampled.
 
         Raises:
-            WeightSyncError: no worker has it; the old weights go on serving.
+            WeightSyncError: no worker has it; the old weights stay.
             EngineError: the model could not take them and is broken.
         """
         phase = f"committing version {version}"
         answers = await self._call("sluice_apply", version, digest, timeout_s=_APPLY_TIMEOUT_S)
         failures = _errors(answers)
+        # A worker that took the weights cannot give them back.
         if any("broken" in one for one in failures) or 0 < len(failures) < len(answers):
             raise EngineError(
                 f"vLLM: loading version {version} failed half-way ({failures[0]['error']}); "
@@ -162,11 +164,11 @@ class VllmWorkers:
         _check(answers, phase)
 
     async def abort(self, reason: str) -> None:
-        """Throws away what is staged and leaves the group."""
+        """Discard what is staged and leave the group."""
         await self._call("sluice_abort", reason)
 
     async def close(self) -> None:
-        """Leaves the group for good."""
+        """Leave the group permanently."""
         await self._call("sluice_close")
 
     async def _call(
@@ -176,7 +178,7 @@ class VllmWorkers:
 
 
 def _errors(answers: Sequence[object]) -> list[Answer]:
-    """The answers that are errors, each with the worker it is of."""
+    """Return the answers that are errors; each names its worker."""
     failures = []
     for rank, answer in enumerate(answers):
         if isinstance(answer, dict) and "error" in answer:
@@ -186,7 +188,7 @@ def _errors(answers: Sequence[object]) -> list[Answer]:
 
 
 def _check(answers: Sequence[object], phase: str) -> list[Answer]:
-    """The workers' answers so far, if none of them is an error."""
+    """Return the workers' answers so far, if none of them is an error."""
     for failure in _errors(answers):
         message = str(failure["error"])
         refusal = _REFUSALS.get(str(failure.get("kind")))

@@ -1,0 +1,582 @@
+"""One group: its state, its attempt and what came of it; the table of all groups; their events.
+
+A `Group` exists from the acceptance of a prompt until the prompt ends, through all of its attempts.
+Each event of its life is one method of `Groups`, which changes the group, in this order: the ledger
+first, then the group and the counts, then the observers.
+
+event      from                               to          what happened
+accepted   -                                  waiting     a client's prompt, a data-set row, or a
+                                                          pending prompt of an earlier process
+admitted   waiting                            generating  an attempt starts, in a task of its own
+generated  generating                         generating  the samples of a request have come
+                                              grading     ... and no other request is under way
+graded     generating, grading                the same    some samples have their outcomes
+continued  generating, grading                generating  more samples are requested
+kept       grading                            kept        the group waits for a train batch
+leased     kept                               leased      the trainer has the batch
+returned   leased                             kept        the batch was taken back
+requeued   generating, grading, kept, leased  waiting     the attempt is given up; another follows
+ended      any but ended                      ended       the prompt has its outcome (`Ending`)
+forgotten  waiting, leased                    ended       the row will be issued again, under
+                                                          another number
+
+Failure rules: the ledger alone may refuse an event (a used id, a value without an encoding); then
+the group is as it was and no observer hears of it. An event that the table does not allow is a
+defect and raises `IllegalTransitionError` before anything changes. Observers are called in the
+event loop, in the order in which they were added; they must be quick, change no group and not fail:
+an error of an observer is a defect too and ends the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.reward.generation.request import GroupBudget, GroupTokens
+from services.reward.ledger.ledger import PromptLedger
+from sluice.algorithm.groups.staleness import GroupAges
+from sluice.algorithm.sampling.attempt import Attempt
+from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout, Scored
+
+
+class GroupState(StrEnum):
+    """Where a group is."""
+
+    WAITING = "waiting"
+    GENERATING = "generating"
+    GRADING = "grading"
+    KEPT = "kept"
+    LEASED = "leased"
+    ENDED = "ended"
+
+
+class EventKind(StrEnum):
+    """What happened to a group."""
+
+    ACCEPTED = "accepted"
+    ADMITTED = "admitted"
+    GENERATED = "generated"
+    GRADED = "graded"
+    CONTINUED = "continued"
+    KEPT = "kept"
+    LEASED = "leased"
+    RETURNED = "returned"
+    REQUEUED = "requeued"
+    ENDED = "ended"
+    FORGOTTEN = "forgotten"
+
+
+PENDING_STATES = tuple(state for state in GroupState if state is not GroupState.ENDED)
+IN_FLIGHT = frozenset({GroupState.GENERATING, GroupState.GRADING})
+_HOLDS_SAMPLES = IN_FLIGHT | {GroupState.KEPT, GroupState.LEASED}
+
+TRANSITIONS: Mapping[EventKind, tuple[frozenset[GroupState], frozenset[GroupState]]] = {
+    EventKind.ADMITTED: (frozenset({GroupState.WAITING}), frozenset({GroupState.GENERATING})),
+    EventKind.GENERATED: (frozenset({GroupState.GENERATING}), IN_FLIGHT),
+    EventKind.GRADED: (IN_FLIGHT, IN_FLIGHT),
+    EventKind.CONTINUED: (IN_FLIGHT, frozenset({GroupState.GENERATING})),
+    EventKind.KEPT: (frozenset({GroupState.GRADING}), frozenset({GroupState.KEPT})),
+    EventKind.LEASED: (frozenset({GroupState.KEPT}), frozenset({GroupState.LEASED})),
+    EventKind.RETURNED: (frozenset({GroupState.LEASED}), frozenset({GroupState.KEPT})),
+    EventKind.REQUEUED: (_HOLDS_SAMPLES, frozenset({GroupState.WAITING})),
+    EventKind.ENDED: (frozenset(PENDING_STATES), frozenset({GroupState.ENDED})),
+    EventKind.FORGOTTEN: (
+        frozenset({GroupState.WAITING, GroupState.LEASED}),
+        frozenset({GroupState.ENDED}),
+    ),
+}
+"""By event: the states it may meet, and those it may lead to. See the table above."""
+
+
+class IllegalTransitionError(AssertionError):
+    """An event that the table does not allow."""
+
+
+class Discard(StrEnum):
+    """Why the tokens of an attempt are lost: too old for any batch, no slot in a full one, a failed
+    group, or another trainer's policy."""
+
+    STALE = "stale"
+    PREEMPTED = "withdrawn"
+    FAILED = "failed"
+    TAKEN_OVER = "taken_over"
+
+
+class CancelReason(StrEnum):
+    """Why the task of a group is cancelled: the first three start the prompt again, the last ends
+    it as stale."""
+
+    TAKEN_OVER = "taken_over"
+    PREEMPTED = "preempted"
+    NO_SLOT = "no_slot"
+    TOO_OLD = "too_old"
+
+
+class EndCause(StrEnum):
+    """Why a prompt ends: the result of its group, or a property of the prompt itself."""
+
+    RESULT = "result"
+    OVERLONG = "overlong"
+    QUARANTINE = "quarantine"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a prompt ended.
+
+    Args:
+        end: the outcome.
+        detail: of a failure; begins with its `FailureKind` where one sample's was decisive.
+        step: the train step that used the group.
+        failed: the failure of all samples, where nothing could be generated.
+        cause: other than the group's result.
+    """
+
+    end: PromptEnd
+    detail: str = ""
+    step: int | None = None
+    failed: Failed | None = None
+    cause: EndCause = EndCause.RESULT
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutcome:
+    """How a prompt ended, for the client that submitted it.
+
+    `samples` counts the samples by how they ended, where that is known.
+    """
+
+    prompt: Prompt
+    end: PromptEnd
+    step: int | None
+    rewards: tuple[float, ...]
+    detail: str
+    samples: Mapping[str, int] = field(default_factory=dict)
+
+
+NOT_ADMITTED = Attempt("", -1, None, 0)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One prompt and its present attempt. Only `Groups` changes what is named here.
+
+    Attributes:
+        prompt: what is answered.
+        state: see the table above.
+        num_preemptions: attempts in a row that were preempted.
+        ending: how the prompt ended.
+
+    Attributes of the present attempt, which `requeued` resets:
+        admitted_as: what the sampling strategy decided when the attempt started.
+        attempt: the same after the probes.
+        version: policy version announced when it started; ``None``: it has not started.
+        started_s, generated_s: when it started and when its last samples came, `time.monotonic`.
+        start_version: version of its oldest token; ``None`` while it holds none.
+        has_reservation: a slot in the batch is set aside for it.
+        is_sure: it counts as kept: its samples differ already, or it has a reservation.
+        num_unrequested: sequences it will request from the fleet and has not yet.
+        num_requests: requests under way.
+        num_ungraded: samples requested whose outcomes are not counted yet.
+        budget: time and tokens that its requests share.
+        tokens: what replicas sent for it.
+        graded: the group as it is kept, filtered or failed.
+        task: runs it.
+        cancel_reason: why the task was cancelled; ``None``: it was not.
+    """
+
+    prompt: Prompt
+    state: GroupState = GroupState.WAITING
+    num_preemptions: int = 0
+    ending: Ending | None = None
+    admitted_as: Attempt = NOT_ADMITTED
+    attempt: Attempt = NOT_ADMITTED
+    version: int | None = None
+    started_s: float = 0.0
+    generated_s: float | None = None
+    start_version: int | None = None
+    has_reservation: bool = False
+    is_sure: bool = False
+    num_unrequested: int = 0
+    num_requests: int = 0
+    num_ungraded: int = 0
+    budget: GroupBudget = field(default_factory=GroupBudget)
+    tokens: GroupTokens = field(default_factory=GroupTokens)
+    graded: GradedGroup | None = None
+    task: asyncio.Task[None] | None = None
+    cancel_reason: CancelReason | None = None
+
+    @property
+    def prompt_id(self) -> str:
+        """The id of its prompt."""
+        return self.prompt.prompt_id
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether its samples are being generated or graded."""
+        return self.state in IN_FLIGHT
+
+    @property
+    def outcome(self) -> PromptOutcome:
+        """How its prompt ended, for a client."""
+        ending, graded = self.ending, self.graded
+        assert ending is not None, f"prompt {self.prompt_id} has not ended"
+        rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
+        samples = outcome_counts(graded.outcomes) if graded else {}
+        return PromptOutcome(self.prompt, ending.end, ending.step, rewards, ending.detail, samples)
+
+    def cancel(self, reason: CancelReason) -> None:
+        """Cancel the task, once."""
+        if self.cancel_reason is None and self.task is not None:
+            self.cancel_reason = reason
+            self.task.cancel()
+
+    def check_cancelled(self) -> None:
+        """Stop a cancelled task before its group is filtered or kept.
+
+        A task meets its cancellation at its next pause, and may have none left. Then the group
+        would be judged, and start again as well.
+
+        Raises:
+            CancelledError: the task was cancelled.
+        """
+        if self.cancel_reason is not None:  # `Task.cancelling` counts inner groups' cancels, too
+            raise asyncio.CancelledError
+
+    def reset(self) -> None:
+        """Forget the present attempt."""
+        fresh = Group(self.prompt, self.state, self.num_preemptions)
+        for name in self.__slots__:
+            setattr(self, name, getattr(fresh, name))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvent:
+    """One event in the life of a group, after the group has changed.
+
+    Attributes:
+        kind: what happened.
+        group: to whom; of ``REQUEUED`` and ``ENDED`` with the attempt that is over.
+        before: its state before.
+        graded: of ``GRADED``: the samples and their outcomes.
+        num_greedy_tokens: of ``GENERATED``: the length of the greedy response.
+        num_replaced: of ``CONTINUED``: samples without a grade that are generated again.
+        why: of ``REQUEUED``.
+    """
+
+    kind: EventKind
+    group: Group
+    before: GroupState
+    graded: GradedGroup | None = None
+    num_greedy_tokens: int = 0
+    num_replaced: int = 0
+    why: Discard | None = None
+
+
+Observer = Callable[[GroupEvent], None]
+
+
+class Groups:
+    """Every group whose prompt is pending, by prompt id.
+
+    Counts by state and the ages of groups (`GroupAges`, by version) are derived from the groups and
+    written here only.
+
+    Args:
+        ledger: the durable part; its pending prompts wait, or are leased.
+        ages: for the staleness rules.
+    """
+
+    def __init__(self, ledger: PromptLedger, ages: GroupAges) -> None:
+        self._ledger = ledger
+        self._observers: list[Observer] = []
+        self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
+        for prompt_id in ledger.leased_ids():
+            self._groups[prompt_id].state = GroupState.LEASED
+        self._counts = Counter(group.state for group in self._groups.values())
+        self.ages = ages
+        self.policy_version: int | None = None  # announced; None: a trainer takes over
+        self.num_sure = 0  # groups in flight that count as kept
+        self.num_reserved = 0  # groups in flight with a reservation
+        self.num_unrequested = 0  # sequences that groups in flight have not requested yet
+
+    def observe(self, observer: Observer) -> None:
+        """Add an observer; it hears of the groups that are pending now, the oldest first."""
+        self._observers.append(observer)
+        for group in self.in_order():
+            observer(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
+            if group.state is GroupState.LEASED:
+                observer(GroupEvent(EventKind.LEASED, group, GroupState.KEPT))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
+
+    def __getitem__(self, prompt_id: str) -> Group:
+        return self._groups[prompt_id]
+
+    def get(self, prompt_id: str) -> Group | None:
+        """Return the group of a pending prompt; ``None`` if it is not pending."""
+        return self._groups.get(prompt_id)
+
+    def num(self, *states: GroupState) -> int:
+        """Count the groups in these states."""
+        return sum(self._counts[state] for state in states)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups being generated or graded."""
+        return self._counts[GroupState.GENERATING] + self._counts[GroupState.GRADING]
+
+    @property
+    def num_kept(self) -> int:
+        """Groups that wait for a train batch."""
+        return self._counts[GroupState.KEPT]
+
+    def in_state(self, *states: GroupState) -> list[Group]:
+        """Return the groups in these states."""
+        return [group for group in self._groups.values() if group.state in states]
+
+    def in_order(self) -> list[Group]:
+        """Return all groups in the order of issue."""
+        return sorted(self._groups.values(), key=lambda group: group.prompt.sequence)
+
+    # -------------------------------------------------------------------------------- the events
+
+    def accept(self, prompt: Prompt) -> Group:
+        """Take a prompt on.
+
+        Raises:
+            InvalidRequestError: its id was used before, or it cannot be encoded.
+        """
+        self._ledger.accept(prompt)
+        return self._add(prompt)
+
+    def next_sequence(self) -> int:
+        """Return the number of the next prompt in the order of issue."""
+        return self._ledger.next_sequence()
+
+    def reissue(self, prompts: Iterable[Prompt]) -> None:
+        """Accept clients' prompts again that were trained into weights that did not survive."""
+        for prompt in prompts:
+            self._ledger.reissue((prompt,))
+            self._add(prompt)
+
+    def admit(
+        self, group: Group, attempt: Attempt, num_sequences: int, *, reserves_slot: bool = False
+    ) -> None:
+        """Start an attempt.
+
+        Args:
+            group: whose.
+            attempt: what the strategy decided.
+            num_sequences: sequences that its first request will ask the fleet for.
+            reserves_slot: a slot in the next batch is set aside for it.
+        """
+        before = self._move(group, EventKind.ADMITTED, GroupState.GENERATING)
+        group.admitted_as = group.attempt = attempt
+        group.version = self.policy_version or 0
+        group.started_s = time.monotonic()
+        group.num_requests = 1
+        group.num_unrequested = num_sequences
+        self.num_unrequested += num_sequences
+        if reserves_slot:
+            group.has_reservation = group.is_sure = True
+            self.num_sure += 1
+            self.num_reserved += 1
+            self.ages.reserve(group.prompt_id, group.version)
+        self._publish(GroupEvent(EventKind.ADMITTED, group, before))
+
+    def set_start_version(self, group: Group, version: int | None) -> None:
+        """Set the version of a group's oldest token; ``None``: it holds none and waits.
+
+        From here on its sequences run, or wait in the queue, which counts them itself.
+        """
+        if not group.is_in_flight:
+            return
+        self.num_unrequested -= group.num_unrequested
+        group.num_unrequested = 0
+        group.start_version = version
+        if version is None:
+            self.ages.pauses(group.prompt_id)
+        else:
+            self.ages.runs(group.prompt_id, version)
+
+    def generated(self, group: Group, num_greedy_tokens: int = 0) -> None:
+        """The samples of a request have come, and the greedy response if there is one."""
+        num_requests = group.num_requests - 1
+        after = GroupState.GENERATING if num_requests else GroupState.GRADING
+        before = self._move(group, EventKind.GENERATED, after)
+        group.num_requests = num_requests
+        if not num_requests:
+            group.generated_s = time.monotonic()
+        event = EventKind.GENERATED
+        self._publish(GroupEvent(event, group, before, num_greedy_tokens=num_greedy_tokens))
+
+    def graded(self, group: Group, graded: GradedGroup) -> None:
+        """Some samples have their outcomes; a greedy response counts as one more."""
+        before = self._move(group, EventKind.GRADED, group.state)
+        group.num_ungraded -= len(graded.outcomes)
+        group.num_ungraded -= len(graded.greedy.outcomes) if graded.greedy else 0
+        self._publish(GroupEvent(EventKind.GRADED, group, before, graded))
+
+    def continued(self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()) -> None:
+        """More samples are requested, or others for those `replaced`.
+
+        Args:
+            group: whose.
+            is_sure: two of the samples so far differ, so the group will be kept.
+            replaced: samples without a grade.
+        """
+        before = self._move(group, EventKind.CONTINUED, GroupState.GENERATING)
+        group.num_requests += 1
+        is_sure = is_sure or group.has_reservation
+        self.num_sure += is_sure - group.is_sure
+        group.is_sure = is_sure
+        group.tokens.num_replaced += sum(sample.num_tokens for sample in replaced)
+        event = EventKind.CONTINUED
+        self._publish(GroupEvent(event, group, before, num_replaced=len(replaced)))
+
+    def keep(self, group: Group, graded: GradedGroup) -> None:
+        """A group waits for a train batch."""
+        before = self._move(group, EventKind.KEPT, GroupState.KEPT)
+        group.graded = graded
+        group.num_preemptions = 0
+        self.ages.keep(group.prompt_id, graded.oldest_version, group.prompt.sequence)
+        self._publish(GroupEvent(EventKind.KEPT, group, before))
+
+    def lease(self, batch_id: str, version: int, groups: Sequence[Group]) -> None:
+        """Give kept groups to the trainer."""
+        for group in groups:
+            self._check(group, EventKind.LEASED, GroupState.LEASED)
+        self._ledger.lease(batch_id, version, [group.prompt_id for group in groups])
+        for group in groups:
+            before = self._move(group, EventKind.LEASED, GroupState.LEASED)
+            self._publish(GroupEvent(EventKind.LEASED, group, before))
+
+    def leased(self) -> list[Group]:
+        """Return the groups of the open lease, in the order of the batch."""
+        return [self._groups[prompt_id] for prompt_id in self._ledger.leased_ids()]
+
+    def take_back_lease(self) -> None:
+        """The batch of the open lease is void: its groups wait for another one."""
+        groups = self.leased()
+        self._ledger.release_lease()
+        for group in groups:
+            before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
+            assert group.graded is not None
+            self.ages.keep(group.prompt_id, group.graded.oldest_version, group.prompt.sequence)
+            self._publish(GroupEvent(EventKind.RETURNED, group, before))
+
+    def requeue(self, group: Group, why: Discard) -> None:
+        """Give the present attempt up; the prompt waits for another one."""
+        before = self._move(group, EventKind.REQUEUED, GroupState.WAITING)
+        group.num_preemptions = group.num_preemptions + 1 if why is Discard.PREEMPTED else 0
+        self._publish(GroupEvent(EventKind.REQUEUED, group, before, why=why))
+        group.reset()
+
+    def end(self, group: Group, ending: Ending, graded: GradedGroup | None = None) -> None:
+        """End a prompt; the ledger first.
+
+        Args:
+            group: its group.
+            ending: how.
+            graded: the samples of a group that was not kept.
+        """
+        self._check(group, EventKind.ENDED, GroupState.ENDED)
+        graded = graded or group.graded
+        rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
+        self._ledger.end(
+            group.prompt_id, ending.end, step=ending.step, rewards=rewards, detail=ending.detail
+        )
+        before = self._move(group, EventKind.ENDED, GroupState.ENDED)
+        group.graded = graded
+        group.ending = ending
+        del self._groups[group.prompt_id]
+        self._publish(GroupEvent(EventKind.ENDED, group, before))
+
+    def forget_data(self) -> None:
+        """Forget the pending data-set prompts: their rows are issued again."""
+        forgotten = [group for group in self.in_order() if group.prompt.position is not None]
+        for group in forgotten:
+            self._check(group, EventKind.FORGOTTEN, GroupState.ENDED)
+        self._ledger.forget_data()
+        for group in forgotten:
+            before = self._move(group, EventKind.FORGOTTEN, GroupState.ENDED)
+            del self._groups[group.prompt_id]
+            self._publish(GroupEvent(EventKind.FORGOTTEN, group, before))
+
+    def forget_preemptions(self) -> None:
+        """Another trainer begins: groups were preempted by the batches of another one."""
+        for group in self:
+            group.num_preemptions = 0
+
+    def _add(self, prompt: Prompt) -> Group:
+        group = self._groups[prompt.prompt_id] = Group(prompt)
+        self._counts[GroupState.WAITING] += 1
+        self._publish(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
+        return group
+
+    def _check(self, group: Group, event: EventKind, after: GroupState) -> None:
+        sources, targets = TRANSITIONS[event]
+        if group.state not in sources or after not in targets:
+            raise IllegalTransitionError(
+                f"prompt {group.prompt_id}: {event} may not lead from {group.state} to {after}"
+            )
+
+    def _move(self, group: Group, event: EventKind, after: GroupState) -> GroupState:
+        """Change the state and what is derived from it; return the state before."""
+        self._check(group, event, after)
+        before, group.state = group.state, after
+        if before is after:
+            return before
+        self._counts[before] -= 1
+        if after is not GroupState.ENDED:
+            self._counts[after] += 1
+        if before in IN_FLIGHT and after not in IN_FLIGHT:
+            self.num_unrequested -= group.num_unrequested
+            self.num_sure -= group.is_sure
+            self.num_reserved -= group.has_reservation
+            group.num_unrequested = 0
+            group.is_sure = group.has_reservation = False
+            self.ages.left(group.prompt_id)
+        elif before is GroupState.KEPT:
+            self.ages.remove(group.prompt_id)
+        return before
+
+    def _publish(self, event: GroupEvent) -> None:
+        for observer in self._observers:
+            observer(event)
+
+
+SCORED = "scored"
+
+
+def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """Count samples by how they ended: ``scored`` or a `FailureKind`; without those that are 0."""
+    names = (SCORED if isinstance(each, Scored) else each.kind.value for each in outcomes)
+    return dict(Counter(names))
+
+
+def prompts_lost(ledger: PromptLedger, groups: Groups, num_waiting: int) -> int:
+    """Count prompts that nothing explains or nobody holds; 0 unless there is a defect.
+
+    The ledger's counts alone add up by construction. So its pending prompts are compared with two
+    independent things: the events (accepted, ended), and what must hold a group in its state: the
+    source of prompts, a task, the samples, the lease. The result is a sum of differences.
+    """
+    unexplained = ledger.num_submitted - sum(ledger.by_end.values()) - ledger.num_pending
+    untracked = ledger.num_pending - len(groups)
+    found = Counter(group.state for group in groups)
+    leased = set(ledger.leased_ids())
+    unheld = max(0, found[GroupState.WAITING] - num_waiting)
+    unheld += sum(group.task is None for group in groups.in_state(*IN_FLIGHT))
+    unheld += sum(group.graded is None for group in groups.in_state(GroupState.KEPT))
+    unheld += sum(group.prompt_id not in leased for group in groups.in_state(GroupState.LEASED))
+    return abs(unexplained) + abs(untracked) + unheld

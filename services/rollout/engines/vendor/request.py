@@ -1,0 +1,410 @@
+"""One request in the event loop of a vendor's client, until all of its samples have finished.
+
+Each sample is a request of the vendor's own. The samples share the prompt's prefill through the
+vendor's prefix cache, and each one ends alone: at a stop token, a stop string, or a length limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.text import StopStringWatch
+from sluice.errors import EngineError
+from sluice.types import FinishReason
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+VersionSpans = Sequence[tuple[str, int, int]]
+"""A vendor's own account of a sample: (version, first token, token after the last)."""
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingChoice:
+    """How to generate one sample; `top_k` -1 is off, `temperature` 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seed: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One output of a vendor's engine for one sample.
+
+    Attributes:
+        token_ids: the new tokens, in order.
+        logprobs: of each token, under the distribution that sampled it.
+        finish_reason: ``stop``, ``length`` or ``abort`` in the last delta.
+        cached_tokens: prompt tokens that came from the prefix cache; ``None`` if not reported.
+        version_spans: the vendor's account of versions, in the last delta.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str | None
+    cached_tokens: int | None
+    version_spans: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """Images of one prompt, in order.
+
+    Attributes:
+        prompt: token ids with one placeholder an image.
+        expanded_length: length of the same prompt with one placeholder for each merged patch.
+        images: decoded, in sizes that the model's processor does not change.
+        names: equal for equal files.
+    """
+
+    prompt: list[int]
+    expanded_length: int
+    images: tuple[Image, ...]
+    names: tuple[str, ...]
+
+    def continued(self, expanded: Sequence[int]) -> list[int]:
+        """Return the prompt and what follows it in `expanded`; image tokens there are text."""
+        return [*self.prompt, *expanded[self.expanded_length :]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Where samples end; `eos_token_ids` count unless the request ignores them."""
+
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When tokens of unfinished samples go to the consumer; see `Engine.generate`."""
+
+    every_token: bool
+    interval_s: float | None
+
+
+@dataclass(slots=True, eq=False)
+class VendorSample:
+    """One running sample.
+
+    Attributes:
+        index: its number in the group.
+        prompt: the request's prompt, and the tokens that are continued.
+        choice: how it is sampled.
+        watch: looks for strings that end it.
+        versions: the version that sampled each token.
+        num_posted: tokens that went to the consumer.
+        token_ids: tokens that did not yet.
+        logprobs: of `token_ids`.
+        prefill_known: whether its prompt was counted.
+    """
+
+    index: int
+    prompt: list[int]
+    choice: SamplingChoice
+    watch: StopStringWatch | None = None
+    versions: list[int] = field(default_factory=list)
+    num_posted: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prefill_known: bool = False
+
+
+class Vendor(Protocol):
+    """What a vendor's core does for its requests; all that differs between vendors."""
+
+    first_goes_ahead: bool
+    """Whether the others wait until the first sample has put the prompt into the prefix cache."""
+    limits: ModelLimits
+
+    def serving_version(self) -> int:
+        """Return the version that samples tokens now. Raises EngineError if there is none."""
+        ...
+
+    def count(self, sampled: int, prefilled: int) -> None:
+        """Count sampled response tokens and computed prompt tokens."""
+        ...
+
+    async def wait_to_begin(self) -> None:
+        """Wait until samples may be sent to the vendor's engine."""
+        ...
+
+    def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
+        """Return the seed of a sample that continues `num_continued` tokens."""
+        ...
+
+    def deltas(self, run: RequestRun, sample: VendorSample, attempt: int) -> AsyncIterator[Delta]:
+        """Sample one sample; closing the iterator aborts it."""
+        ...
+
+    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
+        """Compare a finished sample's versions with the vendor's account of them.
+
+        Raises:
+            EngineError: they differ.
+        """
+        ...
+
+
+class RequestRun:
+    """Samples one request. All methods are called in the event loop of the vendor's client.
+
+    Args:
+        number: of the request, unique in this engine.
+        vendor: the engine.
+        stream: takes the chunks.
+        images: of the request's prompt.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        request: GenerationRequest,
+        pace: Pace,
+        vendor: Vendor,
+        stream: ChunkStream,
+        images: PromptImages | None = None,
+    ) -> None:
+        self.number = number
+        self.request = request
+        self.stream = stream
+        self.images = images
+        self.sampled = 0
+        """Tokens so far; the consumer's thread reads it too."""
+        self._pace = pace
+        self._vendor = vendor
+        self._open: dict[int, VendorSample] = {}
+        self._first: VendorSample | None = None
+        self._prompt_is_cached = asyncio.Event()
+        self._task: asyncio.Task[object] | None = None
+        self._is_cancelled = False
+        self._sent: dict[VendorSample, asyncio.Task[object] | None] = {}
+        self._put_back: set[VendorSample] = set()
+        self._none_is_sent = asyncio.Event()
+        self._none_is_sent.set()
+
+    @property
+    def open(self) -> list[VendorSample]:
+        """Samples that have not finished, in the order of the request."""
+        return list(self._open.values())
+
+    def cancel(self) -> None:
+        """Abort what runs."""
+        self._is_cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def give_up(self) -> None:
+        """End all samples as aborted with the tokens that they have."""
+        self._hand_on(self.open, FinishReason.ABORTED)
+        self.cancel()
+
+    def put_back(self) -> None:
+        """Take samples without tokens out of the vendor's engine.
+
+        They are sent again when the engine samples; with the same seeds they get the same tokens.
+        """
+        for sample in self.open:
+            task = self._sent.get(sample)
+            if task is not None and not sample.versions and sample not in self._put_back:
+                self._put_back.add(sample)
+                task.cancel()
+
+    async def until_none_is_sent(self) -> None:
+        """Wait until the vendor's engine has none of the samples."""
+        await self._none_is_sent.wait()
+
+    async def run(self) -> None:
+        """Sample until every sample has finished; hand tokens on at the request's pace.
+
+        Raises:
+            EngineError: a sample failed; the others are cancelled.
+        """
+        if self._is_cancelled:
+            return
+        self._task = asyncio.current_task()
+        for index in self.request.sample_indexes:
+            self._enter(index)
+        if self._vendor.first_goes_ahead:
+            self._first = next(iter(self.open), None)
+        if self._first is None:
+            self._prompt_is_cached.set()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                generating = [tasks.create_task(self._in_turn(sample)) for sample in self.open]
+                ticking = tasks.create_task(self._tick())
+                # Not the group's own wait: the ticking task would never end.
+                if generating:
+                    await asyncio.wait(generating)
+                ticking.cancel()
+        except* EngineError as errors:
+            raise _first_error(errors) from errors
+
+    def _enter(self, index: int) -> None:
+        """Open one sample, or end it at once if its partial is complete already."""
+        request, sampling, limits = self.request, self.request.sampling, self._vendor.limits
+        partial: list[int] = next(
+            (p.token_ids.tolist() for p in request.partials if p.sample_index == index), []
+        )
+        prompt = [*request.prompt_token_ids.tolist(), *partial]
+        eos = () if sampling.ignore_eos else limits.eos_token_ids
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
+        # A partial counts for `max_tokens`, and is part of the prompt that is sent.
+        capacity = min(sampling.max_tokens - len(partial), limits.max_model_len - len(prompt))
+        watch = request.watch()
+        is_ended = watch is not None and watch.push(partial) is not None
+        if is_ended or (partial and partial[-1] in stops):
+            self.stream.post([self._end_of(index, FinishReason.STOP)])
+        elif capacity < 1:
+            self.stream.post([self._end_of(index, FinishReason.LENGTH)])
+        else:
+            choice = SamplingChoice(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=capacity,
+                seed=self._vendor.seed(request, index, len(partial)),
+                stop_token_ids=stops,
+            )
+            self._open[index] = VendorSample(index, prompt, choice, watch)
+
+    async def _tick(self) -> None:
+        if self._pace.interval_s is None or self._pace.every_token:
+            return
+        while True:
+            await asyncio.sleep(self._pace.interval_s)
+            self._hand_on(self.open, None)
+
+    async def _in_turn(self, sample: VendorSample) -> None:
+        if sample is not self._first:
+            await self._prompt_is_cached.wait()
+        attempt = 0
+        try:
+            await self._vendor.wait_to_begin()
+            while not await self._stays(sample, attempt):
+                attempt += 1
+                await self._vendor.wait_to_begin()
+        finally:
+            # A first sample that failed must not keep the others waiting.
+            self._prompt_is_cached.set()
+
+    async def _stays(self, sample: VendorSample, attempt: int) -> bool:
+        """Send a sample and take its tokens; return false if it was put back meanwhile."""
+        task = asyncio.current_task()
+        self._sent[sample] = task
+        self._none_is_sent.clear()
+        try:
+            await self._take_all(sample, attempt)
+        except asyncio.CancelledError:
+            # `uncancel` counts: above 0, the whole run was cancelled as well.
+            if sample not in self._put_back or task is None or task.uncancel():
+                raise
+            return False
+        finally:
+            self._put_back.discard(sample)
+            del self._sent[sample]
+            if not self._sent:
+                self._none_is_sent.set()
+        return True
+
+    async def _take_all(self, sample: VendorSample, attempt: int) -> None:
+        stream = self._vendor.deltas(self, sample, attempt)
+        async with aclosing(stream) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                self._prompt_is_cached.set()
+                if self._take(sample, delta):
+                    return  # closing the stream aborts the sample, unless it has ended
+
+    def _take(self, sample: VendorSample, delta: Delta) -> bool:
+        """Take new tokens of a sample; return whether no more are wanted.
+
+        That is so if a string ends it, or if it ended while the tokens were on their way.
+        """
+        self._count(sample, delta)
+        if sample.index not in self._open:  # given up while these tokens were on their way
+            return True
+        end = None if sample.watch is None else sample.watch.push(delta.token_ids)
+        tokens = delta.token_ids[:end]
+        if tokens:
+            sample.token_ids += tokens
+            sample.logprobs += delta.logprobs[:end]
+            sample.versions += [self._vendor.serving_version()] * len(tokens)
+        if end is not None:
+            self._hand_on([sample], FinishReason.STOP)
+        elif delta.finish_reason is not None:
+            # Before the last tokens go out: this may still correct their versions.
+            self._vendor.check_versions(sample, delta.version_spans)
+            self._hand_on([sample], _REASONS.get(delta.finish_reason, FinishReason.ABORTED))
+        elif self._pace.every_token:
+            self._hand_on([sample], None)
+        return end is not None
+
+    def _count(self, sample: VendorSample, delta: Delta) -> None:
+        prefilled = 0
+        if not sample.prefill_known and delta.cached_tokens is not None:
+            sample.prefill_known = True
+            prefilled = len(sample.prompt) - delta.cached_tokens
+        self._vendor.count(len(delta.token_ids), prefilled)
+        self.sampled += len(delta.token_ids)
+
+    def _hand_on(self, samples: Sequence[VendorSample], reason: FinishReason | None) -> None:
+        """Post the samples' new tokens; with a `reason` the samples end."""
+        chunks: list[SampleChunk] = []
+        for sample in samples:
+            taken = _new_chunks(sample, singly=self._pace.every_token)
+            if reason is not None:
+                last = taken.pop() if taken else self._end_of(sample.index, reason)
+                taken.append(replace(last, finish_reason=reason))
+                del self._open[sample.index]
+            chunks += taken
+        if chunks:
+            self.stream.post(chunks)
+
+    def _end_of(self, index: int, reason: FinishReason) -> SampleChunk:
+        version = self._vendor.serving_version()
+        return SampleChunk(index, np.zeros(0, np.uint32), np.zeros(0, np.float32), version, reason)
+
+
+def _new_chunks(sample: VendorSample, *, singly: bool) -> list[SampleChunk]:
+    """Return a sample's tokens that were not posted yet, and mark them as posted.
+
+    A chunk holds one token, or neighbours of one version: a busy client posts several at once.
+    """
+    chunks: list[SampleChunk] = []
+    start = 0
+    versions = sample.versions[sample.num_posted :]
+    runs = (
+        [(version, 1) for version in versions]
+        if singly
+        else [(version, len(list(run))) for version, run in groupby(versions)]
+    )
+    for version, tokens in runs:
+        end = start + tokens
+        token_ids = np.array(sample.token_ids[start:end], np.uint32)
+        logprobs = np.array(sample.logprobs[start:end], np.float32)
+        chunks.append(SampleChunk(sample.index, token_ids, logprobs, version, None))
+        start = end
+    sample.num_posted += start
+    sample.token_ids, sample.logprobs = [], []
+    return chunks
+
+
+def _first_error(errors: BaseExceptionGroup[EngineError]) -> EngineError:
+    one: BaseException = errors
+    while isinstance(one, BaseExceptionGroup):
+        one = one.exceptions[0]
+    return one if isinstance(one, EngineError) else EngineError(str(one))

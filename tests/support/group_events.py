@@ -1,0 +1,33 @@
+"""Events of groups, for tests of one observer alone."""
+
+from __future__ import annotations
+
+from services.reward.generation.request import GroupTokens
+from services.reward.group import Ending, EventKind, Group, GroupEvent, GroupState
+from sluice.algorithm.sampling.attempt import Attempt
+from sluice.types import Prompt, PromptEnd
+from tests.support.client_prompt import client_prompt
+
+
+def group_ended(
+    prompt: Prompt | None = None,
+    end: PromptEnd = PromptEnd.DROPPED_FAILED,
+    *,
+    attempt: Attempt | None = None,
+    version: int | None = 1,
+    started_s: float = 0.0,
+    replicas: tuple[str, ...] = ("a",),
+) -> GroupEvent:
+    """Return the end of a group without samples; with no `version` it never started."""
+    attempt = attempt or Attempt("aa", 3, None, 4)
+    group = Group(
+        prompt or client_prompt(),
+        GroupState.ENDED,
+        ending=Ending(end),
+        admitted_as=attempt,
+        attempt=attempt,
+        version=version,
+        started_s=started_s,
+        tokens=GroupTokens(list(replicas)),
+    )
+    return GroupEvent(EventKind.ENDED, group, GroupState.GENERATING)

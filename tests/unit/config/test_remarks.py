@@ -1,0 +1,100 @@
+"""What settings mean together is reported before a run starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.algorithm.registry import BATCH_ESTIMATORS
+from sluice.config.check import remarks
+from sluice.config.explain import notices
+from sluice.config.loading.loader import load_config, settings_of
+from sluice.config.rules.checks import relation_problems
+from sluice.config.run import RunConfig
+
+SOUND = (
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.n=8",
+)
+ADPO = "algorithm.adv_estimator=adpo"
+LONE = "actor_rollout_ref.rollout.n=1"
+KL_IN_REWARD, KL_IN_LOSS = (
+    "algorithm.use_kl_in_reward=true",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reported"),
+    [
+        ([], []),
+        ([KL_IN_LOSS], ["a reference model is kept"]),
+        ([KL_IN_REWARD], ["a reference model is kept"]),
+        ([KL_IN_LOSS, KL_IN_REWARD], ["counts twice", "a reference model is kept"]),
+        ([ADPO], ["each sets the other"]),
+        ([LONE], ["its advantage is its raw reward"]),
+        ([LONE, "algorithm.adv_estimator=remax"], []),
+        ([LONE, "algorithm.adv_estimator=rloo_vectorized"], []),
+    ],
+)
+def test_what_a_configuration_means_is_reported(overrides: list[str], reported: list[str]) -> None:
+    found = remarks(load_config(None, [*SOUND, *overrides]))
+    assert len(found) == len(reported)
+    assert all(words in remark.text for words, remark in zip(reported, found, strict=True))
+
+
+NEEDS = {"gdpo": ["algorithm.gdpo_reward_keys=[a]"], "gae": ["critic.enable=true"]}
+
+
+@pytest.mark.parametrize("estimator", sorted(set(BATCH_ESTIMATORS)))
+def test_an_estimator_over_groups_either_refuses_groups_of_one_or_says_what_they_get(
+    estimator: str,
+) -> None:
+    one = [*SOUND, LONE, f"algorithm.adv_estimator={estimator}", *NEEDS.get(estimator, [])]
+    config = load_config(None, one)
+    texts = [one.text for one in relation_problems(config)]
+    refused = any("a group of one has no advantage" in text for text in texts)
+    reported = any("nothing to compare with" in one.text for one in remarks(config))
+    over_rows = {"gae", "remax", "reinforce_plus_plus"}
+    assert (refused, reported).count(True) == (0 if estimator in over_rows else 1)
+
+
+FILTER = "algorithm.filter_groups"
+FILTERED = [f"{FILTER}.enable=true", "actor_rollout_ref.rollout.n=16"]
+
+
+def reported(*overrides: str) -> str:
+    return "\n".join(one.text for one in remarks(load_config(None, [*FILTERED, *overrides])))
+
+
+def test_what_a_strategy_means_for_the_run_is_reported_before_it_starts() -> None:
+    assert "sampling" not in reported("sluice.asynchrony.max_staleness=1")
+    assert "sampling" not in reported(f"{FILTER}.enable=false")
+    fill = "sluice.sampling.on_policy_fill"
+    assert "longest answers several times" in reported(f"{fill}=exact")
+    assert "are sampled again by the next policy" in reported(f"{fill}=expected")
+    waves = reported("sluice.sampling.strategy=rounds", "data.gen_batch_size=192")
+    assert "waves of 192 prompts, any number for a batch" in waves
+    both = reported("sluice.sampling.strategy=staged_memory", "sluice.run_dir=runs/x")
+    assert "4 of 16 samples are generated first" in both
+    assert "runs/x/reward/prompt_memory.sqlite" in both
+
+
+def test_waves_are_counted_themselves_and_not_by_the_yield() -> None:
+    keys = [f"{FILTER}.max_num_gen_batches=10", "data.gen_batch_size=64"]
+    rounds = load_config(None, [*keys, "sluice.sampling.strategy=rounds"])
+    assert rounds.algorithm.filter_groups.max_num_gen_batches == 10
+    assert rounds.data.gen_batch_size == 64
+    assert rounds.algorithm.filter_groups.min_yield == 0.0
+    assert load_config(None, keys).algorithm.filter_groups.min_yield > 0.0
+    default = RunConfig().algorithm.filter_groups.min_yield
+    alone = load_config(None, ["sluice.sampling.strategy=rounds"])
+    assert alone.algorithm.filter_groups.min_yield == default
+
+
+def test_keys_of_waves_are_noticed_only_where_there_are_none() -> None:
+    keys = [f"{FILTER}.max_num_gen_batches=10", "data.gen_batch_size=64"]
+    assert len(notices(settings_of({}, keys, "test"))) == 2
+    rounds = [*keys, "sluice.sampling.strategy=rounds"]
+    assert notices(settings_of({}, rounds, "test")) == []

@@ -1,0 +1,463 @@
+"""Swaps, pauses and samples in the event loops of both vendors, over fake clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.engines.causal_lm import CheckpointLayout
+from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.protocol import GenerationRequest, PartialSample, PauseMode
+from services.rollout.engines.sglang.core import SglangCore
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.sampler import stream_seed
+from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.vendor.core import VendorCore
+from services.rollout.engines.vendor.request import Delta, Pace, SamplingChoice
+from services.rollout.engines.vendor.thread import ClientThread
+from services.rollout.engines.vllm.client import PromptInputs
+from services.rollout.engines.vllm.core import VllmCore
+from services.rollout.engines.vllm.engine import VllmEngine
+from services.rollout.engines.vllm.settings import VllmSettings
+from sluice.errors import EngineError, WeightSyncError
+from sluice.types import FinishReason
+from tests.support.causal_lms import request
+
+_LAYOUT = CheckpointLayout(9, (), ())
+_NO_ANSWER = EngineError("no answer within 60 s")
+_EVERY_TOKEN = Pace(every_token=True, interval_s=None)
+_WHOLE = Pace(every_token=False, interval_s=None)
+_HALF_WAY: dict[str, object] = {"error": "no space", "kind": "EngineError", "broken": True}
+_NOT_STAGED: dict[str, object] = {"error": "nothing is staged here", "kind": "WeightSyncError"}
+
+
+@dataclass
+class _Sent:
+    """One sample as the client got it."""
+
+    name: str
+    prompt: list[int]
+    salt: str
+    choice: SamplingChoice
+    priority: int
+
+
+class _Client:
+    """What both cores use of their clients. Samples token 5 while it is not paused, or a script."""
+
+    is_broken = False
+
+    def __init__(self) -> None:
+        self.script: Sequence[Delta | Callable[[], None]] | None = None
+        self.sent: list[_Sent] = []
+        self.called: list[str] = []
+        self.failures: dict[str, EngineError] = {}
+        self.applied: dict[str, object] = {"seconds": 0.1}
+        self.during_load: Callable[[], None] = lambda: None
+        self.may_resume = threading.Event()
+        self.may_resume.set()
+        self.is_asked_to_resume = False
+        self.generating = asyncio.Event()
+        self.generating.set()
+
+    @property
+    def salts(self) -> list[str]:
+        return [one.salt for one in self.sent]
+
+    async def _deltas(self) -> AsyncIterator[Delta]:
+        for one in self.script or ():
+            if isinstance(one, Delta):
+                yield one
+            else:
+                one()
+        while self.script is None:
+            await self.generating.wait()
+            yield Delta([5], [-0.5], None, 0, ())
+            await asyncio.sleep(0)
+
+    async def _call(self, name: str) -> None:
+        if name in self.failures:
+            raise self.failures[name]
+        self.called.append(name)
+
+    async def pause(self, *_: object, **__: object) -> None:
+        await self._call("pause")
+        self.generating.clear()
+
+    async def resume(self) -> None:
+        self.is_asked_to_resume = True
+        while not self.may_resume.is_set():
+            await asyncio.sleep(0.001)
+        await self._call("resume")
+        self.generating.set()
+
+
+class _VllmClient(_Client):
+    def generate(
+        self, name: str, inputs: PromptInputs, choice: SamplingChoice, priority: int
+    ) -> AsyncIterator[Delta]:
+        self.sent.append(_Sent(name, list(inputs.token_ids), inputs.salt, choice, priority))
+        return self._deltas()
+
+    async def forget_encoded_images(self) -> None:
+        await self._call("forget")
+
+    async def tag_version(self, _: str) -> None:
+        await self._call("tag")
+
+    async def call_workers(self, method: str, *_: object, timeout_s: float) -> list[object]:
+        if method != "sluice_apply":
+            return [{}]
+        await self._call("load")
+        self.during_load()
+        await _turns()
+        return [self.applied]
+
+
+class _SglangClient(_Client):
+    def generate(
+        self, name: str, prompt: Sequence[int], salt: str, choice: SamplingChoice, priority: int
+    ) -> AsyncIterator[Delta]:
+        self.sent.append(_Sent(name, list(prompt), salt, choice, priority))
+        return self._deltas()
+
+    async def load(self, *_: object, **__: object) -> None:
+        self.during_load()
+        await _turns()
+        await self._call("load")
+
+
+async def _turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class _Vendor:
+    """An engine, its core that serves version 1, and how that swaps."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.swap: Callable[[int, str], Coroutine[Any, Any, float]]
+        self.core: VendorCore
+        self.engine: VllmEngine | SglangEngine
+        self.client: _Client
+        if name == "vllm":
+            client: Any = _VllmClient()
+            vllm = VllmCore(client, _LAYOUT, VllmSettings("model"))
+            self.swap = vllm.swap
+            self.core, self.engine = vllm, VllmEngine(VllmSettings("model"))
+        else:
+            client = _SglangClient()
+            sglang = SglangCore(_LAYOUT, SglangSettings("model"))
+            sglang.client = client
+            self.swap = lambda version, digest: sglang.swap("folder", version, digest)
+            self.core, self.engine = sglang, SglangEngine(SglangSettings("model"))
+        self.client = client
+        self.core.version, self.core.digest = 1, "one"
+
+    def fail(self, call: str, error: EngineError) -> None:
+        """Make a call of the client fail; a load fails half-way."""
+        if call == "load" and self.name == "vllm":
+            self.client.applied = _HALF_WAY
+        else:
+            self.client.failures[call] = error
+
+    def begin(
+        self,
+        tasks: asyncio.TaskGroup,
+        wanted: GenerationRequest | None = None,
+        *,
+        number: int = 0,
+        pace: Pace = _EVERY_TOKEN,
+    ) -> tuple[ChunkStream, asyncio.Task[None]]:
+        wanted = wanted or request(max_tokens=40)
+        stream = ChunkStream("Vendor engine", len(wanted.sample_indexes))
+        run = self.core.new_run(number, wanted, pace, stream)
+        return stream, tasks.create_task(self.core.run(run))
+
+    async def cancel(self, stream: ChunkStream, running: asyncio.Task[None]) -> None:
+        (run,) = (one for one in self.core._runs if one.stream is stream)
+        await self.core.cancel(run)
+        await asyncio.wait([running])
+
+    async def whole(self, wanted: GenerationRequest, pace: Pace = _WHOLE) -> list[Any]:
+        """Sample to the end; return the chunks as tokens, version and finish reason."""
+        chunks: list[Any] = []
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            stream, _ = self.begin(tasks, wanted, number=7, pace=pace)
+            while stream.open_samples:
+                chunks += await stream.next()
+        return [(one.token_ids.tolist(), one.version, one.finish_reason) for one in chunks]
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+async def vendor(request: pytest.FixtureRequest) -> AsyncIterator[_Vendor]:
+    async with asyncio.timeout(20):
+        yield _Vendor(request.param)
+
+
+@pytest.fixture
+async def vllm() -> _Vendor:
+    return _Vendor("vllm")
+
+
+@pytest.fixture
+async def sglang() -> _Vendor:
+    return _Vendor("sglang")
+
+
+async def _rest(stream: ChunkStream) -> set[int]:
+    """Return the versions that sampled what came, until the stream fails."""
+    versions: set[int] = set()
+    while True:
+        try:
+            versions |= {chunk.version for chunk in await stream.next()}
+        except EngineError:
+            return versions
+
+
+async def _broken_by_swap(vendor: _Vendor) -> str:
+    """Check that a swap breaks the engine; return the error's text."""
+    async with asyncio.TaskGroup() as tasks:
+        stream, running = vendor.begin(tasks)
+        await _turns()
+        with pytest.raises(EngineError) as failed:
+            await vendor.swap(2, "two")
+        assert str(vendor.core.broken) == str(failed.value)
+        await asyncio.wait([running])
+        assert await _rest(stream) == {1}
+        sampled = vendor.core.generated_tokens
+        late, _ = vendor.begin(tasks, number=1)
+        await _rest(late)
+        for call in (vendor.core.resume(), vendor.swap(2, "two"), vendor.swap(3, "three")):
+            with pytest.raises(EngineError):
+                await call
+    assert vendor.core.generated_tokens == sampled > 0
+    assert "resume" not in vendor.client.called, "a mixture of versions samples nothing"
+    assert len(vendor.client.sent) == 1
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("call", ["load", "resume"])
+async def test_after_a_swap_that_failed_half_way_nothing_is_sampled_and_what_runs_fails(
+    vendor: _Vendor, call: str
+) -> None:
+    vendor.fail(call, _NO_ANSWER)
+    assert "restart the replica" in await _broken_by_swap(vendor)
+
+
+@pytest.mark.parametrize("call", ["tag", "forget"])
+async def test_weights_without_a_name_or_with_old_images_sample_nothing(
+    vllm: _Vendor, call: str
+) -> None:
+    vllm.fail(call, _NO_ANSWER)
+    assert await _broken_by_swap(vllm) == str(_NO_ANSWER)
+
+
+async def test_encoded_images_are_forgotten_before_the_new_weights_have_a_name(
+    vllm: _Vendor,
+) -> None:
+    await vllm.swap(2, "two")
+    assert vllm.client.called == ["pause", "load", "forget", "tag", "resume"]
+
+
+async def test_when_no_worker_took_the_new_weights_the_old_ones_serve(vllm: _Vendor) -> None:
+    vllm.client.applied = _NOT_STAGED
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        stream, running = vllm.begin(tasks)
+        with pytest.raises(WeightSyncError):
+            await vllm.swap(2, "two")
+        assert "forget" not in vllm.client.called, "no worker has lost what it encoded"
+        assert vllm.core.broken is None
+        sampled = vllm.core.generated_tokens
+        await _turns()
+        assert vllm.core.generated_tokens > sampled
+        await vllm.cancel(stream, running)
+    assert {chunk.version for chunk in await stream.next()} == {1}
+
+
+async def test_a_sample_that_comes_during_a_swap_is_sent_after_it_as_one_of_the_new_version(
+    vendor: _Vendor,
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        begun: list[tuple[ChunkStream, asyncio.Task[None]]] = []
+        old, running = vendor.begin(tasks)
+        await _turns()
+        vendor.client.during_load = lambda: begun.append(vendor.begin(tasks, number=1))
+        await vendor.swap(2, "two")
+        await _turns()
+        before, after = vendor.client.salts
+        assert before != after, "it would find a cache of the old weights"
+        await vendor.cancel(*begun[0])
+        await vendor.cancel(old, running)
+    assert {chunk.version for chunk in await begun[0][0].next()} == {2}
+
+
+async def test_samples_that_follow_a_first_one_into_a_pause_wait_for_its_end(
+    sglang: _Vendor,
+) -> None:
+    sglang.client.generating.clear()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        stream, running = sglang.begin(tasks, request(max_tokens=40, samples=3))
+        await _turns()
+        await sglang.core.pause(PauseMode.KEEP)
+        sglang.client.generating.set()  # the first sample's token was under way
+        await _turns()
+        assert sglang.client.salts == ["0"]
+        await sglang.swap(2, "two")
+        await sglang.core.resume()
+        await _turns()
+        assert sglang.client.salts == ["0", "1", "1"]
+        await sglang.cancel(stream, running)
+
+
+async def test_samples_that_come_after_a_pause_that_failed_are_begun(vendor: _Vendor) -> None:
+    vendor.fail("pause", _NO_ANSWER)
+    with pytest.raises(EngineError, match="no answer"):
+        await vendor.core.pause(PauseMode.KEEP)
+    async with asyncio.TaskGroup() as tasks:
+        stream, running = vendor.begin(tasks)
+        assert await stream.next()
+        await vendor.cancel(stream, running)
+
+
+async def test_an_engine_that_could_not_be_paused_samples_after_a_swap(vendor: _Vendor) -> None:
+    vendor.fail("pause", _NO_ANSWER)
+    with pytest.raises(EngineError, match="no answer"):
+        await vendor.core.pause(PauseMode.KEEP)
+    vendor.client.failures.clear()
+    await vendor.swap(2, "two")
+    assert vendor.client.generating.is_set()
+
+
+async def test_an_engine_that_could_not_resume_after_a_pause_stays_paused_over_a_swap(
+    vendor: _Vendor,
+) -> None:
+    await vendor.core.pause(PauseMode.KEEP)
+    vendor.fail("resume", _NO_ANSWER)
+    with pytest.raises(EngineError, match="no answer"):
+        await vendor.core.resume()
+    vendor.client.failures.clear()
+    await vendor.swap(2, "two")
+    assert not vendor.client.generating.is_set()
+    await vendor.core.resume()
+    assert vendor.client.generating.is_set()
+
+
+async def _swap_that_does_not_end(vendor: _Vendor) -> ClientThread:
+    """Begin a swap in the engine's thread that ends with `may_resume`; its commit was cancelled."""
+    thread, parts = ClientThread("Vendor"), vars(vendor.engine)
+    parts |= {"_thread": thread, "_core": vendor.core, "_epoch": 1}
+    vendor.client.may_resume.clear()
+    thread.begin(vendor.swap(2, "two"))
+    while not vendor.client.is_asked_to_resume:
+        await asyncio.sleep(0.001)
+    return thread
+
+
+async def test_a_repeated_commit_does_not_succeed_before_the_engine_samples(
+    vendor: _Vendor,
+) -> None:
+    thread = await _swap_that_does_not_end(vendor)
+    async with asyncio.TaskGroup() as tasks:
+        again = tasks.create_task(vendor.engine.commit(1, 2, "two"))
+        await asyncio.wait([again], timeout=0.05)
+        assert not again.done()
+        vendor.client.may_resume.set()
+    assert (again.result().version, vendor.client.generating.is_set()) == (2, True)
+    await thread.stop()
+
+
+async def test_a_repeated_commit_fails_where_the_engine_does_not_resume(vendor: _Vendor) -> None:
+    thread = await _swap_that_does_not_end(vendor)
+    vendor.fail("resume", _NO_ANSWER)
+
+    async def commit() -> None:
+        with pytest.raises(EngineError, match="after version 2 came; restart the replica"):
+            await vendor.engine.commit(1, 2, "two")
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(commit())
+        await asyncio.sleep(0)
+        vendor.client.may_resume.set()
+    await thread.stop()
+
+
+async def test_every_sample_has_its_requests_priority(vendor: _Vendor) -> None:
+    vendor.client.script = [Delta([5], [-0.5], "stop", 2)]
+    await vendor.whole(replace(request(samples=2), priority=-3))
+    assert [one.priority for one in vendor.client.sent] == [-3, -3]
+
+
+async def test_no_name_of_a_sample_is_the_beginning_of_another(sglang: _Vendor) -> None:
+    sglang.client.script = [Delta([4], [-0.5], None, 2), Delta([5], [-0.5], "stop", 2)]
+    await sglang.whole(request(samples=12))
+    names = [one.name for one in sglang.client.sent]
+    assert len(set(names)) == 12
+    starts = [a for a in names for b in names if a != b and b.startswith(a)]
+    assert starts == [], "SGLang would abort both"
+
+
+async def test_vllms_seeds_differ_by_seed_sample_and_first_token(vllm: _Vendor) -> None:
+    vllm.client.script = [Delta([5], [-0.5], "stop", 2)]
+    partial = PartialSample(0, np.array([8], np.uint32))
+    for wanted in (request(samples=3), request(seed=4), request(partials=(partial,))):
+        await vllm.whole(wanted)
+    seeds = {one.choice.seed for one in vllm.client.sent}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_a_sample_that_sglang_continues_gets_its_own_random_numbers(sglang: _Vendor) -> None:
+    sglang.client.script = [Delta([5], [-0.5], "stop", 2)]
+    partial = PartialSample(1, np.array([8, 9], np.uint32))
+    wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,))
+    await sglang.whole(wanted)
+    by_prompt = {tuple(one.prompt): one.choice for one in sglang.client.sent}
+    assert by_prompt[3, 4].seed == stream_seed(wanted.sampling.seed, 0, 2)
+    assert by_prompt[3, 4, 8, 9].seed == stream_seed(wanted.sampling.seed, 1, 2)
+
+
+def _over_a_swap(vendor: _Vendor, spans: tuple[Any, ...]) -> None:
+    """Sample token 4 with version 1, then 5 and 6 with version 2; `spans` are its account."""
+
+    def swapped() -> None:
+        vendor.core.version = 2
+
+    vendor.client.script = [
+        Delta([4], [-2.0], None, 2),
+        swapped,
+        Delta([5], [-2.5], None, 2),
+        Delta([6], [-3.0], "length", 2, spans),
+    ]
+
+
+async def test_vllms_account_of_versions_corrects_what_was_not_handed_on(vllm: _Vendor) -> None:
+    _over_a_swap(vllm, (("1", 0, 2), ("2", 2, 3)))
+    assert await vllm.whole(request()) == [([4, 5], 1, None), ([6], 2, FinishReason.LENGTH)]
+
+
+async def test_tokens_handed_on_as_another_version_are_an_error(vllm: _Vendor) -> None:
+    _over_a_swap(vllm, (("1", 0, 2), ("2", 2, 3)))
+    with pytest.raises(ExceptionGroup) as failed:
+        await vllm.whole(request(), _EVERY_TOKEN)
+    assert failed.group_contains(EngineError, match="handed on as version 2")
+
+
+@pytest.mark.parametrize("reported", [(("1", 0, 2), ("2", 2, 3)), (("2", 0, 3),), (("1", 0, 1),)])
+async def test_sglangs_own_account_of_versions_must_agree(
+    sglang: _Vendor, reported: tuple[Any, ...]
+) -> None:
+    _over_a_swap(sglang, reported)
+    with pytest.raises(ExceptionGroup) as failed:
+        await sglang.whole(request())
+    assert failed.group_contains(EngineError, match=r"while \[1, 2\] served")
+    sglang.core.version = 1
+    _over_a_swap(sglang, (("1", 0, 1), ("2", 1, 3)))
+    assert (await sglang.whole(request()))[-1] == ([5, 6], 2, FinishReason.LENGTH)

@@ -1,0 +1,377 @@
+"""One request's samples, over a script in place of a vendor's engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.vendor.request import (
+    Delta,
+    ModelLimits,
+    Pace,
+    RequestRun,
+    VendorSample,
+    VersionSpans,
+)
+from sluice.errors import EngineError
+from sluice.types import FinishReason
+from tests.support.causal_lms import EOS, request
+
+_WHOLE = Pace(every_token=False, interval_s=None)
+_SINGLE = Pace(every_token=True, interval_s=None)
+_Script = Sequence[Delta | int | Exception | None]
+
+
+class _Vendor:
+    """Plays the same deltas to every sample.
+
+    An int among them is the version from there on. A ``None`` puts the sample's name into `waiting`
+    and waits for `may_continue`. An error is that of the first sample; the others wait for ever. So
+    does a sample that finds no slot.
+    """
+
+    limits = ModelLimits(48, (EOS,))
+
+    def __init__(self, script: _Script, *, first_goes_ahead: bool = False) -> None:
+        self._script = script
+        self.first_goes_ahead = first_goes_ahead
+        self.version: int | None = 1
+        self.sampled = self.prefilled = 0
+        self.names: list[str] = []
+        self.asked: list[VendorSample] = []
+        self.checked: list[VersionSpans] = []
+        self.refusal: EngineError | None = None
+        self.generating, self.is_awaited, self.may_continue = (asyncio.Event() for _ in range(3))
+        self.generating.set()
+        self.waiting = asyncio.Queue[str]()
+        self.slots = 100
+        self.open = 0
+
+    def serving_version(self) -> int:
+        if self.version is None:
+            raise EngineError("Vendor: a sample runs before the first weights")
+        return self.version
+
+    def count(self, sampled: int, prefilled: int) -> None:
+        self.sampled += sampled
+        self.prefilled += prefilled
+
+    async def wait_to_begin(self) -> None:
+        self.is_awaited.set()
+        await self.generating.wait()
+
+    def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
+        return 100 * index + num_continued
+
+    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
+        self.checked.append(spans)
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def deltas(
+        self, run: RequestRun, sample: VendorSample, attempt: int
+    ) -> AsyncIterator[Delta]:
+        name = f"{sample.index}-{attempt}"
+        self.names.append(name)
+        self.asked.append(sample)
+        self.open += 1
+        try:
+            if self.open > self.slots:
+                await asyncio.Event().wait()
+            for one in self._script:
+                if not self.may_continue.is_set():  # from then on everything is there already
+                    await asyncio.sleep(0)
+                if one is None:
+                    self.waiting.put_nowait(name)
+                    await self.may_continue.wait()
+                elif isinstance(one, int):
+                    self.version = one
+                elif isinstance(one, Delta):
+                    yield one
+                elif sample.index == 0:
+                    raise one
+                else:
+                    await asyncio.Event().wait()
+        finally:
+            self.open -= 1
+
+
+class _Chunks(ChunkStream):
+    """Keeps what is posted."""
+
+    def __init__(self, on_post: Callable[[], None]) -> None:
+        super().__init__("Vendor engine", 1)
+        self.chunks: list[SampleChunk] = []
+        self._on_post = on_post
+
+    def post(self, chunks: list[SampleChunk]) -> None:
+        self.chunks += chunks
+        self._on_post()
+
+    @property
+    def reported(self) -> list[tuple[list[int], int, FinishReason | None]]:
+        return [
+            (chunk.token_ids.tolist(), chunk.version, chunk.finish_reason) for chunk in self.chunks
+        ]
+
+
+def _delta(tokens: Sequence[int], finish: str | None = None, spans: tuple[Any, ...] = ()) -> Delta:
+    return Delta(tokens, [-0.5 * token for token in tokens], finish, 2, spans)
+
+
+def _run(
+    vendor: _Vendor,
+    wanted: GenerationRequest,
+    pace: Pace = _WHOLE,
+    on_post: Callable[[], None] = lambda: None,
+) -> tuple[RequestRun, _Chunks]:
+    chunks = _Chunks(on_post)
+    return RequestRun(7, wanted, pace, vendor, chunks), chunks
+
+
+async def _ended(
+    script: _Script | _Vendor, wanted: GenerationRequest, pace: Pace = _WHOLE
+) -> tuple[_Chunks, _Vendor]:
+    vendor = script if isinstance(script, _Vendor) else _Vendor(script)
+    run, chunks = _run(vendor, wanted, pace)
+    async with asyncio.timeout(10):
+        await run.run()
+    assert run.sampled == vendor.sampled
+    return chunks, vendor
+
+
+async def test_tokens_come_in_one_chunk_a_version_when_the_sample_ends() -> None:
+    script = [_delta([4]), _delta([5, 6]), 2, _delta([8]), _delta([9], "stop")]
+    chunks, vendor = await _ended(script, request())
+    assert chunks.reported == [([4, 5, 6], 1, None), ([8, 9], 2, FinishReason.STOP)]
+    np.testing.assert_array_equal(chunks.chunks[1].behavior_logprobs, np.float32([-4, -4.5]))
+    assert (vendor.sampled, vendor.prefilled) == (5, 2)
+
+
+async def test_every_token_is_handed_on_as_it_comes_when_asked_for() -> None:
+    chunks, _ = await _ended([_delta([4]), _delta([5]), _delta([], "abort")], request(), _SINGLE)
+    assert chunks.reported == [([4], 1, None), ([5], 1, None), ([], 1, FinishReason.ABORTED)]
+
+
+async def test_tokens_that_came_together_are_handed_on_one_by_one_when_asked_for() -> None:
+    chunks, _ = await _ended([_delta([4, 5]), _delta([6, 7], "stop")], request(), _SINGLE)
+    parts = [([4], 1, None), ([5], 1, None), ([6], 1, None), ([7], 1, FinishReason.STOP)]
+    assert chunks.reported == parts
+    logprobs = [chunk.behavior_logprobs.tolist() for chunk in chunks.chunks]
+    assert logprobs == [[-2.0], [-2.5], [-3.0], [-3.5]]
+
+
+async def test_tokens_of_unfinished_samples_are_handed_on_at_the_interval_asked_for() -> None:
+    vendor = _Vendor([_delta([4]), 2, _delta([5]), None, _delta([6], "length")])
+    pace = Pace(every_token=False, interval_s=0.001)
+    run, chunks = _run(vendor, request(), pace, vendor.may_continue.set)
+    async with asyncio.timeout(10):
+        await run.run()
+    assert chunks.reported == [([4], 1, None), ([5], 2, None), ([6], 2, FinishReason.LENGTH)]
+
+
+async def test_a_finished_sample_is_compared_with_the_vendors_account_before_it_is_posted() -> None:
+    spans = (("1", 0, 1), ("2", 1, 2))
+    script = [_delta([4]), 2, _delta([5], "length", spans)]
+    _, vendor = await _ended(script, request())
+    assert vendor.checked == [spans]
+    refusing = _Vendor(script)
+    refusing.refusal = EngineError("other weights")
+    run, chunks = _run(refusing, request())
+    with pytest.raises(EngineError, match="other weights"):
+        await run.run()
+    assert chunks.chunks == []
+
+
+async def test_a_partial_is_part_of_the_prompt_and_of_the_limit() -> None:
+    partial = PartialSample(1, np.array([8, 9], np.uint32))
+    wanted = request([3, 4], samples=2, max_tokens=5, partials=(partial,), ignore_eos=False)
+    _, vendor = await _ended([_delta([5], "stop")], wanted)
+    by_prompt = {tuple(sample.prompt): sample.choice for sample in vendor.asked}
+    assert (by_prompt[3, 4].max_tokens, by_prompt[3, 4].seed) == (5, 0)
+    assert (by_prompt[3, 4, 8, 9].max_tokens, by_prompt[3, 4, 8, 9].seed) == (3, 102)
+    assert by_prompt[3, 4].stop_token_ids == (EOS,)
+
+
+async def test_the_context_bounds_max_tokens() -> None:
+    _, vendor = await _ended([_delta([5], "length")], request([3] * 40, max_tokens=20))
+    assert vendor.asked[0].choice.max_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("partial", "reason"), [([4, EOS], FinishReason.STOP), ([4, 5, 6], FinishReason.LENGTH)]
+)
+async def test_a_complete_partial_is_not_sampled(partial: list[int], reason: FinishReason) -> None:
+    partials = (PartialSample(0, np.array(partial, np.uint32)),)
+    wanted = request(max_tokens=3, partials=partials, ignore_eos=False)
+    chunks, vendor = await _ended([], wanted)
+    assert (chunks.reported, vendor.asked) == ([([], 1, reason)], [])
+
+
+@pytest.mark.parametrize("finish", [None, "length"])
+async def test_a_stop_string_ends_a_sample_in_the_middle_of_what_came(finish: str | None) -> None:
+    wanted = request(max_tokens=9)
+    sampling = replace(wanted.sampling, stop=("56",))
+    wanted = replace(wanted, sampling=sampling, decode=lambda ids: "".join(map(str, ids)))
+    script = [_delta([4, 5]), _delta([6, 7, 8], finish), EngineError("nothing more is wanted")]
+    chunks, vendor = await _ended(script, wanted)
+    assert chunks.reported == [([4, 5, 6], 1, FinishReason.STOP)]
+    assert (vendor.sampled, vendor.open) == (5, 0)
+
+
+async def test_a_failing_sample_fails_its_request_and_the_others_are_cancelled() -> None:
+    vendor = _Vendor([_delta([4]), EngineError("boom")])
+    with pytest.raises(EngineError, match="boom"):
+        await _ended(vendor, request(samples=3))
+    assert (len(vendor.asked), vendor.open) == (3, 0)
+
+
+async def test_without_weights_nothing_is_sampled() -> None:
+    vendor = _Vendor([_delta([4], "stop")])
+    vendor.version = None
+    with pytest.raises(EngineError, match="Vendor: a sample runs before the first weights"):
+        await _ended(vendor, request())
+
+
+async def test_the_others_follow_a_first_sample_once_the_prompt_is_cached() -> None:
+    vendor = _Vendor([None], first_goes_ahead=True)
+    run, _ = _run(vendor, request(samples=3))
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        assert await vendor.waiting.get() == "0-0"
+        assert vendor.names == ["0-0"]
+        run.cancel()
+        await asyncio.wait([running])
+    assert vendor.open == 0
+    following = _Vendor([_delta([4]), _delta([5], "stop")], first_goes_ahead=True)
+    await _ended(following, request(samples=3))
+    assert following.names == ["0-0", "1-0", "2-0"]
+
+
+async def test_a_first_sample_that_fails_does_not_keep_the_others_waiting() -> None:
+    vendor = _Vendor([EngineError("boom")], first_goes_ahead=True)
+    with pytest.raises(EngineError, match="boom"):
+        await _ended(vendor, request(samples=3))
+
+
+async def test_nothing_is_sent_while_the_engine_does_not_sample() -> None:
+    vendor = _Vendor([_delta([5], "stop")])
+    run, chunks = _run(vendor, request())
+    vendor.generating.clear()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        tasks.create_task(run.run())
+        await vendor.is_awaited.wait()
+        await run.until_none_is_sent()
+        assert vendor.names == []
+        vendor.generating.set()
+    assert chunks.reported == [([5], 1, FinishReason.STOP)]
+
+
+async def test_what_was_put_back_is_sent_again_by_another_name_and_what_has_tokens_stays() -> None:
+    vendor = _Vendor([_delta([4]), None, _delta([5], "stop")], first_goes_ahead=True)
+    run, chunks = _run(vendor, request(samples=3))
+    vendor.slots = 1
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        while len(vendor.names) < 3:
+            await asyncio.sleep(0)
+        vendor.generating.clear()
+        run.put_back()
+        run.put_back()
+        vendor.may_continue.set()
+        await run.until_none_is_sent()
+        assert chunks.reported == [([4, 5], 1, FinishReason.STOP)]
+        assert (vendor.names, vendor.open) == (["0-0", "1-0", "2-0"], 0)
+        vendor.slots = 3
+        vendor.generating.set()
+        await asyncio.wait([running])
+    assert vendor.names[3:] == ["1-1", "2-1"]
+    assert chunks.reported == [([4, 5], 1, FinishReason.STOP)] * 3
+    assert vendor.sampled == 6
+
+
+@pytest.mark.parametrize("put_back_first", [True, False])
+async def test_what_is_put_back_can_be_cancelled_with_its_request(put_back_first: bool) -> None:
+    vendor = _Vendor([None])
+    run, chunks = _run(vendor, request())
+    calls = [run.put_back, run.cancel]
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        await vendor.waiting.get()
+        for call in calls if put_back_first else reversed(calls):
+            call()
+        await asyncio.wait([running])
+    assert (vendor.open, chunks.chunks) == (0, [])
+
+
+async def test_others_follow_a_first_sample_that_was_put_back_once_its_prompt_is_cached() -> None:
+    vendor = _Vendor([None], first_goes_ahead=True)
+    run, _ = _run(vendor, request(samples=3))
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        await vendor.waiting.get()
+        run.put_back()
+        assert await vendor.waiting.get() == "0-1"
+        assert vendor.names == ["0-0", "0-1"]
+        run.cancel()
+        await asyncio.wait([running])
+
+
+async def test_giving_up_ends_samples_as_aborted_with_what_they_have_and_once_only() -> None:
+    vendor = _Vendor([_delta([4]), _delta([5]), None])
+    run, chunks = _run(vendor, request(samples=2))
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        assert {await vendor.waiting.get() for _ in range(2)} == {"0-0", "1-0"}
+        run.give_up()
+        run.give_up()
+        await asyncio.wait([running])
+    assert chunks.reported == [([4, 5], 1, FinishReason.ABORTED)] * 2
+    assert vendor.open == 0, "what runs is left to be aborted"
+
+
+@pytest.mark.parametrize("last", [_delta([5]), _delta([5], "stop")])
+async def test_a_token_that_was_on_its_way_when_samples_were_given_up_is_not_used(
+    last: Delta,
+) -> None:
+    vendor = _Vendor([_delta([4]), None, last])
+    run, chunks = _run(vendor, request(), _SINGLE)
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.run())
+        await vendor.waiting.get()
+        vendor.may_continue.set()
+        run.give_up()
+        await asyncio.wait([running])
+        assert running.cancelled()
+    assert chunks.reported == [([4], 1, None), ([], 1, FinishReason.ABORTED)]
+
+
+def _chunk(reason: FinishReason | None = None) -> SampleChunk:
+    return SampleChunk(0, np.array([4], np.uint32), np.array([-1.0], np.float32), 1, reason)
+
+
+async def test_an_error_that_comes_with_the_last_chunks_is_raised_after_them() -> None:
+    stream = ChunkStream("vLLM engine", 1)
+    stream.post([_chunk()])
+    stream.end(EngineError("gone"))
+    async with asyncio.timeout(10):
+        assert len(await stream.next()) == 1
+        with pytest.raises(EngineError, match="gone"):
+            await stream.next()
+
+
+async def test_a_request_that_ends_without_all_samples_is_an_error() -> None:
+    stream = ChunkStream("vLLM engine", 2)
+    stream.post([_chunk(FinishReason.STOP)])
+    stream.end(None)
+    async with asyncio.timeout(10):
+        await stream.next()
+        with pytest.raises(EngineError, match="without all"):
+            await stream.next()

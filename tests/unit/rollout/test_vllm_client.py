@@ -1,0 +1,359 @@
+"""vLLM's client: its features, prompts with images, and samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypedDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.vendor.request import Delta, SamplingChoice
+from services.rollout.engines.vllm import client as vllm_features
+from services.rollout.engines.vllm.client import (
+    PromptInputs,
+    VllmClient,
+    VllmFeatures,
+    collapse_images,
+    read_images,
+)
+from sluice.errors import ConfigError, EngineError, InvalidRequestError
+from sluice.quickstart.tokenizer import save_image_processor
+from sluice.vision.image_prompts import ImagePromptReader, expand_placeholders
+from tests.support.causal_lms import request
+from tests.support.image_files import png
+from tests.support.tiny_vision import image_file
+from tests.support.vision_batches import make_reader
+
+_CHOICE = SamplingChoice(1.0, 0.9, -1, 8, 3, (7,))
+
+
+class _OldPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+class _NewPrompt(_OldPrompt):
+    cache_salt: str
+    multi_modal_uuids: object
+
+
+class _OldEngine:
+    """As far back as the adapter goes; it generates what `outputs` holds."""
+
+    outputs: tuple[Any, ...] = ()
+    errored = False
+
+    def __init__(self) -> None:
+        self.prompts: list[Any] = []
+        self.sampling: list[Any] = []
+        self.ranks: list[int] = []
+        self.versions: list[str] = []
+        self.encoder_resets = 0
+        self.engine_core = SimpleNamespace()
+
+    @classmethod
+    def from_engine_args(cls, _: object) -> _OldEngine:
+        return cls()
+
+    async def generate(
+        self, prompt: object, sampling: object, _: str, *, priority: int
+    ) -> AsyncIterator[Any]:
+        self.prompts.append(prompt)
+        self.sampling.append(sampling)
+        self.ranks.append(priority)
+        for output in self.outputs:
+            yield output
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        return
+
+    async def resume_generation(self) -> None:
+        raise RuntimeError("no loop")
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[object]:
+        return [(method, *args)]
+
+    async def abort(self, request_ids: list[str]) -> None:
+        return
+
+
+class _NewEngine(_OldEngine):
+    async def update_weight_version(self, version: str) -> None:
+        self.versions.append(version)
+
+    async def reset_encoder_cache(self) -> None:
+        self.encoder_resets += 1
+
+
+class _OlderEngine(_OldEngine):
+    async def pause_generation(self) -> None:  # type: ignore[override]
+        return
+
+
+@dataclasses.dataclass
+class _Arguments:
+    model: str = ""
+    scheduling_policy: str = "fcfs"
+
+
+class _OldSampling:
+    def __init__(self, *, temperature: float, logprobs: int, **more: object) -> None:
+        assert "flat_logprobs" not in more
+        self.seed = more["seed"]
+        self.is_flat = False
+
+
+class _NewSampling:
+    def __init__(
+        self, *, temperature: float, logprobs: int, flat_logprobs: bool = False, **more: object
+    ) -> None:
+        self.seed = more["seed"]
+        self.is_flat = flat_logprobs
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def put(engine: type, sampling: type, prompt: type | None) -> None:
+        contents: dict[str, dict[str, object]] = {
+            "vllm": {"AsyncEngineArgs": _Arguments},
+            "vllm.sampling_params": {
+                "SamplingParams": sampling,
+                "RequestOutputKind": SimpleNamespace(DELTA=1),
+            },
+            "vllm.inputs": {} if prompt is None else {"TokensPrompt": prompt},
+            "vllm.v1": {},
+            "vllm.v1.engine": {},
+            "vllm.v1.engine.async_llm": {"AsyncLLM": engine},
+        }
+        for name, names in contents.items():
+            module = ModuleType(name)
+            vars(module).update(names)
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(vllm_features, "installed_vllm", lambda: "0.99")
+
+    return put
+
+
+def _output(tokens: list[int], logprobs: object, spans: object = None) -> Any:
+    completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length")
+    if spans is not None:
+        completion.weight_versions = spans
+    return SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=2)
+
+
+async def _sampled(client: VllmClient) -> list[Delta]:
+    async with aclosing(client.generate("0", PromptInputs([5, 9], "3"), _CHOICE, 4)) as deltas:  # type: ignore[type-var]
+        return [delta async for delta in deltas]
+
+
+async def test_of_an_older_version_only_what_it_has_is_used(install: Any) -> None:
+    logprob = SimpleNamespace(logprob=-0.5)
+    install(_OldEngine, _OldSampling, _OldPrompt)
+    client = VllmClient({"model": "m"})
+    client._llm.outputs = (_output([6, 7], [{6: logprob}, {7: logprob, 1: logprob}]),)
+    assert client.features == VllmFeatures("0.99", False, False, False, False, False)
+    assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.5], "length", 2, ())]
+    assert client._llm.prompts == [{"prompt_token_ids": [5, 9]}]
+    assert client._llm.ranks == [0], "vLLM refuses priorities without their policy"
+    await client.tag_version("3")
+    assert client._llm.versions == []
+
+
+@pytest.mark.parametrize(
+    "spans", [[("3", 0, 1), ("4", 1, 2)], [SimpleNamespace(version=3, start=0, end=1), ["4", 1, 2]]]
+)
+async def test_of_a_newer_version_all_that_helps_is_used(install: Any, spans: object) -> None:
+    flat = SimpleNamespace(start_indices=[0, 2], logprobs=[-0.5, -9.0, -0.25])
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m", "scheduling_policy": "priority"})
+    client._llm.outputs = (_output([6, 7], flat, spans),)
+    assert client.features == VllmFeatures("0.99", True, True, True, True, True)
+    reported = (("3", 0, 1), ("4", 1, 2))
+    assert await _sampled(client) == [Delta([6, 7], [-0.5, -0.25], "length", 2, reported)]
+    assert client._llm.prompts == [{"prompt_token_ids": [5, 9], "cache_salt": "3"}]
+    assert client._llm.ranks == [-4]
+    assert client._llm.sampling[0].is_flat
+    await client.tag_version("3")
+    assert client._llm.versions == ["3"]
+
+
+def _shown() -> Any:
+    """Stands for the images of a prompt."""
+    return SimpleNamespace(images=["pixels"], names=["a"], continued=list)
+
+
+async def _sample_from_an_image(client: VllmClient) -> None:
+    inputs = PromptInputs([5, 9], "3", _shown())
+    async with aclosing(client.generate("0", inputs, _CHOICE)) as deltas:  # type: ignore[type-var]
+        assert [delta async for delta in deltas] == []
+
+
+async def test_encoded_images_are_forgotten_once_there_are_any(install: Any) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m"})
+    await client.forget_encoded_images()
+    assert client._llm.encoder_resets == 0, "models of text are asked for nothing"
+    await _sample_from_an_image(client)
+    await client.forget_encoded_images()
+    assert client._llm.encoder_resets == 1
+
+
+async def test_a_version_that_cannot_forget_encoded_images_is_not_asked_to(install: Any) -> None:
+    install(_OldEngine, _OldSampling, _OldPrompt)
+    client = VllmClient({"model": "m"})
+    await _sample_from_an_image(client)
+    await client.forget_encoded_images()
+    assert client._llm.encoder_resets == 0
+
+
+@pytest.mark.parametrize(("recomputes", "salt"), [(False, "3"), (True, "3-0")])
+async def test_samples_with_images_share_no_prompt_that_will_be_recomputed(
+    install: Any, recomputes: bool, salt: str
+) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({"model": "m"}, recomputes=recomputes)
+    await _sample_from_an_image(client)
+    await _sampled(client)
+    (of_image, of_text) = client._llm.prompts
+    assert of_image["cache_salt"] == salt
+    assert of_image["multi_modal_uuids"] == {"image": ["3-a"]}, "images are encoded once for all"
+    assert of_text["cache_salt"] == "3"
+
+
+def test_a_version_without_prompts_of_token_ids_has_neither_salts_nor_names(install: Any) -> None:
+    install(_NewEngine, _NewSampling, None)
+    features = VllmClient({}).features
+    assert (features.cache_salt, features.image_names) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "missing"),
+    [
+        (object, "pause_generation, resume_generation, collective_rpc, abort"),
+        (_OlderEngine, r"pause_generation\(mode\)"),
+    ],
+)
+def test_a_version_without_what_weight_updates_need_is_refused_by_name(
+    install: Any, engine: type, missing: str
+) -> None:
+    install(engine, _NewSampling, _NewPrompt)
+    with pytest.raises(
+        ConfigError, match=rf"vLLM 0\.99 has no {missing}; install 0\.32, .* 0\.23 to 0\.33"
+    ):
+        VllmClient({})
+
+
+def test_arguments_that_this_version_does_not_know_are_named(install: Any) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    with pytest.raises(ConfigError, match=r"no engine arguments one, two; .*engine_kwargs\.vllm"):
+        VllmClient({"model": "m", "two": 2, "one": 1})
+
+
+async def test_vllms_errors_are_raised_as_the_engines(install: Any) -> None:
+    install(_NewEngine, _NewSampling, _NewPrompt)
+    client = VllmClient({})
+    with pytest.raises(EngineError, match=r"resume failed: RuntimeError\('no loop'\)"):
+        await client.resume()
+
+
+_IMAGE = 5
+_SIDE = 28
+"""Of a merged patch, in pixels."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model without weights."""
+    directory = tmp_path_factory.mktemp("model")
+    config = {"model_type": "qwen2_5_vl", "image_token_id": _IMAGE}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_image_processor(
+        directory, patch_size=_SIDE // 2, min_pixels=_SIDE**2, max_pixels=16 * _SIDE**2
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reader(folder: Path) -> ImagePromptReader:
+    return make_reader(folder)
+
+
+words = st.lists(st.integers(6, 99), min_size=1, max_size=4)
+
+
+@given(words, st.lists(st.tuples(st.integers(1, 9), words), max_size=4))
+def test_collapsing_undoes_expanding(start: list[int], images: list[tuple[int, list[int]]]) -> None:
+    short = [*start, *(token for _, after in images for token in (_IMAGE, *after))]
+    sizes = [size for size, _ in images]
+    expanded = expand_placeholders(np.array(short, np.uint32), _IMAGE, sizes)
+    assert collapse_images(expanded.tolist(), _IMAGE, len(images)) == short
+
+
+@pytest.mark.parametrize("num_images", [0, 1, 3])
+def test_another_number_of_images_than_runs_is_refused(num_images: int) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=f"{num_images} images, but 2 runs of the image token 5"
+    ):
+        collapse_images([1, 5, 5, 2, 5, 3], _IMAGE, num_images)
+
+
+def _request(*images: bytes) -> GenerationRequest:
+    return replace(request([8, 5, 5, 5, 9, 5, 10]), images=images)
+
+
+def test_images_are_decoded_in_order_and_the_same_file_has_the_same_name(
+    reader: ImagePromptReader,
+) -> None:
+    wide, tall = png(2 * _SIDE, _SIDE), png(_SIDE, 2 * _SIDE)
+    found = read_images(_request(wide, tall), reader)
+    again = read_images(_request(tall, tall), reader)
+    assert found is not None
+    assert again is not None
+    assert [image.size for image in found.images] == [(56, 28), (28, 56)]
+    assert found.prompt == [8, 5, 9, 5, 10]
+    assert again.names == (found.names[1], found.names[1])
+    assert found.names[0] != found.names[1]
+
+
+def test_vllm_is_given_the_trainers_pixels_in_sizes_that_need_no_resizing(
+    folder: Path, reader: ImagePromptReader
+) -> None:
+    files = (image_file(1, 20, 20), image_file(2, 300, 190))
+    found = read_images(_request(*files), reader)
+    assert found is not None
+    assert [image.size for image in found.images] == [(28, 28), (140, 84)]
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    for file, image in zip(files, found.images, strict=True):
+        trained = processor(images=[Image.open(io.BytesIO(file))], return_tensors="np")
+        served = processor(images=[image], do_resize=False, return_tensors="np")
+        np.testing.assert_array_equal(served["pixel_values"], trained["pixel_values"])
+
+
+def test_image_tokens_of_a_response_that_is_continued_are_text(reader: ImagePromptReader) -> None:
+    found = read_images(_request(png(), png()), reader)
+    assert found is not None
+    assert found.continued([8, 5, 5, 5, 9, 5, 10, 5, 5, 11]) == [8, 5, 9, 5, 10, 5, 5, 11]
+
+
+def test_a_model_that_takes_no_images_refuses_them_and_takes_prompts_without() -> None:
+    assert read_images(request(), None) is None
+    with pytest.raises(InvalidRequestError, match="2 images for a model that takes none"):
+        read_images(_request(png(), png()), None)
+
+
+def test_a_file_that_is_no_image_is_refused_and_named(reader: ImagePromptReader) -> None:
+    with pytest.raises(InvalidRequestError, match=r"images\[1\]"):
+        read_images(_request(png(), b"text"), reader)

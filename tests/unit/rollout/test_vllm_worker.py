@@ -1,0 +1,215 @@
+"""New weights inside one of vLLM's workers: staged, checked and applied."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import pytest
+import torch
+
+from services.rollout.engines.vllm.worker import Outcome, WeightWorker, WorkerStaging, rank_in_group
+from services.rollout.engines.vllm.worker_features import WorkerFeatures
+from sluice.concurrency.threads import wait_for_retired_threads
+from sluice.device.cpu import CpuDevice
+from sluice.errors import WeightSyncError
+from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weights.sender import WeightSender
+from tests.support.weight_digest import plain_digest
+
+_WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5)}
+_TENSORS = tuple(
+    TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in _WEIGHTS.items()
+)
+
+
+@pytest.fixture
+def sender() -> Iterator[WeightSender]:
+    sender = WeightSender(device=CpuDevice(), bucket_bytes=4096, timeout_s=5.0)
+    yield sender
+    sender.close()
+    assert wait_for_retired_threads(10) == 0
+
+
+@pytest.fixture
+def staging() -> Iterator[WorkerStaging]:
+    staging = WorkerStaging(CpuDevice(), {spec.name: spec.shape for spec in _TENSORS})
+    yield staging
+    staging.close()
+
+
+async def _outcome(staging: WorkerStaging) -> Outcome:
+    async with asyncio.timeout(20):
+        while (found := staging.outcome()) is None:
+            await asyncio.sleep(0.002)
+        return found
+
+
+async def _form(sender: WeightSender, staging: WorkerStaging, epoch: int) -> TransferGroupSpec:
+    spec = sender.form_group(epoch, ["replica"], _TENSORS)["replica"]
+    staging.join(spec)
+    await asyncio.to_thread(sender.join, threading.Event())
+    assert await _outcome(staging) == {"plan_digest": spec.plan_digest}
+    return spec
+
+
+async def _send(sender: WeightSender, staging: WorkerStaging, version: int) -> Outcome:
+    staging.stage(version)
+    await asyncio.to_thread(sender.broadcast, _WEIGHTS, version, threading.Event())
+    return await _outcome(staging)
+
+
+async def test_a_version_is_staged_in_the_background_and_proven(
+    sender: WeightSender, staging: WorkerStaging
+) -> None:
+    await _form(sender, staging, 1)
+    outcome = await _send(sender, staging, 3)
+    digest = plain_digest(_WEIGHTS)
+    assert (outcome["version"], outcome["digest"]) == (3, digest)
+    staged = staging.staged(3, digest)
+    assert torch.equal(staged.tensors["a"], _WEIGHTS["a"])
+    for version, wrong in ((4, digest), (3, "another")):
+        with pytest.raises(WeightSyncError):
+            staging.staged(version, wrong)
+    staging.release(staged)
+    with pytest.raises(WeightSyncError, match="nothing is staged"):
+        staging.staged(3, digest)
+
+
+async def test_an_abort_ends_what_waits_and_a_later_epoch_works(
+    sender: WeightSender, staging: WorkerStaging
+) -> None:
+    await _form(sender, staging, 1)
+    staging.stage(3)
+    assert staging.outcome() is None
+    staging.abort("a test")
+    assert "error" in await _outcome(staging)
+    await _form(sender, staging, 2)
+    assert (await _send(sender, staging, 3))["version"] == 3
+
+
+async def test_a_group_for_another_model_is_refused_in_the_outcome(
+    sender: WeightSender, staging: WorkerStaging
+) -> None:
+    spec = sender.form_group(1, ["replica"], _TENSORS[:1])["replica"]
+    staging.join(spec)
+    outcome: dict[str, Any] = await _outcome(staging)
+    assert outcome["kind"] == "InvalidRequestError"
+    assert "the first is b" in outcome["error"]
+
+
+def test_the_workers_of_a_replica_take_consecutive_ranks(sender: WeightSender) -> None:
+    specs = sender.form_group(1, ["one", "four", "other"], _TENSORS, {"four": 4})
+    assert {spec.world_size for spec in specs.values()} == {7}
+    assert [(spec.rank, spec.ranks) for spec in specs.values()] == [(1, 1), (2, 4), (6, 1)]
+    workers = [rank_in_group(specs["four"], worker) for worker in range(4)]
+    assert [(spec.rank, spec.ranks) for spec in workers] == [(2, 1), (3, 1), (4, 1), (5, 1)]
+    with pytest.raises(WeightSyncError, match="none for its worker 4"):
+        rank_in_group(specs["four"], 4)
+
+
+async def test_a_receiver_of_one_rank_refuses_several(
+    sender: WeightSender, staging: WorkerStaging
+) -> None:
+    staging.join(sender.form_group(1, ["replica"], _TENSORS, {"replica": 2})["replica"])
+    outcome = await _outcome(staging)
+    assert outcome["kind"] == "InvalidRequestError"
+    assert "ranks = 2" in str(outcome["error"])
+
+
+TENSORS = {"a": torch.ones(2)}
+
+
+class FakeNpu:
+    """``torch.device("npu")``, which torch does not know without its package."""
+
+    type = "npu"
+
+    def __init__(self, seen: list[str]) -> None:
+        self._seen = seen
+
+    def __enter__(self) -> None:
+        self._seen.append("npu begins")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._seen.append("npu ends")
+
+
+class Recording:
+    """Stands for vLLM's model runner and for the staging."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self._seen = seen
+        self.requests: dict[str, object] = {}
+        self.fails = False
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._seen.append(f"loads {[name for name, _ in weights_iterator]}")
+        if self.fails:
+            raise RuntimeError("half-way")
+
+    def get_model(self) -> torch.nn.Module:
+        return torch.nn.Identity()
+
+    def staged(self, version: int, digest: str) -> Any:
+        return SimpleNamespace(tensors=TENSORS)
+
+    def release(self, staged: Any) -> None:
+        self._seen.append("releases")
+
+
+def worker_on(device: Any, recording: Recording) -> WeightWorker:
+    worker: Any = WeightWorker()
+    worker.device, worker.model_runner, worker.sluice_staging = device, recording, recording
+    worker.sluice_features = WorkerFeatures(worker)
+    return worker  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    events: list[str] = []
+    module = SimpleNamespace(synchronize=lambda: events.append("waits"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return events
+
+
+def test_an_npu_loads_on_itself_and_has_its_copy_before_staging_is_used_again(
+    seen: list[str],
+) -> None:
+    answer = worker_on(FakeNpu(seen), Recording(seen)).sluice_apply(3, "d")
+    assert set(answer) == {"seconds"}
+    assert seen == ["npu begins", "loads ['a']", "npu ends", "waits", "releases"]
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_elsewhere_vllm_chooses_the_place_itself(
+    device: torch.device | None, seen: list[str]
+) -> None:
+    worker_on(device, Recording(seen)).sluice_apply(3, "d")
+    assert seen == ["loads ['a']", "releases"]
+
+
+def test_what_an_npu_finds_wrong_only_later_still_breaks_the_engine(
+    seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a kernel failed")
+
+    module = SimpleNamespace(synchronize=fail)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    answer = worker_on(FakeNpu(seen), Recording(seen)).sluice_apply(3, "d")
+    assert answer["broken"]
+    assert "a kernel failed" in str(answer["error"])
+    assert "releases" not in seen
+
+
+def test_a_reload_that_fails_half_way_releases_nothing(seen: list[str]) -> None:
+    recording = Recording(seen)
+    recording.fails = True
+    assert worker_on(FakeNpu(seen), recording).sluice_apply(3, "d")["broken"]
+    assert seen == ["npu begins", "loads ['a']", "npu ends"]
