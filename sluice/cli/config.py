@@ -15,8 +15,7 @@ from msgspec import UNSET
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.run.up import split_arguments
-from sluice.cli.terminal import output_console, print_table
+from sluice.cli.terminal import output_console, print_table, split_arguments
 from sluice.config.catalogue.table import KeyStatus
 from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import KeyDescription, all_keys, explain_key, keys_of_section

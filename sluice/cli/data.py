@@ -1,4 +1,4 @@
-"""`sluice data`: published data sets to verl's format, and a look at what a file holds."""
+"""`sluice data`: convert published data sets to verl's format, and inspect files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from sluice.cli.terminal import output_console, print_table, printable
+from sluice.cli.terminal import output_console, print_line, print_table, printable, progress_bars
 from sluice.data.inspection import (
     QUANTILES,
     Inspection,
@@ -35,9 +34,133 @@ from sluice.types import ChatMessage
 from sluice.vision.image_files import images_of_row
 from sluice.vision.image_limits import DEFAULT_LIMITS
 
+BAR_COLUMNS = 40
+NO_SCORER = "none"
+_HEAD_CHARACTERS = 400
+_QUANTILE_NAMES = tuple(
+    {0.0: "least", 0.5: "median", 1.0: "most"}.get(q, f"{q:.0%}") for q in QUANTILES
+)
+SetName = Literal["dapo-math-17k", "aime-2024", "math-500", "gsm8k", "geo3k", "dianjin", "jsonl"]
+
+data_commands = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Prepare data sets for training, and inspect them. Nothing is downloaded.\n\n"
+    "\b\nExample:\n  sluice data inspect train.parquet",
+)
+
+
+@data_commands.command("prepare")
+def prepare_set(  # noqa: PLR0913 - one parameter per option
+    name: Annotated[SetName, typer.Argument(help="The data set of the input files.")],
+    *,
+    inputs: Annotated[
+        list[Path], typer.Option("--input", help="A file as published; repeatable, in order.")
+    ],
+    output: Annotated[Path, typer.Option("--output", help="Folder to write to.")],
+    split: Annotated[
+        str | None, typer.Option(help="Name of the split; none: the usual one of the data set.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum of rows to write.")] = None,
+    deduplicate: Annotated[
+        bool, typer.Option("--deduplicate", help="Leave out rows with the same prompt and answer.")
+    ] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used.")
+    ] = False,
+    data_source: Annotated[
+        str | None,
+        typer.Option(help="Name that routes rows to a scorer; none: that of the data set."),
+    ] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="Text beside every question, in place of the data set's own.")
+    ] = None,
+    prompt_field: Annotated[
+        str, typer.Option(help="jsonl: field with the question; ignored for rows in verl's format.")
+    ] = "prompt",
+    answer_field: Annotated[
+        str, typer.Option(help="jsonl: field with the right answer; ignored likewise.")
+    ] = "answer",
+) -> None:
+    """Convert published files into a Parquet file in verl's format.
+
+    \b
+    Examples:
+      sluice data prepare dapo-math-17k --input dapo-math-17k.parquet --output data --deduplicate
+      sluice data prepare gsm8k --input test.parquet --output data --split test
+      sluice data prepare jsonl --input mine.jsonl --output data --data-source math_dapo
+    """
+    published = PUBLISHED_SETS[name]
+    split = split or published.split
+    stem = inputs[0].stem if name == "jsonl" else name
+    order = Preparation(
+        name,
+        tuple(inputs),
+        output / f"{stem}-{split}.parquet",
+        Wishes(
+            split,
+            data_source or published.data_source or stem,
+            instruction,
+            prompt_field,
+            answer_field,
+        ),
+        limit,
+        deduplicate,
+        skip_bad,
+    )
+    with _progress("preparing", None) as advance:
+        made = prepare(order, lambda _num_read: advance(1))
+    print_prepared(output_console(), str(order.output), made)
+
+
+@data_commands.command("inspect")
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .parquet, .json or .jsonl file.")],
+    *,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Model folder; measures prompts in tokens too.")
+    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 0,
+    prompt_key: Annotated[str, typer.Option(help="Column with the messages.")] = "prompt",
+    reward_fn_key: Annotated[
+        str, typer.Option(help="Column that routes a row to its scorer.")
+    ] = "data_source",
+    image_key: Annotated[str, typer.Option(help="Column with images, if there is one.")] = "images",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Summarize a file: data sources with their scorers, lengths, duplicates, unusable rows.
+
+    Images are read, and must respect the default limits of sluice.limits.
+    The exit code is 1 if a row cannot be used.
+
+    \b
+    Example:
+      sluice data inspect train.parquet --tokenizer models/Qwen3-8B --head 2
+    """
+    columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
+    files = open_prompt_files([str(file)], columns, config_key="FILE")
+    measure = None if tokenizer is None else token_counter(tokenizer)
+    with _progress("reading", files.num_rows) as advance:
+        found = inspect_files(
+            files,
+            measure_tokens=measure,
+            check_row=partial(images_of_row, limits=DEFAULT_LIMITS),
+            num_head=head,
+            on_rows=advance,
+        )
+    names = check_raw_file(file)
+    if as_json:
+        typer.echo(json.dumps(inspection_as_json(str(file), names, found), sort_keys=True))
+    else:
+        print_inspection(output_console(), str(file), ", ".join(names), found)
+    if found.num_bad:
+        raise typer.Exit(1)
+
 
 def token_counter(folder: Path) -> MeasureTokens:
-    """A function from messages to tokens, a generation prompt included, as the rollout counts.
+    """Return a function that counts the tokens of messages as the rollout does.
+
+    The count includes the generation prompt.
 
     Args:
         folder: a model or tokenizer directory.
@@ -72,16 +195,8 @@ def token_counter(folder: Path) -> MeasureTokens:
     return count
 
 
-BAR_COLUMNS = 40
-NO_SCORER = "none"
-_HEAD_CHARACTERS = 400
-_QUANTILE_NAMES = tuple(
-    {0.0: "least", 0.5: "median", 1.0: "most"}.get(q, f"{q:.0%}") for q in QUANTILES
-)
-
-
 def print_inspection(console: Console, file: str, columns: str, found: Inspection) -> None:
-    """Prints all findings, problems last."""
+    """Print all findings, problems last."""
     facts = [
         ("rows", str(found.num_rows)),
         ("columns", columns),
@@ -101,7 +216,7 @@ def print_inspection(console: Console, file: str, columns: str, found: Inspectio
 
 
 def inspection_as_json(file: str, columns: list[str], found: Inspection) -> dict[str, object]:
-    """The same as one object."""
+    """Return all findings as one object."""
     return {
         "file": file,
         "columns": columns,
@@ -120,16 +235,16 @@ def inspection_as_json(file: str, columns: list[str], found: Inspection) -> dict
 
 
 def print_prepared(console: Console, output: str, made: Prepared) -> None:
-    """One line of what was written, and what was left out."""
+    """Print what was written and what was left out."""
     left_out = [
         *([f"{made.num_duplicates} duplicates"] if made.num_duplicates else []),
         *([f"{made.num_bad} unusable rows"] if made.num_bad else []),
     ]
     tail = f", left out {' and '.join(left_out)}" if left_out else ""
     line = f"{output}: {made.num_written} rows of {made.num_read} read{tail}"
-    console.print(printable(line), soft_wrap=True, markup=False)
+    print_line(console, printable(line))
     for problem in made.problems:
-        console.print(printable(f"  {problem}"), soft_wrap=True, markup=False)
+        print_line(console, printable(f"  {problem}"))
 
 
 def _sources(found: Inspection) -> list[tuple[str, str, str]]:
@@ -156,7 +271,7 @@ def _print_lengths(console: Console, found: Inspection) -> None:
 
 
 def _by_characters(found: Inspection) -> tuple[str, Lengths]:
-    """What the histogram shows without a tokenizer."""
+    """Return the unit and lengths of the histogram without a tokenizer."""
     return "characters", found.characters
 
 
@@ -204,133 +319,9 @@ def _share(count: int, total: int) -> str:
     return f"{count} ({count / total:.1%})" if count else "0"
 
 
-SetName = Literal["dapo-math-17k", "aime-2024", "math-500", "gsm8k", "geo3k", "dianjin", "jsonl"]
-
-data_commands = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Prepare data sets for training and inspect them; nothing is downloaded.\n\n"
-    "\b\nExample:\n  sluice data inspect train.parquet",
-)
-
-
-@data_commands.command("prepare")
-def prepare_set(  # noqa: PLR0913 - one parameter an option
-    name: Annotated[SetName, typer.Argument(help="What the input files are.")],
-    *,
-    inputs: Annotated[
-        list[Path], typer.Option("--input", help="File as published; repeat for several, in order.")
-    ],
-    output: Annotated[Path, typer.Option("--output", help="Folder to write to.")],
-    split: Annotated[
-        str | None, typer.Option(help="Name of the split; none: the usual one of the set.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows to write at most.")] = None,
-    deduplicate: Annotated[
-        bool, typer.Option("--deduplicate", help="Leave out rows with the same prompt and answer.")
-    ] = False,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be used.")
-    ] = False,
-    data_source: Annotated[
-        str | None, typer.Option(help="What routes rows to a scorer; none: the set's name.")
-    ] = None,
-    instruction: Annotated[
-        str | None, typer.Option(help="Text beside every question in place of the set's own.")
-    ] = None,
-    prompt_field: Annotated[
-        str, typer.Option(help="jsonl: field with the question, unless rows are in verl's format.")
-    ] = "prompt",
-    answer_field: Annotated[
-        str, typer.Option(help="jsonl: field with the right answer, likewise.")
-    ] = "answer",
-) -> None:
-    """Turn files as they were published into a Parquet file in verl's format.
-
-    \b
-    Examples:
-      sluice data prepare dapo-math-17k --input dapo-math-17k.parquet --output data --deduplicate
-      sluice data prepare gsm8k --input test.parquet --output data --split test
-      sluice data prepare jsonl --input mine.jsonl --output data --data-source math_dapo
-    """
-    published = PUBLISHED_SETS[name]
-    split = split or published.split
-    stem = inputs[0].stem if name == "jsonl" else name
-    order = Preparation(
-        name,
-        tuple(inputs),
-        output / f"{stem}-{split}.parquet",
-        Wishes(
-            split,
-            data_source or published.data_source or stem,
-            instruction,
-            prompt_field,
-            answer_field,
-        ),
-        limit,
-        deduplicate,
-        skip_bad,
-    )
-    with _progress("preparing", None) as advance:
-        made = prepare(order, lambda _num_read: advance(1))
-    print_prepared(output_console(), str(order.output), made)
-
-
-@data_commands.command("inspect")
-def inspect(
-    file: Annotated[Path, typer.Argument(help="A .parquet, .json or .jsonl file.")],
-    *,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Model folder; prompts are then measured in tokens too.")
-    ] = None,
-    head: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 0,
-    prompt_key: Annotated[str, typer.Option(help="Column with the messages.")] = "prompt",
-    reward_fn_key: Annotated[
-        str, typer.Option(help="Column that routes a row to its scorer.")
-    ] = "data_source",
-    image_key: Annotated[str, typer.Option(help="Column with images, if there is one.")] = "images",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Count what a file holds: data sources and their scorers, lengths, copies, unusable rows.
-
-    Images are read, and must be within the limits that sluice.limits has by default.
-    The exit code is 1 if a row cannot be used.
-
-    \b
-    Example:
-      sluice data inspect train.parquet --tokenizer models/Qwen3-8B --head 2
-    """
-    columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
-    files = open_prompt_files([str(file)], columns, config_key="FILE")
-    measure = None if tokenizer is None else token_counter(tokenizer)
-    with _progress("reading", files.num_rows) as advance:
-        found = inspect_files(
-            files,
-            measure_tokens=measure,
-            check_row=partial(images_of_row, limits=DEFAULT_LIMITS),
-            num_head=head,
-            on_rows=advance,
-        )
-    names = check_raw_file(file)
-    if as_json:
-        typer.echo(json.dumps(inspection_as_json(str(file), names, found), sort_keys=True))
-    else:
-        print_inspection(output_console(), str(file), ", ".join(names), found)
-    if found.num_bad:
-        raise typer.Exit(1)
-
-
 @contextmanager
 def _progress(task: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error where that is a terminal; the function advances it by rows."""
-    console = Console(stderr=True)
-    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(
-        *shown,
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bars:
+    """Show a bar on standard error; yield a function that advances it by rows."""
+    with progress_bars(Console(stderr=True), is_transient=True) as bars:
         bar = bars.add_task(task, total=total)
         yield lambda rows: bars.advance(bar, rows)

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.run.up import split_arguments
-from sluice.cli.terminal import output_console, printable
+from sluice.cli.terminal import output_console, printable, split_arguments
 from sluice.doctor.examination import CHECKS, Result, examine
 from sluice.doctor.finding import Finding, Severity, examined_run
 

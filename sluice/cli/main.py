@@ -32,8 +32,8 @@ commands = typer.Typer(
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(f"sluice {version('sluice')}")
         raise typer.Exit
 
@@ -78,7 +78,7 @@ commands.add_typer(data_commands, name="data")
 
 
 def app() -> None:
-    """Runs the command; errors of ours become one message and exit code 1."""
+    """Run the command; a SluiceError becomes one message and exit code 1."""
     sys.exit(exit_status("sluice", commands))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sluice.cli.terminal import progress_bars
 from sluice.errors import CheckpointError, ConfigError
 
 _MOST_DIFFERENCES = 20
@@ -27,7 +26,7 @@ def merge(
     *,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "keep"],
-        typer.Option(help="Of the weights; keep: as they were saved."),
+        typer.Option(help="Type of the weights; keep: as saved."),
     ] = "bfloat16",
     role: Annotated[Literal["actor", "critic"], typer.Option(help="Which model.")] = "actor",
     compare: Annotated[
@@ -43,9 +42,9 @@ def merge(
         bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own model code.")
     ] = False,
 ) -> None:
-    """Write the model of a checkpoint for transformers, vLLM and everything else.
+    """Write the model of a checkpoint in Hugging Face format, for transformers and vLLM.
 
-    Takes sluice's checkpoints and verl's FSDP shards. With --compare the exit code is 1 if weights
+    Reads sluice's checkpoints and verl's FSDP shards. With --compare the exit code is 1 if weights
     differ; without OUT nothing is written and DIR itself is compared.
 
     \b
@@ -55,9 +54,11 @@ def merge(
       sluice merge merged --compare base_model
     """
     if target is None and compare is None:
-        raise ConfigError("sluice merge: name the folder to write (OUT), or --compare one")
+        raise ConfigError(
+            "sluice merge: give a folder to write (OUT), or one to compare with (--compare)"
+        )
     _need_torch()
-    # Here, because --help must not take the seconds that torch needs.
+    # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
     from sluice.checkpoint.safetensors_files import compare_weights
     from sluice.checkpoint.source import CheckpointFormat, find_source
@@ -69,7 +70,7 @@ def merge(
             merge_checkpoint(source, target, options, on_tensor)
         typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
     elif source.format is not CheckpointFormat.HUGGING_FACE:
-        raise CheckpointError(f"{checkpoint} holds shards; name a folder to merge them to (OUT)")
+        raise CheckpointError(f"{checkpoint} holds shards; give a folder to merge them into (OUT)")
     if compare is None:
         return
     with _progress("comparing") as on_tensor:
@@ -91,7 +92,7 @@ def _report(differences: list[str], other: Path) -> None:
 
 def _need_torch() -> None:
     try:
-        import safetensors  # noqa: F401 - whether it is there
+        import safetensors  # noqa: F401 - whether it is installed
         import torch  # noqa: F401
     except ImportError as error:
         raise ConfigError(
@@ -101,11 +102,7 @@ def _need_torch() -> None:
 
 @contextmanager
 def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error; without a terminal nothing is drawn."""
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=not sys.stderr.isatty()
-    ) as bars:
+    """Show a bar on standard error; yield a function that sets done and total tensors."""
+    with progress_bars(Console(stderr=True)) as bars:
         bar = bars.add_task(text, total=None)
         yield lambda done, total: bars.update(bar, completed=done, total=total)

@@ -14,11 +14,13 @@ from sluice.report.run_record import read_progress
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """What a run whose services do not answer has left in its folder.
+    """The state of a run whose services do not answer, from its folder.
 
-    `phase` is "finished" if it reached its end, otherwise "not running": it was interrupted, has
-    failed, or is only starting. `accuracies` are of the first and the last validation, as far as
-    there are two.
+    Attributes:
+        phase: "finished" if it reached its end, otherwise "not running": it was interrupted, has
+            failed, or is still starting.
+        step: the number of finished steps.
+        accuracies: of the first and of the last validation; fewer if there are fewer.
     """
 
     phase: Literal["finished", "not running"]
@@ -26,7 +28,7 @@ class PastRun:
     accuracies: tuple[float, ...]
 
     def as_text(self, run_dir: Path) -> str:
-        """A line or two for the console."""
+        """Return a line or two for the console."""
         steps = f"{self.step} step{'' if self.step == 1 else 's'}"
         values = " -> ".join(f"{value:.3f}" for value in self.accuracies)
         accuracy = f"; held-out accuracy {values}" if values else ""
@@ -39,7 +41,7 @@ class PastRun:
 
 
 def past_run(run_dir: Path) -> PastRun:
-    """Reads what a run has left."""
+    """Read the state of a run from its folder."""
     record = read_progress(run_dir)
     values = [point.accuracy for point in record.accuracies()]
     return PastRun(
@@ -50,14 +52,14 @@ def past_run(run_dir: Path) -> PastRun:
 
 
 async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
-    """Addresses and present state of a run that is going on.
+    """Return addresses and present state of a running run.
 
     Args:
         run: the run's folder, or its configuration file.
 
     Raises:
-        ConfigError: nothing was started from there.
-        NotReadyError: its trainer does not answer; says how the run ended.
+        ConfigError: no run was started there.
+        NotReadyError: its trainer does not answer; the message has the state of the run.
         HandshakeError, AccessDeniedError: the run's services do not accept our credentials.
     """
     location = locate_run(run)
@@ -69,4 +71,4 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
             raise
         except (PeerError, DeadlineError) as error:
             text = past_run(location.run_dir).as_text(location.run_dir)
-            raise NotReadyError(f"the run does not go on.\n{text}") from error
+            raise NotReadyError(f"the run is not active.\n{text}") from error

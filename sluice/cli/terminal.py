@@ -1,11 +1,15 @@
-"""Print for terminals and pipes: tables, and text of others made safe."""
+"""Read arguments, and print for terminals and pipes: tables, progress, and text of others made
+safe.
+"""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -13,10 +17,22 @@ _KEPT = "\n\t"
 _UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # Format characters that only join or shape letters.
 _HARMLESS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{SOFT HYPHEN}"
+# Columns of a pipe: nothing is wrapped or cut, so that grep and awk find it.
+_PIPE_WIDTH = 10_000
+
+
+def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """Return the configuration file, if the first argument is one, and the overrides."""
+    if not arguments:
+        return None, []
+    first = Path(arguments[0])
+    if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
+        return first, arguments[1:]
+    return None, arguments
 
 
 def printable(text: str) -> str:
-    r"""`text` with everything visible that a terminal would obey instead of showing.
+    r"""Return `text` with escapes in place of characters that a terminal would obey.
 
     Control characters (escape sequences begin with one) and those that reorder or hide text become
     escapes like ``\x1b``; newlines and tabs stay.
@@ -34,14 +50,33 @@ def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-_PIPE_WIDTH = 10_000
-"""Columns of a pipe: nothing is wrapped or cut, so that grep and awk find it."""
-
-
 def output_console() -> Console:
-    """A console for standard output that never wraps what is not shown on a terminal."""
+    """Return a console for standard output that wraps lines only on a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print a line as it is: unwrapped, without markup and colours."""
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:
+    """Return bars with a text, counts and the elapsed time; only a terminal shows them.
+
+    Args:
+        console: where to show them.
+        is_transient: remove them at the end; meanwhile standard output appears above them.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=is_transient,
+    )
 
 
 def print_table(
@@ -52,9 +87,11 @@ def print_table(
     *,
     right: Sequence[str] = (),
 ) -> None:
-    """Prints a table under its title.
+    """Print a table under its title.
 
     Args:
+        console: where to print it.
+        title: a line above it.
         columns: headings.
         rows: texts, one for each column.
         right: headings of columns that are aligned to the right.
@@ -76,7 +113,7 @@ def print_table(
 
 
 def _rendered(console: Console, table: Table) -> list[str] | None:
-    """Lines without trailing blanks for a pipe; nothing on a terminal, which draws the table."""
+    """Return lines without trailing blanks for a pipe; ``None`` for a terminal."""
     if console.is_terminal:
         return None
     with console.capture() as capture:

@@ -1,4 +1,4 @@
-"""Curves of all steps in at most so many points, such that no peak and no gap is lost."""
+"""Curves of all steps, thinned to a maximum of points such that no peak and no gap is lost."""
 
 from __future__ import annotations
 
@@ -11,21 +11,40 @@ import numpy.typing as npt
 from sluice.dashboard.step_history import StepHistory
 
 FEWEST_POINTS = 4
-
 Values = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
+_CURVES = {
+    "reward": "critic/rewards/mean",
+    "staleness_mean": "train/staleness_mean",
+    "staleness_max": "train/staleness_max",
+    "tokens_per_s": "rollout/tokens_per_s",
+    "trainer_idle": "trainer/idle_share",
+    "rollout_idle": "rollout/idle_share",
+    "step_s": "timing_s/step",
+}
+# Summed over the steps so far.
+_TOTALS = ("generated_tokens", "trained_tokens")
+COMPOSITION = {
+    "kept": ("kept",),
+    "all_right": ("all_right",),
+    "all_wrong": ("all_wrong",),
+    "stale": ("stale",),
+    "failed": ("failed",),
+    "other": ("uniform", "surplus"),
+}
+"""Parts of a column of groups, each with the metrics ``train/groups_<name>`` that it sums."""
 
 
 def kept_points(values: Values, most: int) -> Indexes:
-    """Which points of a curve to show: at most `most`, in order.
+    """Choose the points of a curve to show: at most `most`, in order.
 
-    First and last point are always among them, and of each of the equal stretches between those its
-    smallest and its largest value. A stretch without any number (NaN) keeps one point, so that the
-    gap is seen.
+    They include the first and the last point. The points between are cut into equal intervals;
+    each keeps its smallest and its largest value. An interval without a number (all NaN) keeps one
+    point, so that the gap stays visible.
 
     Args:
         values: [points], in the order of the curve; NaN where there is no value.
-        most: at least `FEWEST_POINTS`.
+        most: the maximum, at least `FEWEST_POINTS`.
 
     Returns:
         [kept] indexes into `values`, rising.
@@ -49,60 +68,44 @@ def kept_points(values: Values, most: int) -> Indexes:
 
 
 def bucket_edges(num_points: int, most: int) -> Indexes:
-    """Where to cut `num_points` into at most `most` stretches that differ by one point at most.
+    """Cut `num_points` into at most `most` intervals whose sizes differ by at most one point.
 
     Returns:
-        [stretches + 1] from 0 to `num_points`; stretches are never empty.
+        [intervals + 1] from 0 to `num_points`; no interval is empty.
     """
     num_buckets = max(min(num_points, most), 1)
     return np.linspace(0, num_points, num_buckets + 1).round().astype(np.int64)
 
 
 def bucket_sums(values: Values, edges: Indexes) -> Values:
-    """[stretches] the sum over each stretch; NaN counts as 0.
+    """Return [intervals] sums of `values`; NaN counts as 0.
 
     Args:
         values: [points].
-        edges: [stretches + 1], of `bucket_edges`.
+        edges: [intervals + 1], from `bucket_edges`.
     """
     running = np.concatenate([[0.0], np.cumsum(np.nan_to_num(values))])
     sums: Values = running[edges[1:]] - running[edges[:-1]]
     return sums
 
 
-_CURVES = {
-    "reward": "critic/rewards/mean",
-    "staleness_mean": "train/staleness_mean",
-    "staleness_max": "train/staleness_max",
-    "tokens_per_s": "rollout/tokens_per_s",
-    "trainer_idle": "trainer/idle_share",
-    "rollout_idle": "rollout/idle_share",
-    "step_s": "timing_s/step",
-}
-COMPOSITION = {
-    "kept": ("kept",),
-    "all_right": ("all_right",),
-    "all_wrong": ("all_wrong",),
-    "stale": ("stale",),
-    "failed": ("failed",),
-    "other": ("uniform", "surplus"),
-}
-"""Parts of a column of groups, and the metrics ``train/groups_<name>`` that add up to each."""
-
-
 def curve_points(history: StepHistory, most: int) -> dict[str, Any]:
-    """Curves, and groups by what they were.
+    """Return the curves, and the groups of all steps by kind.
 
     Args:
         history: all steps.
-        most: points of a curve, and columns of groups; at least 4.
+        most: the maximum of points in a curve, and of columns of groups; at least 4.
 
     Returns:
         ``num_steps``; each curve as ``x`` (steps) and ``y`` (null: no value); ``composition`` with
-        first and last step of each column (``from``, ``to``) and the groups in it by kind.
+        the first and last step of each column (``from``, ``to``) and its groups by kind.
     """
     steps = history.steps
     curves = {name: _curve(steps, history.column(metric), most) for name, metric in _CURVES.items()}
+    totals = {
+        name: _curve(steps, np.cumsum(np.nan_to_num(history.column(f"train/{name}"))), most)
+        for name in _TOTALS
+    }
     validations = history.accuracies()
     accuracy = _curve(
         np.array([step for step, _ in validations], dtype=np.int64),
@@ -111,7 +114,7 @@ def curve_points(history: StepHistory, most: int) -> dict[str, Any]:
     )
     return {
         "num_steps": int(steps.size),
-        "curves": {**curves, "accuracy": accuracy},
+        "curves": {**curves, **totals, "accuracy": accuracy},
         "composition": _composition(history, steps, most),
     }
 

@@ -1,4 +1,4 @@
-"""New whole lines of a file that grows, is replaced, or is cut short."""
+"""New whole lines of a file that grows, is replaced, or is truncated."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-__all__ = ["UNREADABLE", "Line", "LineTail", "Taken"]
-
-# What decoding a line may raise: no JSON, text that is no UTF-8, numbers and nesting too large.
+# The errors of decoding a line: no JSON, no UTF-8, too large a number, too deep a nesting.
 UNREADABLE = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 
 CHUNK_BYTES = 4 << 20
@@ -21,7 +19,7 @@ _NEWLINE = b"\n"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line without its newline, and where it begins in the file, bytes."""
+    """One line without its newline, and its position in the file in bytes."""
 
     offset: int
     text: bytes
@@ -29,12 +27,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one look at the file gave.
+    """The result of one look at the file.
 
     Attributes:
-        lines: whole lines that were not given before; a last one without newline waits.
-        is_anew: the file was replaced, cut short or deleted: what was given before counts no more.
-        has_more: there are further whole or unfinished lines to look at, at once.
+        lines: whole lines that no earlier look returned; a last one without newline waits.
+        is_reset: the file was replaced, truncated or deleted: earlier lines are void.
+        has_more: the file may have further lines already.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -43,12 +41,12 @@ class Taken:
 
 
 class LineTail:
-    """Gives each line of a file once, in bounded pieces.
+    """The new lines of a file, each once, in bounded pieces.
 
     Args:
-        path: it may not exist yet.
-        chunk_bytes: read at a time; a longer line is read whole.
-        most_line_bytes: a line beyond it is left out and counted in `num_left_out`.
+        path: the file; it may not exist yet.
+        chunk_bytes: bytes to read at a time; a longer line is read whole.
+        most_line_bytes: a longer line is left out and counted in `num_left_out`.
     """
 
     def __init__(
@@ -58,17 +56,19 @@ class LineTail:
         chunk_bytes: int = CHUNK_BYTES,
         most_line_bytes: int = MOST_LINE_BYTES,
     ) -> None:
-        self._path, self._chunk_bytes, self._most = path, chunk_bytes, most_line_bytes
+        self._path = path
+        self._chunk_bytes = chunk_bytes
+        self._most = most_line_bytes
         self._offset = 0
         self._inode: int | None = None
         self._is_within_long_line = False
         self.num_left_out = 0
 
     def take(self) -> Taken:
-        """Lines that came since the last call.
+        """Return the lines since the last call.
 
         Raises:
-            OSError: the file is there and cannot be read.
+            OSError: the file exists and cannot be read.
         """
         try:
             file = self._path.open("rb")
@@ -82,13 +82,15 @@ class LineTail:
             return Taken(lines, is_reset, has_more=self._offset > before)
 
     def _forget(self) -> bool:
-        """Begins at the start; whether anything had been given."""
+        """Restart at the beginning; return whether anything had been read."""
         was_read = self._offset > 0
-        self._offset, self._inode, self._is_within_long_line = 0, None, False
+        self._offset = 0
+        self._inode = None
+        self._is_within_long_line = False
         return was_read
 
     def _is_other(self, file: BinaryIO) -> bool:
-        """Whether it is not the file that was read, grown longer."""
+        """Return whether `file` is another one than before, not the same with more lines."""
         if self._offset == 0:
             return False
         if _inode(file) != self._inode:
@@ -121,7 +123,7 @@ class LineTail:
         return found
 
     def _pass_long_line(self, file: BinaryIO) -> bool:
-        """Reads on to the end of a line that is left out; whether it came."""
+        """Read to the end of a line that is left out; return whether the file has it."""
         while chunk := file.read(self._chunk_bytes):
             end = chunk.find(_NEWLINE)
             if end >= 0:

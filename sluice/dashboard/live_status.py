@@ -1,4 +1,4 @@
-"""What a run says of itself at the moment, asked no more often than somebody looks."""
+"""The present state of a run, asked of its services only while somebody looks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _NO_PROCESS = frozenset({"", "gone"})
 
 
 class Explained(Protocol):
-    """Why a run stands where it stands."""
+    """The explanation of a run's waits."""
 
     @property
     def cause(self) -> str:
-        """One sentence."""
+        """The explanation in one sentence."""
         ...
 
     @property
     def root(self) -> str | None:
-        """The service behind it; none if nobody waits for any."""
+        """The service that holds up the others; ``None`` if no service waits for another."""
         ...
 
 
@@ -41,12 +41,12 @@ Explain = Callable[[Sequence[ServiceWaits]], Explained]
 
 @dataclass(frozen=True, slots=True)
 class WaitCause:
-    """Who is behind what the run waits for.
+    """The service that the run waits for.
 
     Attributes:
-        cause: in a sentence.
-        root: the service; none if nobody waits for any.
-        seconds: the longest wait of any service for another; 0 without any.
+        cause: the explanation in one sentence.
+        root: the service; ``None`` if no service waits for another.
+        seconds: the longest wait of a service for another; 0 without one.
     """
 
     cause: str
@@ -56,11 +56,12 @@ class WaitCause:
 
 @dataclass(frozen=True, slots=True)
 class LiveAnswer:
-    """The state of a run of which at least a process is there.
+    """The state of a run that has at least one process.
 
     Attributes:
-        run: as `sluice status` has it; ``None``: the trainer does not answer.
-        wait: as `sluice status --why` has it, some seconds old at most; ``None`` before the first.
+        run: the snapshot of `sluice status`; ``None``: the trainer does not answer.
+        wait: the explanation of `sluice status --why`, a few seconds old at most; ``None`` before
+            the first.
     """
 
     run: RunSnapshot | None
@@ -68,13 +69,13 @@ class LiveAnswer:
 
 
 class LiveStatus:
-    """Asks the services of a run; answers are shared by all who look.
+    """The state of a run from its services; all browsers share the answers.
 
     Args:
         run_dir: the run's folder.
-        explain: finds who is behind the waits of services.
+        explain: finds the service behind the waits of all services.
         clock: seconds, monotonic.
-        answer_within_s: how long the trainer is waited for.
+        answer_within_s: the longest wait for the trainer.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class LiveStatus:
         *,
         answer_within_s: float = ANSWER_WITHIN_S,
     ) -> None:
-        self._run_dir, self._explain, self._clock = run_dir, explain, clock
+        self._run_dir = run_dir
+        self._explain = explain
+        self._clock = clock
         self._answer_within_s = answer_within_s
         self._turn = asyncio.Lock()
         self._stack = AsyncExitStack()
@@ -97,7 +100,7 @@ class LiveStatus:
         self._asked_s = self._surveyed_s = float("-inf")
 
     async def ask(self) -> LiveAnswer | None:
-        """The present state, or one of a moment ago; ``None``: nothing of the run is there."""
+        """Return the state, at most a second old; ``None``: no process of the run is there."""
         async with self._turn:
             now_s = self._clock()
             if now_s - self._asked_s >= ASK_EVERY_S:
@@ -106,7 +109,7 @@ class LiveStatus:
             return self._answer
 
     async def close(self) -> None:
-        """Closes the channels."""
+        """Close the channels."""
         await self._stack.aclose()
 
     async def _fresh(self) -> LiveAnswer | None:
@@ -145,10 +148,10 @@ class LiveStatus:
         return WaitCause(found.cause, found.root, longest if found.root else 0.0)
 
     async def _connected(self) -> tuple[RunMonitor, RunLocation]:
-        """Where the run listens; looked up again when it is started anew.
+        """Return the run's addresses with a client of them, looked up again after a restart.
 
         Raises:
-            ConfigError, OSError: nothing was started in the folder.
+            ConfigError, OSError: no run was started in the folder.
         """
         stamp = (self._run_dir / CONFIG_NAME).stat().st_mtime_ns
         if self._monitor is None or self._location is None or stamp != self._config_stamp:
@@ -158,16 +161,17 @@ class LiveStatus:
                 location.trainer, location.reward, credentials=location.credentials
             )
             self._monitor = await self._stack.enter_async_context(monitor)
-            self._location, self._config_stamp = location, stamp
+            self._location = location
+            self._config_stamp = stamp
         return self._monitor, self._location
 
 
 def check_location(run_dir: Path) -> RunLocation:
-    """The run of a folder.
+    """Return the addresses of the run in a folder.
 
     Raises:
-        ConfigError: nothing was started there, or it is no folder.
+        ConfigError: no run was started there, or it is not a folder.
     """
     if not run_dir.is_dir():
-        raise ConfigError(f"run: {run_dir} is no folder; give the folder of a started run")
+        raise ConfigError(f"run: {run_dir} is not a folder; give the folder of a started run")
     return locate_run(run_dir)

@@ -25,10 +25,11 @@ _FEW_KEPT = 0.05
 _RESIDUAL = 0.02
 _AT_REST = frozenset({"paused", "finished"})
 _COMING, _LEAVING = "pending", "draining"
+_RECENT_STEPS = 20
 
 
 class RunVerdict(StrEnum):
-    """What the page shows first."""
+    """The health of a run in one word."""
 
     HEALTHY = "healthy"
     ATTENTION = "needs attention"
@@ -39,7 +40,7 @@ class RunVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A verdict and why, a sentence each; none for a run that is well."""
+    """A verdict with its reasons, one sentence each; a healthy run has none."""
 
     verdict: RunVerdict
     reasons: tuple[str, ...]
@@ -47,18 +48,19 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What the verdict is made of.
+    """The inputs of the verdict.
 
     Args:
-        answers: whether the trainer does.
+        answers: whether the trainer answers.
         is_finished: whether the run reached its end.
-        phase: of the trainer, and for how many seconds.
-        step_s: what a step takes, seconds, the middle of the last ones; ``None`` before the first.
-        wait: who is behind what is waited for, a sentence; empty: nobody waits.
+        phase: the trainer's phase.
+        phase_seconds: its duration.
+        step_s: the median duration of the last steps; ``None`` before the first.
+        wait: a sentence about the service that holds up the run; empty if no service waits.
         replicas: the fleet.
-        prompts: the accounts of prompts, ``prompts_lost`` among them if it is known.
+        prompts: the accounting of prompts, with ``prompts_lost`` if it is known.
         recent: groups of the last steps by ``train/groups_<kind>``.
-        residual_share: of the books of tokens.
+        residual_share: the share of all tokens that the accounting does not explain.
     """
 
     answers: bool
@@ -74,7 +76,7 @@ class RunFacts:
 
 
 def health_of(facts: RunFacts) -> Health:
-    """Judges a run."""
+    """Return the verdict on a run."""
     if not facts.answers or facts.phase == "finished":
         if facts.is_finished or facts.phase == "finished":
             return Health(RunVerdict.FINISHED, ())
@@ -111,7 +113,7 @@ def _attention(facts: RunFacts) -> Iterator[str]:
         yield f"replica {replica.name} is {replica.state}"
     yield from _composition(facts.recent or {})
     if abs(facts.residual_share) > _RESIDUAL:
-        yield f"{abs(facts.residual_share):.1%} of all tokens are in no account"
+        yield f"{abs(facts.residual_share):.1%} of all tokens are unaccounted for"
 
 
 def _composition(recent: Mapping[str, float]) -> Iterator[str]:
@@ -125,17 +127,14 @@ def _composition(recent: Mapping[str, float]) -> Iterator[str]:
         yield f"only {kept:.1%} of the groups of the last steps were mixed"
 
 
-_RECENT_STEPS = 20
-
-
 @dataclass(frozen=True, slots=True)
 class RunAtRest:
-    """What is known without asking.
+    """The facts about a run that its services need not answer for.
 
     Attributes:
-        name: of the run's folder.
-        total_steps: that the configuration asks for; ``None``: it depends on the data set.
-        final_accounts: of a run that reached its end; empty otherwise.
+        name: the name of the run's folder.
+        total_steps: steps that the configuration asks for; ``None``: it depends on the data set.
+        final_accounts: the accounting of a run that reached its end; empty otherwise.
     """
 
     name: str
@@ -144,10 +143,10 @@ class RunAtRest:
 
 
 def read_final_accounts(run_dir: Path) -> Mapping[str, float]:
-    """`accounts.json`, which says that the run reached its end; empty without it.
+    """Return `accounts.json`, which a run writes at its end; empty without it.
 
     Raises:
-        OSError: it is there and cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         text = (run_dir / ACCOUNTS_NAME).read_bytes()
@@ -157,7 +156,7 @@ def read_final_accounts(run_dir: Path) -> Mapping[str, float]:
 
 
 def overview(rest: RunAtRest, history: StepHistory, live: LiveAnswer | None) -> dict[str, Any]:
-    """One object for the page; see `docs/dashboard.md` for its fields."""
+    """Return the page's first lines, the fleet and the accounting as one object."""
     run = live.run if live else None
     accounts = _accounts(rest, history, run)
     facts = _facts(rest, history, live, accounts)
@@ -172,6 +171,7 @@ def overview(rest: RunAtRest, history: StepHistory, live: LiveAnswer | None) -> 
         "step": run.step if run else _last_step(history),
         "total_steps": run.total_steps if run else rest.total_steps,
         "version": run.version if run else None,
+        "training_seconds": _round(float(np.nansum(history.column("timing_s/step")))),
         "accuracy": _point(accuracies[-1]) if accuracies else None,
         "first_accuracy": _point(accuracies[0]) if len(accuracies) > 1 else None,
         "reward": _newest(history, "critic/rewards/mean"),
@@ -229,12 +229,12 @@ def _recent_groups(history: StepHistory) -> dict[str, float]:
 def _accounts(
     rest: RunAtRest, history: StepHistory, run: RunSnapshot | None
 ) -> Mapping[str, float]:
-    """The newest books there are."""
+    """Return the newest accounting."""
     return rest.final_accounts or (run.accounts if run else {}) or history.accounts
 
 
 def _prompts(accounts: Mapping[str, float]) -> dict[str, float]:
-    names = ("submitted", "pending", "trained", "skipped")
+    names = ("submitted", "pending", "trained", "skipped", "prompts_lost")
     return {
         name: value
         for name, value in accounts.items()

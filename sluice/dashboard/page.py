@@ -1,4 +1,4 @@
-"""The page's files, whom it answers, what its addresses ask for, and its data as JSON."""
+"""The page without HTTP: its files, its access rules, its queries, and its data as JSON."""
 
 from __future__ import annotations
 
@@ -27,34 +27,6 @@ _TYPES = {
     ".svg": "image/svg+xml",
 }
 _INDEX = "index.html"
-
-
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """One file with what its answer says of it."""
-
-    body: bytes
-    content_type: str
-    etag: str
-
-
-def page_files() -> Mapping[str, PageFile]:
-    """By the path of their address; ``/`` is the page. No other path is ever looked up on disk."""
-    found = {}
-    for entry in (files("sluice.dashboard") / "static").iterdir():
-        suffix = entry.name[entry.name.rfind(".") :]
-        if suffix in _TYPES:
-            body = entry.read_bytes()
-            path = "/" if entry.name == _INDEX else f"/static/{entry.name}"
-            found[path] = PageFile(body, _TYPES[suffix], etag_of(body))
-    return found
-
-
-def etag_of(body: bytes) -> str:
-    """The same for the same bytes, in quotes."""
-    return f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
-
-
 _POLICY = (
     "default-src 'none'",
     "script-src 'self'",
@@ -64,7 +36,7 @@ _POLICY = (
     "base-uri 'none'",
     "form-action 'none'",
     "frame-ancestors 'none'",
-    # A script that assigned text as markup would fail, ours included.
+    # No script can assign text as markup, not even ours.
     "require-trusted-types-for 'script'",
     "trusted-types 'none'",
 )
@@ -77,15 +49,48 @@ HEADERS: Mapping[str, str] = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
 }
-"""Of every answer. All that a model or a prompt says is hostile."""
-
+"""Headers of every answer. Texts of models and prompts are hostile."""
 _SCHEME = "bearer "
+MOST_POINTS, USUAL_POINTS = 2000, 400
+MOST_GROUPS, USUAL_GROUPS = 100, 25
+MOST_TEXT_CHARS = 200
+_MOST_SHOWN = 40
+_NumberT = TypeVar("_NumberT", int, float)
+Query = Mapping[str, str]
+_EXCERPT_CHARS = 160
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """One file with the headers of its answer."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def page_files() -> Mapping[str, PageFile]:
+    """Return the files by path; ``/`` is the page. The server looks up no other path on disk."""
+    found = {}
+    for entry in (files("sluice.dashboard") / "static").iterdir():
+        suffix = entry.name[entry.name.rfind(".") :]
+        if suffix in _TYPES:
+            body = entry.read_bytes()
+            path = "/" if entry.name == _INDEX else f"/static/{entry.name}"
+            found[path] = PageFile(body, _TYPES[suffix], etag_of(body))
+    return found
+
+
+def etag_of(body: bytes) -> str:
+    """Return a quoted digest of the bytes."""
+    return f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
 
 
 def is_loopback_name(host: str) -> bool:
-    """Whether the ``Host`` header of a request names this machine's loopback interface.
+    """Return whether a ``Host`` header names the loopback interface of this machine.
 
-    A page of another site whose name was made to lead here (DNS rebinding) sends its own name.
+    Another site may point its own name at this server (DNS rebinding); its requests carry that
+    name.
     """
     try:
         name, _ = split_host_port(host)
@@ -100,12 +105,12 @@ def is_loopback_name(host: str) -> bool:
 
 
 def is_cross_site(headers: Mapping[str, str]) -> bool:
-    """Whether a browser says that a page of another site sends the request."""
+    """Return whether the browser declares a request as one from a page of another site."""
     return headers.get("Sec-Fetch-Site", "none") not in {"none", "same-origin"}
 
 
 def admits(tokens: TokenSource | None, authorization: str) -> bool:
-    """Whether an ``Authorization`` header shows one of the tokens; without any all are let in."""
+    """Return whether an ``Authorization`` header has one of the tokens; ``None`` admits all."""
     if tokens is None:
         return True
     if not authorization.lower().startswith(_SCHEME):
@@ -113,29 +118,20 @@ def admits(tokens: TokenSource | None, authorization: str) -> bool:
     return role_of(tokens.tokens(), authorization[len(_SCHEME) :].strip()) is not None
 
 
-MOST_POINTS, USUAL_POINTS = 2000, 400
-MOST_GROUPS, USUAL_GROUPS = 100, 25
-MOST_TEXT_CHARS = 200
-_MOST_SHOWN = 40
-_NumberT = TypeVar("_NumberT", int, float)
-
-Query = Mapping[str, str]
-
-
 def parse_points(query: Query) -> int:
-    """Points of a curve. Raises InvalidRequestError."""
+    """Return the maximum of points in a curve. Raises InvalidRequestError."""
     found = _integer(query, "points", FEWEST_POINTS, MOST_POINTS)
     return USUAL_POINTS if found is None else found
 
 
 def parse_page_size(query: Query) -> int:
-    """Groups of a page. Raises InvalidRequestError."""
+    """Return the maximum of groups in a page. Raises InvalidRequestError."""
     found = _integer(query, "most", 1, MOST_GROUPS)
     return USUAL_GROUPS if found is None else found
 
 
 def parse_search_text(query: Query) -> str:
-    """What has to be in a prompt or response; empty: anything. Raises InvalidRequestError."""
+    """Return the text to search for; empty: anything matches. Raises InvalidRequestError."""
     text = query.get("text", "")
     if len(text) > MOST_TEXT_CHARS:
         raise InvalidRequestError(
@@ -145,14 +141,14 @@ def parse_search_text(query: Query) -> str:
 
 
 def parse_filter(query: Query) -> SampleFilter:
-    """Which groups. Raises InvalidRequestError."""
+    """Return the filter of the groups. Raises InvalidRequestError."""
     largest = 2**31 - 1
     outcomes = [name for name in query.get("outcome", "").split(",") if name]
     known = {outcome.value: outcome for outcome in ShownOutcome}
     for name in outcomes:
         if name not in known:
             raise InvalidRequestError(
-                f"outcome: {_shown(name)} is none; give some of {', '.join(known)}"
+                f"outcome: {_shown(name)} is not an outcome; give some of {', '.join(known)}"
             )
     return SampleFilter(
         frozenset(known[name] for name in outcomes),
@@ -164,25 +160,25 @@ def parse_filter(query: Query) -> SampleFilter:
 
 
 def parse_cursor(query: Query) -> Cursor | None:
-    """Where the page before ended. Raises InvalidRequestError."""
+    """Return the end of the previous page. Raises InvalidRequestError."""
     text = query.get("after", "")
     if not text:
         return None
     step, dot, ordinal = text.partition(".")
     if not (dot and _is_count(step) and _is_count(ordinal)):
-        raise InvalidRequestError(f"after: {_shown(text)} is no place; give `next` of a page")
+        raise InvalidRequestError(f"after: {_shown(text)} is not a position; give `next` of a page")
     return Cursor(int(step), int(ordinal))
 
 
 def cursor_text(cursor: Cursor | None) -> str | None:
-    """The other way round; ``None`` for the end of the list."""
+    """Return a cursor as `parse_cursor` reads it; ``None`` for the end of the list."""
     return None if cursor is None else f"{cursor.step}.{cursor.ordinal}"
 
 
 def parse_ordinal(text: str) -> int:
-    """The number of a group. Raises InvalidRequestError."""
+    """Return the number of a group. Raises InvalidRequestError."""
     if not _is_count(text):
-        raise InvalidRequestError(f"group: {_shown(text)} is no number of a group")
+        raise InvalidRequestError(f"group: {_shown(text)} is not the number of a group")
     return int(text)
 
 
@@ -193,14 +189,14 @@ def _is_count(text: str) -> bool:
 def _integer(query: Query, name: str, least: int, most: int) -> int | None:
     value = _parsed(query, name, int)
     if value is not None and not least <= value <= most:
-        raise InvalidRequestError(f"{name}: {value} is not from {least} to {most}")
+        raise InvalidRequestError(f"{name}: {value} is out of range; give {least} to {most}")
     return value
 
 
 def _number(query: Query, name: str) -> float | None:
     value = _parsed(query, name, float)
     if value is not None and not math.isfinite(value):
-        raise InvalidRequestError(f"{name}: {value} is no finite number")
+        raise InvalidRequestError(f"{name}: {value} is not a finite number")
     return value
 
 
@@ -211,21 +207,19 @@ def _parsed(query: Query, name: str, parse: Callable[[str], _NumberT]) -> _Numbe
     try:
         return parse(text[:_MOST_SHOWN])
     except ValueError as error:
-        raise InvalidRequestError(f"{name}: {_shown(text)} is no number") from error
+        raise InvalidRequestError(f"{name}: {_shown(text)} is not a number") from error
 
 
 def _shown(text: str) -> str:
     return repr(text[:_MOST_SHOWN])
 
 
-_EXCERPT_CHARS = 160
-
-
 def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
-    """A page of the list.
+    """Return a page of the list as JSON.
 
     Args:
-        counts: indexed groups by outcome.
+        page: some groups.
+        counts: all indexed groups by outcome.
     """
     return {
         "groups": [_row(found) for found in page.groups],
@@ -237,7 +231,7 @@ def page_object(page: Page, counts: dict[str, int]) -> dict[str, Any]:
 
 
 def group_object(found: FoundGroup) -> dict[str, Any]:
-    """A group whole."""
+    """Return a group with all of its texts as JSON."""
     group = found.group
     return {
         **_row(found),
@@ -268,7 +262,7 @@ def _row(found: FoundGroup) -> dict[str, Any]:
 
 
 def _versions(versions: list[int], announced: int, *, is_validation: bool) -> list[int] | None:
-    """Oldest and newest version that drew a token, as far as that is known."""
+    """Return the oldest and newest version that sampled a token, if they are known."""
     if versions:
         return [min(versions), max(versions)]
     return [announced, announced] if is_validation else None

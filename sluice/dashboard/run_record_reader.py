@@ -1,4 +1,4 @@
-"""Read a run's folder as it grows, in a thread beside the event loop, only while somebody looks."""
+"""Read a run's folder while it grows, outside the event loop, and only while somebody looks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sluice.dashboard.comparison import compare_validations
 from sluice.dashboard.curves import curve_points
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.overview import RunAtRest, overview, read_final_accounts
@@ -20,35 +21,38 @@ from sluice.dashboard.step_history import StalenessCounts, StepHistory
 logger = logging.getLogger(__name__)
 
 _ResultT = TypeVar("_ResultT")
+LOOK_EVERY_S = 1.0
+LOOKED_AT_S = 15.0
 
 
 class ReadingThread:
-    """One thread for all of it, so that what waits for it holds no other.
+    """A thread that reads some files in pieces and answers questions about them.
 
     Args:
-        name: of what is read.
-        read: takes in a piece; whether there is more at once.
+        name: the name of the thread.
+        read: reads a piece, and returns whether more is there already.
 
     Attributes:
         is_behind: whether the last piece left more to read.
     """
 
     def __init__(self, name: str, read: Callable[[], bool]) -> None:
-        self.name, self._read = name, read
+        self.name = name
+        self._read = read
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._is_broken = False
         self.is_behind = True
 
     async def ask(self, question: Callable[[], _ResultT]) -> _ResultT:
-        """The answer, after all that was asked before."""
+        """Return the answer, after those to all earlier questions."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, question)
 
     async def resume_reading(self) -> None:
-        """Reads a piece; what goes wrong is told once, and tried again the next time."""
+        """Read a piece. A failure is logged once; the next call tries again."""
         self.is_behind = await self.ask(self._piece)
 
     def close(self) -> None:
-        """Ends the thread after what it does at the moment; questions that wait are cancelled."""
+        """End the thread after its present work, and cancel the waiting questions."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _piece(self) -> bool:
@@ -57,8 +61,8 @@ class ReadingThread:
         except OSError as error:
             self._note_broken("cannot be read", error)
             return False
-        except Exception as error:  # noqa: BLE001 - it is logged, and must not end the page
-            self._note_broken("is not understood, a defect of the page", error)
+        except Exception as error:  # noqa: BLE001 - logged; it must not end the page
+            self._note_broken("cannot be understood, a defect of the page", error)
             return False
         self._is_broken = False
         return has_more
@@ -70,17 +74,13 @@ class ReadingThread:
         self._is_broken = True
 
 
-LOOK_EVERY_S = 1.0
-LOOKED_AT_S = 15.0
-
-
 class RunRecordReader:
-    """What the page shows of the folder. Files are read in other threads, in bounded pieces.
+    """The data of the page from a run's folder, read by other threads in bounded pieces.
 
     Args:
         run_dir: the run's folder.
-        folders: where its samples are.
-        total_steps: that the configuration asks for; ``None``: it depends on the data set.
+        folders: the folders with its samples.
+        total_steps: steps that the configuration asks for; ``None``: it depends on the data set.
         clock: seconds, monotonic.
     """
 
@@ -91,11 +91,13 @@ class RunRecordReader:
         total_steps: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run_dir, self._total_steps, self._clock = run_dir, total_steps, clock
-        self._history, self._staleness = StepHistory(run_dir), StalenessCounts(run_dir)
+        self._run_dir = run_dir
+        self._total_steps = total_steps
+        self._clock = clock
+        self._history = StepHistory(run_dir)
+        self._staleness = StalenessCounts(run_dir)
         self._browser = SampleBrowser(folders)
-        # Steps and samples apart: a long search holds up no curve, and questions that wait for
-        # it hold no thread that others need.
+        # Two threads, so that a long search in the samples delays no curve.
         self._steps = ReadingThread("steps", self._read_steps)
         self._samples = ReadingThread("samples", self._read_samples)
         self._num_unread_samples = 0
@@ -103,17 +105,17 @@ class RunRecordReader:
 
     @property
     def is_behind(self) -> bool:
-        """Whether files hold more than was read so far."""
+        """Whether files hold more than the threads have read so far."""
         return self._steps.is_behind or self._samples.is_behind
 
     async def follow(self) -> None:
-        """Reads until cancelled; nothing while nobody asks for anything."""
+        """Read until cancelled, but only while somebody asks for data."""
         async with asyncio.TaskGroup() as tasks:
             for reading in (self._steps, self._samples):
                 tasks.create_task(self._follow(reading), name=f"run folder: {reading.name}")
 
     def close(self) -> None:
-        """Ends the threads after what they do at the moment; questions that wait are cancelled."""
+        """End the threads after their present work, and cancel the waiting questions."""
         self._steps.close()
         self._samples.close()
 
@@ -124,20 +126,27 @@ class RunRecordReader:
             await asyncio.sleep(0 if reading.is_behind else LOOK_EVERY_S)
 
     async def overview(self, live: LiveAnswer | None) -> dict[str, Any]:
-        """The page's first lines."""
+        """Return the page's first lines."""
         return await self._asked(self._steps, lambda: self._overview(live))
 
     async def curves(self, most: int) -> dict[str, Any]:
-        """Curves and composition in at most so many points, and the histogram of staleness."""
+        """Return curves and composition in at most `most` points, and the staleness counts."""
         return await self._asked(
             self._steps,
             lambda: {**curve_points(self._history, most), "staleness": self._staleness.bars()},
         )
 
+    async def comparison(self) -> dict[str, Any]:
+        """Return responses of the first and of the last validation to the same problems."""
+        return await self._asked(
+            self._steps,
+            lambda: compare_validations(self._run_dir, self._history.validated_steps()),
+        )
+
     async def page(
         self, wanted: SampleFilter, text: str, after: Cursor | None, most: int
     ) -> tuple[Page, dict[str, int]]:
-        """Some groups of the list, and how many there are by outcome."""
+        """Return some groups of the list, and the number of all groups by outcome."""
         return await self._asked(
             self._samples,
             lambda: (
@@ -147,7 +156,7 @@ class RunRecordReader:
         )
 
     async def group(self, ordinal: int) -> FoundGroup | None:
-        """One group; ``None``: it is not there."""
+        """Return one group; ``None``: it is not there."""
         return await self._asked(self._samples, lambda: self._browser.group(ordinal))
 
     async def _asked(self, reading: ReadingThread, question: Callable[[], _ResultT]) -> _ResultT:
@@ -159,7 +168,7 @@ class RunRecordReader:
 
     def _read_samples(self) -> bool:
         has_more = self._browser.read()
-        self._num_unread_samples = self._browser.num_unread  # for the other thread
+        self._num_unread_samples = self._browser.num_unread  # read by the other thread
         return has_more
 
     def _overview(self, live: LiveAnswer | None) -> dict[str, Any]:

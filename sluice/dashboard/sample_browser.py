@@ -1,6 +1,4 @@
-"""The run's samples as the page browses them: indexed by place in their files, listed,
-searched, opened.
-"""
+"""The run's samples as the page browses them: an index of positions in files, a list, a search."""
 
 from __future__ import annotations
 
@@ -32,11 +30,14 @@ _ROW = np.dtype(
     ]
 )
 _FIRST_CAPACITY = 1024
+SEARCH_S = 1.0
+READ_S = 0.5
+_LOOK_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A place in the list, newest step first: what follows comes after it."""
+    """A position in the list (highest step first); the next page begins after it."""
 
     step: int
     ordinal: int
@@ -44,12 +45,12 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class SampleFilter:
-    """Which groups are listed; ``None`` and empty: all.
+    """The groups that are listed; ``None`` and empty exclude none.
 
     Args:
-        outcomes: any of these.
-        first_step, last_step: both included.
-        least_score, most_score: of the mean over scored responses, both included.
+        outcomes: their outcome is one of these.
+        first_step, last_step: bounds of their step, both included.
+        least_score, most_score: bounds of the mean over scored responses, both included.
     """
 
     outcomes: frozenset[ShownOutcome] = frozenset()
@@ -61,7 +62,7 @@ class SampleFilter:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One group of the list. `file` is a number of `SampleFiles`."""
+    """One group of the list. `file` is a number from `SampleFiles`."""
 
     ordinal: int
     file: int
@@ -74,15 +75,17 @@ class IndexEntry:
 
     @property
     def cursor(self) -> Cursor:
-        """The place behind it."""
+        """The position after which the next group follows."""
         return Cursor(self.step, self.ordinal)
 
 
 class SampleIndex:
-    """Groups in the order they were found; 40 bytes a group, the oldest half goes when it is full.
+    """Groups in the order in which they were found, 40 bytes each.
+
+    A full index drops its oldest half.
 
     Args:
-        most_groups: held at once.
+        most_groups: the maximum of groups.
     """
 
     def __init__(self, most_groups: int = MOST_GROUPS) -> None:
@@ -95,7 +98,7 @@ class SampleIndex:
         return self._size
 
     def add(self, file: int, group: GroupLines) -> None:
-        """A group of a file."""
+        """Add a group of a file."""
         if self._size >= self._most_groups:
             self._keep(np.arange(self._size) >= self._size - self._most_groups // 2)
         if self._size == self._rows.size:
@@ -114,11 +117,11 @@ class SampleIndex:
         self._next_ordinal += 1
 
     def drop_file(self, file: int) -> None:
-        """Forgets the groups of a file."""
+        """Drop the groups of a file."""
         self._keep(self._rows["file"][: self._size] != file)
 
     def get(self, ordinal: int) -> IndexEntry | None:
-        """A group by its number; ``None``: it is forgotten."""
+        """Return a group by its number; ``None``: it was dropped."""
         rows = self._rows[: self._size]
         place = int(np.searchsorted(rows["ordinal"], ordinal))
         if place == rows.size or rows["ordinal"][place] != ordinal:
@@ -126,15 +129,14 @@ class SampleIndex:
         return _entry(rows[place])
 
     def counts(self) -> dict[str, int]:
-        """Groups by outcome."""
+        """Return the number of groups by outcome."""
         numbers = np.bincount(self._rows["outcome"][: self._size], minlength=len(_OUTCOMES))
         return {outcome.value: int(numbers[code]) for outcome, code in _CODE.items()}
 
     def matching(self, wanted: SampleFilter) -> npt.NDArray[np.int64]:
-        """Places of the groups that match, the highest step first and in it the newest.
+        """Return [matches] positions for `entry`: highest step first, then newest first.
 
-        Returns:
-            [matches] for `entry` of the same state.
+        They are valid until the index changes.
         """
         rows = self._rows[: self._size]
         keep = np.ones(rows.size, dtype=bool)
@@ -154,7 +156,7 @@ class SampleIndex:
         return ordered
 
     def after(self, places: npt.NDArray[np.int64], cursor: Cursor) -> npt.NDArray[np.int64]:
-        """Those of `places` that come behind a place in the list."""
+        """Return those of `places` that come after a position in the list."""
         rows = self._rows
         step, ordinal = rows["step"][places], rows["ordinal"][places]
         later = (step < cursor.step) | ((step == cursor.step) & (ordinal < cursor.ordinal))
@@ -162,7 +164,7 @@ class SampleIndex:
         return behind
 
     def entry(self, place: int) -> IndexEntry:
-        """The group at one of `matching`'s places."""
+        """Return the group at a position that `matching` returned."""
         return _entry(self._rows[place])
 
     def _keep(self, keep: npt.NDArray[np.bool_]) -> None:
@@ -186,11 +188,6 @@ def _entry(row: np.void) -> IndexEntry:
     )
 
 
-SEARCH_S = 1.0
-READ_S = 0.5
-_LOOK_EVERY = 16
-
-
 @dataclass(frozen=True, slots=True)
 class FoundGroup:
     """A listed group with its texts."""
@@ -205,9 +202,9 @@ class Page:
 
     Attributes:
         groups: in the list's order.
-        next: where the list goes on; ``None``: it ends here.
-        num_matching: groups that the filter lets through, the text not considered.
-        num_searched: of these how many were looked at for this page.
+        next: where the list continues; ``None``: it ends here.
+        num_matching: groups that pass the filter, whatever their text.
+        num_searched: groups whose text was searched for this page.
     """
 
     groups: list[FoundGroup]
@@ -217,22 +214,23 @@ class Page:
 
 
 class SampleBrowser:
-    """All methods are to be called by one thread at a time.
+    """The list of a run's groups. Only one thread at a time may call its methods.
 
     Args:
-        folders: where the samples are.
+        folders: the folders with the samples.
         clock: seconds, monotonic.
     """
 
     def __init__(self, folders: SampleFolders, clock: Callable[[], float] = time.monotonic) -> None:
-        self._files, self._index = SampleFiles(folders, clock), SampleIndex()
+        self._files = SampleFiles(folders, clock)
+        self._index = SampleIndex()
         self._clock = clock
         self._readers: dict[int, GroupReader] = {}
         self._num_unread_of_gone = 0
 
     @property
     def num_unread(self) -> int:
-        """Lines that are no groups, or too long."""
+        """Lines that are not groups, or are too long."""
         undecoded = sum(reader.num_unread for reader in self._readers.values())
         return self._num_unread_of_gone + undecoded + self._files.num_left_out
 
@@ -242,7 +240,7 @@ class SampleBrowser:
         return self._index.counts()
 
     def read(self) -> bool:
-        """Indexes what came, for a bounded time; whether there is more at once.
+        """Index new groups for a bounded time; return whether more are there already.
 
         Raises:
             OSError: a folder or file cannot be read.
@@ -271,14 +269,14 @@ class SampleBrowser:
     def page(
         self, wanted: SampleFilter, text: str = "", *, after: Cursor | None = None, most: int = 25
     ) -> Page:
-        """Some groups of the list, the highest step first.
+        """Return some groups of the list, highest step first.
 
         Args:
-            wanted: which groups.
-            text: has to be in the prompt or in a response, whatever the case of its letters.
-            after: the end of the page before.
-            most: groups of this page. A search ends earlier when it has taken `SEARCH_S`; then
-                the page may be empty and still have a next one.
+            wanted: the groups to list.
+            text: only groups with this text in the prompt or in a response, in any case.
+            after: the end of the previous page.
+            most: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page
+                may be empty and still have a next one.
         """
         places = self._index.matching(wanted)
         num_matching = places.size
@@ -300,7 +298,7 @@ class SampleBrowser:
         return Page(found, None, num_matching, num_searched)
 
     def group(self, ordinal: int) -> FoundGroup | None:
-        """One group by its number; ``None``: it is not there, or not any more."""
+        """Return one group by its number; ``None``: it does not exist, or was deleted."""
         entry = self._index.get(ordinal)
         group = None if entry is None else self._load(entry)
         return None if entry is None or group is None else FoundGroup(entry, group)

@@ -1,4 +1,4 @@
-"""Which files of a run hold samples, and what is new in them."""
+"""The files of a run that hold samples, and the new lines in them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from sluice.dashboard.line_tail import Line, LineTail
 from sluice.dashboard.sample_lines import SampleSource
 from sluice.telemetry.samples import FOLDER_NAME
 
-__all__ = ["FileNews", "SampleFiles", "SampleFolders", "folders_of_run"]
-
 _EXAMPLES = "validation"
-# Within one tick of a file system's clock, a second at the coarsest, a folder changes unseen.
+# A second change within one tick of the file system's clock, at most a second, is not visible.
 _SETTLED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFolders:
-    """Where a run's samples are; ``None``: not written.
+    """The folders with a run's samples; ``None``: the run does not write them.
 
-    `trained` is read only where there is no archive, which holds the same groups and more.
+    `trained` is read only without an archive, which holds the same groups and more.
     """
 
     archive: Path
@@ -33,12 +31,13 @@ class SampleFolders:
 
 @dataclass(frozen=True, slots=True)
 class FileNews:
-    """What became of one file.
+    """The changes of one file.
 
     Attributes:
-        number: names the file, the same for as long as it is there.
-        is_gone: what was told of it before counts no more.
-        lines: that came; nothing of a file that is gone for good.
+        number: identifies the file as long as it exists.
+        kind: the writer of the file.
+        is_gone: the file was deleted or replaced: earlier lines are void.
+        lines: its new lines; none of a deleted file.
         is_whole: the file was read to its end.
     """
 
@@ -64,18 +63,19 @@ class _Known:
 
 
 class SampleFiles:
-    """Looks at the folders of a run.
+    """The files with samples in the folders of a run.
 
-    Files of the archive grow; those of dumps are replaced whole, and are looked at only while
-    their folder changes, and until it has not for `_SETTLED_S`.
+    Files of the archive grow. Dumps are replaced whole; they are read only while their folder
+    changes, and for `_SETTLED_S` afterwards.
 
     Args:
-        folders: where the files are.
+        folders: the folders with the files.
         clock: seconds, monotonic.
     """
 
     def __init__(self, folders: SampleFolders, clock: Callable[[], float] = time.monotonic) -> None:
-        self._folders, self._clock = folders, clock
+        self._folders = folders
+        self._clock = clock
         self._num_left_out_of_gone = 0
         self._known: dict[tuple[SampleSource, Path], _Known] = {}
         self._paths: dict[int, tuple[SampleSource, Path]] = {}
@@ -83,12 +83,12 @@ class SampleFiles:
         self._next = 0
 
     def news(self) -> Iterator[FileNews]:
-        """What came since the last call, file by file, oldest first.
+        """Yield the changes since the last call, file by file, oldest first.
 
-        A caller may stop before the end; what it did not take comes the next time.
+        A caller may stop before the end; the next call yields the rest.
 
         Raises:
-            OSError: a folder or file is there and cannot be read.
+            OSError: a folder or file exists and cannot be read.
         """
         has_archive = self._folders.archive.is_dir()
         yield from self._folder(SampleSource.ARCHIVE, self._folders.archive, grows=True)
@@ -102,12 +102,12 @@ class SampleFiles:
 
     @property
     def num_left_out(self) -> int:
-        """Lines that were too long to be read."""
+        """Lines that were too long to read."""
         present = (known.tail.num_left_out for known in self._known.values())
         return self._num_left_out_of_gone + sum(present)
 
     def place(self, number: int) -> tuple[SampleSource, Path] | None:
-        """Kind and path of a file by its number; ``None``: it is gone."""
+        """Return kind and path of a file by its number; ``None``: it is gone."""
         return self._paths.get(number)
 
     def _folder(self, kind: SampleSource, folder: Path, *, grows: bool) -> Iterator[FileNews]:
@@ -122,7 +122,7 @@ class SampleFiles:
             seen.is_settled = began_s - seen.seen_s >= _SETTLED_S
 
     def _seen(self, folder: Path) -> _FolderStamp | None:
-        """Since when the folder has its stamp, by our clock: a server's may be another."""
+        """Return when the folder got its stamp, by our clock: a file server's may differ."""
         changed_ns, seen = _changed_at(folder), self._folder_stamps.get(folder)
         if changed_ns is None:
             self._folder_stamps.pop(folder, None)
@@ -160,9 +160,9 @@ class SampleFiles:
 def folders_of_run(
     run_dir: Path, rollout_data_dir: str | None, validation_data_dir: str | None
 ) -> SampleFolders:
-    """The folders, from the run's folder and its configuration.
+    """Return the folders with samples, from the run's folder and its configuration.
 
-    Without a folder for all validation samples there are the trainer's examples of each.
+    Without a folder for all validation samples the trainer writes examples of each validation.
     """
     return SampleFolders(
         run_dir / FOLDER_NAME,
@@ -179,7 +179,7 @@ def _changed_at(folder: Path) -> int | None:
 
 
 def _numbered(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
-    """``<number>.jsonl`` by number, with inode and size; none without a folder."""
+    """Return ``<number>.jsonl`` by number, with inode and size; none without a folder."""
     try:
         entries = os.scandir(folder)
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def _numbered(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
             if suffix == ".jsonl" and stem.isascii() and stem.isdigit():
                 try:
                     seen = entry.stat()
-                except FileNotFoundError:  # deleted since, as the oldest of the archive are
+                except FileNotFoundError:  # deleted meanwhile, like the oldest of the archive
                     continue
                 found.append((int(stem), Path(entry.path), (seen.st_ino, seen.st_size)))
     return [(path, stamp) for _, path, stamp in sorted(found, key=lambda one: one[0])]

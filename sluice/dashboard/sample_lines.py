@@ -1,4 +1,4 @@
-"""What the page shows of a group, read from lines of the archive or of verl's dumps of samples."""
+"""Groups for the page, read from lines of the archive or of verl's dumps of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_GROUP_BYTES = 256 << 20
 
 
 class SampleSource(StrEnum):
-    """What wrote a file of samples."""
+    """The writer of a file of samples."""
 
     ARCHIVE = "archive"
     TRAINED = "trained"
@@ -26,7 +26,7 @@ class SampleSource(StrEnum):
 
 
 class ShownOutcome(StrEnum):
-    """How a group is called in the page."""
+    """The outcome of a group as the page names it."""
 
     TRAINED = "trained"
     ALL_RIGHT = "all right"
@@ -72,10 +72,10 @@ class GroupLines(msgspec.Struct, frozen=True):
 
     Args:
         offset, length: its bytes in the file; several lines of a dump.
-        step: that trained it; of others the one it was drawn for; of a validation the version.
-        outcome: as the page calls it.
-        num_responses: of the group.
-        mean_score: over scored responses; NaN without any.
+        step: the step that trained it, or for which it was sampled; for a validation the version.
+        outcome: its outcome as the page names it.
+        num_responses: the number of its responses.
+        mean_score: the mean over scored responses; NaN without any.
     """
 
     offset: int
@@ -88,7 +88,7 @@ class GroupLines(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _OpenGroup:
-    """Rows of a dump that belong together, while others may follow."""
+    """Rows of a dump that belong together; further rows may follow."""
 
     key: tuple[str, str]
     step: int
@@ -99,7 +99,7 @@ class _OpenGroup:
     total_score: float = 0.0
 
     def takes(self, line: Line, row: _DumpRow) -> bool:
-        """Whether the row belongs to it; a group that is too large to show is cut."""
+        """Return whether the row belongs to it. A group that is too large to show is cut."""
         length = line.offset + len(line.text) - self.begin
         return self.key == _key(row) and length <= MOST_GROUP_BYTES
 
@@ -116,13 +116,13 @@ class _OpenGroup:
 
 
 class GroupReader:
-    """Finds the groups in the lines of one file, in whatever pieces they come.
+    """The groups in the lines of one file, which may come in any pieces.
 
     Rows of a dump belong together if they follow each other with the same ``uid``, or, without
     one, with the same prompt.
 
     Attributes:
-        num_unread: lines that are no groups, and were passed over.
+        num_unread: lines that are not groups; they are skipped.
     """
 
     def __init__(self, kind: SampleSource) -> None:
@@ -131,7 +131,7 @@ class GroupReader:
         self.num_unread = 0
 
     def take(self, lines: Sequence[Line]) -> Iterator[GroupLines]:
-        """The groups that further lines complete."""
+        """Yield the groups that further lines complete."""
         for line in lines:
             found = (
                 self._archived(line) if self._kind is SampleSource.ARCHIVE else self._dumped(line)
@@ -140,7 +140,7 @@ class GroupReader:
                 yield found
 
     def end(self) -> Iterator[GroupLines]:
-        """The last group, where no further line follows."""
+        """Yield the last group, at the end of the file."""
         if self._open is not None:
             yield self._open.closed(ShownOutcome(self._kind.value))
             self._open = None
@@ -177,7 +177,7 @@ class GroupReader:
 
 
 def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
-    """A group whole, from the bytes that `GroupLines` names; ``None``: they hold no such thing."""
+    """Return a group from the bytes that `GroupLines` names; ``None``: they hold no group."""
     if kind is SampleSource.ARCHIVE:
         return _group(text)
     rows = [(line, row) for line in text.split(b"\n") if (row := _row(line)) is not None]
@@ -197,19 +197,19 @@ def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
 
 
 def outcome_of(kind: SampleSource, group: SampledGroup) -> ShownOutcome:
-    """How a group of a file is called."""
+    """Return the outcome of a group from a file of this kind."""
     if kind is SampleSource.ARCHIVE:
         return _BY_END.get(group.end, ShownOutcome.FAILED)
     return ShownOutcome(kind.value)
 
 
 def step_of(group: SampledGroup) -> int:
-    """The step that trained it, or for which it was drawn."""
+    """Return the step that trained the group, or for which it was sampled."""
     return group.version + 1 if group.step is None else group.step
 
 
 def mean_score(responses: Sequence[SampledResponse]) -> float:
-    """Over the scored ones; NaN without any."""
+    """Return the mean over the scored responses; NaN without any."""
     scores = [response.score for response in responses if response.score is not None]
     return sum(scores) / len(scores) if scores else float("nan")
 

@@ -1,4 +1,4 @@
-"""The live page of one run, from its folder to the socket."""
+"""Serve the live page of a run, or export it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from sluice.client.run_address import RunLocation
 from sluice.config.addresses import is_loopback, join_host_port
 from sluice.config.rules.security import TOKEN_KEY
 from sluice.config.schema.security import SecurityConfig
+from sluice.dashboard.export import export_page
 from sluice.dashboard.live_status import Explain, LiveStatus, check_location
 from sluice.dashboard.run_record_reader import RunRecordReader
-from sluice.dashboard.sample_files import folders_of_run
+from sluice.dashboard.sample_files import SampleFolders, folders_of_run
 from sluice.errors import ConfigError
 from sluice.rpc.ports import check_bindable
 from sluice.security.token_file import TokenFile, TokenSource
-
-__all__ = ["URL_NAME", "serve_page"]
 
 URL_NAME = "dashboard.url"
 _NO_EXTRA = "dashboard: aiohttp is not installed; pip install 'sluice[dashboard]'"
@@ -35,28 +34,33 @@ async def serve_page(
     stop: asyncio.Event,
     on_address: Callable[[str], None],
 ) -> None:
-    """Serves until `stop` is set; the address stands in `dashboard.url` of the folder meanwhile.
+    """Serve until `stop` is set; meanwhile `dashboard.url` in the folder holds the address.
 
     Args:
-        explain: finds who is behind the waits of services.
-        on_address: told of the address of the page.
+        run_dir: the run's folder.
+        host: the interface to listen on.
+        port: the port; 0 lets the system choose one.
+        explain: finds the service behind the waits of all services.
+        stop: ends the server.
+        on_address: called with the address of the page.
 
     Raises:
-        ConfigError: nothing was started in the folder, the address cannot be listened on, it is
-            open to other machines and no token is asked for, tokens or certificate cannot be
-            used, or aiohttp is not installed.
+        ConfigError: no run was started in the folder, the address is not free, it is open to
+            other machines and no token is required, tokens or certificate cannot be used, or
+            aiohttp is not installed.
     """
     try:
         from sluice.dashboard.web_app import DashboardPage, PageSettings, listening
     except ImportError as error:
         raise ConfigError(_NO_EXTRA) from error
     location = check_location(run_dir)
-    _ = location.credentials  # what the services are shown; their errors are told before serving
+    _ = location.credentials  # reports errors in them before the page is served
     security, is_local = location.config.sluice.security, is_loopback(host)
     tokens = _tokens(security, host, is_local=is_local)
     tls = None if is_local else _tls_context(security)
     check_bindable(host, port)
-    record, live = _record(location), LiveStatus(run_dir, explain)
+    record = RunRecordReader(location.run_dir, *_record_settings(location))
+    live = LiveStatus(run_dir, explain)
     page = DashboardPage(record, live, PageSettings(tokens, only_loopback=is_local))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(live.close)
@@ -71,16 +75,30 @@ async def serve_page(
             following.cancel()
 
 
-def _record(location: RunLocation) -> RunRecordReader:
+def write_report(run_dir: Path, file: Path) -> None:
+    """Write the page of a run as one file, with its data inside.
+
+    Raises:
+        ConfigError: no run was started in the folder.
+        OSError: a file cannot be read or written.
+    """
+    location = check_location(run_dir)
+    export_page(location.run_dir, *_record_settings(location), file)
+
+
+def _record_settings(location: RunLocation) -> tuple[SampleFolders, int | None]:
+    """Return the folders with the run's samples, and its number of steps if it is fixed."""
     trainer = location.config.trainer
     folders = folders_of_run(
         location.run_dir, trainer.rollout_data_dir, trainer.validation_data_dir
     )
-    return RunRecordReader(location.run_dir, folders, trainer.total_training_steps)
+    return folders, trainer.total_training_steps
 
 
 def _tokens(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSource | None:
-    """Those of the configuration: the environment's is what this command shows, not what it asks.
+    """Return the tokens that the page requires: those of the configuration.
+
+    SLUICE_TOKEN is not one of them: the page shows it to the run's services.
 
     Raises:
         ConfigError: they cannot be read, or there are none and `host` is open to other machines.
@@ -96,7 +114,7 @@ def _tokens(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSour
 
 
 def _tls_context(security: SecurityConfig) -> ssl.SSLContext | None:
-    """Of the services' own certificate; browsers are asked for a token, not for a certificate.
+    """Return a context with the services' certificate. Browsers show a token, not a certificate.
 
     Raises:
         ConfigError: the certificate cannot be used.
@@ -115,18 +133,18 @@ def _tls_context(security: SecurityConfig) -> ssl.SSLContext | None:
 
 
 def _note_address(file: Path, url: str) -> Callable[[], None]:
-    """Writes the address for others to find, whole at once; gives what takes it away."""
+    """Write the address atomically for other programs; return a function that removes it."""
     written = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         written.write_text(f"{url}\n", encoding="utf-8")
         written.replace(file)
-    except OSError:  # a folder that is only read, as of a run of somebody else
+    except OSError:  # a read-only folder, such as one of another user
         return lambda: None
     return lambda: _take_away(file, url)
 
 
 def _take_away(file: Path, url: str) -> None:
-    """Leaves an address alone that another page has written since."""
+    """Remove the address unless another page has replaced it."""
     try:
         if file.read_text(encoding="utf-8").strip() == url:
             file.unlink()

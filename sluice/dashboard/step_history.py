@@ -1,4 +1,4 @@
-"""The numbers of all steps and the staleness of trained groups, read from files as they grow."""
+"""The numbers of all steps and the staleness of trained groups, read from growing files."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ COLUMNS = (
     "train/groups_stale",
     "train/groups_failed",
     "train/groups_surplus",
+    "train/generated_tokens",
+    "train/trained_tokens",
     "train/staleness_mean",
     "train/staleness_max",
     "rollout/tokens_per_s",
@@ -31,19 +33,21 @@ COLUMNS = (
     "rollout/idle_share",
     "timing_s/step",
 )
-"""What is kept of each step: 8 bytes a number."""
-
+"""The metrics that are kept of each step: 8 bytes a number."""
 _ACCOUNTS = "accounts/"
 _decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
+_GROUPS_NAME = "groups.jsonl"
+_TRAINED = "trained"
+MOST_BARS = 64
 
 
 class StepHistory:
     """Columns of numbers by step. A step that was trained again counts once, by its later line.
 
     Attributes:
-        accounts: the books as of the newest step, by the names of `accounts.json`.
+        accounts: the accounting after the newest step, by the names of `accounts.json`.
         newest: all metrics of the newest line of a step.
     """
 
@@ -60,7 +64,7 @@ class StepHistory:
         self._num_undecoded = 0
 
     def read(self) -> bool:
-        """Takes in a bounded number of lines; whether there may be more at once.
+        """Read a bounded number of lines; return whether more may be there already.
 
         Raises:
             OSError: the file cannot be read.
@@ -74,21 +78,25 @@ class StepHistory:
 
     @property
     def num_unread(self) -> int:
-        """Lines that are no JSON object of numbers, or too long."""
+        """Lines that are not a JSON object of numbers, or are too long."""
         return self._num_undecoded + self._tail.num_left_out
 
     @property
     def steps(self) -> npt.NDArray[np.int64]:
-        """[steps] their numbers, rising."""
+        """[steps] The steps in rising order."""
         return np.array(self._steps, dtype=np.int64)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        """[steps] one of `COLUMNS`; NaN where a step has none."""
+        """Return one of `COLUMNS` as [steps]; NaN for a step without it."""
         return np.array(self._columns[name], dtype=np.float64)
 
     def accuracies(self) -> list[tuple[int, float]]:
-        """Step and held-out accuracy of each validation, by step."""
+        """Return step and held-out accuracy of each validation, by step."""
         return sorted(self._accuracy.items())
+
+    def validated_steps(self) -> list[int]:
+        """Return the steps with a validation, rising."""
+        return sorted(self._accuracy)
 
     def _note(self, text: bytes) -> None:
         try:
@@ -126,11 +134,6 @@ class StepHistory:
         self.accounts = accounting or self.accounts
 
 
-_GROUPS_NAME = "groups.jsonl"
-_TRAINED = "trained"
-MOST_BARS = 64
-
-
 class _Ended(msgspec.Struct):
     end: str
     step: int | None = None
@@ -141,10 +144,10 @@ _decode_group_end = msgspec.json.Decoder(_Ended).decode
 
 
 class StalenessCounts:
-    """Trained groups by staleness: the version that was updated minus the oldest that drew a token.
+    """Trained groups by staleness: the updated version minus the oldest that sampled a token.
 
-    The step that trains a group updates version ``step - 1``. Lines without a step, as of groups
-    that an earlier service trained, are not counted.
+    The step that trains a group updates version ``step - 1``. Lines without a step, such as groups
+    that an earlier instance of the service trained, are not counted.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -154,11 +157,11 @@ class StalenessCounts:
 
     @property
     def num_unread(self) -> int:
-        """Lines that are no ended groups, or too long."""
+        """Lines that are not an ended group, or are too long."""
         return self._num_undecoded + self._tail.num_left_out
 
     def read(self) -> bool:
-        """Takes in a bounded number of lines; whether there may be more at once.
+        """Read a bounded number of lines; return whether more may be there already.
 
         Raises:
             OSError: the file cannot be read.
@@ -178,12 +181,12 @@ class StalenessCounts:
                 and group.step is not None
                 and group.oldest_version is not None
             ):
-                # An age beyond the last bar goes into it, which bounds the memory.
+                # The last bar also counts all larger ages, which bounds the memory.
                 age = max(group.step - 1 - group.oldest_version, 0)
                 self._counts[min(age, MOST_BARS - 1)] += 1
         return taken.has_more
 
     def bars(self) -> dict[str, list[int]]:
-        """``versions`` (each from 0 to the oldest) and ``groups`` (how many)."""
+        """Return ``versions`` (0 to the largest age) and ``groups`` (the count of each)."""
         versions = list(range(max(self._counts, default=-1) + 1))
         return {"versions": versions, "groups": [self._counts[version] for version in versions]}

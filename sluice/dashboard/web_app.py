@@ -1,4 +1,4 @@
-"""The page's HTTP server. The only file here that imports aiohttp (the extra `dashboard`)."""
+"""The page's HTTP server. No other module here imports aiohttp (the extra `dashboard`)."""
 
 from __future__ import annotations
 
@@ -47,11 +47,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class PageSettings:
-    """Who is answered.
+    """The requests that are answered.
 
     Args:
-        tokens: one of them is asked for before any number or text of the run is shown; none:
-            nobody is asked.
+        tokens: a request for data has to carry one of these; ``None``: it needs no token.
         only_loopback: answer only requests that were sent to a name of the loopback interface.
     """
 
@@ -60,35 +59,37 @@ class PageSettings:
 
 
 class DashboardPage:
-    """Answers ``/`` and its files, ``/api/{overview,curves,samples}``, and ``/health``.
+    """Answers ``/`` and its files, ``/api/{overview,curves,comparison,samples}``, ``/health``.
 
     Args:
-        record: what is in the run's folder.
-        live: what the run's services say.
-        settings: who is answered.
+        record: the run's folder.
+        live: the run's services.
+        settings: the requests that are answered.
     """
 
     def __init__(
         self, record: RunRecordReader, live: LiveStatus, settings: PageSettings | None = None
     ) -> None:
-        self._record, self._live = record, live
+        self._record = record
+        self._live = live
         self._settings = settings or PageSettings()
 
     def app(self) -> web.Application:
-        """The application, for aiohttp's runners."""
+        """Return the application for aiohttp's runners."""
         app = web.Application(client_max_size=1 << 16, middlewares=[self._guarded])
         for path, file in page_files().items():
             app.router.add_get(path, _file_handler(file))
         app.router.add_get("/health", _health)
         app.router.add_get(f"{_DATA}overview", self._overview)
         app.router.add_get(f"{_DATA}curves", self._curves)
+        app.router.add_get(f"{_DATA}comparison", self._comparison)
         app.router.add_get(f"{_DATA}samples", self._samples)
         app.router.add_get(f"{_DATA}samples/{{ordinal}}", self._group)
         return app
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turns away whom the page is not for; every answer carries the headers of security."""
+        """Refuse requests that the settings exclude; add the security headers to every answer."""
         try:
             answer = self._refusal(request) or await handler(request)
         except InvalidRequestError as error:
@@ -97,16 +98,18 @@ class DashboardPage:
             answer = _refused(error.status, error.reason)
         except Exception:
             logger.exception("%s %s", request.method, request.path)
-            answer = _refused(500, "a defect of the page; the log of its process says more")
+            answer = _refused(500, "a defect of the page; see the log of its process")
         answer.headers.update(HEADERS)
         return answer
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         if self._settings.only_loopback and not is_loopback_name(request.host):
-            return _refused(403, "host: this page is served to its own machine; ask for localhost")
+            return _refused(
+                403, "host: this page serves its own machine only; open it as localhost"
+            )
         if request.path.startswith(_DATA):
             if is_cross_site(request.headers):
-                return _refused(403, "pages of other sites are not answered")
+                return _refused(403, "requests from pages of other sites are refused")
             if not admits(self._settings.tokens, request.headers.get("Authorization", "")):
                 refused = _refused(401, "give a token of the run's sluice.security.token_file")
                 refused.headers["WWW-Authenticate"] = 'Bearer realm="sluice"'
@@ -118,6 +121,9 @@ class DashboardPage:
 
     async def _curves(self, request: web.Request) -> web.StreamResponse:
         return _json(request, await self._record.curves(parse_points(request.query)))
+
+    async def _comparison(self, request: web.Request) -> web.StreamResponse:
+        return _json(request, await self._record.comparison())
 
     async def _samples(self, request: web.Request) -> web.StreamResponse:
         query = request.query
@@ -132,7 +138,7 @@ class DashboardPage:
     async def _group(self, request: web.Request) -> web.StreamResponse:
         found = await self._record.group(parse_ordinal(request.match_info["ordinal"]))
         if found is None:
-            return _refused(404, "this group is not kept any more; go back to the list")
+            return _refused(404, "this group was deleted; go back to the list")
         return _json(request, group_object(found))
 
 
@@ -153,7 +159,7 @@ def _json(request: web.Request, content: dict[str, Any]) -> web.Response:
 
 
 def _answer(request: web.Request, body: bytes, content_type: str, etag: str) -> web.Response:
-    """The body, or 304 where the browser has it already."""
+    """Return the body, or 304 if the browser has it already."""
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
     if request.headers.get("If-None-Match") == etag:
         return web.Response(status=304, headers=headers)
@@ -171,7 +177,7 @@ def _refused(status: int, reason: str) -> web.Response:
 async def listening(
     page: DashboardPage, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
-    """Serves for the length of the block; the port (0 lets the system choose)."""
+    """Serve within the block; yield the port (0 lets the system choose one)."""
     runner = web.AppRunner(
         page.app(),
         handler_cancellation=True,

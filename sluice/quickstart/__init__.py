@@ -1,4 +1,3 @@
-"""Make, from nothing and offline, the model and the data set that the quickstart trains on. In:
-settings. Out: a folder with tokenizer, data and a warm-started model. Only `model` and
-`vision_model` load torch.
+"""The model and the data set of the quickstart, made offline. In: settings and a seed. Out: a
+folder with tokenizer, data and a warm-started model. Only `model` and `vision_model` load torch.
 """

@@ -1,5 +1,13 @@
-"""The arithmetic task: problems, worked answers with slips, and their parquet files in DAPO-
-Math's row format.
+"""The arithmetic tasks: problems, worked answers with slips, and parquet files like DAPO-Math's.
+
+Worked answers are imitated by the supervised warm start. A slip makes the result of one step ten
+too large; later steps continue correctly with the wrong number, so the final answer agrees with
+the steps above it. A model that imitates such teachers knows the format and the arithmetic and
+slips about as often as they do. Reinforcement learning removes the slips.
+
+Why ten: it is one decision at one digit, which a small model confuses with nothing else. It would
+mix up off-by-one slips with its own inexact arithmetic, and need several times as many samples to
+unlearn them. Why always upwards: two slips then never cancel, so no wrong working is rewarded.
 """
 
 from __future__ import annotations
@@ -18,10 +26,26 @@ import pyarrow.parquet as pq
 from sluice.errors import ConfigError
 
 ANSWER_REQUEST = " End with 'Answer: N'."
+SLIP = 10
+DATA_SOURCE = "math_dapo"
+ROW_GROUP_ROWS = 1024
+# The columns of DAPO-Math.
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        (
+            "extra_info",
+            pa.struct([("index", pa.int64()), ("split", pa.string()), ("num_terms", pa.int64())]),
+        ),
+    ]
+)
 
 
 class Wording(StrEnum):
-    """How the question is put into words."""
+    """The wording of a question."""
 
     FORMULA = "formula"
     COMMAND = "command"
@@ -34,8 +58,8 @@ class Task:
 
     Terms lie in ``[smallest, largest]``; a problem has ``min_terms`` to ``max_terms`` of them,
     each count equally likely. With `subtraction`, about half of the terms after the first are
-    taken away, never below a total of 0. The token limits are those the job is run with: no
-    prompt and no worked answer of the task's tokenizer is longer.
+    subtracted, never below a total of 0. The job runs with the token limits: no prompt and no
+    worked answer of the task's tokenizer is longer.
     """
 
     name: str
@@ -49,7 +73,7 @@ class Task:
     overlong_buffer_tokens: int
 
     def num_sequences(self, num_terms: int) -> int:
-        """How many sequences of numbers there are, signs not counted."""
+        """Return the number of sequences of numbers, without signs."""
         return int((self.largest - self.smallest + 1) ** num_terms)
 
 
@@ -68,7 +92,7 @@ TASKS = {
             overlong_buffer_tokens=8,
         ),
         # Longer chains and a second operation: errors accumulate over up to seven steps and
-        # subtraction is learned from half of the examples.
+        # only half of the examples teach subtraction.
         Task(
             name="stretch",
             min_terms=4,
@@ -84,32 +108,21 @@ TASKS = {
 }
 
 
-def task_named(name: str) -> Task:
-    """The task of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in TASKS:
-        raise ConfigError(f"task: no task is called {name!r}; choose one of {', '.join(TASKS)}")
-    return TASKS[name]
-
-
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem. `terms` are signed, the first is positive: ``(7, 5, -3)`` is 7 + 5 - 3."""
+    """One problem. `terms` are signed, and the first is positive: ``(7, 5, -3)`` is 7 + 5 - 3."""
 
     wording: Wording
     terms: tuple[int, ...]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers in the order in which the question names them."""
+        """The numbers in the order of the question."""
         return tuple(abs(term) for term in self.terms)
 
     @property
     def answer(self) -> int:
-        """The right result."""
+        """The correct result."""
         return sum(self.terms)
 
     @property
@@ -133,14 +146,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ProblemSplit:
-    """Problems to train on and problems held out; no sequence of numbers is in both."""
+    """Training problems and held-out problems; no sequence of numbers is in both."""
 
     train: tuple[Problem, ...]
     held_out: tuple[Problem, ...]
 
 
 def draw_problem(rng: random.Random, task: Task) -> Problem:
-    """One problem: wording and number of terms uniform, then the terms."""
+    """Sample a problem: wording and number of terms uniformly, then the terms."""
     wording = rng.choice(tuple(Wording))
     num_terms = rng.randint(task.min_terms, task.max_terms)
     total = 0
@@ -155,7 +168,7 @@ def draw_problem(rng: random.Random, task: Task) -> Problem:
 
 
 def split_problems(task: Task, seed: int, num_train: int, num_held_out: int) -> ProblemSplit:
-    """Held-out problems with distinct numbers, then training problems without those numbers.
+    """Return held-out problems with distinct numbers, and training problems without those.
 
     Raises:
         ConfigError: the held-out problems would take more than half of the shortest sequences.
@@ -176,14 +189,17 @@ def split_problems(task: Task, seed: int, num_train: int, num_held_out: int) -> 
 def deal_problems(
     rng: random.Random, task: Task, barred_numbers: Collection[tuple[int, ...]]
 ) -> Iterator[Problem]:
-    """Problems without end, none with barred numbers, repeated only when a cell is exhausted."""
+    """Yield problems without end and without barred numbers.
+
+    A cell is a wording with a number of terms. A problem repeats only after all others of its cell.
+    """
     barred_by_length = Counter(map(len, barred_numbers))
     dealt: defaultdict[tuple[Wording, int], set[tuple[int, ...]]] = defaultdict(set)
     while True:
         problem = draw_problem(rng, task)
         num_terms = len(problem.terms)
         cell = dealt[problem.wording, num_terms]
-        # With subtraction this is a lower bound of the cell's size: it counts each sequence once.
+        # With subtraction this is a lower bound of the cell's size: signs are not counted.
         if len(cell) >= task.num_sequences(num_terms) - barred_by_length[num_terms]:
             cell.clear()
         while problem.terms in cell or problem.numbers in barred_numbers:
@@ -193,7 +209,7 @@ def deal_problems(
 
 
 def _redraw_terms(rng: random.Random, task: Task, problem: Problem) -> Problem:
-    """Another problem of the same cell, so that repeats do not thin out the short problems."""
+    """Sample another problem of the same cell, so that repeats do not thin out short problems."""
     while True:
         other = draw_problem(rng, task)
         if len(other.terms) == len(problem.terms):
@@ -224,24 +240,9 @@ def _events(terms: tuple[int, ...]) -> str:
     return ", ".join((f"Ann has {terms[0]} stamps", *steps))
 
 
-# Worked answers, right or with slips: what the supervised warm start imitates.
-#
-# A slip makes one step's result ten too large; later steps calculate rightly with the wrong
-# number, so the final answer is consistent with the steps above it. A model trained on such
-# teachers knows the format and the arithmetic and slips about as often as they do, which is what
-# reinforcement removes.
-#
-# Ten too large, because that is one decision at one digit, made of nothing a small model
-# confuses by itself: off-by-one slips blend with its own inexact arithmetic and take several
-# times as many samples to unlearn. Always upwards, because then two slips never cancel and no
-# wrong working is rewarded.
-
-SLIP = 10
-
-
 @dataclass(frozen=True, slots=True)
 class WorkedAnswer:
-    """The assistant's message, the result it ends with and how many of its steps are wrong."""
+    """The assistant's message, its final result, and the number of wrong steps."""
 
     text: str
     result: int
@@ -258,7 +259,7 @@ class Dialogue:
 
 
 def work_out(problem: Problem, rng: random.Random, wrong_step_rate: float) -> WorkedAnswer:
-    """One step per term after the first, then a line ``Answer: N``.
+    """Return one step per term after the first, then a line ``Answer: N``.
 
     Each step is wrong with probability `wrong_step_rate`, independently.
     """
@@ -279,35 +280,13 @@ def work_out(problem: Problem, rng: random.Random, wrong_step_rate: float) -> Wo
 def make_dialogues(
     problems: Iterable[Problem], rng: random.Random, wrong_step_rate: float
 ) -> Iterator[Dialogue]:
-    """One worked answer for each problem, in order."""
+    """Yield one worked answer for each problem, in order."""
     for problem in problems:
         yield Dialogue(problem, work_out(problem, rng, wrong_step_rate))
 
 
-# Problems as parquet files in the row format of DAPO-Math.
-#
-# Columns: `data_source`, `prompt` (list of role and content), `ability`, `reward_model`
-# (`ground_truth` as text, `style`) and `extra_info` (`index`, `split`, `num_terms`).
-
-DATA_SOURCE = "math_dapo"
-ROW_GROUP_ROWS = 1024
-
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        (
-            "extra_info",
-            pa.struct([("index", pa.int64()), ("split", pa.string()), ("num_terms", pa.int64())]),
-        ),
-    ]
-)
-
-
 def to_row(problem: Problem, index: int, split: str) -> dict[str, object]:
-    """One row: the question as a single user message, the right result as ground truth."""
+    """Return a row: the question as the only user message, the correct result as ground truth."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],
@@ -318,7 +297,7 @@ def to_row(problem: Problem, index: int, split: str) -> dict[str, object]:
 
 
 def write_dataset(path: Path, problems: tuple[Problem, ...], split: str) -> None:
-    """Write the problems in order, in row groups small enough to stream."""
+    """Write the problems in order, in row groups that are small enough to stream."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [to_row(problem, index, split) for index, problem in enumerate(problems)]
     table = pa.Table.from_pylist(rows, schema=SCHEMA)

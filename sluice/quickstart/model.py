@@ -1,4 +1,13 @@
-"""The quickstart model, a Qwen3 of about 122,000 parameters, and its supervised warm start."""
+"""The quickstart's model, a Qwen3 of about 122,000 parameters, and its supervised warm start.
+
+The warm start teaches format and arithmetic, slips included, in seconds. Its loss is the mean cross
+entropy over the answer tokens of a batch; prompts are context only.
+
+Why the learning rate is held until the loss is low: a small transformer learns to find the next
+operand suddenly, at a step that differs by hundreds between seeds. Reinforcement learning removes
+slips within a few batches but hardly teaches that, so a start that ends before it learns slowly
+whatever the settings.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -23,12 +32,20 @@ from sluice.quickstart.tokenizer import PAD_TOKEN, TURN_END, encode_dialogue
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+BatchT = TypeVar("BatchT")
 
 MAX_POSITIONS = 512
+IGNORED = -100  # a target that is not trained
+_MEAN_OF_STEPS = 25
+
+WarmStartProgress = Callable[[int, int, float], None]
+"""Called after each step with the finished steps, all steps, and the loss in nats per token.
+
+All steps are an upper bound until the learning rate starts to decay."""
 
 
 def make_config(tokenizer: Tokenizer) -> Qwen3Config:
-    """Two layers of width 64, four heads of 16 over two KV heads, tied embeddings, float32."""
+    """Return two layers of width 64, four heads of 16 over two KV heads, tied embeddings."""
     return Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=64,
@@ -39,10 +56,10 @@ def make_config(tokenizer: Tokenizer) -> Qwen3Config:
         head_dim=16,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
-        # Contexts are short: slower frequencies would turn too little over them to tell places
-        # apart, and finding the next operand is what the warm start learns last.
+        # Contexts are short: slower frequencies would hardly distinguish positions in them, and
+        # the warm start learns last to find the next operand.
         rope_parameters={"rope_type": "default", "rope_theta": 200.0},
-        # Small models start faster from larger weights than the 0.02 usual at scale.
+        # Small models learn faster from larger weights than the usual 0.02.
         initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=tokenizer.token_to_id(TURN_END),
@@ -52,7 +69,7 @@ def make_config(tokenizer: Tokenizer) -> Qwen3Config:
 
 
 def make_model(tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalLM:
-    """A model with random weights from `seed`; the global random state is left as it was."""
+    """Return a model with random weights from `seed`; the global random state stays as it is."""
     config = make_config(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -66,14 +83,14 @@ def make_model(tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalLM:
 def save_model(model: Qwen3ForCausalLM, directory: Path) -> None:
     """Write `config.json`, `generation_config.json` and `model.safetensors`.
 
-    Written here rather than by `save_pretrained`, which draws a progress bar over the console and
-    leaves the weights readable by their owner alone.
+    Not by `save_pretrained`, which shows a progress bar and makes the weights readable for their
+    owner only.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
-    # The output layer is the embedding matrix (tied) and is stored once, under that name.
+    # The output layer is the embedding matrix (tied): store it once.
     weights = {
         name: weight.detach().contiguous()
         for name, weight in model.state_dict().items()
@@ -82,35 +99,25 @@ def save_model(model: Qwen3ForCausalLM, directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
 
 
-# The warm start's learning rate: warm up, hold until enough is learned, decay to zero.
-#
-# A small transformer learns to find the next operand all at once, at a step that differs by
-# hundreds between seeds. Reinforcement removes slips within a few batches but hardly teaches
-# that, so a start that was stopped before it learns slowly whatever the settings. Hence the hold
-# ends by the loss.
-
-_MEAN_OF_STEPS = 25
-
-
 def slip_entropy(wrong_step_rate: float) -> float:
-    """Nats that one worked step cannot be predicted by: the entropy of slipping or not."""
+    """Return the entropy of a slip in nats: the loss that no model avoids in a worked step."""
     shares = (wrong_step_rate, 1.0 - wrong_step_rate)
     return -sum(share * math.log(share) for share in shares if share > 0)
 
 
 class HoldThenDecay:
-    """Learning rate of each step as a share of the peak, given the excess losses so far."""
+    """The learning rate of each step as a share of the peak, from the excess losses so far."""
 
     def __init__(self, settings: WarmStartSettings) -> None:
         self._settings = settings
         self._step = 0
         self._hold_steps = settings.max_hold_steps
-        self._held = True
+        self._is_held = True
         self._recent: deque[float] = deque(maxlen=_MEAN_OF_STEPS)
 
     @property
     def num_steps(self) -> int:
-        """Steps in all; an upper bound while the rate is held."""
+        """The number of steps; an upper bound while the rate is held."""
         return self._hold_steps + self._settings.decay_steps
 
     @property
@@ -120,19 +127,20 @@ class HoldThenDecay:
 
     @property
     def share(self) -> float:
-        """The learning rate of the step to come as a share of the peak, in ``(0, 1]``."""
+        """The learning rate of the next step as a share of the peak, in ``(0, 1]``."""
         warm = (self._step + 1) / max(1, self._settings.warmup_steps)
         cool = (self.num_steps - self._step) / max(1, self._settings.decay_steps)
         return min(1.0, warm, cool)
 
     def advance(self, excess_loss: float) -> None:
-        """Count a step taken, and its loss in nats a token above the slips' entropy."""
+        """Count a step and its excess loss in nats per token."""
         self._step += 1
         self._recent.append(excess_loss)
-        if self._held and self._step >= self._settings.max_hold_steps:
-            self._held = False
-        elif self._held and self._learned_enough():
-            self._hold_steps, self._held = self._step, False
+        if self._is_held and self._step >= self._settings.max_hold_steps:
+            self._is_held = False
+        elif self._is_held and self._learned_enough():
+            self._hold_steps = self._step
+            self._is_held = False
 
     def _learned_enough(self) -> bool:
         mean = sum(self._recent) / len(self._recent)
@@ -140,21 +148,9 @@ class HoldThenDecay:
         return full and mean < self._settings.hold_until_excess_loss
 
 
-# Supervised warm start: teach the format and the arithmetic, slips included, in seconds.
-#
-# The loss is the mean cross entropy over the answer tokens of a batch; prompts are context only.
-
-WarmStartProgress = Callable[[int, int, float], None]
-"""Called after each step with the steps done, all steps, and the step's loss in nats a token.
-
-All steps are an upper bound until the learning rate starts to decay."""
-
-_IGNORED = -100
-
-
 @dataclass(frozen=True, slots=True)
 class WarmStartResult:
-    """Steps taken and the mean excess loss of the last tenth of them, in nats a token."""
+    """The number of steps, and the mean excess loss of the last tenth, in nats per token."""
 
     num_steps: int
     excess_loss: float
@@ -177,7 +173,41 @@ def warm_start(
     """Train `model` in place on `dialogues`, one batch after the other, until the rate is zero.
 
     Raises:
-        ValueError: fewer dialogues than that takes (at most ``settings.max_dialogues``).
+        ValueError: there are too few dialogues (``settings.max_dialogues`` are always enough).
+    """
+    entropy = slip_entropy(settings.wrong_step_rate)
+
+    def loss_of(batch: _Batch) -> tuple[torch.Tensor, float]:
+        # No attention mask: padding is on the right, where causal attention never looks. Logits
+        # only for answer positions halve the cost of the output layer.
+        hidden = model.model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
+        trained = batch.targets != IGNORED
+        loss = functional.cross_entropy(model.lm_head(hidden[trained]), batch.targets[trained])
+        return loss, entropy * batch.worked_steps_per_token
+
+    batches = _batches(tokenizer, dialogues, settings.batch_dialogues)
+    return fit(model, batches, loss_of, settings, progress)
+
+
+def fit(
+    model: torch.nn.Module,
+    batches: Iterator[BatchT],
+    loss_of: Callable[[BatchT], tuple[torch.Tensor, float]],
+    settings: WarmStartSettings,
+    progress: WarmStartProgress,
+) -> WarmStartResult:
+    """Train `model` in place, one step per batch, until the learning rate is zero.
+
+    Args:
+        model: the model, in float32 on the CPU.
+        batches: enough of them for all steps.
+        loss_of: returns the loss of a batch, and the part that no model avoids: the entropy of
+            the slips. Both are in nats per token.
+        settings: of the optimizer and its schedule.
+        progress: called after each step.
+
+    Raises:
+        ValueError: there are too few batches.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -186,9 +216,7 @@ def warm_start(
         weight_decay=settings.weight_decay,
         fused=True,
     )
-    entropy = slip_entropy(settings.wrong_step_rate)
     schedule = HoldThenDecay(settings)
-    batches = _batches(tokenizer, dialogues, settings.batch_dialogues)
     excess_losses: list[float] = []
     model.train()
     while not schedule.done:
@@ -197,10 +225,14 @@ def warm_start(
             raise ValueError(f"the dialogues ran out after {len(excess_losses)} steps")
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * schedule.share
-        loss = _train_step(model, optimizer, batch, settings.max_grad_norm)
-        excess_losses.append(loss - entropy * batch.worked_steps_per_token)
+        loss, unavoidable = loss_of(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        excess_losses.append(float(loss.detach()) - unavoidable)
         schedule.advance(excess_losses[-1])
-        progress(len(excess_losses), schedule.num_steps, loss)
+        progress(len(excess_losses), schedule.num_steps, float(loss.detach()))
     model.eval()
     tail = excess_losses[-max(1, len(excess_losses) // 10) :]
     return WarmStartResult(len(excess_losses), sum(tail) / len(tail))
@@ -208,7 +240,7 @@ def warm_start(
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """One thread is fastest for a model this small, and sums alike whatever the machine's cores."""
+    """Use one thread: fastest for so small a model, and sums do not depend on the cores."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -217,28 +249,13 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _train_step(
-    model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batch: _Batch, max_grad_norm: float
-) -> float:
-    # No attention mask: padding is on the right, where causal attention never looks. Logits are
-    # made for answer positions alone, which halves the cost of the output layer.
-    hidden = model.model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
-    trained = batch.targets != _IGNORED
-    loss = functional.cross_entropy(model.lm_head(hidden[trained]), batch.targets[trained])
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
-    return float(loss.detach())
-
-
 def _batches(
     tokenizer: Tokenizer, dialogues: Iterable[Dialogue], batch_dialogues: int
 ) -> Iterator[_Batch]:
-    """Whole batches in the order given.
+    """Yield whole batches in the given order.
 
-    Not sorted by length, though that saves a fifth of the time: batches of one length are batches
-    of one number of terms, and a model trained on those learns to find its operands far later.
+    Sorting by length would save a fifth of the time. But then all problems of a batch have the
+    same number of terms, and the model learns far later to find its operands.
     """
     remaining = iter(dialogues)
     while len(chunk := list(islice(remaining, batch_dialogues))) == batch_dialogues:
@@ -249,7 +266,7 @@ def _collate(tokenizer: Tokenizer, dialogues: list[Dialogue]) -> _Batch:
     rows = [encode_dialogue(tokenizer, dialogue) for dialogue in dialogues]
     width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
     token_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    targets = torch.full((len(rows), width), _IGNORED, dtype=torch.int64)
+    targets = torch.full((len(rows), width), IGNORED, dtype=torch.int64)
     for row, (prompt, answer) in enumerate(rows):
         inputs = (prompt + answer)[:-1]
         token_ids[row, : len(inputs)] = torch.tensor(inputs)

@@ -1,5 +1,7 @@
-"""Make everything the quickstart trains on, once: tokenizer, data, warm-started model, and the
-stamp that it is complete.
+"""Make the files that the quickstart trains on, once: tokenizer, data and warm-started model.
+
+A stamp records their settings and digests. A folder whose stamp matches is used as it is, without
+importing torch; otherwise all files are made again.
 """
 
 from __future__ import annotations
@@ -42,72 +44,16 @@ if TYPE_CHECKING:
 
     from sluice.quickstart.model import WarmStartResult
 
-
-STAMP_NAME = "prepared.json"
-
-
-def settings_digest(settings: dict[str, Any]) -> str:
-    """SHA-256 over the settings as canonical JSON."""
-    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def write_stamp(
-    directory: Path, settings: dict[str, Any], files: Iterable[Path], facts: dict[str, Any]
-) -> None:
-    """Record the settings, a digest of each file and the facts found while making them."""
-    stamp = {
-        "settings_digest": settings_digest(settings),
-        "settings": settings,
-        "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
-        "facts": facts,
-    }
-    draft = directory / f"{STAMP_NAME}.draft"
-    draft.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, directory / STAMP_NAME)
-
-
-def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The recorded facts, or ``None`` unless every file is there, unchanged, of these settings."""
-    try:
-        stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
-        if stamp["settings_digest"] != settings_digest(settings):
-            return None
-        for name, digest in stamp["files"].items():
-            if _file_digest(directory / name) != digest:
-                return None
-        facts: dict[str, Any] = stamp["facts"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        # A stamp that cannot be read is no stamp: the files are made anew.
-        return None
-    return facts
-
-
-def remove_stamp(directory: Path) -> None:
-    """Take the stamp away before any stamped file changes."""
-    (directory / STAMP_NAME).unlink(missing_ok=True)
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-# Makes everything the quickstart job trains on, once: tokenizer, data, warm-started model.
-#
-# Consumes nothing but settings and needs no network. A directory that holds a complete set of
-# the same settings is used as it is, without importing torch; anything else is made anew in
-# place.
-
-
 logger = logging.getLogger(__name__)
 
-# Raise when the same settings come to make other files, so that kept directories are renewed.
+# Increase it when the same settings give other files: existing folders are then made again.
 FORMAT_VERSION = 2
+STAMP_NAME = "prepared.json"
 
 
 @dataclass(frozen=True, slots=True)
 class QuickstartAssets:
-    """Where the files are. `model_dir` holds model and tokenizer."""
+    """The quickstart's files. `model_dir` holds model and tokenizer."""
 
     task: Task | ShapesTask
     model_dir: Path
@@ -125,10 +71,10 @@ def prepare(
     progress: Callable[[PrepareProgress], None],
     settings: PrepareSettings | None = None,
 ) -> QuickstartAssets:
-    """Make `directory`'s model and data set, or find them made.
+    """Make model and data set in `directory`, or use the present ones.
 
     Raises:
-        ConfigError: no such task, or sizes that do not fit its problem space.
+        ConfigError: the task is unknown, or the sizes do not fit its problem space.
     """
     chosen = _task_named(task)
     default = SHAPES_SETTINGS if chosen is SHAPES else PrepareSettings()
@@ -152,10 +98,56 @@ def prepare(
     return assets
 
 
+def settings_digest(settings: dict[str, Any]) -> str:
+    """Return the SHA-256 of the settings as canonical JSON."""
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def write_stamp(
+    directory: Path, settings: dict[str, Any], files: Iterable[Path], facts: dict[str, Any]
+) -> None:
+    """Record the settings, a digest of each file, and the facts about them."""
+    stamp = {
+        "settings_digest": settings_digest(settings),
+        "settings": settings,
+        "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
+        "facts": facts,
+    }
+    draft = directory / f"{STAMP_NAME}.draft"
+    draft.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, directory / STAMP_NAME)
+
+
+def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the recorded facts; ``None`` if a file or the settings differ from the stamp's."""
+    try:
+        stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
+        if stamp["settings_digest"] != settings_digest(settings):
+            return None
+        for name, digest in stamp["files"].items():
+            if _file_digest(directory / name) != digest:
+                return None
+        facts: dict[str, Any] = stamp["facts"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        # An unreadable stamp counts as none: the files are made again.
+        return None
+    return facts
+
+
+def remove_stamp(directory: Path) -> None:
+    """Remove the stamp, before any stamped file changes."""
+    (directory / STAMP_NAME).unlink(missing_ok=True)
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _task_named(name: str) -> Task | ShapesTask:
     known: dict[str, Task | ShapesTask] = {**TASKS, SHAPES.name: SHAPES}
     if name not in known:
-        raise ConfigError(f"task: no task is called {name!r}; choose one of {', '.join(known)}")
+        raise ConfigError(f"task: {name!r} is unknown; choose one of {', '.join(known)}")
     return known[name]
 
 
@@ -186,7 +178,7 @@ def _make(
     held_out_numbers = {problem.numbers for problem in split.held_out}
 
     def dialogues(purpose: str) -> Iterator[Dialogue]:
-        """Without end, from a random stream of their own, never with held-out numbers."""
+        """Yield dialogues without end, from a separate random stream, without held-out numbers."""
         stream = f"{seed}/{purpose}"
         problems = deal_problems(random.Random(stream), task, held_out_numbers)
         slips = random.Random(f"{stream}/slips")
@@ -220,8 +212,8 @@ def _make_model(
     seed: int,
     progress: Callable[[PrepareProgress], None],
 ) -> tuple[int, WarmStartResult]:
-    """Write the warm-started model with its tokenizer; its parameter count and result."""
-    # Only here, so that finding everything made costs no import of torch.
+    """Write the warm-started model with its tokenizer; return parameter count and result."""
+    # Imported here, because present files need no torch.
     from sluice.quickstart.model import (
         MAX_POSITIONS,
         make_model,

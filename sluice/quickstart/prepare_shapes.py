@@ -1,4 +1,4 @@
-"""Makes model and data set of the task with pictures."""
+"""Make model and data set of the task with pictures."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _make_model(
     sizes: PrepareSettings,
     progress: Callable[[PrepareProgress], None],
 ) -> tuple[int, WarmStartResult, int, int]:
-    """Parameters, the warm start's result, and the longest prompt and answer of a sample."""
-    # Only here, so that finding everything made costs no import of torch.
+    """Return parameter count, warm start result, and the longest prompt and answer of a batch."""
+    # Imported here, because present files need no torch.
     from sluice.quickstart.model import one_torch_thread
     from sluice.quickstart.vision_model import (
         MAX_POSITIONS,

@@ -1,6 +1,4 @@
-"""Settings of the quickstart's files, and what is reported while they are made; readable
-without torch.
-"""
+"""Settings of the quickstart's files, and reports about making them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class WarmStartSettings:
-    """The supervised warm start: AdamW, the learning rate held until enough is learned.
+    """The supervised warm start: AdamW with a learning rate that is held until the loss is low.
 
     The rate warms up over `warmup_steps`, is held until the excess loss falls under
     `hold_until_excess_loss` (or `max_hold_steps` have passed) and then decays linearly to zero
-    over `decay_steps`. Excess loss is in nats a token above what the teachers' slips leave
-    unpredictable. `wrong_step_rate` is the share of wrong steps in the answers imitated.
+    over `decay_steps`. The excess loss, in nats per token, is the loss above the entropy of the
+    teachers' slips. `wrong_step_rate` is the share of wrong steps in the imitated answers.
     """
 
     batch_dialogues: int = 16
@@ -31,13 +29,13 @@ class WarmStartSettings:
 
     @property
     def max_dialogues(self) -> int:
-        """How many dialogues are used at most: each is seen once."""
+        """The maximum of dialogues: each is used once."""
         return (self.max_hold_steps + self.decay_steps) * self.batch_dialogues
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareSettings:
-    """Sizes of everything `prepare` makes."""
+    """Sizes of all files that `prepare` makes."""
 
     num_train: int = 8_000
     num_held_out: int = 256
@@ -56,14 +54,14 @@ SHAPES_SETTINGS = PrepareSettings(
         wrong_step_rate=0.7,
     ),
 )
-"""Of the task with pictures; a step is an answer, so its model starts right three times in ten."""
+"""Those of `shapes`. Its answers have one step: the model starts right three times in ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """How far the making is; `loss` is the warm start's, in nats a token.
+    """The progress of the preparation; `loss` is that of the warm start, in nats per token.
 
-    ``reused`` comes once and alone; otherwise ``data`` once, then ``warm-start`` step by step.
+    ``reused`` comes once and alone; otherwise ``data`` once, then ``warm-start`` at every step.
     """
 
     stage: Literal["reused", "data", "warm-start"]
@@ -74,11 +72,10 @@ class PrepareProgress:
 
 @dataclass(frozen=True, slots=True)
 class QuickstartFacts:
-    """Numbers found while making the files.
+    """Figures of the files.
 
-    The longest prompt and worked answer are of a sample of dialogues.
-    `warm_start_excess_loss` is the mean over the last tenth of the steps, in nats a token above
-    what the teachers' slips leave unpredictable.
+    The longest prompt and worked answer are those of a sample of dialogues.
+    `warm_start_excess_loss` is the mean over the last tenth of the steps, in nats per token.
     """
 
     num_parameters: int

@@ -1,6 +1,4 @@
-"""The task with pictures: coloured shapes, questions about them, and their parquet files in
-Geometry3k's row format.
-"""
+"""The task with pictures: questions about coloured shapes, in parquet files like Geometry3k's."""
 
 from __future__ import annotations
 
@@ -20,12 +18,25 @@ from sluice.types import IMAGE_MARK
 
 BOARD = 3
 MOST_SHAPES = 4
+# The slip of the largest count is one more than there can be.
 _COUNTS = tuple(str(count) for count in range(MOST_SHAPES + 2))
-"""One more than there can be: what follows the largest count."""
+CELL_PIXELS = 16
+SIDE_PIXELS = BOARD * CELL_PIXELS
+_HALF = 5
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("images", pa.list_(pa.struct([("bytes", pa.binary())]))),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string())])),
+    ]
+)
 
 
 class Colour(StrEnum):
-    """Of a shape."""
+    """The colour of all shapes in a picture."""
 
     RED = "red"
     GREEN = "green"
@@ -34,7 +45,7 @@ class Colour(StrEnum):
 
 
 class Outline(StrEnum):
-    """Of a shape."""
+    """The form of a shape."""
 
     CIRCLE = "circle"
     SQUARE = "square"
@@ -43,7 +54,7 @@ class Outline(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShapesTask:
-    """The task's name and the token limits that its job is run with."""
+    """The task's name, and the token limits of its job."""
 
     name: str = "shapes"
     max_prompt_tokens: int = 56
@@ -56,7 +67,7 @@ SHAPES = ShapesTask()
 
 @dataclass(frozen=True, slots=True)
 class PlacedShape:
-    """A shape in cell `row`, `column`; `dx`, `dy` in -1, 0, 1 say how it is off its middle."""
+    """A shape in cell `row`, `column`, shifted from its centre by `dx`, `dy` in -1, 0, 1."""
 
     row: int
     column: int
@@ -67,7 +78,7 @@ class PlacedShape:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a picture shows: shapes of one colour."""
+    """The content of a picture: shapes of one colour."""
 
     colour: Colour
     shapes: tuple[PlacedShape, ...]
@@ -75,7 +86,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class ShapeQuestion:
-    """A question about a scene. `slip` is the answer of somebody who is one off."""
+    """A question about a scene. `slip` is the wrong answer next to the right one."""
 
     scene: Scene
     text: str
@@ -89,7 +100,7 @@ class ShapeQuestion:
 
 
 def draw_scene(rng: random.Random) -> Scene:
-    """One to four shapes in different cells, everything uniform."""
+    """Sample one to four shapes in different cells, all uniformly."""
     cells = rng.sample(range(BOARD * BOARD), rng.randint(1, MOST_SHAPES))
     return Scene(
         rng.choice(list(Colour)),
@@ -107,7 +118,7 @@ def draw_scene(rng: random.Random) -> Scene:
 
 
 def draw_question(rng: random.Random, scene: Scene) -> ShapeQuestion:
-    """How many shapes there are, or their colour."""
+    """Ask for the number of shapes or for their colour."""
     if rng.random() < 0.5:
         colours = [str(colour) for colour in Colour]
         return _question(scene, "Which colour?", str(scene.colour), colours)
@@ -115,14 +126,14 @@ def draw_question(rng: random.Random, scene: Scene) -> ShapeQuestion:
 
 
 def questions(seed: str) -> Iterator[ShapeQuestion]:
-    """Without end, each about a scene of its own."""
+    """Yield questions without end, each about a new scene."""
     rng = random.Random(seed)
     while True:
         yield draw_question(rng, draw_scene(rng))
 
 
 def answer_text(answer: str) -> str:
-    """The assistant's message."""
+    """Return the assistant's message."""
     return f"Answer: {answer}"
 
 
@@ -133,9 +144,6 @@ def _question(
     return ShapeQuestion(scene, text, answer, slip)
 
 
-CELL_PIXELS = 16
-SIDE_PIXELS = BOARD * CELL_PIXELS
-_HALF = 5
 _PAINT = {
     Colour.RED: (220, 40, 40),
     Colour.GREEN: (30, 160, 60),
@@ -145,7 +153,7 @@ _PAINT = {
 
 
 def picture(scene: Scene) -> bytes:
-    """The scene on white, as an encoded PNG of 48 by 48 pixels."""
+    """Return the scene on white as a PNG of 48 by 48 pixels."""
     image = Image.new("RGB", (SIDE_PIXELS, SIDE_PIXELS), "white")
     draw = ImageDraw.Draw(image)
     for shape in scene.shapes:
@@ -168,25 +176,8 @@ def _draw(draw: ImageDraw.ImageDraw, shape: PlacedShape, paint: tuple[int, int, 
             draw.polygon([(x, y - _HALF), (x - _HALF, y + _HALF), (x + _HALF, y + _HALF)], paint)
 
 
-# Questions about pictures as parquet files in the row format of Geometry3k for verl.
-#
-# The columns of `sluice.quickstart.arithmetic`, and `images`: a list of structs with an encoded
-# file in `bytes`. The user's message holds ``<image>`` where the picture belongs.
-
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("images", pa.list_(pa.struct([("bytes", pa.binary())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string())])),
-    ]
-)
-
-
 def to_row(question: ShapeQuestion, index: int, split: str) -> dict[str, object]:
-    """One row: the picture and the question as a single user message."""
+    """Return a row: the picture, and the question as the only user message."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": question.question}],
@@ -198,7 +189,7 @@ def to_row(question: ShapeQuestion, index: int, split: str) -> dict[str, object]
 
 
 def write_shapes(path: Path, asked: Iterable[ShapeQuestion], split: str) -> None:
-    """Write the questions in order, in row groups small enough to stream."""
+    """Write the questions in order, in row groups that are small enough to stream."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [to_row(question, index, split) for index, question in enumerate(asked)]
     table = pa.Table.from_pylist(rows, schema=SCHEMA)

@@ -1,6 +1,4 @@
-"""The quickstart tokenizer: byte-level BPE with digits as tokens, and the tokens that show
-images.
-"""
+"""The quickstart's tokenizer: byte-level BPE with one token per digit, and tokens for images."""
 
 from __future__ import annotations
 
@@ -24,26 +22,45 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 
+VISION_START = "<|vision_start|>"
+VISION_END = "<|vision_end|>"
+IMAGE_PAD = "<|image_pad|>"
+VIDEO_PAD = "<|video_pad|>"
+VISION_TOKENS = (VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
+
+VISION_CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] }}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{%- if part['type'] == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- else -%}{{ part['text'] }}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}"
+    "{{ '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
 # The dialogues hold few different words, so training runs out of pairs far below this bound.
 MAX_VOCABULARY = 512
 
 
 def render_prompt(question: str) -> str:
-    """What the chat template makes of one user message with the generation prompt."""
+    """Return one user message with the generation prompt, as the chat template renders it."""
     return f"{TURN_START}user\n{question}{TURN_END}\n{TURN_START}assistant\n"
 
 
 def train_tokenizer(dialogues: Iterable[Dialogue]) -> Tokenizer:
-    """`train_on_texts` of dialogues."""
+    """Train a tokenizer on dialogues."""
     return train_on_texts(render_prompt(d.problem.question) + d.answer.text for d in dialogues)
 
 
 def train_on_texts(texts: Iterable[str], more_special: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE: any text round-trips, and ``17`` is always the tokens ``1`` and ``7``.
+    """Train a byte-level BPE: any text round-trips, and ``17`` is always ``1`` and ``7``.
 
     Args:
-        texts: what is to take few tokens.
-        more_special: further tokens that no text is split into.
+        texts: texts that should take few tokens.
+        more_special: further special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -70,7 +87,7 @@ def save_tokenizer(
     """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`.
 
     Args:
-        max_tokens: the model's context length, told to users of the directory.
+        max_tokens: the model's context length, for users of the directory.
         chat_template: in Jinja.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -88,41 +105,23 @@ def save_tokenizer(
 
 
 def encode_dialogue(tokenizer: Tokenizer, dialogue: Dialogue) -> tuple[list[int], list[int]]:
-    """Token ids of the rendered prompt and of the answer with its end token.
+    """Return the token ids of the rendered prompt, and of the answer with its end token.
 
-    Encoded apart, as in reinforcement, where the answer is generated behind a fixed prompt.
+    They are encoded separately, as in DAPO, where the answer follows a fixed prompt.
     """
     prompt = tokenizer.encode(render_prompt(dialogue.problem.question)).ids
     answer = tokenizer.encode(dialogue.answer.text + TURN_END).ids
     return prompt, answer
 
 
-VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
-IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
-VISION_TOKENS = (VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
-
-VISION_CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['content'] is string -%}{{ message['content'] }}"
-    "{%- else -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{%- else -%}{{ part['text'] }}{%- endif -%}"
-    "{%- endfor -%}{%- endif -%}"
-    "{{ '<|im_end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
-)
-
-
 def save_image_processor(
     directory: Path, *, patch_size: int, min_pixels: int, max_pixels: int
 ) -> None:
-    """Writes `preprocessor_config.json` for images that are scaled into the two bounds.
+    """Write `preprocessor_config.json` for images that are scaled to between two sizes.
 
     Args:
-        directory: the model's.
-        patch_size: side of a patch in pixels; two by two of them become one token.
+        directory: the model's folder.
+        patch_size: side of a patch in pixels; two by two patches become one token.
         min_pixels: smaller images are enlarged to it.
         max_pixels: larger images are reduced to it.
     """

@@ -1,4 +1,7 @@
-"""The model of the task with pictures, a small Qwen2.5-VL, and its supervised warm start."""
+"""The model of the task with pictures, a small Qwen2.5-VL, and its supervised warm start.
+
+The warm start teaches the model to see and to answer, slips included.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.utils import logging as transformers_logging
 
-from sluice.quickstart.model import HoldThenDecay, WarmStartResult, slip_entropy
+from sluice.quickstart.model import IGNORED, WarmStartProgress, WarmStartResult, fit, slip_entropy
 from sluice.quickstart.settings import WarmStartSettings
 from sluice.quickstart.shapes import SIDE_PIXELS, ShapeQuestion, answer_text, picture
 from sluice.quickstart.tokenizer import (
@@ -42,9 +45,9 @@ _READABLE = 0o644
 
 
 def make_config(tokenizer: Tokenizer) -> Qwen2_5_VLConfig:
-    """Two layers of width 64 behind one of a vision tower, tied embeddings, float32.
+    """Return two layers of width 64 behind a vision tower of one layer, tied embeddings, float32.
 
-    Heads of 32 in the text layers are the smallest that vLLM's attention takes on a CPU.
+    Text layers have heads of 32, the smallest that vLLM's attention supports on a CPU.
     """
     vocabulary = tokenizer.get_vocab()
     text = {
@@ -91,7 +94,7 @@ def make_config(tokenizer: Tokenizer) -> Qwen2_5_VLConfig:
 
 
 def make_model(tokenizer: Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """A model with random weights from `seed`; the global random state is left as it was."""
+    """Return a model with random weights from `seed`; the global random state stays as it is."""
     config = make_config(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -105,7 +108,7 @@ def make_model(tokenizer: Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGener
 
 
 def save_processor(directory: Path) -> None:
-    """The image processor of the model; pictures keep their size."""
+    """Write the image processor of the model; pictures keep their size."""
     directory.mkdir(parents=True, exist_ok=True)
     pixels = SIDE_PIXELS**2
     save_image_processor(directory, patch_size=PATCH_PIXELS, min_pixels=pixels, max_pixels=pixels)
@@ -119,22 +122,16 @@ def save_model(model: Qwen2_5_VLForConditionalGeneration, directory: Path) -> No
     finally:
         transformers_logging.enable_progress_bar()
     for file in directory.glob("*.safetensors"):
-        file.chmod(_READABLE)  # safetensors lets only the owner read them
+        file.chmod(_READABLE)  # safetensors makes them readable for the owner only
 
-
-# Supervised warm start on pictures: teach to see and to answer, slips included.
-#
-# The loss is the mean cross entropy over the answer tokens of a batch; prompts are context only.
-
-_IGNORED = -100
 
 Encode = Callable[[str], TokenIds]
-"""A question as the model's prompt, one token a picture."""
+"""Encodes a text; a picture is one token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureDialogue:
-    """A question about a picture with the answer to imitate; ids are int64."""
+    """A question about a picture, with the answer to imitate; ids are int64."""
 
     image: ImagePrompt
     prompt: TokenIds
@@ -149,69 +146,49 @@ def picture_dialogues(
     slips: random.Random,
     wrong_rate: float,
 ) -> Iterator[PictureDialogue]:
-    """One for each question, in order; an answer slips with probability `wrong_rate`."""
+    """Yield one dialogue per question, in order; an answer slips with probability `wrong_rate`."""
     for question in asked:
         files = (picture(question.scene),)
         prompt = reader.expand(encode_prompt(question.question), files)
-        said = question.slip if slips.random() < wrong_rate else question.answer
-        yield PictureDialogue(reader.read(prompt, files), prompt, encode_answer(answer_text(said)))
+        answer = question.slip if slips.random() < wrong_rate else question.answer
+        yield PictureDialogue(
+            reader.read(prompt, files), prompt, encode_answer(answer_text(answer))
+        )
 
 
 def warm_start_on_pictures(
     model: Qwen2_5_VLForConditionalGeneration,
     dialogues: Iterable[PictureDialogue],
     settings: WarmStartSettings,
-    progress: Callable[[int, int, float], None],
+    progress: WarmStartProgress,
 ) -> WarmStartResult:
     """Train `model` in place, one batch after the other, until the rate is zero.
 
-    Args:
-        model: to be trained, in float32 on the CPU.
-        dialogues: enough of them; each is used once.
-        settings: of the optimizer and its schedule.
-        progress: called as by `sluice.quickstart.model.warm_start`.
-
     Raises:
-        ValueError: fewer dialogues than that takes.
+        ValueError: there are too few dialogues; each is used once.
     """
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
     entropy = slip_entropy(settings.wrong_step_rate)
-    schedule = HoldThenDecay(settings)
+
+    def loss_of(batch: list[PictureDialogue]) -> tuple[torch.Tensor, float]:
+        # An answer has one slip at most.
+        mean_answer_tokens = sum(one.answer.size for one in batch) / len(batch)
+        return _loss(model, batch), entropy / mean_answer_tokens
+
+    return fit(model, _batches(dialogues, settings.batch_dialogues), loss_of, settings, progress)
+
+
+def _batches(
+    dialogues: Iterable[PictureDialogue], batch_dialogues: int
+) -> Iterator[list[PictureDialogue]]:
     remaining = iter(dialogues)
-    excess_losses: list[float] = []
-    model.train()
-    while not schedule.done:
-        batch = list(islice(remaining, settings.batch_dialogues))
-        if len(batch) < settings.batch_dialogues:
-            raise ValueError(f"the dialogues ran out after {len(excess_losses)} steps")
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * schedule.share
-        loss = _train_step(model, optimizer, batch, settings.max_grad_norm)
-        # One decision an answer is the slip's.
-        mean_answer = sum(one.answer.size for one in batch) / len(batch)
-        excess_losses.append(loss - entropy / mean_answer)
-        schedule.advance(excess_losses[-1])
-        progress(len(excess_losses), schedule.num_steps, loss)
-    model.eval()
-    tail = excess_losses[-max(1, len(excess_losses) // 10) :]
-    return WarmStartResult(len(excess_losses), sum(tail) / len(tail))
+    while len(batch := list(islice(remaining, batch_dialogues))) == batch_dialogues:
+        yield batch
 
 
-def _train_step(
-    model: Qwen2_5_VLForConditionalGeneration,
-    optimizer: torch.optim.Optimizer,
-    batch: list[PictureDialogue],
-    max_grad_norm: float,
-) -> float:
+def _loss(model: Qwen2_5_VLForConditionalGeneration, batch: list[PictureDialogue]) -> torch.Tensor:
     width = max(one.prompt.size + one.answer.size for one in batch) - 1
     tokens = np.zeros((len(batch), width), dtype=np.int64)
-    targets = np.full((len(batch), width), _IGNORED, dtype=np.int64)
+    targets = np.full((len(batch), width), IGNORED, dtype=np.int64)
     is_image = np.zeros((len(batch), width), dtype=np.bool_)
     for row, one in enumerate(batch):
         known = np.concatenate([one.prompt, one.answer])[:-1]
@@ -230,10 +207,5 @@ def _train_step(
         features,
     )
     wanted = torch.from_numpy(targets)
-    trained = wanted != _IGNORED
-    loss = functional.cross_entropy(model.lm_head(hidden[trained]), wanted[trained])
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
-    return float(loss.detach())
+    trained = wanted != IGNORED
+    return functional.cross_entropy(model.lm_head(hidden[trained]), wanted[trained])

@@ -1,3 +1,3 @@
-"""What a finished run amounts to. In: the files that the trainer wrote. Out: `summary.json`,
-accounting for people, and a page to look at.
+"""The numbers of a run. In: the files that the trainer wrote. Out: its record, `summary.json`, and
+its accounting for people.
 """

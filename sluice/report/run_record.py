@@ -1,4 +1,4 @@
-"""A run's numbers as the trainer wrote them."""
+"""The numbers of a run as the trainer wrote them."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ class AccuracyPoint:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """`steps` and `validations` are rows of metrics.jsonl by step, `accounts` is accounts.json."""
+    """Rows of `metrics.jsonl` by step (`steps`, `validations`), and `accounts.json`."""
 
     steps: tuple[Row, ...]
     validations: tuple[Row, ...]
     accounts: Mapping[str, float]
 
     def total(self, name: str) -> float:
-        """Sum of one metric over all steps; 0 where it is missing."""
+        """Return the sum of a metric over all steps; a missing value counts as 0."""
         return sum(row.get(name) or 0.0 for row in self.steps)
 
     def total_of_validations(self, name: str) -> float:
-        """Sum of one metric over all validations; 0 where it is missing."""
+        """Return the sum of a metric over all validations; a missing value counts as 0."""
         return sum(row.get(name) or 0.0 for row in self.validations)
 
     def largest(self, name: str) -> float:
-        """Maximum of one metric over all steps; 0 without any."""
+        """Return the maximum of a metric over all steps; 0 without steps."""
         return max((row.get(name) or 0.0 for row in self.steps), default=0.0)
 
     def accuracies(self) -> tuple[AccuracyPoint, ...]:
-        """Held-out accuracy by step, in order."""
+        """Return held-out accuracy by step, in order."""
         found = ((row, accuracy_of(row)) for row in self.validations)
         return tuple(AccuracyPoint(_step(row), value) for row, value in found if value is not None)
 
 
 def accuracy_of(row: Row) -> float | None:
-    """Mean over samples and prompts, then over data sources; none in a row without validation."""
+    """Return the mean over samples and prompts, then over data sources; None without validation."""
     values = [
         value
         for name, value in row.items()
@@ -61,10 +61,10 @@ def accuracy_of(row: Row) -> float | None:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Reads the record of a run that reached its end.
+    """Read the record of a run that reached its end.
 
     Raises:
-        DataError: it did not, or a line cannot be read.
+        DataError: it did not reach its end, or a line cannot be read.
     """
     for name in (METRICS_NAME, ACCOUNTS_NAME):
         if not (run_dir / name).is_file():
@@ -73,7 +73,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def read_progress(run_dir: Path) -> RunRecord:
-    """Reads what there is of a run that may not have ended; a step done twice counts once.
+    """Read the record of a run that may not have ended; of a repeated step the last line counts.
 
     Raises:
         DataError: a line cannot be read.
@@ -88,7 +88,7 @@ def read_progress(run_dir: Path) -> RunRecord:
 
 
 def _rows(file: Path) -> list[Row]:
-    # What follows the last newline is being written.
+    # The trainer is still writing what follows the last newline.
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]
     rows = []
     for number, line in enumerate(lines, 1):
@@ -96,7 +96,7 @@ def _rows(file: Path) -> list[Row]:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise DataError(
-                f"{file}, line {number}: no JSON object ({error}); remove the line"
+                f"{file}, line {number}: not a JSON object ({error}); remove the line"
             ) from error
     return rows
 

@@ -1,6 +1,4 @@
-"""The numbers of a finished run and its accounting, for machines (`summary.json`) and for
-people.
-"""
+"""The numbers of a finished run and its accounting, for programs (`summary.json`) and people."""
 
 from __future__ import annotations
 
@@ -18,101 +16,29 @@ _ACCOUNTS = (
     ("trainer", "trainer_s/", "trainer_wall_s", "trainer_seconds_residual"),
     ("rollout", "rollout_s/", "rollout_wall_s", "rollout_seconds_residual"),
 )
-_MIN_SHARE = 0.0005  # less is shown as 0.0 %
-_MIN_AGE_S = 0.5  # less is shown as 0 s
-
-
-@dataclass(frozen=True, slots=True)
-class AccountPart:
-    """One part of an account; `share` is of its total."""
-
-    name: str
-    amount: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class AccountView:
-    """One account: `parts` by size, those of less than 0.05 % left out.
-
-    `total`, amounts and `residual` are tokens, or seconds of the trainer or of all replicas, as
-    they were `age_s` seconds ago.
-    """
-
-    title: str
-    total: float
-    parts: tuple[AccountPart, ...]
-    residual: float
-    residual_share: float
-    age_s: float = 0.0
-
-    @property
-    def total_text(self) -> str:
-        """The total with its unit."""
-        return f"{self.total:,.0f}" + ("" if self.title == "tokens" else " s")
-
-    @property
-    def parts_text(self) -> str:
-        """All parts and the residual, such as ``trained 61.2 %, pending 3.0 %; residual 0.0 %``.
-
-        The age is told where it is half a second or more.
-        """
-        parts = ", ".join(f"{part.name} {_percent(part.share)}" for part in self.parts)
-        age = f", {self.age_s:.0f} s ago" if self.age_s >= _MIN_AGE_S else ""
-        return f"{parts or 'none'}; residual {_percent(self.residual_share)}{age}"
-
-
-def account_views(accounts: Mapping[str, float]) -> tuple[AccountView, ...]:
-    """The accounts that are there.
-
-    Args:
-        accounts: by the names of `accounts.json`; one that lacks an account's total or residual,
-            as of a run whose reward service told no tokens, gives no view of it.
-    """
-    return tuple(
-        AccountView(
-            title,
-            accounts[total],
-            _parts(accounts, prefix, accounts[total]),
-            accounts[residual],
-            accounts.get(f"{residual}_share", 0.0),
-            accounts.get(f"{title}_age_s", 0.0),
-        )
-        for title, prefix, total, residual in _ACCOUNTS
-        if total in accounts and residual in accounts
-    )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _parts(accounts: Mapping[str, float], prefix: str, total: float) -> tuple[AccountPart, ...]:
-    parts = [
-        AccountPart(name.removeprefix(prefix).replace("_", " "), amount, amount / total)
-        for name, amount in accounts.items()
-        if name.startswith(prefix) and total > 0
-    ]
-    shown = (part for part in parts if part.share >= _MIN_SHARE)
-    return tuple(sorted(shown, key=lambda part: (-part.share, part.name)))
-
-
+_MIN_SHARE = 0.0005  # a smaller one would read 0.0 %
+_MIN_AGE_S = 0.5  # a smaller one would read 0 s
 _FILTERED = ("filtered_all_right", "filtered_all_wrong", "filtered_uniform")
 _DROPPED = ("dropped_stale", "dropped_failed", "dropped_surplus")
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Counts are those of the run's last start.
+    """The numbers of a finished run, counted since its last start.
 
-    Tokens are response tokens. `generated_tokens` is all that the replicas drew for training,
-    also for groups that no step used and for prompts still pending at the end;
-    `validation_tokens` comes on top. `groups_kept` counts groups that went into batches,
-    `prompts_lost` what the accounts cannot explain, also groups that the trainer trained and the
-    reward service does not count as trained. `accuracy_before` is ``None`` where the untrained
-    policy was not validated. `seconds_total` is the whole command,
-    `seconds_services` from the start of the services to their end, `seconds_dapo` the training
-    steps with all their waits. `accounts` are the run's books by the names of `accounts.json`.
+    Attributes:
+        accuracy_before: held-out accuracy of the untrained policy; ``None``: not validated.
+        accuracy_after: held-out accuracy at the last validation.
+        seconds_total: the whole command.
+        seconds_services: from the start of the services to their end.
+        seconds_dapo: the training steps with all their waits.
+        generated_tokens: all response tokens for training, including those of groups that no
+            step used and of prompts that are pending at the end.
+        validation_tokens: response tokens of validations, not in `generated_tokens`.
+        groups_kept: groups that went into batches.
+        prompts_lost: prompts that the accounting does not explain, including groups that the
+            trainer trained and the reward service does not count as trained.
+        accounts: the accounting, by the names of `accounts.json`.
     """
 
     accuracy_before: float | None
@@ -139,7 +65,7 @@ class RunSummary:
     accounts: Mapping[str, float]
 
     def as_text(self) -> str:
-        """A few lines for the console."""
+        """Return a few lines for the console."""
         before = "" if self.accuracy_before is None else f"{self.accuracy_before:.3f} -> "
         ratio = self.generated_tokens / max(self.trained_tokens, 1)
         skipped = f"{self.prompts_skipped} skipped + " if self.prompts_skipped else ""
@@ -167,10 +93,10 @@ class RunSummary:
 
 
 def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -> RunSummary:
-    """Adds up a run's record.
+    """Sum up a run's record.
 
     Raises:
-        DataError: the run did not reach its end, or was never validated.
+        DataError: the run did not reach its end, or has no validation.
     """
     record = read_run(run_dir)
     accuracies = record.accuracies()
@@ -213,5 +139,79 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
 
 
 def write_summary(summary: RunSummary, file: Path) -> None:
-    """Writes one JSON object."""
+    """Write the summary as one JSON object."""
     file.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class AccountPart:
+    """One part of an account; `share` is of its total."""
+
+    name: str
+    amount: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class AccountView:
+    """One account: `parts` by size, without those of less than 0.05 %.
+
+    `total`, amounts and `residual` are tokens, or seconds of the trainer or of all replicas,
+    `age_s` seconds ago.
+    """
+
+    title: str
+    total: float
+    parts: tuple[AccountPart, ...]
+    residual: float
+    residual_share: float
+    age_s: float = 0.0
+
+    @property
+    def total_text(self) -> str:
+        """The total with its unit."""
+        return f"{self.total:,.0f}" + ("" if self.title == "tokens" else " s")
+
+    @property
+    def parts_text(self) -> str:
+        """All parts and the residual, such as ``trained 61.2 %, pending 3.0 %; residual 0.0 %``.
+
+        The age follows if it is half a second or more.
+        """
+        parts = ", ".join(f"{part.name} {_percent(part.share)}" for part in self.parts)
+        age = f", {self.age_s:.0f} s ago" if self.age_s >= _MIN_AGE_S else ""
+        return f"{parts or 'none'}; residual {_percent(self.residual_share)}{age}"
+
+
+def account_views(accounts: Mapping[str, float]) -> tuple[AccountView, ...]:
+    """Return the accounts with a total and a residual.
+
+    Args:
+        accounts: the numbers, by the names of `accounts.json`.
+    """
+    return tuple(
+        AccountView(
+            title,
+            accounts[total],
+            _parts(accounts, prefix, accounts[total]),
+            accounts[residual],
+            accounts.get(f"{residual}_share", 0.0),
+            accounts.get(f"{title}_age_s", 0.0),
+        )
+        for title, prefix, total, residual in _ACCOUNTS
+        if total in accounts and residual in accounts
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _parts(accounts: Mapping[str, float], prefix: str, total: float) -> tuple[AccountPart, ...]:
+    parts = [
+        AccountPart(name.removeprefix(prefix).replace("_", " "), amount, amount / total)
+        for name, amount in accounts.items()
+        if name.startswith(prefix) and total > 0
+    ]
+    shown = (part for part in parts if part.share >= _MIN_SHARE)
+    return tuple(sorted(shown, key=lambda part: (-part.share, part.name)))

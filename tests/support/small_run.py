@@ -32,7 +32,7 @@ from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import NO_RESTARTS, local_services, rollout_service, with_ports
-from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
+from sluice.quickstart.arithmetic import TASKS, draw_problem, make_dialogues
 from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
 from sluice.rpc.client import open_channel
@@ -64,7 +64,7 @@ class Assets:
 
 def make_assets(folder: Path) -> Assets:
     """Model with random weights, tokenizer, data, scorer and configuration; a few seconds."""
-    rng, task = random.Random(0), task_named("quickstart")
+    rng, task = random.Random(0), TASKS["quickstart"]
     problems = [draw_problem(rng, task) for _ in range(100)]
     tokenizer = train_tokenizer(make_dialogues(problems, rng, wrong_step_rate=0.1))
     model = folder / "model"

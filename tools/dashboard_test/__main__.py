@@ -76,6 +76,12 @@ def _use(training: Training, path: str, options: argparse.Namespace, phases: Pha
             say(f"{watch.num_requests} requests, {len(watch.problems)} problems: {watch.problems}")
     with phases.phase("end of the run"):
         training.wait(options.patience)
+    with _page(path) as page:
+        watch = PageWatch(page)
+        page.goto(training.report.as_uri())
+        with phases.phase("the exported page"):
+            ClickThrough(page, options.pictures).read_the_report()
+        problems += watch.problems
     with training.page_afterwards(options.patience) as url, _page(path) as page:
         watch = PageWatch(page)
         page.goto(url)
@@ -113,7 +119,7 @@ def _afterwards(user: ClickThrough, page: Page, phases: Phases) -> None:
         user.see_the_end()
     with phases.phase("pictures"):
         user.picture("overview")
-        user.picture("books", "#books")
+        user.picture("accounting", "#accounting")
         page.emulate_media(color_scheme="dark")
         user.picture("overview-dark")
 

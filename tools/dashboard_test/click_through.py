@@ -1,4 +1,4 @@
-"""What an operator does with the page, step by step."""
+"""The steps of an operator who uses the page."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STEP_ABOVE = """(least) =>
 
 
 class ClickThrough:
-    """Uses an open page by what it says, as people and screen readers find it.
+    """Uses an open page by its texts and roles, as people and screen readers do.
 
     Args:
-        page: Playwright's.
-        pictures: folder of screenshots.
+        page: a page of Playwright.
+        pictures: the folder of screenshots.
     """
 
     def __init__(self, page: Page, pictures: Path) -> None:
@@ -33,36 +33,37 @@ class ClickThrough:
         page.set_default_timeout(1000 * _PATIENCE_S)
 
     def see_the_run(self) -> None:
-        """See a verdict, the step, and the current wait in the first lines."""
+        """The first lines have a verdict, the step, and the service that is waited for."""
         page = self._page
         self._until("document.getElementById('verdict').dataset.verdict !== 'loading'")
         self._until(_STEP_ABOVE, 0)
         _need(page.locator("#verdict").inner_text().strip() != "", "there is no verdict")
-        _need(page.locator("#fact-wait").inner_text() != "-", "nothing is said of waits")
+        _need(page.locator("#fact-wait").inner_text() != "-", "there is no text about waits")
         _need(page.locator("#fleet-table tbody tr").count() >= 1, "the fleet is empty")
 
     def see_a_step_done(self) -> None:
-        """See the step rise without a reload."""
+        """The step increases without a reload."""
         before = int(self._page.locator("#fact-step").inner_text().split(" ")[0].replace(",", ""))
         self._until(_STEP_ABOVE, before + 1)
 
     def see_the_charts(self) -> None:
-        """See that every chart is an image with words; open the table of one, which has rows."""
+        """Every chart is an image with words; the table of one opens and has rows."""
         page = self._page
-        self._until("document.querySelectorAll('.chart svg[aria-label]').length >= 8")
+        self._until("document.querySelectorAll('.chart .plot[aria-label]').length >= 8")
         page.get_by_text("Data of “Mean reward of trained groups”").click()
         page.get_by_role("table", name="Mean reward of trained groups").wait_for()
         self._until("document.querySelectorAll('#chart-reward tbody tr').length >= 1")
         page.get_by_text("Data of “Mean reward of trained groups”").click()
+        _need(page.locator(".chart canvas").count() >= 8, "a chart is empty")
 
     def find_all_wrong_groups(self) -> None:
-        """Filter for all-wrong groups; the list holds only those."""
+        """The list holds only the groups with the selected outcome."""
         page = self._page
         page.get_by_role("checkbox", name=re.compile("^all wrong")).check()
         self._until(_ONLY_OUTCOME, "all wrong")
 
     def find_a_text(self) -> None:
-        """Find the one group with a text."""
+        """A search finds the one group with a text."""
         page = self._page
         page.get_by_label("Text of prompt or response").fill("FOLLOWED by a hostile")
         page.get_by_role("button", name="Find").click()
@@ -73,20 +74,20 @@ class ClickThrough:
         )
 
     def read_a_hostile_group(self) -> None:
-        """Read a hostile response, whose markup is text."""
+        """Markup in a response is shown as text."""
         page = self._page
         page.locator("#sample-table button.open").first.click()
         group = page.get_by_role("region", name=re.compile("^Group hostile"))
         group.locator("pre.response").first.wait_for()
         shown = group.locator("pre.response").all_inner_texts()
-        _need(shown == [HOSTILE] * 2, f"the response is not shown as it is: {shown}")
+        _need(shown == [HOSTILE] * 2, f"the response is changed: {shown}")
         _need(group.locator("img, script").count() == 0, "a response became markup")
         _need(page.title() != "broken", "a response ran")
         page.get_by_role("button", name="Back to the list").click()
         page.get_by_role("button", name="Clear").click()
 
     def read_a_group(self, num_responses: int) -> None:
-        """Open a group of the run with all of its responses and their scores."""
+        """A group of the run opens with all of its responses and their scores."""
         page = self._page
         page.get_by_role("checkbox", name=re.compile("^trained")).check()
         self._until(_ONLY_OUTCOME, "trained")
@@ -103,7 +104,7 @@ class ClickThrough:
         page.get_by_role("button", name="Clear").click()
 
     def use_the_keyboard_alone(self) -> None:
-        """Use a filter, a search, a group and the way back without a mouse."""
+        """Past the top, a filter, a search, a group and back, without a mouse."""
         page = self._page
         page.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
         page.reload()
@@ -127,7 +128,7 @@ class ClickThrough:
         _need(HOSTILE_PROMPT in _focused(page), "the focus did not come back to the list")
 
     def show_a_token(self, token: str) -> None:
-        """See nothing without a token, nor with a wrong one."""
+        """Nothing is shown without a token, nor with a wrong one."""
         page = self._page
         page.get_by_label("Token", exact=True).fill("another-token-of-many-characters")
         page.keyboard.press("Enter")
@@ -139,14 +140,26 @@ class ClickThrough:
         page.wait_for_selector("#sample-table button.open")
 
     def see_the_end(self) -> None:
-        """See that the run has ended, and what it left."""
+        """The page of a finished run has its verdict and its results."""
         page = self._page
         page.wait_for_selector('#verdict[data-verdict="finished"]')
         page.wait_for_selector("#sample-table button.open")
         self._until("document.querySelectorAll('#accounts table').length >= 3")
 
+    def read_the_report(self) -> None:
+        """The exported page shows charts and responses, and opens a group, without a server."""
+        page = self._page
+        self._until("document.querySelectorAll('.chart canvas').length >= 8")
+        self._until("document.querySelectorAll('#comparison-table tbody tr').length >= 1")
+        _need(page.locator("#verdict").inner_text() == "finished", "the verdict is another one")
+        _need(not page.locator("#sample-filter").is_visible(), "it offers a search")
+        page.locator("#sample-table button.open").first.click()
+        page.locator("#group pre.response").first.wait_for()
+        page.keyboard.press("Escape")
+        self.picture("report", "#comparison")
+
     def picture(self, name: str, selector: str | None = None) -> None:
-        """Save the top of the page, or one part of it."""
+        """Saves the top of the page, or one part of it."""
         file = str(self._pictures / f"{name}.png")
         if selector is None:
             self._page.evaluate("window.scrollTo(0, 0)")
@@ -155,7 +168,7 @@ class ClickThrough:
             self._page.locator(selector).screenshot(path=file)
 
     def _until(self, condition: str, value: object = None) -> None:
-        """Poll from outside: Playwright's own wait evaluates text in the page, which the page's
+        """Polls from outside: Playwright's own wait evaluates text in the page, which the page's
         policy forbids."""
         until(
             condition,

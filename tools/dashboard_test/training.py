@@ -30,7 +30,10 @@ class Training:
     """
 
     def __init__(self, python: str, run_dir: Path, log: Path, steps: int) -> None:
-        self.run_dir, self._python, self._log = run_dir, python, log
+        self.run_dir = run_dir
+        self.report = run_dir.absolute() / "report.html"
+        self._python = python
+        self._log = log
         settings = (
             f"trainer.total_training_steps={steps}",
             "trainer.test_freq=4",
@@ -41,7 +44,7 @@ class Training:
         self._process = self._start("quickstart", "--run-dir", str(run_dir), *settings)
 
     def url(self, timeout_s: float) -> str:
-        """Return the page's address. Raises PhaseError."""
+        """Return the address of the page. Raises PhaseError."""
         file = self.run_dir / _URL_NAME
         until(
             "the page's address",
@@ -52,7 +55,7 @@ class Training:
         return file.read_text(encoding="utf-8").strip()
 
     def add_hostile_group(self) -> None:
-        """Write a group as the reward service writes it, whose response tries to be markup."""
+        """Add a group as the reward service writes it, whose responses hold markup."""
         response = {"text": HOSTILE, "tokens": 9, "finish": "stop", "score": -1.0, "reward": -1.0}
         group = {
             "prompt_id": "hostile",
@@ -76,10 +79,11 @@ class Training:
 
     @contextmanager
     def page_afterwards(self, timeout_s: float, token: str | None = None) -> Iterator[str]:
-        """Yield the address of `sluice dashboard` on the run's folder, for the length of the block.
+        """Run `sluice dashboard` on the run's folder within the block; yield its address.
 
         Args:
-            token: that the page is to ask for, from here on.
+            timeout_s: seconds to wait for the address.
+            token: a token that the page requires from here on.
         """
         if token is not None:
             self._configure(token)
@@ -94,7 +98,7 @@ class Training:
             raise PhaseError(f"sluice dashboard ended with exit code {process.returncode}")
 
     def _configure(self, token: str) -> None:
-        """Name a file with the token in the run's configuration, which names none."""
+        """Add a file with the token to the run's configuration."""
         secret = self.run_dir / "page.token"
         secret.touch(mode=0o600)
         secret.write_text(f"{token}\n", encoding="utf-8")
@@ -106,7 +110,7 @@ class Training:
         file.write_text(text.replace(_NO_TOKENS, named), encoding="utf-8")
 
     def end(self) -> None:
-        """End what still runs."""
+        """End the run if it is active."""
         _end(self._process)
 
     def _check_lives(self) -> bool:
@@ -127,7 +131,7 @@ class Training:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it in order; kill it with its children if it does not end."""
+    """End a process; kill it with its children if it does not end in time."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)

@@ -22,7 +22,7 @@ from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.launch.processes.supervisor import Supervisor
 from sluice.launch.service_spec import local_services, with_ports
-from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
+from sluice.quickstart.arithmetic import TASKS, draw_problem, make_dialogues
 from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
 from sluice.rpc.client import open_channel, rollout_stub
@@ -99,7 +99,7 @@ async def live_run(
 
 
 def _config(folder: Path, seed: int, overrides: Sequence[str]) -> RunConfig:
-    rng, task = random.Random(seed), task_named("quickstart")
+    rng, task = random.Random(seed), TASKS["quickstart"]
     problems = [draw_problem(rng, task) for _ in range(100)]
     tokenizer = train_tokenizer(make_dialogues(problems, rng, wrong_step_rate=0.1))
     model = folder / "model"

@@ -107,7 +107,7 @@ REFUSED: tuple[tuple[str, Values], ...] = (
     ("storage/runs/accessModes/0", {"storage": {"runs": {"accessModes": ["ReadOnlyMany"]}}}),
     ("storage/runs/size", {"storage": {"runs": {"size": "much"}}}),
     ("run/name", {"run": {"name": "../other"}}),
-    ("run/settings/0", {"run": {"settings": ["--anew"]}}),
+    ("run/settings/0", {"run": {"settings": ["--restart"]}}),
     ("security/files/key", {"security": {"files": {"key": "../key"}}}),
     ("networkPolicy/transferPorts/first", {"networkPolicy": {"transferPorts": {"first": 0}}}),
     ("shutdownGraceSeconds", {"shutdownGraceSeconds": "long"}),

@@ -113,7 +113,7 @@ async def training(
     config = load_config(config_file, overrides)
     command = [
         *(sys.executable, "-m", "sluice.cli.main", "up", str(config_file), *overrides),
-        *("--on", "ray", "--ray-address", address, "--room-timeout", "60"),
+        *("--on", "ray", "--ray-address", address, "--capacity-timeout", "60"),
         *(word for place in places for word in ("--resources", place)),
     ]
     with (config_file.parent / "up.log").open("ab") as log:

@@ -25,14 +25,14 @@ def evaluate(
     n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
     wait: Annotated[
-        float, typer.Option(min=0.0, help="Seconds the step under way may take to end.")
+        float, typer.Option(min=0.0, help="Seconds to wait for the end of the current step.")
     ] = 600.0,
 ) -> None:
-    """Run the validation set through the present policy of a run that is going on.
+    """Validate the present policy of a running run.
 
-    Training is held after the step under way and goes on afterwards, unless somebody else holds it
-    too: the numbers are of one policy version. Without options the run's own validation settings
-    hold.
+    Training pauses after the current step and continues afterwards, unless another command holds
+    it too: all numbers are of one policy version. Without options the run's own validation
+    settings apply.
 
     \b
     Example:
@@ -40,11 +40,11 @@ def evaluate(
     """
     evaluated = asyncio.run(until_signal(_evaluate(run, n, temperature, wait)))
     if evaluated is None:
-        typer.echo("interrupted; the run goes on", err=True)
+        typer.echo("interrupted; the run continues", err=True)
         raise typer.Exit(_EXIT_INTERRUPTED)
     step, result = evaluated
     typer.echo(f"policy after step {step}")
-    # The figures that verl calls core come first.
+    # Metrics that verl calls core come first.
     by_rank = sorted(result.metrics.items(), key=lambda item: ("val-core/" not in item[0], item[0]))
     for name, value in by_rank:
         typer.echo(f"{name}: {value:.4f}")
@@ -64,7 +64,7 @@ async def _evaluate(
 
 
 async def until_signal(work: Coroutine[None, None, ResultT]) -> ResultT | None:
-    """Runs `work`; None if SIGTERM or SIGINT came first, after it has let go what it held."""
+    """Run `work`; return None if SIGTERM or SIGINT cancelled it first."""
     stop = asyncio.Event()
     with stop_on_signals(stop):
         async with asyncio.TaskGroup() as tasks:

@@ -37,12 +37,12 @@ class _GenerateOutput:
     stream: bool
 
 
-def generate(  # noqa: PLR0913 - one parameter an option
-    prompt: Annotated[str, typer.Argument(help="The user's turn; - reads it from stdin.")],
+def generate(  # noqa: PLR0913 - one parameter per option
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from stdin.")],
     *,
     run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
     n: Annotated[int, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Responses.")] = 1,
-    system: Annotated[str, typer.Option(help="A system turn before the prompt.")] = "",
+    system: Annotated[str, typer.Option(help="A system message before the prompt.")] = "",
     image: Annotated[
         list[Path] | None,
         typer.Option(help="A PNG, JPEG or WebP file for an <image> in the prompt; repeatable."),
@@ -52,31 +52,37 @@ def generate(  # noqa: PLR0913 - one parameter an option
     ] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Most probable tokens kept; -1: all.")] = -1,
-    max_tokens: Annotated[int, typer.Option(min=0, help="Longest response; 0: the context.")] = 0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from this many most probable tokens; -1: all.")
+    ] = -1,
+    max_tokens: Annotated[
+        int, typer.Option(min=0, help="Longest response in tokens; 0: the context.")
+    ] = 0,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="A text that ends a response, which leaves it out; may be repeated."),
+        typer.Option(help="A text that ends a response, itself left out; repeatable."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Fixes the randomness.")] = None,
     priority: Annotated[
-        int, typer.Option(min=-100, max=100, help="Higher goes first; training has 0.")
+        int, typer.Option(min=-100, max=100, help="Higher priorities come first; training has 0.")
     ] = 0,
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds in all; none: as long as it takes.")
+        float | None, typer.Option(help="Seconds for everything; none: no limit.")
     ] = None,
     token_budget: Annotated[
-        int, typer.Option(min=0, help="Most tokens of all responses, shared out; 0: no bound.")
+        int, typer.Option(min=0, help="Most tokens of all responses together; 0: no limit.")
     ] = 0,
     stream: Annotated[
-        bool, typer.Option("--stream", help="Show text as it comes, of the first response.")
+        bool, typer.Option("--stream", help="Show the first response while it is generated.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line.")
+    ] = False,
 ) -> None:
-    """Sample responses from the replicas of a run that is going on.
+    """Sample responses from the replicas of a running run.
 
-    The least busy replica takes the prompt. If it dies, another one goes on from the tokens that
-    came. Interrupting ends the samples. Images stand first if no <image> says where.
+    The least busy replica takes the prompt. If it dies, another one continues from the received
+    tokens. Ctrl-C cancels the samples. Images come first if the prompt has no <image>.
 
     \b
     Examples:
@@ -94,7 +100,9 @@ def generate(  # noqa: PLR0913 - one parameter an option
     )
     text = _read_stdin() if prompt == _STDIN else prompt
     if raw and image:
-        raise InvalidRequestError("--image: not with --raw, since chat templates place images")
+        raise InvalidRequestError(
+            "--image: cannot be used with --raw, because the chat template places images"
+        )
     asked: Prompt = text if raw else _conversation(system, text, image or [])
     asyncio.run(_generate(run, asked, options, _GenerateOutput(as_json, stream and not as_json)))
 
@@ -111,13 +119,15 @@ def _read_stdin() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise DataError(f"stdin: no text of {error.encoding} ({error.reason})") from error
+        raise DataError(
+            f"stdin: not text in {error.encoding} ({error.reason}); give it in that encoding"
+        ) from error
 
 
 async def _generate(
     run: Path, prompt: Prompt, options: GenerateOptions, output: _GenerateOutput
 ) -> None:
-    await ask_run(run)  # says how a run ended that does not go on
+    await ask_run(run)  # reports how the run ended, if it did
     async with AsyncClient.connect(run) as client:
         if output.stream:
             await _show_stream(client, prompt, options)
@@ -147,7 +157,7 @@ def _text(rollout: Rollout) -> str:
 
 
 def _shown(text: str) -> str:
-    """A pipe gets the text as it is; a terminal would obey escape sequences in it."""
+    """Return the text for a pipe as it is; a terminal would obey its escape sequences."""
     return printable(text) if sys.stdout.isatty() else text
 
 

@@ -1,4 +1,4 @@
-"""Rows of a file that a user gives to a command: JSON lines, or parquet."""
+"""Rows of a user's file: JSON lines, or parquet."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ RowT = TypeVar("RowT", bound=msgspec.Struct)
 
 
 def read_rows(file: Path, kind: type[RowT], needs: str) -> list[tuple[str, RowT]]:
-    """All rows of a file as `kind`, each with its place ("line 3", "row 2") for messages.
+    """Return all rows of a file as `kind`, each with its place ("line 3", "row 2") for messages.
 
     Args:
-        file: ends in .parquet, or else holds a JSON object a line; empty lines are skipped.
-        kind: a struct; fields it does not have are ignored.
-        needs: what a row must hold, for errors.
+        file: a .parquet file, or one JSON object per line; empty lines are skipped.
+        kind: a struct; other fields of a row are ignored.
+        needs: what a row must hold, for messages.
 
     Raises:
-        DataError: names the file, the place and what is wrong there.
+        DataError: with the file, the place and the problem.
     """
     if not file.is_file():
         raise DataError(

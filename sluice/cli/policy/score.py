@@ -28,22 +28,24 @@ class _ScoreRow(msgspec.Struct):
 
 
 def score(
-    file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one response a row.")],
+    file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one response per row.")],
     *,
     run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds in all; none: as long as it takes.")
+        float | None, typer.Option(help="Seconds for everything; none: no limit.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line.")
+    ] = False,
 ) -> None:
-    """Grade responses with the scorers of a run that is going on; nothing is trained on them.
+    """Grade responses with the scorers of a running run, without training on them.
 
     \b
-    A line of the file; extra_info, for the scorer, may be added:
+    A line of the file; extra_info for the scorer is optional:
       {"data_source": "math_dapo", "ground_truth": "9", "response": "Answer: 9"}
 
-    Prints a line for each, in order, then the mean on stderr. The exit code is 1 if a response
-    could not be graded.
+    Prints one line per response, in order, then the mean on stderr. The exit code is 1 if a
+    response could not be graded.
 
     \b
     Example:
@@ -66,7 +68,7 @@ def score(
 async def _score(
     run: Path, items: list[ScoreItem], deadline_s: float | None
 ) -> list[Scored | Failed]:
-    await ask_run(run)  # says how a run ended that does not go on
+    await ask_run(run)  # reports how the run ended, if it did
     async with AsyncClient.connect(run) as client:
         return await client.score(items, deadline_s=deadline_s)
 
@@ -75,8 +77,8 @@ def _line(outcome: Scored | Failed) -> str:
     if isinstance(outcome, Failed):
         return printable(f"failed: {outcome.kind}: {outcome.detail}")
     metrics = " ".join(f"{name}={value:g}" for name, value in sorted(outcome.metrics.items()))
-    said = "" if outcome.prediction is None else f" prediction {outcome.prediction!r}"
-    return printable(f"score {outcome.score:g} {metrics}{said}".replace("  ", " "))
+    prediction = "" if outcome.prediction is None else f" prediction {outcome.prediction!r}"
+    return printable(f"score {outcome.score:g} {metrics}{prediction}".replace("  ", " "))
 
 
 def _json_line(outcome: Scored | Failed) -> str:

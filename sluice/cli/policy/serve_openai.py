@@ -1,4 +1,4 @@
-"""`sluice serve-openai`: the policy in training behind an OpenAI-compatible HTTP address."""
+"""`sluice serve-openai`: serve the policy in training at an OpenAI-compatible HTTP address."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _CLIENT_NAME = "openai-front"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def serve_openai(  # noqa: PLR0913 - one parameter an option
+def serve_openai(  # noqa: PLR0913 - one parameter per option
     run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
     *,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port; 0: the system chooses.")
     ] = 8000,
-    model_name: Annotated[str, typer.Option(help="Name that requests give.")] = "policy",
+    model_name: Annotated[str, typer.Option(help="Model name in requests.")] = "policy",
     key_file: Annotated[
-        Path | None, typer.Option(help="File of API keys, one a line; none: SLUICE_OPENAI_KEY.")
+        Path | None, typer.Option(help="File of API keys, one per line; none: SLUICE_OPENAI_KEY.")
     ] = None,
     deadline: Annotated[
-        float | None, typer.Option(help="Longest request, seconds; none: as long as it takes.")
+        float | None, typer.Option(help="Longest request in seconds; none: no limit.")
     ] = None,
     max_choices: Annotated[
-        int, typer.Option(min=1, help="Most choices drawn at once, of all requests.")
+        int, typer.Option(min=1, help="Most choices sampled at once, of all requests.")
     ] = 4096,
     max_key_choices: Annotated[
-        int, typer.Option(min=1, help="Most choices drawn at once, of the requests with one key.")
+        int, typer.Option(min=1, help="Most choices sampled at once, of requests with one key.")
     ] = 2048,
     max_connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 512,
     max_priority: Annotated[
@@ -55,23 +55,23 @@ def serve_openai(  # noqa: PLR0913 - one parameter an option
             max=100,
             help=(
                 "Highest priority of a request; training has 0. The run's "
-                "sluice.limits.max_client_priority binds as well."
+                "sluice.limits.max_client_priority applies as well."
             ),
         ),
     ] = 0,
 ) -> None:
-    """Serve the replicas of a run over HTTP as OpenAI's API does, for evaluation harnesses.
+    """Serve the policy of a run over HTTP like OpenAI's API, for evaluation harnesses.
 
-    Answers /v1/chat/completions, /v1/completions and /v1/models, streamed or not. Every request is
-    drawn by the newest weights; system_fingerprint tells their version. On other interfaces than
-    loopback it asks for an API key.
+    Answers /v1/chat/completions, /v1/completions and /v1/models, streamed or not. The newest
+    weights answer each request; system_fingerprint is their version. On other interfaces than
+    loopback it requires an API key.
 
     \b
     Example:
       sluice serve-openai runs/quickstart --port 8000
     """
     if deadline is not None and not 0 < deadline < math.inf:
-        raise ConfigError(f"--deadline {deadline}: give seconds above 0, or leave it out")
+        raise ConfigError(f"--deadline {deadline}: give seconds above 0, or leave the option out")
     settings = _settings_class()(
         model_name,
         deadline,
@@ -95,7 +95,7 @@ def _settings_class() -> type[FrontSettings]:
 
 
 def _keys(host: str, key_file: Path | None) -> TokenSource | None:
-    """Raises ConfigError for an open interface without a key."""
+    """Return the keys. Raises ConfigError for an open interface without one."""
     if key_file is not None:
         return TokenFile(key_file, "--key-file")
     given = os.environ.get(KEY_VARIABLE)
@@ -112,7 +112,7 @@ def _keys(host: str, key_file: Path | None) -> TokenSource | None:
 async def _serve(run: Path, host: str, port: int, settings: FrontSettings) -> None:
     from sluice.openai_front.web_app import OpenAIFront, listening
 
-    await ask_run(run)  # says how a run ended that does not go on
+    await ask_run(run)  # reports how the run ended, if it did
     check_bindable(host, port)
     stop = asyncio.Event()
     with stop_on_signals(stop):

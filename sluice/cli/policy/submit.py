@@ -15,11 +15,10 @@ from typing import Annotated, Any, Self
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sluice.cli.policy.row_files import read_rows
 from sluice.cli.running_run import ask_run
-from sluice.cli.terminal import printable
+from sluice.cli.terminal import print_line, printable, progress_bars
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import Image
 from sluice.client.policy_client import NewPrompt, PromptEvent
@@ -54,13 +53,13 @@ class _PromptRow(msgspec.Struct):
 
 
 def read_prompts(file: Path) -> list[NewPrompt]:
-    """Reads prompts to submit: JSON lines or parquet, as for training or with `ground_truth` flat.
+    """Read prompts to submit: JSON lines or parquet, as for training, or with `ground_truth` flat.
 
-    A row without `prompt_id` gets one of the file's name, the row's place and content, so that the
-    same file given again is the same prompts.
+    A row without `prompt_id` gets one from the file's name, the row's place and its content: the
+    same file always gives the same prompts.
 
     Raises:
-        DataError: naming the file, the line or row and what is wrong with it.
+        DataError: with the file, the line or row, and the problem.
     """
     return [_prompt(file, place, row) for place, row in read_rows(file, _PromptRow, _NEEDS)]
 
@@ -82,7 +81,7 @@ def _prompt(file: Path, place: str, row: _PromptRow) -> NewPrompt:
 
 
 def _image(file: Path, place: str, index: int, found: object) -> Image:
-    """The bytes of an image, or where they are: relative paths are beside the file."""
+    """Return the bytes of an image, or its path; relative paths start at the file's folder."""
     try:
         source = image_source(found)
     except ValueError as error:
@@ -92,7 +91,7 @@ def _image(file: Path, place: str, index: int, found: object) -> Image:
 
 def _made_id(file: Path, place: str, row: _PromptRow) -> str:
     fields = msgspec.structs.asdict(row)
-    if not row.images:  # as before rows could have any: the same file is the same prompts
+    if not row.images:  # ids are older than images: without any they stay the same
         del fields["images"]
     digest = hashlib.blake2b(msgspec.json.encode(fields), digest_size=_DIGEST_BYTES).hexdigest()
     stem = "".join(c if c.isascii() and c.isprintable() else "_" for c in file.stem[:_STEM_LENGTH])
@@ -100,32 +99,24 @@ def _made_id(file: Path, place: str, row: _PromptRow) -> str:
 
 
 class SubmissionView:
-    """Context manager; `show` takes each event. The bar is for terminals only.
+    """The progress of a submission, as a context; only a terminal shows the bar.
 
     Args:
-        total: prompts submitted.
-        watch: outcomes count as progress, not receipts.
-        console: of the bar and the summary; none: stderr.
+        total: the number of prompts.
+        watch: count outcomes as progress, not receipts.
+        console: where to show bar and summary; ``None``: stderr.
     """
 
     def __init__(self, total: int, *, watch: bool, console: Console | None = None) -> None:
-        self._watch, self._console = watch, console or Console(stderr=True)
+        self._watch = watch
+        self._console = console or Console(stderr=True)
         self._counts: Counter[str] = Counter()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            redirect_stdout=True,
-            transient=True,
-        )
+        self._bar = progress_bars(self._console, is_transient=True)
         self._task = self._bar.add_task("submitting", total=total)
 
     @property
     def num_refused(self) -> int:
-        """Prompts that were refused."""
+        """Refused prompts."""
         return self._counts["refused"]
 
     def __enter__(self) -> Self:
@@ -139,41 +130,43 @@ class SubmissionView:
         trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
-        self._console.print(self.summary(), soft_wrap=True, markup=False, highlight=False)
+        print_line(self._console, self.summary())
 
     def show(self, event: PromptEvent, line: str) -> None:
-        """Prints the event's line and moves the bar."""
+        """Print the event's line and advance the bar."""
         self._counts[event.event] += 1
         typer.echo(line)
         is_done = event.event == "refused" or self._watch == (event.event != "accepted")
         self._bar.update(self._task, description=self.summary(), advance=1 if is_done else 0)
 
     def summary(self) -> str:
-        """``120 accepted, 80 trained, 40 filtered_all_right``."""
+        """Return counts such as ``120 accepted, 80 trained, 40 filtered_all_right``."""
         counts = [f"{count} {event}" for event, count in self._counts.items()]
-        return ", ".join(counts) or "nothing was answered"
+        return ", ".join(counts) or "no answer"
 
 
 def submit(
-    file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one prompt a row.")],
+    file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one prompt per row.")],
     *,
     run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
-    watch: Annotated[bool, typer.Option("--watch", help="Wait for the outcomes as well.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Wait for the outcomes too.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line.")
+    ] = False,
 ) -> None:
-    """Submit prompts for training; accepted ones are trained on or filtered, never lost.
+    """Submit prompts for training. Accepted prompts are trained on or filtered, never lost.
 
     \b
-    A line of the file, wrapped here; prompt_id, extra_info and images may be left out:
+    A line of the file, wrapped here; prompt_id, extra_info and images are optional:
       {"prompt_id": "a1", "data_source": "math_dapo", "ground_truth": "9",
        "prompt": [{"role": "user", "content": "<image>What is 2 + 3 + 4?"}],
        "images": ["sum.png"]}
 
-    Images are paths beside the file, or data: URIs; each stands for an <image> in the texts.
-    Parquet files have the columns of a training set. The command may be interrupted and repeated:
-    the same prompts are not accepted twice, and their outcomes are told again. Prompts wait where
-    there is no room for them: with --watch as long as it takes, else until nothing got on for a
-    minute. The exit code is 1 if a prompt was refused.
+    Images are paths relative to the file, or data: URIs; each belongs to one <image> in the texts.
+    Parquet files have the columns of a training set. You may interrupt and repeat the command: no
+    prompt is accepted twice, and outcomes are printed again. While the queue is full, prompts
+    wait: with --watch without a limit, otherwise until a minute passes without progress. The exit
+    code is 1 if a prompt was refused.
 
     \b
     Example:
@@ -185,8 +178,8 @@ def submit(
 
 
 async def _submit(run: Path, prompts: Sequence[NewPrompt], *, watch: bool, as_json: bool) -> int:
-    """Prints what becomes of the prompts; how many were refused."""
-    await ask_run(run)  # says how a run ended that does not go on
+    """Print the events of the prompts; return how many were refused."""
+    await ask_run(run)  # reports how the run ended, if it did
     with SubmissionView(len(prompts), watch=watch) as view:
         async with (
             AsyncClient.connect(run) as client,

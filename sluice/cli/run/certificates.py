@@ -1,6 +1,4 @@
-"""`sluice certs`, and the certificates of a prepared run: make them, and renew them before they
-end.
-"""
+"""`sluice certs`, and the certificates of a prepared run: make them, and renew them in time."""
 
 from __future__ import annotations
 
@@ -20,6 +18,21 @@ from sluice.security.token_file import write_private
 
 _TOKEN_BYTES = 32
 _LONGEST_VALIDITY_DAYS = 3650
+CERTIFICATES = "certs"
+"""The folder of a run's certificates, in the run's folder."""
+_DAYS = 365
+_RENEWED_BEFORE = datetime.timedelta(days=30)
+_AUTHORITY_KEY = "ca.key"
+_SERVICE = {
+    "ca_file": "ca.pem",
+    "cert_file": "service.pem",
+    "key_file": "service.key",
+    "token_file": "service.tokens",
+}
+_CLIENT = ("client.pem", "client.key", "client.token")
+_FOR_CLIENTS = "ca.pem, client.pem, client.key and client.token"
+_Files = dict[str, bytes | None]
+"""Contents by name; None: the file does not exist."""
 
 
 def certs(
@@ -27,19 +40,19 @@ def certs(
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("certs"),
     host: Annotated[
         list[str] | None,
-        typer.Option(help="A name or address where services are found; may be repeated."),
+        typer.Option(help="A name or address of services; repeatable."),
     ] = None,
     days: Annotated[
         int, typer.Option(min=1, max=_LONGEST_VALIDITY_DAYS, help="Days of validity.")
     ] = 365,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace files of an earlier call, all of them.")
+        bool, typer.Option("--force", help="Replace all files of an earlier call.")
     ] = False,
 ) -> None:
     """Make a development CA, certificates for services and clients, and bearer tokens.
 
-    Prints the lines for the run's configuration. Anybody with a key or token file can call the
-    services, so all files are readable by you alone. For production use your own CA's certificates.
+    Prints the lines for the run's configuration. A key or token file is enough to call the
+    services, so only you can read the files. For production use certificates of your own CA.
 
     \b
     Examples:
@@ -55,15 +68,15 @@ def certs(
 def write_certificates(
     out: Path, hosts: list[str], days: int, *, replace: bool, with_authority_key: bool = True
 ) -> Path:
-    """Writes all files; returns their folder.
+    """Write all files; return their folder.
 
-    Without `with_authority_key` the authority's key is never written, and nobody can sign with it.
-    A process that is killed meanwhile leaves client.pem or service.pem of another authority than
-    ca.pem, or none of either, so that one who looks can tell.
+    Without `with_authority_key` the authority's key is never written, and nothing can sign with
+    it. A process that is killed meanwhile leaves client.pem or service.pem of another authority
+    than ca.pem, or leaves one out: the next call detects that.
 
     Raises:
-        ConfigError: a host is none, files are there and not to be replaced, or the package that
-            signs is missing.
+        ConfigError: a host is not a name, files exist and must not be replaced, or the package
+            that signs is missing.
     """
     files = _contents(_checked(hosts), days)
     if not with_authority_key:
@@ -79,7 +92,8 @@ def _checked(hosts: list[str]) -> list[str]:
         name, port = split_host_port(given)
         if port is not None or not name.isascii() or not name.isprintable() or " " in name:
             raise ConfigError(
-                f"--host {given!r} is no name or address; write it without a port, as trainer.lab"
+                f"--host {given!r} is not a name or address; write it without a port, "
+                "such as trainer.lab"
             )
         names.append(name)
     return names
@@ -96,7 +110,7 @@ def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
     service = authority.service(tuple(dict.fromkeys((*LOCAL_NAMES, *hosts))), days)
     client = authority.client(days)
     for_service, for_client = (secrets.token_urlsafe(_TOKEN_BYTES) for _ in range(2))
-    # They are replaced in this order: see `write_certificates`.
+    # The order in which they are replaced: see `write_certificates`.
     return {
         "client.pem": client.certificate,
         "ca.pem": authority.itself.certificate,
@@ -124,12 +138,12 @@ sluice:
 
 
 def _quoted(path: Path) -> str:
-    """As a shell reads it."""
+    """Return a path as a shell reads it."""
     return shlex.quote(str(path))
 
 
 def _for_clients(folder: Path) -> str:
-    return f"""for clients, who may submit, generate and look; they need no other files:
+    return f"""for clients, which may submit, generate and look; they need no other files:
 
 export SLUICE_CA_FILE={_quoted(folder / "ca.pem")}
 export SLUICE_CERT_FILE={_quoted(folder / "client.pem")}
@@ -139,27 +153,8 @@ export SLUICE_TOKEN_FILE={_quoted(folder / "client.token")}
 ca.key signs further certificates; no service needs it, so keep it elsewhere or delete it"""
 
 
-CERTIFICATES = "certs"
-"""Their folder, in the run's."""
-
-_DAYS = 365
-_RENEWED_BEFORE = datetime.timedelta(days=30)
-_AUTHORITY_KEY = "ca.key"
-_SERVICE = {
-    "ca_file": "ca.pem",
-    "cert_file": "service.pem",
-    "key_file": "service.key",
-    "token_file": "service.tokens",
-}
-_CLIENT = ("client.pem", "client.key", "client.token")
-_FOR_CLIENTS = "ca.pem, client.pem, client.key and client.token"
-
-_Files = dict[str, bytes | None]
-"""Contents by name; None: there is no such file."""
-
-
 def security_settings(folder: Path) -> list[str]:
-    """Overrides (``key=value``) that have all services ask for the certificates of `folder`."""
+    """Return overrides (``key=value``) that make services require certificates of `folder`."""
     return [
         "sluice.security.tls=mtls",
         "sluice.security.server_name=sluice",
@@ -168,13 +163,17 @@ def security_settings(folder: Path) -> list[str]:
 
 
 def ensure_certificates(folder: Path, report: Callable[[str], None]) -> None:
-    """Has certificates of one name for all services, since replicas come and go, in `folder`.
+    """Make certificates for all services in `folder`, unless usable ones are there.
 
-    They are made if there are none, and all made again, with their authority and the tokens, if no
-    service could start with them: one of a service's files is missing, ca.pem or service.pem has
-    ended or is no certificate, or the one did not issue the other. Files of the user's own
-    (without client.pem, or of another authority than ours) are never replaced: `say` is told.
-    The authority's key is not written, and one that is there is deleted, which `say` is told.
+    All services share one name, because replicas come and go. All files, with the authority and
+    the tokens, are made again if no service could start with them: a file is missing, ca.pem or
+    service.pem has expired or is not a certificate, or ca.pem did not issue service.pem. Files of
+    the user (without client.pem, or of another authority than ours) are never replaced; a notice
+    names the problem. The authority's key is not written, and an existing one is deleted.
+
+    Args:
+        folder: the folder of the files.
+        report: called with each notice.
 
     Raises:
         ConfigError: the folder cannot be read or written, and nothing was replaced; or files have
@@ -184,18 +183,23 @@ def ensure_certificates(folder: Path, report: Callable[[str], None]) -> None:
     _delete_authority_key(folder, report, is_users=_is_users(files))
     if all(files[name] is None for name in _SERVICE.values()):
         _make(folder)
-        report(f"{folder}: made certificates and tokens; clients take {_FOR_CLIENTS}")
+        report(f"{folder}: made certificates and tokens; clients need {_FOR_CLIENTS}")
         return
     if (reason := _why_refused(folder, files)) is not None:
         _make_again(folder, files, reason, report)
 
 
 def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_active: bool) -> None:
-    """Makes all files of `folder` again if services still take them, but not for long.
+    """Make all files of `folder` again if they are usable, but not for long.
 
-    That is: a certificate ends within 30 days, or clients' files are missing, ended or of another
-    authority. The services of a run that goes on hold those that they began with, so `say` is told
-    instead, and so it is for files of the user's own and without the package that reads dates.
+    That is: a certificate expires within 30 days, or clients' files are missing, expired or of
+    another authority. The services of an active run hold the files that they began with: then,
+    for files of the user, and without the package that reads dates, a notice is all.
+
+    Args:
+        folder: the folder of the files.
+        report: called with each notice.
+        run_is_active: whether a run uses the files.
 
     Raises:
         ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
@@ -204,16 +208,16 @@ def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_ac
     files = _read(folder)
     if not _can_read_certificates():
         report(
-            f"notice: nobody looked whether certificates in {folder} end soon, which needs the "
-            "package cryptography; pip install 'sluice[certs]'"
+            f"notice: it was not checked whether certificates in {folder} expire soon, which needs "
+            "the package cryptography; pip install 'sluice[certs]'"
         )
     reason = _why_renewed(folder, files)
     if reason is None:
         return
     if run_is_active:
         report(
-            f"notice: {reason}; certificates are not renewed while the run goes on: let it "
-            "end, or stop the services and give --anew"
+            f"notice: {reason}; certificates are not renewed while the run is active: let it "
+            "end, or stop the services and give --restart"
         )
         return
     _make_again(folder, files, reason, report)
@@ -227,25 +231,29 @@ def _read(folder: Path) -> _Files:
         except FileNotFoundError:
             files[name] = None
         except OSError as error:
-            # Of a network's file system perhaps for a moment: no reason to replace anything.
+            # A network file system may fail for a moment: no reason to replace anything.
             raise ConfigError(
-                f"{folder / name} cannot be read ({error}), and nothing was replaced; see to it "
-                "that this user can read it, then try again"
+                f"{folder / name} cannot be read ({error}), and nothing was replaced; make it "
+                "readable for this user, then try again"
             ) from error
     return files
 
 
 def _delete_authority_key(folder: Path, report: Callable[[str], None], *, is_users: bool) -> None:
-    """Whatever runs in a service could sign with it."""
+    """Delete the authority's key: any code in a service could sign with it."""
     try:
         for file in (folder / _AUTHORITY_KEY, *folder.glob(f"{_AUTHORITY_KEY}.*.partial")):
             if not file.exists():
                 continue
             if is_users:
-                report(f"notice: {file} signs certificates for whoever reads it; keep it elsewhere")
+                report(
+                    f"notice: {file} signs certificates for anyone who reads it; keep it elsewhere"
+                )
                 continue
             file.unlink()
-            report(f"notice: {file} was deleted: no service needs it, and any could sign with it")
+            report(
+                f"notice: {file} was deleted: no service needs it, and any code in it could sign"
+            )
     except OSError as error:
         raise ConfigError(
             f"{folder / _AUTHORITY_KEY} cannot be deleted ({error}); no service may read it: "
@@ -260,19 +268,19 @@ def _make(folder: Path) -> None:
 def _make_again(folder: Path, files: _Files, reason: str, report: Callable[[str], None]) -> None:
     if _is_users(files):
         report(
-            f"notice: {reason}; files in {folder} that are not all prepare's are not replaced: "
-            "mend them, or delete the folder to have others made"
+            f"notice: {reason}; files in {folder} that prepare did not make are not replaced: "
+            "correct them, or delete the folder to have others made"
         )
         return
     _make(folder)
     report(
-        f"notice: {reason}; certificates and tokens in {folder} were made again: start "
-        f"services again that run, and give clients {_FOR_CLIENTS}"
+        f"notice: {reason}; certificates and tokens in {folder} were made again: restart "
+        f"running services, and give clients {_FOR_CLIENTS}"
     )
 
 
 def _is_users(files: _Files) -> bool:
-    """Whether they cannot be `write_certificates`', which writes client.pem before the others."""
+    """Return whether the user made them: `write_certificates` writes client.pem first."""
     if all(files[name] is None for name in _SERVICE.values()):
         return False
     return files["client.pem"] is None or _is_foreign(files)
@@ -288,33 +296,33 @@ def _is_foreign(files: _Files) -> bool:
             if pem is not None and not is_of_a_development_ca(pem):
                 return True
         except ValueError:
-            continue  # told where dates are read
+            continue  # reported where dates are read
     return False
 
 
 def _why_refused(folder: Path, files: _Files) -> str | None:
-    """Why no service could start with the files; None if they can, as far as can be told."""
+    """Return why no service could start with the files; None: no reason was found."""
     missing = [name for name in _SERVICE.values() if files[name] is None]
     if missing:
         return f"{folder} has no {', '.join(missing)}"
-    service = _why_of_no_use(folder, files, ("ca.pem", "service.pem"), datetime.timedelta())
-    # An authority of the user's may have others between itself and the service.
+    service = _why_invalid(folder, files, ("ca.pem", "service.pem"), datetime.timedelta())
+    # A user's authority may have others between itself and the service.
     return service or (None if _is_foreign(files) else _why_strange(folder, files, "service.pem"))
 
 
 def _why_renewed(folder: Path, files: _Files) -> str | None:
     missing = [name for name in _CLIENT if files[name] is None]
     if missing:
-        return f"{folder} has no {', '.join(missing)}, which clients take"
+        return f"{folder} has no {', '.join(missing)}, which clients need"
     names = ("ca.pem", "service.pem", "client.pem")
-    soon = _why_of_no_use(folder, files, names, _RENEWED_BEFORE)
+    soon = _why_invalid(folder, files, names, _RENEWED_BEFORE)
     return soon or (None if _is_foreign(files) else _why_strange(folder, files, "client.pem"))
 
 
-def _why_of_no_use(
+def _why_invalid(
     folder: Path, files: _Files, names: tuple[str, ...], needed: datetime.timedelta
 ) -> str | None:
-    """The first of `names` that is no certificate, or is valid for no longer than `needed`."""
+    """Name the first file that is not a certificate, or is valid for `needed` at most."""
     if not _can_read_certificates():
         return None
     from sluice.security.development_ca import end_of_validity
@@ -324,7 +332,7 @@ def _why_of_no_use(
         try:
             end = end_of_validity(files[name] or b"")
         except ValueError as error:
-            return f"{folder / name} is no certificate ({error})"
+            return f"{folder / name} is not a certificate ({error})"
         if end - now <= needed:
             verb = "was valid" if end <= now else "is valid"
             return f"{folder / name} {verb} until {end:%F %R} UTC"
@@ -332,7 +340,7 @@ def _why_of_no_use(
 
 
 def _why_strange(folder: Path, files: _Files, name: str) -> str | None:
-    """Files that were replaced in part are of two authorities."""
+    """Return a problem if `name` and ca.pem are of two authorities, after a partial replacement."""
     if not _can_read_certificates():
         return None
     from sluice.security.development_ca import was_issued_by

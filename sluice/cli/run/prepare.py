@@ -1,4 +1,4 @@
-"""`sluice prepare`: the folder of a run whose services have hosts of their own."""
+"""`sluice prepare`: make the folder of a run whose services have separate hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sluice.cli.run.certificates import (
     security_settings,
 )
 from sluice.cli.run.quickstart import PreparationView, asset_settings
-from sluice.cli.run.up import split_arguments
+from sluice.cli.terminal import print_line, split_arguments
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
 from sluice.config.explain import replaced_values
@@ -42,41 +42,15 @@ from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.service_contract import TRACKER_NAME
 from sluice.telemetry.metrics_page import forget_targets
 
-
-def spent_notice(config: RunConfig) -> str | None:
-    """What to say before a run that goes on from a checkpoint of its last step; None otherwise.
-
-    Nothing is said where the number of steps follows from the data only
-    (``trainer.total_training_steps`` is null).
-    """
-    planned, done = config.trainer.total_training_steps, _newest_step(config)
-    if config.trainer.resume_mode != "auto" or planned is None or done is None or done < planned:
-        return None
-    return (
-        f"the newest checkpoint in {checkpoint_folder(config)} is of step {done}, and "
-        f"trainer.total_training_steps = {planned}: the run ends without a step; raise it, or "
-        "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
-        "with another run.name)"
-    )
-
-
-def _newest_step(config: RunConfig) -> int | None:
-    try:
-        text = (Path(checkpoint_folder(config)) / TRACKER_NAME).read_text(encoding="utf-8")
-        return int(text)
-    except (OSError, ValueError):
-        return None  # The trainer tells what is wrong with it.
-
-
-_SEED = 0
+_SEED = 0  # of the quickstart's files
 
 _Quickstart = Annotated[
     bool, typer.Option("--quickstart", help="Make the quickstart's model and data first.")
 ]
 _Secure = Annotated[
-    bool, typer.Option("--secure", help="Make certificates and tokens, and ask for them.")
+    bool, typer.Option("--secure", help="Make certificates and tokens, and require them.")
 ]
-# What Compose's files ask for by a variable.
+# Compose's files set these by an environment variable.
 _Observed = Annotated[
     bool,
     typer.Option("--observed", help="Serve metrics, and send traces.", envvar=OBSERVED_VARIABLE),
@@ -85,21 +59,19 @@ _Dashboard = Annotated[
     bool,
     typer.Option(
         "--dashboard",
-        help="Serve the live page to other hosts too; with --secure.",
+        help="Serve the live page to other hosts too; needs --secure.",
         envvar=DASHBOARD_VARIABLE,
     ),
 ]
 _Device = Annotated[
     str | None,
-    typer.Option(
-        help="What trainer and replicas compute on: cpu, cuda or npu.", envvar=DEVICE_VARIABLE
-    ),
+    typer.Option(help="Device of trainer and replicas: cpu, cuda or npu.", envvar=DEVICE_VARIABLE),
 ]
 _StopGrace = Annotated[
     str | None,
     typer.Option(
-        help="How long the containers' engine lets a service stop, such as 90s; a job that may "
-        "take longer is refused.",
+        help="Time that the container engine gives a service to stop, such as 90s; a job that "
+        "may need longer is refused.",
         envvar=STOP_GRACE_VARIABLE,
     ),
 ]
@@ -125,13 +97,16 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     device: _Device = None,
     stop_grace: _StopGrace = None,
     restart: Annotated[
-        bool, typer.Option("--anew", help="Begin a run even if one is there that has not ended.")
+        bool, typer.Option("--restart", help="Begin a new run even if the last has not ended.")
+    ] = False,
+    old_restart: Annotated[
+        bool, typer.Option("--anew", hidden=True, help="Old name of --restart.")
     ] = False,
 ) -> None:
-    """Write the configuration of a run whose services have hosts of their own, such as containers.
+    """Write the configuration of a run whose services have separate hosts, such as containers.
 
-    Each service is found by the name of its kind (trainer, reward, rollout) at a port that never
-    changes. A run that is there and has not ended goes on with the configuration it has.
+    The address of a service is its kind (trainer, reward, rollout) at a fixed port. A run in the
+    folder that has not ended continues with its own configuration.
 
     \b
     Examples:
@@ -139,6 +114,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
       sluice prepare --quickstart --secure --run-dir /runs/run
     """
     console = Console()
+    restart = restart or old_restart
     file, overrides = split_arguments(arguments or [])
     settings: list[str] = []
     if quickstart:
@@ -153,7 +129,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         notes = launch_notes(config, read_settings(base, overrides))
     replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
     for note in (*notes, *replaced):
-        _print_line(console, f"notice: {note.text}")
+        print_line(console, f"notice: {note.text}")
     check_config(config)
     check_reward_function(config.reward)
     if stop_grace is not None:
@@ -161,7 +137,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     if secure:
         is_active = SharedRun(run_dir).is_active and not restart
         folder = run_dir.absolute() / CERTIFICATES
-        renew_certificates(folder, partial(_print_line, console), run_is_active=is_active)
+        renew_certificates(folder, partial(print_line, console), run_is_active=is_active)
     _begin(run_dir, config, console, restart=restart)
 
 
@@ -174,7 +150,7 @@ def _extra_settings(*, observed: bool, dashboard: bool, device: str | None) -> l
 
 
 def _checked_config(run_dir: Path, config: RunConfig, *, restart: bool) -> RunConfig:
-    """What services will read: a run that goes on keeps what it began with."""
+    """Return the configuration for the services: that of an active run stays."""
     written = run_dir / CONFIG_NAME
     if not restart and SharedRun(run_dir).is_active and written.is_file():
         return load_config(written, ())
@@ -182,36 +158,58 @@ def _checked_config(run_dir: Path, config: RunConfig, *, restart: bool) -> RunCo
 
 
 def _begin(run_dir: Path, config: RunConfig, console: Console, *, restart: bool) -> None:
-    """Writes what a run begins with; one that goes on keeps what it has."""
+    """Write the files of a new run; an active run keeps its own."""
     run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
     if restart:
         run.forget()
     is_active = run.is_active and written.is_file()
     if not is_active:
         if (notice := spent_notice(config)) is not None:
-            _print_line(console, f"notice: {notice}")
+            print_line(console, f"notice: {notice}")
         write_config(config, written)
-        # It says that the run has ended.
+        # A run with this file has reached its end.
         (run_dir / ACCOUNTS_NAME).unlink(missing_ok=True)
         forget_targets(run_dir)
         run.begin(Path(checkpoint_folder(config)))
     elif written.read_text(encoding="utf-8") != dump_config(config):
-        _print_line(
+        print_line(
             console,
-            f"notice: {written} stays as it is, and other settings are not heeded: the run has not "
-            "ended, and its services read that file; stop them and give --anew to begin again",
+            f"notice: {written} stays as it is, and other settings are ignored: the run has not "
+            "ended, and its services read that file; stop them, then give --restart to begin "
+            "a new run",
         )
-    _print_line(console, f"{run_dir}: the run {'goes on' if is_active else 'begins'}")
+    print_line(console, f"{run_dir}: the run {'continues' if is_active else 'begins'}")
+
+
+def spent_notice(config: RunConfig) -> str | None:
+    """Return a notice if the run would resume from a checkpoint of its last step.
+
+    There is none if only the data determine the number of steps
+    (``trainer.total_training_steps`` is null).
+    """
+    planned, done = config.trainer.total_training_steps, _newest_step(config)
+    if config.trainer.resume_mode != "auto" or planned is None or done is None or done < planned:
+        return None
+    return (
+        f"the newest checkpoint in {checkpoint_folder(config)} is of step {done}, and "
+        f"trainer.total_training_steps = {planned}: the run ends without a step; raise it, or "
+        "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
+        "with another run.name)"
+    )
+
+
+def _newest_step(config: RunConfig) -> int | None:
+    try:
+        text = (Path(checkpoint_folder(config)) / TRACKER_NAME).read_text(encoding="utf-8")
+        return int(text)
+    except (OSError, ValueError):
+        return None  # the trainer reports the problem
 
 
 def _security(folder: Path, console: Console) -> list[str]:
-    # The configuration's checks need files that services take; a renewal can wait for them.
-    ensure_certificates(folder, partial(_print_line, console))
+    # The configuration's checks need usable files; a renewal can wait until after them.
+    ensure_certificates(folder, partial(print_line, console))
     return security_settings(folder)
-
-
-def _print_line(console: Console, line: str) -> None:
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:

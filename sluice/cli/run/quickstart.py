@@ -1,4 +1,4 @@
-"""`sluice quickstart`: from nothing to a model that has visibly learned."""
+"""`sluice quickstart`: make a model and data, train, and report what was learned."""
 
 from __future__ import annotations
 
@@ -11,114 +11,20 @@ from typing import Annotated, Self
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sluice.cli.run.up import ShowLogs, start_run
+from sluice.cli.terminal import print_line, progress_bars
 from sluice.config.loading.loader import load_config
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
+from sluice.dashboard.serving import write_report
 from sluice.errors import ConfigError
 from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.quickstart.settings import PrepareProgress
-from sluice.report.html_report import write_report
 from sluice.report.summary import summarize, write_summary
 
 MARKER = ".sluice-run"
-_TEXT = "Made by sluice, which replaces the results in this folder when it runs here again.\n"
-
-
-def mark_run_folder(folder: Path) -> None:
-    """Makes `folder` one that may be cleared: a missing or empty one, or one claimed before.
-
-    Raises:
-        ConfigError: it holds files that sluice did not put there, or is no folder.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run folder {folder}: is a file; give another folder")
-    if not (folder / MARKER).is_file():
-        if folder.is_dir() and (found := min((file.name for file in folder.iterdir()), default="")):
-            raise ConfigError(
-                f"run folder {folder}: holds {found!r} and no {MARKER}, so sluice did not make it "
-                "and will not replace results in it; give a folder that is empty or does not "
-                "exist, or delete this one"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARKER).write_text(_TEXT, encoding="utf-8")
-
-
-def remove_results(folder: Path, patterns: Iterable[str]) -> None:
-    """Deletes files of a claimed folder; links are deleted, never followed.
-
-    Args:
-        folder: the run's.
-        patterns: globs relative to it.
-
-    Raises:
-        ConfigError: the folder was not claimed.
-    """
-    if not (folder / MARKER).is_file():
-        raise ConfigError(f"run folder {folder}: holds no {MARKER}; nothing is deleted there")
-    for pattern in patterns:
-        for file in folder.glob(pattern):
-            file.unlink()
-
-
-_LINE_EVERY_S = 5.0
-
-
-class PreparationView:
-    """Context manager; `show` takes the progress.
-
-    Args:
-        console: where to show it.
-        clock: seconds, never going back.
-    """
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
-        self._next_line_s = clock()
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        self._bars = Progress(
-            *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
-        )
-        self._bar = self._bars.add_task("making data and tokenizer", total=None)
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bars.stop()
-
-    def show(self, progress: PrepareProgress) -> None:
-        """Updates the bar, or prints a line if the last one is a few seconds old."""
-        text = _text(progress)
-        if progress.stage != "data":
-            self._bars.update(
-                self._bar, description=text, total=progress.total, completed=progress.done
-            )
-        last = progress.done == progress.total
-        if not self._console.is_terminal and (last or self._clock() >= self._next_line_s):
-            self._next_line_s = self._clock() + _LINE_EVERY_S
-            self._console.print(f"{text}: {progress.done}/{progress.total}", soft_wrap=True)
-
-
-def _text(progress: PrepareProgress) -> str:
-    match progress.stage:
-        case "reused":
-            return "model and data are there"
-        case "data":
-            return "making data and tokenizer"
-        case _:
-            loss = "" if progress.loss is None else f" (loss {progress.loss:.3f})"
-            return f"supervised warm start{loss}"
-
-
+_MARKER_TEXT = "Made by sluice, which replaces the results in this folder at its next start here.\n"
 _RESULTS = (
     "metrics.jsonl",
     "accounts.json",
@@ -133,6 +39,7 @@ _RESULTS = (
     "reward/ledger.sqlite*",
     "reward/prompt_memory.sqlite*",
 )
+_LINE_EVERY_S = 5.0
 
 
 def quickstart(
@@ -148,10 +55,8 @@ def quickstart(
     task: Annotated[
         str, typer.Option(help="quickstart, stretch (harder), or shapes (pictures).")
     ] = "quickstart",
-    seed: Annotated[int, typer.Option(help="Seeds data, model and sampling.")] = 0,
-    run_dir: Annotated[Path, typer.Option(help="Folder of everything written.")] = Path(
-        "runs/quickstart"
-    ),
+    seed: Annotated[int, typer.Option(help="Seed of data, model and sampling.")] = 0,
+    run_dir: Annotated[Path, typer.Option(help="Folder for all files.")] = Path("runs/quickstart"),
     logs: ShowLogs = False,
 ) -> None:
     """Make a tiny model and data set, train it with DAPO by three services, and report.
@@ -167,15 +72,15 @@ def quickstart(
     """
     began_s = time.monotonic()
     console = Console()
-    _load(overrides or [])  # a mistake is told before anything is made
+    _load(overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
     with PreparationView(console) as view:
         assets = prepare(run_dir / "assets", task=task, seed=seed, progress=view.show)
     config = _load([*asset_settings(assets, run_dir, seed), *(overrides or [])])
     check_config(config)
     run_dir = Path(config.sluice.run_dir)
-    mark_run_folder(run_dir)  # another one, where an override says so
-    # A quickstart always starts anew; numbers of an earlier one would mix with its own.
+    mark_run_folder(run_dir)  # an override may name another one
+    # A quickstart always starts at step 0: results of an earlier one would mix with its own.
     remove_results(run_dir, _RESULTS)
     training_from_s = time.monotonic()
     end = start_run(config, console, logs=logs)
@@ -186,18 +91,12 @@ def quickstart(
         run_dir, seconds_total=now_s - began_s, seconds_services=now_s - training_from_s
     )
     write_summary(summary, run_dir / "summary.json")
-    write_report(run_dir, summary, run_dir / "report.html")
-    text = f"{summary.as_text()}\nreport: {run_dir / 'report.html'}"
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
-
-
-def _load(overrides: list[str]) -> RunConfig:
-    with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
-        return load_config(base, overrides)
+    write_report(run_dir, run_dir / "report.html")
+    print_line(console, f"{summary.as_text()}\nreport: {run_dir / 'report.html'}")
 
 
 def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:
-    """Overrides of the job for what was made for it: paths, seeds, the task's lengths."""
+    """Return overrides for the paths, the seeds and the lengths of the quickstart's files."""
     return [
         f"actor_rollout_ref.model.path={assets.model_dir.absolute()}",
         f"data.train_files={assets.train_file.absolute()}",
@@ -210,3 +109,95 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
         f"actor_rollout_ref.rollout.seed={seed}",
         f"trainer.seed={seed}",
     ]
+
+
+def _load(overrides: list[str]) -> RunConfig:
+    with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
+        return load_config(base, overrides)
+
+
+def mark_run_folder(folder: Path) -> None:
+    """Mark a missing, empty or marked folder as one whose results may be replaced.
+
+    Raises:
+        ConfigError: it holds files that sluice did not put there, or is not a folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run folder {folder}: is a file; give another folder")
+    if not (folder / MARKER).is_file():
+        if folder.is_dir() and (found := min((file.name for file in folder.iterdir()), default="")):
+            raise ConfigError(
+                f"run folder {folder}: holds {found!r} and no {MARKER}, so sluice did not make it "
+                "and will not replace results in it; give a folder that is empty or does not "
+                "exist, or delete this one"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).write_text(_MARKER_TEXT, encoding="utf-8")
+
+
+def remove_results(folder: Path, patterns: Iterable[str]) -> None:
+    """Delete files of a marked folder. Links are deleted, never followed.
+
+    Args:
+        folder: the run's folder.
+        patterns: globs relative to it.
+
+    Raises:
+        ConfigError: the folder is not marked.
+    """
+    if not (folder / MARKER).is_file():
+        raise ConfigError(f"run folder {folder}: holds no {MARKER}; nothing is deleted there")
+    for pattern in patterns:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+
+class PreparationView:
+    """The progress of the preparation, as a context: bars on a terminal, otherwise lines.
+
+    Args:
+        console: where to show it.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._next_line_s = clock()
+        self._bars = progress_bars(console)
+        self._bar = self._bars.add_task("making data and tokenizer", total=None)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def show(self, progress: PrepareProgress) -> None:
+        """Update the bar, or print a line if the last one is a few seconds old."""
+        text = _progress_text(progress)
+        if progress.stage != "data":
+            self._bars.update(
+                self._bar, description=text, total=progress.total, completed=progress.done
+            )
+        is_last = progress.done == progress.total
+        if not self._console.is_terminal and (is_last or self._clock() >= self._next_line_s):
+            self._next_line_s = self._clock() + _LINE_EVERY_S
+            self._console.print(f"{text}: {progress.done}/{progress.total}", soft_wrap=True)
+
+
+def _progress_text(progress: PrepareProgress) -> str:
+    match progress.stage:
+        case "reused":
+            return "model and data are there"
+        case "data":
+            return "making data and tokenizer"
+        case _:
+            loss = "" if progress.loss is None else f" (loss {progress.loss:.3f})"
+            return f"supervised warm start{loss}"

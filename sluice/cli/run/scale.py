@@ -22,24 +22,24 @@ _POLL_S = 0.5
 
 
 class Scalable(StrEnum):
-    """What there may be more or fewer of."""
+    """The services that can be scaled."""
 
     ROLLOUT = "rollout"
 
 
 def scale(
     service: Annotated[Scalable, typer.Argument(help="What to scale.")],
-    count: Annotated[int, typer.Argument(help="How many there shall be, 1 or more.")],
+    count: Annotated[int, typer.Argument(help="The new number of replicas, 1 or more.")],
     *,
     run_dir: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
     timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds to wait until it is so.")
+        float, typer.Option(min=1.0, help="Seconds to wait until it is done.")
     ] = 600.0,
 ) -> None:
-    """Start or drain replicas of a run that `sluice up` has started, and wait until it is done.
+    """Start or drain replicas of a run of `sluice up`, and wait until it is done.
 
-    New replicas serve once they hold the current weights. The highest numbers leave first; what
-    they were sampling continues on the others. 0 is refused: nobody would sample.
+    New replicas serve as soon as they hold the current weights. The highest numbers leave first;
+    other replicas continue their samples. 0 is refused: nothing would sample.
 
     \b
     Example:
@@ -52,7 +52,7 @@ def scale(
 async def scale_rollout(
     count: int, location: RunLocation, timeout_s: float, console: Console
 ) -> None:
-    """Has the launcher of a run keep `count` replicas, and waits until they serve.
+    """Set the number of replicas of a run's launcher, and wait until they serve.
 
     Raises:
         NotReadyError: no launcher answers.
@@ -79,7 +79,7 @@ async def scale_rollout(
                 timeout_s,
                 peer="rollout fleet",
                 phase=f"scaling to {count} replicas",
-                remedy=f"see the logs in {location.run_dir / 'logs'}; the change goes on",
+                remedy=f"see the logs in {location.run_dir / 'logs'}; the change continues",
             ):
                 while left := await _seen_outstanding(launcher, monitor):
                     status.update(f"waiting for {', '.join(left)}")
@@ -93,7 +93,7 @@ def _as_text(change: Scaling) -> str:
 
 
 async def _seen_outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
-    """As `_outstanding`, while we wait: a launcher on a busy machine may answer late."""
+    """Return `_outstanding`; a launcher on a busy machine may answer late meanwhile."""
     try:
         return await _outstanding(launcher, monitor)
     except (DeadlineError, PeerError):
@@ -101,8 +101,10 @@ async def _seen_outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str
 
 
 async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
-    """What is not done yet, whoever asked for it: replicas of the launcher that have not left, and
-    those that stay and do not serve."""
+    """Return what is not done yet, also of other commands' changes.
+
+    That is draining replicas that have not left, and other replicas that do not serve yet.
+    """
     replicas = [each for each in await launcher.services() if is_replica_name(each.name)]
     serving = await _serving(monitor)
     late = [f"{each.name} to leave" for each in replicas if each.is_draining]
@@ -114,7 +116,7 @@ async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
 
 
 async def _serving(monitor: RunMonitor) -> set[str]:
-    """Names of replicas that serve; none while the trainer is away."""
+    """Return the names of replicas that serve; none while the trainer does not answer."""
     try:
         replicas = (await monitor.snapshot()).replicas
     except (PeerError, DeadlineError):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from sluice.cli.terminal import printable
+from sluice.cli.terminal import print_line, printable, split_arguments
 from sluice.cli.watch.live_view import LiveView
 from sluice.client.launcher import Launcher
 from sluice.client.run_address import CONFIG_NAME
@@ -41,12 +41,12 @@ from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.metrics_page import forget_target, forget_targets
 
-# A launcher that was killed may have left its address, where nobody answers.
+# A launcher that was killed may have left its address, where nothing answers.
 _LAUNCHER_ANSWERS_S = 3.0
 
 
 class Where(StrEnum):
-    """What a run is started on."""
+    """The place to start a run."""
 
     LOCAL = "local"
     RAY = "ray"
@@ -73,12 +73,17 @@ Demanded = Annotated[
     typer.Option(
         "--resources",
         metavar="SERVICE=NAME:AMOUNT",
-        help="What each process of a service takes of Ray besides threads and devices; repeatable.",
+        help="Resources of Ray that each process of a service needs besides threads and devices; "
+        "repeatable.",
         show_default=False,
     ),
 ]
 CapacityTimeout = Annotated[
-    float, typer.Option(min=1.0, help="Seconds in which the Ray cluster has to have room.")
+    float, typer.Option(min=1.0, help="Seconds to wait until the Ray cluster has the resources.")
+]
+OldCapacityTimeout = Annotated[
+    float | None,
+    typer.Option("--room-timeout", min=1.0, hidden=True, help="Old name of --capacity-timeout."),
 ]
 
 
@@ -89,11 +94,12 @@ def up(
     on: On = Where.LOCAL,
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
-    room_timeout: CapacityTimeout = 300.0,
+    capacity_timeout: CapacityTimeout = 300.0,
+    old_capacity_timeout: OldCapacityTimeout = None,
 ) -> None:
     """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
 
-    Ctrl-C once ends everything in order. Exit codes: 0 the run reached its end, 1 something
+    Ctrl-C ends everything in order. Exit codes: 0 the run reached its end, 1 something
     failed, 130 interrupted.
 
     \b
@@ -102,14 +108,17 @@ def up(
       sluice up run.yaml data.train_batch_size=32 --logs
       sluice up run.yaml --on ray --resources rollout=NPU:8
     """
-    ray = RayOptions(ray_address, parse_demands(resources or ()), room_timeout)
+    patience_s = old_capacity_timeout or capacity_timeout
+    ray = RayOptions(ray_address, parse_demands(resources or ()), patience_s)
     if on is not Where.RAY and resources:
-        raise ConfigError("--resources: only --on ray hands them out; give both, or neither")
+        raise ConfigError(
+            "--resources: only a Ray cluster hands them out; add --on ray, or leave --resources out"
+        )
     _run(arguments, logs=logs, ray=ray if on is Where.RAY else None)
 
 
 def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
-    """Train on this machine: the same as `sluice up`, for those who look for this name.
+    """Train on this machine: another name of `sluice up`.
 
     \b
     Example:
@@ -122,32 +131,25 @@ def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = No
     file, overrides = split_arguments(arguments or [])
     console, config = Console(), load_config(file, overrides)
     for note in launch_notes(config, read_settings(file, overrides)):
-        console.print(f"notice: {note.text}", soft_wrap=True, markup=False, highlight=False)
+        print_line(console, f"notice: {note.text}")
     end = start_run(config, console, logs=logs, ray=ray)
     raise typer.Exit(end.exit_code)
-
-
-def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """The configuration file, if the first argument is one, and the overrides."""
-    if not arguments:
-        return None, []
-    first = Path(arguments[0])
-    if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
-        return first, arguments[1:]
-    return None, arguments
 
 
 def start_run(
     config: RunConfig, console: Console, *, logs: bool, ray: RayOptions | None = None
 ) -> RunEnd:
-    """Checks, starts and follows a run; every process has ended when this returns.
+    """Check, start and follow a run; every process has ended when this returns.
 
     Args:
-        ray: the cluster that it is started on; by default this machine.
+        config: the run's configuration.
+        console: where to show the run.
+        logs: show every log line, not only warnings and errors.
+        ray: the cluster to start it on; ``None``: this machine.
 
     Raises:
-        ConfigError: the configuration does not hold together, or not with the cluster, or another
-            run goes on in its folder; nothing was started.
+        ConfigError: the configuration contradicts itself or the cluster, or another run uses the
+            folder; nothing was started.
     """
     check_config(config)
     if config.trainer.nnodes > 1 and ray is None:
@@ -178,7 +180,7 @@ async def _start(
     ray: RayOptions | None,
 ) -> RunEnd:
     await _refuse_beside_another(config_file.parent)
-    # It says that the run has ended, which from now on is not so.
+    # A run with this file has reached its end.
     (config_file.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
     if ray is None:
         config = with_ports(_with_absolute_paths(config))
@@ -190,7 +192,7 @@ async def _start(
 
 
 async def _refuse_beside_another(run_dir: Path) -> None:
-    """Raises ConfigError where a launcher of this machine keeps a run already."""
+    """Raise ConfigError if a launcher on this machine already runs in the folder."""
     try:
         found = launcher_of(run_dir)
         async with (
@@ -201,8 +203,8 @@ async def _refuse_beside_another(run_dir: Path) -> None:
     except (SluiceError, TimeoutError):
         return
     raise ConfigError(
-        f"sluice.run_dir = {run_dir}: another run goes on in this folder; end it first, or give "
-        "another folder"
+        f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
+        "give another folder"
     )
 
 
@@ -242,7 +244,7 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The run folder and credentials, absolute, since commands may run in another directory."""
+    """Make the run folder and credentials absolute: other commands may run elsewhere."""
     run_dir = str(Path(config.sluice.run_dir).absolute())
     security = with_absolute_files(config.sluice.security)
     return msgspec.structs.replace(

@@ -11,7 +11,7 @@ import typer
 
 from sluice.cli.watch.waits import explain
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stop_on_signals
-from sluice.dashboard.serving import serve_page
+from sluice.dashboard.serving import serve_page, write_report
 
 _NICE = 10
 
@@ -21,28 +21,37 @@ def dashboard(
     *,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: the system chooses.")] = 0,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the page with its data to a file, and end."),
+    ] = None,
 ) -> None:
-    """Show a run in the browser: curves, groups, fleet, where time and tokens go, samples.
+    """Show a run in the browser: curves, groups, fleet, use of time and tokens, samples.
 
     Serves a page that needs no other network; it reads the run's folder and asks the services of a
-    run that goes on. Ends with Ctrl-C. On other interfaces than loopback it asks for a token of
+    running run. Ends with Ctrl-C. On other interfaces than loopback it requires a token of
     sluice.security.token_file.
 
     \b
-    Example:
+    Examples:
       sluice dashboard runs/quickstart --port 8080
+      sluice dashboard runs/quickstart --export report.html
     """
+    if export is not None:
+        write_report(run, export)
+        typer.echo(f"report: {export}")
+        return
     end_with_supervisor()
     if SUPERVISOR_VARIABLE in os.environ:
-        os.nice(_NICE)  # beside a trainer: it takes what that leaves
+        os.nice(_NICE)  # started by a trainer, which comes first
     asyncio.run(_serve(run, host, port))
 
 
 async def _serve(run: Path, host: str, port: int) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, explain=explain, stop=stop, on_address=_notify)
+        await serve_page(run, host, port, explain=explain, stop=stop, on_address=_print_address)
 
 
-def _notify(url: str) -> None:
+def _print_address(url: str) -> None:
     typer.echo(f"the page of the run: {url}")

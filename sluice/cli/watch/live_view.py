@@ -1,4 +1,4 @@
-"""Show a running run: where it is, how it learns, where tokens and time go."""
+"""Show a running run in a terminal: progress, learning, use of tokens and time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.terminal import printable
+from sluice.cli.terminal import print_line, printable
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
 from sluice.errors import SluiceError
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
 
+_REFRESH_S = 1.0
+_MIN_REPORTED_S = 5.0
+_PAIRS_A_ROW = 3
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_LOUD = (" WARNING ", " ERROR ", " CRITICAL ", "Traceback")
+
 
 class AccuracyTail:
-    """Reads each line of the file once; a line still being written waits for the next time."""
+    """The newest accuracy in `metrics.jsonl`. Each whole line is read once."""
 
     def __init__(self, metrics_file: Path) -> None:
         self._file = metrics_file
@@ -30,7 +36,7 @@ class AccuracyTail:
         self._newest: AccuracyPoint | None = None
 
     def newest(self) -> AccuracyPoint | None:
-        """The last validation's accuracy; none before the first."""
+        """Return the accuracy of the last validation; ``None`` before the first."""
         if not self._file.is_file() or self._file.stat().st_size <= self._read_bytes:
             return self._newest
         with self._file.open("rb") as file:
@@ -48,12 +54,8 @@ class AccuracyTail:
             self._newest = AccuracyPoint(int(row["step"] or 0), accuracy)
 
 
-_MIN_REPORTED_S = 5.0
-_PAIRS_A_ROW = 3
-
-
 def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> RenderableType:
-    """Renders a snapshot; `accuracy` is the last validation's."""
+    """Render a snapshot; `accuracy` is that of the last validation."""
     parts: list[RenderableType] = [_head(snapshot), _numbers(snapshot, accuracy)]
     if snapshot.replicas:
         parts.append(_fleet(snapshot.replicas))
@@ -74,20 +76,20 @@ def step_line(
     metrics: Mapping[str, float],
     replicas: tuple[ReplicaSnapshot, ...] = (),
 ) -> str:
-    """One finished step as a plain line.
+    """Return one finished step as a plain line.
 
     Args:
-        step: its number, which is also the policy version it made.
+        step: its number, which is also the policy version that it made.
         total: steps of the run.
-        metrics: of the step.
-        replicas: the fleet, if it is known; otherwise only its size is told, from `metrics`.
+        metrics: the metrics of the step.
+        replicas: the fleet, if it is known; otherwise the line has only its size, from `metrics`.
     """
     cells = "  ".join(f"{name} {value}" for name, value in _cells(metrics))
     return f"step {step}/{total}  {cells}  version {step}  {_fleet_text(metrics, replicas)}"
 
 
 def _fleet_text(metrics: Mapping[str, float], replicas: tuple[ReplicaSnapshot, ...]) -> str:
-    """How many replicas serve which version, such as ``replicas 3 (2 at 7, 1 at 6)``."""
+    """Return the number of replicas by version, such as ``replicas 3 (2 at 7, 1 at 6)``."""
     serving = Counter(replica.version for replica in replicas if replica.state == "serving")
     if not serving:
         count = metrics.get("rollout/replicas")
@@ -111,7 +113,7 @@ def _head(snapshot: RunSnapshot) -> RenderableType:
 
 
 def _numbers(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Table:
-    """Names and values side by side, three pairs a row: 80 columns are enough."""
+    """Render names and values, three pairs per row: they fit into 80 columns."""
     held_out = "-" if accuracy is None else f"{accuracy.accuracy:.3f}"
     reward, *others = _cells(snapshot.metrics)
     cells = [reward, ("held-out accuracy", held_out), *others]
@@ -125,7 +127,7 @@ def _numbers(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Table:
 
 
 def _cells(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Names and values of what is shown of a step; a dash for what it has not."""
+    """Return names and values of a step; a dash for a missing value."""
 
     def number(name: str, form: str) -> str:
         value = metrics.get(name)
@@ -148,7 +150,7 @@ def _cells(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _accounts(views: tuple[AccountView, ...]) -> Table:
-    """Where tokens and seconds went since the start; long lines are wrapped in their column."""
+    """Render the use of tokens and seconds; long lines wrap in their column."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(justify="right", no_wrap=True)
@@ -174,13 +176,8 @@ def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:
     return table
 
 
-_REFRESH_S = 1.0
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_LOUD = (" WARNING ", " ERROR ", " CRITICAL ", "Traceback")
-
-
 class LiveView:
-    """Follows one run until cancelled.
+    """The view of one run, until cancelled.
 
     Args:
         console: where to show it.
@@ -192,7 +189,8 @@ class LiveView:
     def __init__(
         self, console: Console, run_dir: Path, names: tuple[str, ...], *, show_logs: bool
     ) -> None:
-        self._console, self._show_logs = console, show_logs
+        self._console = console
+        self._show_logs = show_logs
         self._log_dir = run_dir / "logs"
         self._accuracy = AccuracyTail(run_dir / METRICS_NAME)
         self._shown_accuracy: AccuracyPoint | None = None
@@ -200,13 +198,13 @@ class LiveView:
         self._width = max(map(len, names), default=0)
 
     def log_line(self, name: str, line: str) -> None:
-        """Prints a service's line if it should be seen."""
+        """Print a service's line if it is a warning, an error, or all are shown."""
         if self._show_logs or any(word in line for word in _LOUD):
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
             self._console.print(prefix + Text(printable(line)), soft_wrap=True)
 
     async def follow(self, monitor: RunMonitor) -> None:
-        """Shows the run until cancelled; a service that does not answer is waited for."""
+        """Show the run until cancelled, and wait for services that do not answer."""
         self._print(f"starting {len(self._colours)} processes; logs: {self._log_dir}")
         if self._console.is_terminal:
             await self._refresh_table(monitor)
@@ -214,7 +212,7 @@ class LiveView:
             await self._print_steps(monitor)
 
     async def _refresh_table(self, monitor: RunMonitor) -> None:
-        """The last table stays: towards the end the services leave before their supervisor."""
+        """Refresh the table; the last one stays, because services end before their supervisor."""
         waiting = Text("waiting for the services to start", style="dim")
         with Live(waiting, console=self._console, refresh_per_second=4) as live:
             while True:
@@ -239,7 +237,7 @@ class LiveView:
                 await asyncio.sleep(_REFRESH_S)
             else:
                 self._print_new_accuracy()
-                return  # the run has ended and so has its stream
+                return  # the stream ends with the run
 
     def _print_new_accuracy(self) -> None:
         point = self._accuracy.newest()
@@ -248,11 +246,11 @@ class LiveView:
         self._shown_accuracy = point
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        print_line(self._console, text)
 
 
 async def _announced_fleet(monitor: RunMonitor) -> tuple[ReplicaSnapshot, ...]:
-    """The replicas at the moment; none once the trainer leaves."""
+    """Return the present replicas; none after the trainer has ended."""
     try:
         return (await monitor.snapshot()).replicas
     except SluiceError:

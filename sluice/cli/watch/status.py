@@ -24,16 +24,19 @@ def status(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
     *,
     why: Annotated[
-        bool, typer.Option("--why", help="Show what each service waits for, and who is behind it.")
+        bool,
+        typer.Option(
+            "--why", help="Show what each service waits for, and which service is the cause."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show step, accuracy, group composition, idle shares, replicas and books of a run.
+    """Show step, accuracy, group composition, idle shares, replicas and accounting of a run.
 
-    The books tell what became of all tokens that were generated, and where the seconds of trainer
-    and replicas went. The residual is what they cannot explain.
+    The accounting is the use of all generated tokens and of all seconds of trainer and replicas.
+    The residual is what it does not explain.
 
-    Of a run that is not going on it shows how far it came.
+    For a run that is not active the command shows how far it came.
 
     \b
     Examples:
@@ -50,10 +53,10 @@ def status(
         return
     except ConfigError as error:
         past = past_run(folder)
-        if past.phase != "finished":  # whether it goes on only its services could tell
+        if past.phase != "finished":  # only its services know whether it is active
             raise
         _show_past(past, folder, as_json=as_json)
-        typer.echo(f"note: its services could not have been asked: {error}", err=True)
+        typer.echo(f"note: its services could not be asked: {error}", err=True)
         return
     if as_json:
         typer.echo(json.dumps(asdict(snapshot), sort_keys=True))
@@ -67,9 +70,9 @@ def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
 
 
 def _show_why(run: Path, *, as_json: bool) -> bool:
-    """Shows what the services wait for; false if none answers and none has a process."""
+    """Show what the services wait for; return false if none answers and none has a process."""
     location = locate_run(run)
-    # It is written when a run starts; processes noted before are of an earlier one.
+    # Written at the start of a run: processes noted before it belong to an earlier one.
     config_file = location.run_dir / CONFIG_NAME
     services = asyncio.run(
         survey_waits(

@@ -16,17 +16,20 @@ from sluice.concurrency.waits import Waiting
 
 FLEET = "rollout fleet"
 MIN_REPORTED_S = 1.0
-"""Waits that are shorter are the ordinary course of a run."""
+"""Shorter waits are normal."""
 
 _MAX_WAITERS_REPORTED = 3
+_MOST_ROWS_A_SERVICE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a run stands where it stands.
+    """Why a run does not advance.
 
-    `cause` is one sentence; `root` the service behind it, ``None`` if nobody waits for any.
-    `services` begin with the root; then come those that wait for it, the nearest first.
+    Attributes:
+        cause: the explanation in one sentence.
+        root: the service that holds up the others; ``None`` if no service waits for another.
+        services: the root, then the services that wait for it, the nearest first.
     """
 
     cause: str
@@ -35,14 +38,14 @@ class Explanation:
 
 
 def explain(services: Sequence[ServiceWaits]) -> Explanation:
-    """Finds the root: of the services that do not answer the one most waits lead to, otherwise
-    the end of the chain of the longest waits.
+    """Find the service that holds up the others.
 
-    A service that refuses the caller is not silent: where one does, that is the cause, since
-    nothing can be told of what is behind it.
+    A service that refuses the caller comes first: nothing is known of the services behind it.
+    Otherwise it is the silent service to which most waits lead, and if all answer, the end of the
+    chain of the longest waits.
 
     Args:
-        services: of one run, with different names.
+        services: all services of one run, with different names.
     """
     by_name = {service.name: service for service in services}
     refused = [service for service in services if service.is_refused]
@@ -66,7 +69,7 @@ def explain(services: Sequence[ServiceWaits]) -> Explanation:
 
 
 def _targets(peer: str, by_name: Mapping[str, ServiceWaits]) -> tuple[str, ...]:
-    """The services that a wait's peer stands for; none for a thing that is no service."""
+    """Return the services that the peer of a wait stands for; none if it is not a service."""
     if peer in by_name:
         return (peer,)
     if peer == FLEET:
@@ -77,7 +80,7 @@ def _targets(peer: str, by_name: Mapping[str, ServiceWaits]) -> tuple[str, ...]:
 def _waits_on(
     root: str, by_name: Mapping[str, ServiceWaits]
 ) -> tuple[tuple[ServiceWaits, Waiting], ...]:
-    """Who waits for `root`, by its own name before the fleet's, and longest first."""
+    """Return the waits for `root`: by its own name before the fleet's, then longest first."""
     found = [
         (service, wait)
         for service in by_name.values()
@@ -88,7 +91,7 @@ def _waits_on(
 
 
 def _distances(root: str, by_name: Mapping[str, ServiceWaits]) -> dict[str, int]:
-    """Waits between each service and `root`; services that do not wait for it are left out."""
+    """Return the number of waits from each service to `root`, for those that wait for it."""
     found, reached = {root: 0}, deque([root])
     while reached:
         name = reached.popleft()
@@ -100,7 +103,7 @@ def _distances(root: str, by_name: Mapping[str, ServiceWaits]) -> dict[str, int]
 
 
 def _num_led_to(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
-    """Waits that end at `root`, over any number of services."""
+    """Return the number of waits that lead to `root`, over any number of services."""
     return sum(
         wait.count for name in _distances(root, by_name) for _, wait in _waits_on(name, by_name)
     )
@@ -108,7 +111,7 @@ def _num_led_to(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
 
 def _also_refused(others: Sequence[ServiceWaits]) -> list[str]:
     names = ", ".join(service.name for service in others)
-    return [f"refused by {names} as well"] if names else []
+    return [f"also refused by {names}"] if names else []
 
 
 def _silence(
@@ -122,20 +125,20 @@ def _silence(
     reported = [_wait_in_words(service, wait) for service, wait in waits[:_MAX_WAITERS_REPORTED]]
     parts = [f"{root.name} {lasting}{process}", *reported]
     if others:
-        parts.append(f"no answer either from {', '.join(other.name for other in others)}")
+        parts.append(f"also no answer from {', '.join(other.name for other in others)}")
     return "; ".join(parts)
 
 
 def _wait_in_words(service: ServiceWaits, wait: Waiting) -> str:
     many = f"{wait.count} waits of {service.name} are" if wait.count > 1 else f"{service.name} is"
-    whom = "it" if wait.peer != FLEET else f"the {FLEET}"
-    return f"{many} waiting for {whom} ({wait.phase}, {wait.seconds:.0f} s)"
+    peer = "it" if wait.peer != FLEET else f"the {FLEET}"
+    return f"{many} waiting for {peer} ({wait.phase}, {wait.seconds:.0f} s)"
 
 
 def _chain(by_name: Mapping[str, ServiceWaits]) -> list[tuple[str, str, Waiting]]:
-    """The longest waits from service to service, as (who, for whom, wait).
+    """Return the longest waits from service to service, as (waiting service, peer, wait).
 
-    It begins with the service for which no other waits, and whose wait is the longest.
+    The chain begins with the service that no other waits for, and whose wait is the longest.
     """
     waiting = [name for name in by_name if _next(name, by_name, {name}) is not None]
     heads = [name for name in waiting if not _waits_on(name, by_name)] or waiting
@@ -154,8 +157,7 @@ def _chain(by_name: Mapping[str, ServiceWaits]) -> list[tuple[str, str, Waiting]
 def _next(
     name: str, by_name: Mapping[str, ServiceWaits], seen: set[str]
 ) -> tuple[str, Waiting] | None:
-    """The service that the longest wait worth telling is for; of a fleet, whom most waits are
-    for."""
+    """Return the peer of the longest wait and the wait; in a fleet, the replica with most waits."""
     for wait in sorted(by_name[name].waits, key=lambda wait: -wait.seconds):
         targets = [each for each in _targets(wait.peer, by_name) if each not in seen]
         if targets and wait.seconds >= MIN_REPORTED_S:
@@ -171,7 +173,7 @@ def _count_for(peer: str, service: ServiceWaits) -> int:
 def _chain_in_words(
     chain: Sequence[tuple[str, str, Waiting]], by_name: Mapping[str, ServiceWaits]
 ) -> str:
-    links = [f"waits for {whom} ({wait.phase}, {wait.seconds:.0f} s)" for _, whom, wait in chain]
+    links = [f"waits for {peer} ({wait.phase}, {wait.seconds:.0f} s)" for _, peer, wait in chain]
     root = by_name[chain[-1][1]]
     own = max(
         (wait for wait in root.waits if not _targets(wait.peer, by_name)),
@@ -179,19 +181,16 @@ def _chain_in_words(
         default=None,
     )
     if root.still_s is not None and root.still_s >= MIN_REPORTED_S:
-        end = f"got nothing done for {root.still_s:.0f} s"
+        end = f"has made no progress for {root.still_s:.0f} s"
     elif own is not None and own.seconds >= MIN_REPORTED_S:
         end = f"waits for {own.peer} ({own.phase}, {own.seconds:.0f} s)"
     else:
-        end = "is at work"
+        end = "is working"
     return ", which ".join([f"{chain[0][0]} {links[0]}", *links[1:], end])
 
 
-_MOST_ROWS_A_SERVICE = 8
-
-
 def wait_table(explanation: Explanation) -> RenderableType:
-    """The cause in a sentence, then a row a wait, the root of all first."""
+    """Render the cause, then one row per wait, the root's first."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in ("service", "waits for", "phase"):
         table.add_column(name, overflow="fold")
@@ -203,7 +202,7 @@ def wait_table(explanation: Explanation) -> RenderableType:
 
 
 def wait_object(explanation: Explanation) -> dict[str, Any]:
-    """The same for programs: ``cause``, ``root`` and ``services``, each with all of its waits."""
+    """Return ``cause``, ``root`` and ``services`` with all of their waits, for programs."""
     return asdict(explanation)
 
 
@@ -214,7 +213,7 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
         yield service.name, "-", f"{service.failure}{process}", unheard
         return
     if service.still_s is not None and service.still_s >= MIN_REPORTED_S:
-        yield service.name, "-", "no progress though there is work", f"{service.still_s:.0f} s"
+        yield service.name, "-", "no progress although it has work", f"{service.still_s:.0f} s"
     reported = [wait for wait in service.waits if wait.seconds >= MIN_REPORTED_S]
     for wait in reported[:_MOST_ROWS_A_SERVICE]:
         yield service.name, wait.peer, _phase(wait), f"{wait.seconds:.0f} s"
@@ -222,7 +221,7 @@ def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:
     if left_out > 0:
         yield service.name, "...", f"{left_out} more; all of them with --json", ""
     if not reported:
-        yield service.name, "-", "nobody for longer than a second", ""
+        yield service.name, "-", "no service for longer than a second", ""
 
 
 def _phase(wait: Waiting) -> str:

@@ -1,34 +1,53 @@
-// The books: what became of all tokens, and of the seconds of trainer and replicas.
+// The accounting: what all tokens and all seconds of trainer and replicas were used for, and how
+// prompts ended.
 
 import { dataTable, shareBar, swatch } from "./chart.js";
 import { byId, element, whenChanged } from "./dom.js";
 import { count, duration, share } from "./number_text.js";
 
 const TITLES = {
-  tokens: "Tokens, by what became of them",
+  tokens: "Tokens, by use",
   trainer: "Trainer's time",
-  rollout: "Replicas' time, added up",
+  rollout: "Replicas' time, summed",
 };
 const STYLES = ["blue", "orange", "green", "purple", "red", "grey"];
 
-export const showAccounts = whenChanged((accounts) => {
-  if (accounts.length) byId("accounts").replaceChildren(...accounts.map(account));
+export const showAccounts = whenChanged((accounts, prompts) => {
+  const panels = accounts.map(account);
+  if (prompts.submitted) panels.push(promptAccount(prompts));
+  if (panels.length) byId("accounts").replaceChildren(...panels);
 });
 
 function account({ title, total, parts, residual, residual_share: residualShare }) {
-  const told = title === "tokens" ? count : duration;
-  const styled = parts.map((part, place) => ({
-    ...part,
+  const write = title === "tokens" ? count : duration;
+  const rows = parts.map((part) => [part.name, part.amount, part.share]);
+  const residue = ["unaccounted for", write(residual), share(residualShare)];
+  const name = `${TITLES[title] ?? title}: ${write(total)}`;
+  return panel(name, "Since the processes started", rows, write, [residue]);
+}
+
+function promptAccount({ submitted, ...ends }) {
+  const rows = Object.entries(ends)
+    .filter(([, amount]) => amount > 0)
+    .sort(([, a], [, b]) => b - a)
+    .map(([name, amount]) => [name.replaceAll("_", " "), amount, amount / submitted]);
+  return panel(`Prompts, by outcome: ${count(submitted)} submitted`, "Since the start", rows, count);
+}
+
+function panel(title, caption, rows, write, more = []) {
+  const styled = rows.map(([name, amount, part], place) => ({
+    name,
+    amount,
+    share: part,
     style: STYLES[Math.min(place, STYLES.length - 1)],
   }));
-  const rows = styled.map((part) => [named(part), told(part.amount), share(part.share)]);
-  rows.push(["in no account", told(residual), share(residualShare)]);
+  const cells = styled.map((row) => [named(row), write(row.amount), share(row.share)]);
   return element(
     "div",
     { class: "account" },
-    element("h3", {}, `${TITLES[title] ?? title}: ${told(total)}`),
+    element("h3", {}, title),
     shareBar(styled),
-    dataTable("Since the processes started", ["Part", "Amount", "Share"], rows),
+    dataTable(caption, ["Part", "Amount", "Share"], [...cells, ...more]),
   );
 }
 

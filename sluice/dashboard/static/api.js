@@ -1,7 +1,12 @@
-// Questions to the server that this page came from; unchanged answers cost it no body.
+// Answers about the run: from the server that this page came from, or, in an exported page, from
+// the page itself.
 
 const TOKEN = "sluice-token";
+const held = document.getElementById("run-answers");
+const exported = held && JSON.parse(held.textContent);
 const answers = new Map();
+
+export const isExported = exported !== null;
 
 export class RefusedError extends Error {
   constructor(status, message) {
@@ -14,8 +19,10 @@ export function setToken(token) {
   sessionStorage.setItem(TOKEN, token);
 }
 
-// The answer's object. With `isPolled` it is kept, and given again while the server has no other.
+// Return the answer's object. With `isPolled` it is kept, and returned again while the server has
+// no newer one.
 export async function ask(path, { isPolled = false } = {}) {
+  if (isExported) return exported[path];
   const known = answers.get(path);
   const headers = {};
   const token = sessionStorage.getItem(TOKEN);

@@ -1,18 +1,24 @@
-// Charts: each is an image with a sentence for who cannot see it, a legend, and a table of its data.
+// Charts by uPlot. Each is an image with a sentence for people who cannot see it, a legend
+// with the values under the pointer, and a table of its data.
 
-import { Axes, roundRange, WIDTH } from "./axes.js";
 import { element, svg } from "./dom.js";
 
 const MOST_TABLE_ROWS = 200;
+const MOST_COLUMN_PIXELS = 60;
+const FONT = "12px system-ui, sans-serif";
+// Distances between the numbers of an axis that counts steps: 1, 2, 5, 10, 20, ...
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);
 
-// A figure that is filled by `show` again and again; its table is made only while it is open.
+// A figure that `show` fills repeatedly. Its table exists only while it is open.
 export class Chart {
   #figure;
-  #plot = element("div", { class: "plot" });
+  #plot = element("div", { class: "plot", role: "img" });
   #legend = element("ul", { class: "legend" });
   #details = element("details");
-  #rows = () => ({ head: [], rows: [] });
   #caption;
+  #drawing = null; // what `show` received
+  #uplot = null;
+  #width = 0; // of the last drawing
 
   constructor(figure) {
     this.#figure = figure;
@@ -20,20 +26,55 @@ export class Chart {
     this.#details.append(element("summary", {}, `Data of “${this.#caption}”`));
     this.#details.addEventListener("toggle", () => this.#fillTable());
     figure.append(this.#plot, this.#legend, this.#details);
+    new ResizeObserver(() => {
+      if (this.#plot.clientWidth !== this.#width) this.#draw();
+    }).observe(this.#plot);
+    // A canvas keeps its colours: draw it again in those of the other scheme.
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
   }
 
-  show({ axes, legend, summary, table }) {
-    axes.node.setAttribute("aria-label", `${this.#caption}: ${summary}`);
-    this.#plot.replaceChildren(axes.node);
-    this.#legend.replaceChildren(...legend.map(({ name, style }) => legendEntry(name, style)));
-    this.#rows = table;
+  // `drawing` comes from a function below. `legend` is [{name, style, values}], where `values` has
+  // one entry for each x; `summary` replaces the image for screen readers; `table` is a function.
+  show({ drawing, legend, format, summary, table }) {
+    this.#drawing = { drawing, legend, format, table };
+    this.#plot.setAttribute("aria-label", `${this.#caption}: ${summary}`);
+    this.#legend.replaceChildren(...legend.map(legendEntry));
+    this.#draw();
     this.#fillTable();
+  }
+
+  #draw() {
+    if (!this.#drawing || !this.#plot.clientWidth) return;
+    const { drawing, format } = this.#drawing;
+    const { clientWidth: width, clientHeight: height } = this.#plot;
+    this.#uplot?.destroy();
+    this.#width = width;
+    const options = {
+      width,
+      height,
+      padding: [10, 10, 0, 0],
+      legend: { show: false },
+      cursor: { y: false, drag: { x: false, y: false } },
+      scales: { x: { time: false, range: drawing.xRange }, y: { range: drawing.yRange } },
+      axes: axes(drawing.xName, format),
+      series: [{}, ...drawing.series],
+      hooks: { setCursor: [({ cursor }) => this.#showValues(cursor.idx)] },
+    };
+    this.#uplot = new uPlot(options, drawing.data, this.#plot);
+  }
+
+  #showValues(index) {
+    const { legend, format } = this.#drawing;
+    this.#legend.querySelectorAll(".under-pointer").forEach((node, place) => {
+      const value = legend[place].values[index];
+      node.textContent = value === null || value === undefined ? "" : `: ${format(value)}`;
+    });
   }
 
   #fillTable() {
     this.#details.querySelector(".scroll")?.remove();
-    if (!this.#details.open) return;
-    const { head, rows } = this.#rows();
+    if (!this.#details.open || !this.#drawing) return;
+    const { head, rows } = this.#drawing.table();
     const shown = rows.slice(-MOST_TABLE_ROWS);
     const left = rows.length - shown.length;
     const caption = left > 0 ? `${this.#caption}, the last ${shown.length} rows` : this.#caption;
@@ -75,110 +116,121 @@ export function swatch(style) {
   return svg("svg", { viewBox: "0 0 20 10", "aria-hidden": true }, mark);
 }
 
-function legendEntry(name, style) {
-  return element("li", {}, swatch(style), name);
+function legendEntry({ name, style }) {
+  return element("li", {}, swatch(style), name, element("span", { class: "under-pointer" }));
 }
 
-// Lines over steps. Each of `curves` is {name, style, x, y}; null in y leaves a gap.
-export function lineChart(curves, { format, yFrom = null, yTo = null }) {
+// Lines over steps. Each of `curves` is {style, x, y}; null in y leaves a gap.
+export function lineChart(curves, yRange) {
   const xs = curves.flatMap((curve) => curve.x);
-  const ys = curves.flatMap((curve) => curve.y).filter((value) => value !== null);
-  const [low, high] = roundRange(Math.min(0, extreme(ys, Math.min)), extreme(ys, Math.max));
-  const axes = new Axes({
-    xFrom: xs.length ? extreme(xs, Math.min) : 0,
-    xTo: xs.length ? extreme(xs, Math.max) : 1,
-    yFrom: yFrom ?? low,
-    yTo: yTo ?? high,
+  const [from, to] = [lowest(xs, 0), highest(xs, 1)];
+  return {
+    // Curves may have different steps: what one of them lacks is undefined, which leaves no gap.
+    data: uPlot.join(curves.map(({ x, y }) => [x, y])),
+    series: curves.map(({ style }) => {
+      const [name, dash] = style.split(" ");
+      return { stroke: colour(name), width: 2, dash: dash && [6, 4], points: { size: 5 } };
+    }),
+    xRange: [from, to > from ? to : from + 1],
+    yRange: yRange ?? ((_, low, high) => rangeWithZero(low, high)),
     xName: "step",
-    format,
-  });
-  for (const curve of curves) drawCurve(axes, curve);
-  return axes;
-}
-
-function extreme(values, pick) {
-  return values.length ? values.reduce((a, b) => pick(a, b)) : 0;
-}
-
-function drawCurve(axes, { style, x, y }) {
-  let path = "";
-  let isOpen = false;
-  for (let place = 0; place < x.length; place += 1) {
-    if (y[place] === null) {
-      isOpen = false;
-      continue;
-    }
-    const [px, py] = [axes.x(x[place]).toFixed(1), axes.y(y[place]).toFixed(1)];
-    path += `${isOpen ? "L" : "M"}${px} ${py}`;
-    isOpen = true;
-    if (x.length <= 40) {
-      axes.node.append(svg("circle", { class: `${style} curve-point`, cx: px, cy: py, r: 2.5 }));
-    }
-  }
-  axes.node.append(svg("path", { class: `curve ${style}`, d: path }));
+  };
 }
 
 // Columns of parts on top of each other. `columns` are {from, to, parts: [number]}.
-export function stackedColumns(columns, styles, format) {
-  const totals = columns.map(({ parts }) => parts.reduce((a, b) => a + b, 0));
-  const axes = new Axes({
-    xFrom: columns.length ? columns[0].from - 0.5 : 0,
-    xTo: columns.length ? columns[columns.length - 1].to + 0.5 : 1,
-    yFrom: 0,
-    yTo: roundRange(0, extreme(totals, Math.max))[1],
+export function stackedColumns(columns, styles) {
+  const xs = columns.map(({ from }) => from - 0.5);
+  const end = columns.length ? columns[columns.length - 1].to + 0.5 : 1;
+  // Sums of the first 1, 2, ... parts, each as an area down to zero: the largest comes
+  // first, and the smaller ones cover its lower part. The last column is repeated as its own end.
+  const sums = styles.map((_, place) => {
+    const heights = columns.map(({ parts }) => parts.slice(0, place + 1).reduce((a, b) => a + b));
+    return heights.length ? [...heights, heights[heights.length - 1]] : [0];
+  });
+  return {
+    data: [[...xs, end], ...sums.reverse()],
+    series: [...styles].reverse().map((style) => ({
+      fill: colour(style),
+      paths: uPlot.paths.stepped({ align: 1 }),
+      points: { show: false },
+    })),
+    xRange: [columns.length ? xs[0] : 0, end],
+    yRange: (_, low, high) => rangeWithZero(low, high),
     xName: "step",
-    format,
-  });
-  for (const { from, to, parts } of columns) {
-    const [left, right] = [axes.x(from - 0.5), axes.x(to + 0.5)];
-    let low = 0;
-    parts.forEach((part, place) => {
-      if (part > 0) axes.node.append(block(axes, styles[place], left, right, low, low + part));
-      low += part;
-    });
-  }
-  return axes;
+  };
 }
 
-function block(axes, style, left, right, low, high) {
-  return svg("rect", {
-    class: `area ${style}`,
-    x: left.toFixed(2),
-    width: Math.max(right - left, 0.5).toFixed(2),
-    y: axes.y(high).toFixed(2),
-    height: Math.max(axes.y(low) - axes.y(high), 0).toFixed(2),
-  });
-}
-
-// One column a value, from 0 on.
-export function histogram(values, heights, format) {
-  const axes = new Axes({
-    xFrom: -0.5,
-    xTo: Math.max(values.length, 2) - 0.5,
-    yFrom: 0,
-    yTo: roundRange(0, extreme(heights, Math.max))[1],
+// One column for each value from 0.
+export function histogram(heights) {
+  return {
+    data: heights.length ? [heights.map((_, value) => value), heights] : [[0], [0]],
+    series: [
+      {
+        fill: colour("blue"),
+        paths: uPlot.paths.bars({ size: [0.8, MOST_COLUMN_PIXELS] }),
+        points: { show: false },
+      },
+    ],
+    xRange: [-0.5, Math.max(heights.length, 2) - 0.5],
+    yRange: (_, low, high) => rangeWithZero(low, high),
     xName: "versions behind",
-    format,
-  });
-  heights.forEach((height, value) => {
-    axes.node.append(block(axes, "blue", axes.x(value - 0.4), axes.x(value + 0.4), 0, height));
-  });
-  return axes;
+  };
 }
 
 // One bar of shares that add up to 1 at most.
 export function shareBar(parts) {
   const bar = svg("svg", {
-    viewBox: `0 0 ${WIDTH} 20`,
+    viewBox: "0 0 100 20",
     preserveAspectRatio: "none",
     "aria-hidden": true,
   });
   let left = 0;
   for (const { share, style } of parts) {
-    const width = share * WIDTH;
-    bar.append(svg("rect", { class: `area ${style}`, x: left, width, height: 20, y: 0 }));
-    left += width;
+    bar.append(
+      svg("rect", { class: `area ${style}`, x: left, width: 100 * share, height: 20, y: 0 }),
+    );
+    left += 100 * share;
   }
   return bar;
 }
 
+function axes(xName, format) {
+  const common = {
+    stroke: colour("soft"),
+    font: FONT,
+    ticks: { show: false },
+    grid: { stroke: colour("grid"), width: 1 },
+  };
+  return [
+    {
+      ...common,
+      grid: { show: false },
+      border: { show: true, stroke: colour("line"), width: 1 },
+      size: 24,
+      label: xName,
+      labelSize: 16,
+      labelGap: 0,
+      labelFont: FONT,
+      incrs: WHOLE,
+      values: (_, values) => values,
+    },
+    { ...common, size: 54, space: 28, values: (_, values) => values.map(format) },
+  ];
+}
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+function rangeWithZero(low, high) {
+  const [from, to] = [Math.min(low ?? 0, 0), Math.max(high ?? 0, 0)];
+  return to > from ? uPlot.rangeNum(from, to, 0.1, true) : [0, 1];
+}
+
+function lowest(values, none) {
+  return values.length ? values.reduce((a, b) => Math.min(a, b)) : none;
+}
+
+function highest(values, none) {
+  return values.length ? values.reduce((a, b) => Math.max(a, b)) : none;
+}

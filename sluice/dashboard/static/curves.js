@@ -12,35 +12,36 @@ const KINDS = [
   ["failed", "failed", "red"],
   ["other", "uniform or surplus", "grey"],
 ];
+const SHARES = [0, 1];
+// By chart: its curves (key in the answer, name, style), and how the table and the summary write
+// their values.
 const LINES = {
-  accuracy: {
-    curves: [["accuracy", "held-out accuracy", "blue"]],
-    format: short,
-    told: fixed,
-    yFrom: 0,
-    yTo: 1,
-  },
-  reward: { curves: [["reward", "mean reward", "purple"]], format: short, told: fixed },
+  accuracy: { curves: [["accuracy", "held-out accuracy", "blue"]], write: fixed, yRange: SHARES },
+  reward: { curves: [["reward", "mean reward", "purple"]], write: fixed },
   staleness: {
     curves: [
       ["staleness_max", "oldest", "orange dashed"],
       ["staleness_mean", "mean", "blue"],
     ],
-    format: short,
-    told: fixed,
+    write: fixed,
   },
-  speed: { curves: [["tokens_per_s", "tokens/s", "blue"]], format: short, told: count },
+  tokens: {
+    curves: [
+      ["generated_tokens", "generated", "orange dashed"],
+      ["trained_tokens", "trained", "blue"],
+    ],
+    write: count,
+  },
+  speed: { curves: [["tokens_per_s", "tokens/s", "blue"]], write: count },
   idle: {
     curves: [
       ["trainer_idle", "trainer", "blue"],
       ["rollout_idle", "rollout", "orange dashed"],
     ],
-    format: short,
-    told: share,
-    yFrom: 0,
-    yTo: 1,
+    write: share,
+    yRange: SHARES,
   },
-  seconds: { curves: [["step_s", "seconds a step", "green"]], format: short, told: fixed },
+  seconds: { curves: [["step_s", "seconds per step", "green"]], write: fixed },
 };
 
 const charts = new Map();
@@ -51,12 +52,12 @@ function chart(name) {
 }
 
 export function showCurves(answer) {
-  for (const [name, line] of Object.entries(LINES)) showLine(name, line, answer.curves);
+  for (const [name, line] of Object.entries(LINES)) showLines(name, line, answer.curves);
   showComposition(answer.composition);
   showHistogram(answer.staleness);
 }
 
-// Empty charts, which take the places of those to come.
+// Empty charts, which reserve the space of those to come.
 export function showNoCurves() {
   const nothing = { x: [], y: [] };
   const keys = Object.values(LINES).flatMap(({ curves }) => curves.map(([key]) => key));
@@ -67,36 +68,31 @@ export function showNoCurves() {
   });
 }
 
-function showLine(name, { curves, format, told, yFrom, yTo }, values) {
-  const drawn = curves.map(([key, title, style]) => ({ name: title, style, ...values[key] }));
+function showLines(name, { curves, write, yRange }, values) {
+  const lines = curves.map(([key, title, style]) => ({ name: title, style, ...values[key] }));
+  const drawing = lineChart(lines, yRange);
+  const [steps, ...byCurve] = drawing.data;
   chart(name).show({
-    axes: lineChart(drawn, { format, yFrom, yTo }),
-    legend: drawn.map((curve) => ({ name: curve.name, style: `curve ${curve.style}` })),
-    summary: drawn.map((curve) => `${curve.name}: ${spoken(curve, told)}`).join("; "),
-    table: () => lineTable(drawn, told),
+    drawing,
+    format: short,
+    legend: lines.map((line, place) => ({
+      name: line.name,
+      style: `curve ${line.style}`,
+      values: byCurve[place],
+    })),
+    summary: lines.map((line) => `${line.name}: ${firstAndLast(line, write)}`).join("; "),
+    table: () => ({
+      head: ["Step", ...lines.map((line) => line.name)],
+      rows: steps.map((step, row) => [step, ...byCurve.map((column) => write(column[row]))]),
+    }),
   });
 }
 
-function spoken({ x, y }, told) {
+function firstAndLast({ x, y }, write) {
   const places = x.map((_, place) => place).filter((place) => y[place] !== null);
   if (!places.length) return "no value yet";
   const [first, last] = [places[0], places[places.length - 1]];
-  return `${told(y[first])} at step ${x[first]}, ${told(y[last])} at step ${x[last]}`;
-}
-
-function lineTable(curves, told) {
-  const byStep = new Map();
-  curves.forEach(({ x, y }, column) => {
-    x.forEach((step, place) => {
-      if (!byStep.has(step)) byStep.set(step, curves.map(() => null));
-      byStep.get(step)[column] = y[place];
-    });
-  });
-  const rows = [...byStep].sort(([a], [b]) => a - b);
-  return {
-    head: ["Step", ...curves.map((curve) => curve.name)],
-    rows: rows.map(([step, values]) => [step, ...values.map((value) => told(value))]),
-  };
+  return `${write(y[first])} at step ${x[first]}, ${write(y[last])} at step ${x[last]}`;
 }
 
 function showComposition(composition) {
@@ -107,9 +103,14 @@ function showComposition(composition) {
   });
   const titles = KINDS.map(([, title]) => title);
   chart("composition").show({
-    axes: stackedColumns(columns, KINDS.map(([, , style]) => style), short),
-    legend: KINDS.map(([, name, style]) => ({ name, style: `area ${style}` })),
-    summary: composedOf(columns[columns.length - 1], titles),
+    drawing: stackedColumns(columns, KINDS.map(([, , style]) => style)),
+    format: short,
+    legend: KINDS.map(([, name, style], place) => ({
+      name,
+      style: `area ${style}`,
+      values: columns.map(({ parts }) => parts[place]),
+    })),
+    summary: groupsOf(columns[columns.length - 1], titles),
     table: () => ({
       head: ["Steps", ...titles],
       rows: columns.map(({ from, to, parts }) => [
@@ -120,7 +121,7 @@ function showComposition(composition) {
   });
 }
 
-function composedOf(column, titles) {
+function groupsOf(column, titles) {
   if (!column) return "no step yet";
   const parts = titles.map((title, place) => `${short(column.parts[place])} ${title}`);
   return `groups of step ${column.to}: ${parts.join(", ")}`;
@@ -128,11 +129,12 @@ function composedOf(column, titles) {
 
 function showHistogram({ versions, groups }) {
   const total = groups.reduce((a, b) => a + b, 0);
-  const told = versions.map((version) => `${count(groups[version])} were ${version} behind`);
+  const parts = versions.map((version) => `${count(groups[version])} were ${version} behind`);
   chart("histogram").show({
-    axes: histogram(versions, groups, short),
-    legend: [{ name: `trained groups (${count(total)})`, style: "area blue" }],
-    summary: told.join(", ") || "no trained group yet",
+    drawing: histogram(groups),
+    format: short,
+    legend: [{ name: `trained groups (${count(total)})`, style: "area blue", values: groups }],
+    summary: parts.join(", ") || "no trained group yet",
     table: () => ({
       head: ["Versions behind", "Groups", "Share"],
       rows: versions.map((version) => [

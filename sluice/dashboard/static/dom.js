@@ -1,5 +1,5 @@
-// Nodes from values. Text becomes text nodes only: whatever a model or a prompt says, the page
-// never reads it as markup.
+// Nodes from values. Text becomes text nodes only: the page never reads text of a model or of a
+// prompt as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -16,8 +16,8 @@ export function svg(name, attributes = {}, ...children) {
 }
 
 export function setText(node, text) {
-  const wanted = String(text);
-  if (node.textContent !== wanted) node.textContent = wanted;
+  const content = String(text);
+  if (node.textContent !== content) node.textContent = content;
 }
 
 function filled(node, attributes, children) {
@@ -30,26 +30,26 @@ function filled(node, attributes, children) {
   return node;
 }
 
-// The text with every place that holds `needle` in a <mark>.
+// Return the text with every occurrence of `needle` in a <mark>.
 export function marked(text, needle) {
   const holder = document.createDocumentFragment();
   const low = text.toLowerCase();
-  const wanted = needle.toLowerCase();
+  const lowNeedle = needle.toLowerCase();
   let begin = 0;
-  // Where lower case has another length, places would be off by some letters.
-  while (wanted && low.length === text.length) {
-    const place = low.indexOf(wanted, begin);
+  // If lower case changes the length, positions in `low` are not those in `text`: mark nothing.
+  while (lowNeedle && low.length === text.length) {
+    const place = low.indexOf(lowNeedle, begin);
     if (place < 0) break;
     holder.append(text.slice(begin, place));
-    holder.append(element("mark", {}, text.slice(place, place + wanted.length)));
-    begin = place + wanted.length;
+    holder.append(element("mark", {}, text.slice(place, place + lowNeedle.length)));
+    begin = place + lowNeedle.length;
   }
   holder.append(text.slice(begin));
   return holder;
 }
 
-// Runs `render` only when the value differs from the one before, so that nothing that somebody
-// reads or has focused is made anew without need.
+// Run `render` only when the value differs from the previous one, so that nodes that somebody
+// reads or has focused stay as they are.
 export function whenChanged(render) {
   let before;
   return (value, ...others) => {

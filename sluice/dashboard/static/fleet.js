@@ -4,11 +4,11 @@ import { byId, element, whenChanged } from "./dom.js";
 import { count, share } from "./number_text.js";
 
 const COLUMNS = 7;
-const TOLD = {
+const STATES = {
   serving: "serving",
-  pending: "pending: gets its weights",
-  stalled: "stalled: has work and draws nothing",
-  draining: "draining: leaves",
+  pending: "pending: receives its weights",
+  stalled: "stalled: has work and generates nothing",
+  draining: "draining: finishes its work, then leaves",
 };
 
 export const showFleet = whenChanged((replicas) => {
@@ -27,7 +27,7 @@ function row(replica) {
     element(
       "td",
       { class: replica.state === "stalled" ? "failure" : null },
-      TOLD[replica.state] ?? replica.state,
+      STATES[replica.state] ?? replica.state,
     ),
     element("td", { class: "number" }, replica.version < 0 ? "-" : replica.version),
     element("td", { class: "number" }, `${replica.slots_busy} of ${replica.slots}`),

@@ -1,4 +1,4 @@
-// One group: its prompt, and all of its responses with what became of them.
+// One group: its prompt, and all of its responses with their grades.
 
 import { element, marked } from "./dom.js";
 import { count, fixed } from "./number_text.js";
@@ -22,7 +22,7 @@ function facts(group) {
   const pairs = [
     ["Ground truth", group.ground_truth || "-"],
     ["Mean score", fixed(group.mean_score)],
-    [group.is_trained ? "Trained in step" : "Drawn for step", group.step],
+    [group.is_trained ? "Trained in step" : "Sampled for step", group.step],
     ["Versions", versions(group.versions)],
     ["Data source", group.data_source || "-"],
     ["Replicas", group.replicas.join(", ") || "-"],
@@ -38,19 +38,19 @@ function facts(group) {
 }
 
 function response(one, needle) {
-  const told = [];
-  if (one.reward !== null && one.reward !== one.score) told.push(`reward ${fixed(one.reward)}`);
-  if (one.tokens) told.push(`${count(one.tokens)} tokens`);
-  if (one.versions) told.push(`version ${versions(one.versions)}`);
-  if (one.finish) told.push(`ended by ${one.finish}`);
-  for (const [name, value] of Object.entries(one.metrics)) told.push(`${name} ${fixed(value)}`);
+  const details = [];
+  if (one.reward !== null && one.reward !== one.score) details.push(`reward ${fixed(one.reward)}`);
+  if (one.tokens) details.push(`${count(one.tokens)} tokens`);
+  if (one.versions) details.push(`version ${versions(one.versions)}`);
+  if (one.finish) details.push(`ended by ${one.finish}`);
+  for (const [name, value] of Object.entries(one.metrics)) details.push(`${name} ${fixed(value)}`);
   const grade = one.failure
     ? element("span", { class: "failure" }, `no score: ${one.failure}`)
     : element("span", { class: "score" }, `score ${fixed(one.score)}`);
   return element(
     "li",
     {},
-    element("p", { class: "head" }, grade, told.length ? ` · ${told.join(" · ")}` : ""),
+    element("p", { class: "head" }, grade, details.length ? ` · ${details.join(" · ")}` : ""),
     element("pre", { class: "response" }, marked(one.text, needle)),
   );
 }

@@ -1,7 +1,8 @@
-// Asks for what changed, and shows it; nothing while nobody looks at the tab.
+// Ask for changes and show them, while the tab is visible.
 
 import { showAccounts } from "./accounts.js";
-import { ask, RefusedError, setToken } from "./api.js";
+import { ask, isExported, RefusedError, setToken } from "./api.js";
+import { showComparison } from "./comparison.js";
 import { showCurves, showNoCurves } from "./curves.js";
 import { byId, setText, whenChanged } from "./dom.js";
 import { showFleet } from "./fleet.js";
@@ -14,22 +15,27 @@ const REFUSED = 401;
 
 const showChangedCurves = whenChanged(showCurves);
 let rounds = 0;
-let wasGiven = false; // whether a token was typed in
+let wasGiven = false; // whether the user typed a token
+let compared = null; // the validation that the comparison shows
 
 async function look() {
   const run = await ask("/api/overview", { isPolled: true });
   showStatus(run);
   showFleet(run.replicas);
-  showAccounts(run.accounts);
+  showAccounts(run.accounts, run.prompts);
   if (rounds % CURVES_EVERY === 0 || run.is_reading) {
     showChangedCurves(await ask("/api/curves", { isPolled: true }));
     await renewEmptyList();
+  }
+  if (compared !== run.accuracy?.step) {
+    showComparison(await ask("/api/comparison"));
+    compared = run.accuracy?.step;
   }
   rounds += 1;
 }
 
 async function follow() {
-  if (document.visibilityState === "visible") {
+  if (isExported || document.visibilityState === "visible") {
     try {
       await look();
       admitted();
@@ -37,7 +43,7 @@ async function follow() {
       failed(error);
     }
   }
-  if (byId("token-form").hidden) setTimeout(follow, STATUS_MS);
+  if (!isExported && byId("token-form").hidden) setTimeout(follow, STATUS_MS);
 }
 
 function admitted() {
@@ -67,6 +73,13 @@ byId("token-form").addEventListener("submit", (event) => {
   rounds = 0;
   follow();
 });
+if (isExported) {
+  for (const node of document.querySelectorAll(".live-only")) node.hidden = true;
+  setText(
+    byId("source"),
+    "sluice, exported from the run's folder with the newest samples. `sluice dashboard` shows all.",
+  );
+}
 showNoCurves();
 startSamples(failed);
 follow();

@@ -19,13 +19,13 @@ const MOST_SCORES = 16;
 const INVALID = 400;
 
 let listed = []; // groups of the list, as far as it was loaded
-let next = null; // where the list goes on
-let submitted = new URLSearchParams(); // what the list is filtered by
+let next = null; // where the list continues
+let submitted = new URLSearchParams(); // the filter of the list
 let needle = ""; // the text that the list was searched for
-let waiting = 0; // questions under way
-let isRefused = false; // the server did not take what was submitted
-let asked = 0; // counts questions: an answer to an older one is dropped
-let opened = null; // place of the open group in the list
+let waiting = 0; // requests without an answer yet
+let isRefused = false; // the server refused the filter
+let asked = 0; // counts requests: an answer to an older one is dropped
+let opened = null; // position of the open group in the list
 
 export function startSamples(onError) {
   const guarded = (work) => (...given) => work(...given).catch(onError);
@@ -49,8 +49,8 @@ export function startSamples(onError) {
   });
 }
 
-// A list that shows nothing is asked for again as the run goes on; another one stays as it is
-// under the eyes of who reads it, and so does a search, or a value that was refused.
+// Ask again for a list that is empty. Any other list stays as it is, because somebody may be
+// reading it; so does a search, or a filter that was refused.
 export async function renewEmptyList() {
   const isAtItsEnd = next === null && waiting === 0 && !isRefused;
   if (listed.length || !isAtItsEnd || submitted.get("text") || !byId("group").hidden) return;
@@ -114,15 +114,15 @@ function show(page) {
   byId("sample-table").tBodies[0].replaceChildren(...listed.map(row));
   byId("sample-more").hidden = next === null;
   setText(byId("sample-more"), needle ? "Search further" : "More groups");
-  setText(byId("sample-count"), told(page));
+  setText(byId("sample-count"), countText(page));
   for (const box of byId("outcomes").querySelectorAll("input")) {
     setText(byId(`${box.id}-count`), `(${count(page.counts[box.value] ?? 0)})`);
   }
 }
 
-function told(page) {
+function countText(page) {
   const total = Object.values(page.counts).reduce((a, b) => a + b, 0);
-  if (total === 0) return "No group has been kept yet.";
+  if (total === 0) return "There is no group yet.";
   const shown = `${count(listed.length)} group${listed.length === 1 ? "" : "s"} shown`;
   if (!needle) return `${shown} of ${count(page.num_matching)} that match.`;
   const rest = next === null ? "" : " so far; search further for more";

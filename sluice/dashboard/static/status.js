@@ -1,9 +1,9 @@
-// The first lines: whether the run is well, where it is, and what it waits for.
+// The first lines: the health of the run, its progress, and what it waits for.
 
 import { byId, element, setText, whenChanged } from "./dom.js";
 import { count, duration, fixed } from "./number_text.js";
 
-const WORTH_TELLING_S = 1;
+const MIN_REPORTED_S = 1;
 
 export function showStatus(run) {
   showName(run.name);
@@ -23,7 +23,7 @@ const showName = whenChanged((name) => {
   document.title = `${name} · sluice`;
 });
 
-// It is read out when it changes; numbers that change every second are not.
+// Screen readers announce it when it changes, unlike numbers that change every second.
 const showVerdict = whenChanged((health, isReading) => {
   setText(byId("verdict"), isReading ? `${health} (reading the run's files)` : health);
   byId("verdict").dataset.verdict = health;
@@ -33,8 +33,9 @@ const showReasons = whenChanged((reasons) => {
   byId("reasons").replaceChildren(...reasons.map((reason) => element("li", {}, reason)));
 });
 
-function showStep({ step, total_steps: total }) {
-  setText(byId("fact-step"), total ? `${count(step)} of ${count(total)}` : count(step));
+function showStep({ step, total_steps: total, training_seconds: seconds }) {
+  const done = total ? `${count(step)} of ${count(total)}` : count(step);
+  setText(byId("fact-step"), seconds ? `${done} in ${duration(seconds)}` : done);
   const progress = byId("fact-progress");
   progress.hidden = !total;
   progress.max = total || 1;
@@ -47,7 +48,7 @@ function accuracyText({ accuracy, first_accuracy: first }) {
   return `${fixed(accuracy.value)} (step ${accuracy.step}${before})`;
 }
 
-// Of the last step, since a fleet rests between batches; and of this moment.
+// Of the last step, because a fleet may be idle between batches; and now.
 function speedText({ tokens_per_s: ofStep, tokens_per_s_now: now }) {
   return now === null ? count(ofStep) : `${count(ofStep)} (now ${count(now)})`;
 }
@@ -56,8 +57,8 @@ function waitText({ wait, awaited, health }) {
   if (health === "finished" || health === "not running") return "nothing";
   const longest = awaited.reduce((a, b) => (b.seconds > (a?.seconds ?? 0) ? b : a), null);
   if (wait?.root) return `${wait.cause}`;
-  if (longest && longest.seconds >= WORTH_TELLING_S) {
+  if (longest && longest.seconds >= MIN_REPORTED_S) {
     return `${longest.peer}: ${longest.phase}, for ${duration(longest.seconds)}`;
   }
-  return "nobody for longer than a second";
+  return "no service for longer than a second";
 }

@@ -1,4 +1,4 @@
-"""`sluice certs`: what it writes makes a run that is let in by itself and lets in its clients."""
+"""`sluice certs`: its files let services reach each other, and clients reach them."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def test_nothing_is_replaced_without_force(tmp_path: Path, made: tuple[Path, str
 
 @pytest.mark.parametrize("host", ["trainer.lab:7001", "two words", "zürich", "[fd00::1]:1"])
 def test_what_is_no_host_is_refused(host: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no name or address; write it without a port"):
+    with pytest.raises(ConfigError, match="is not a name or address; write it without a port"):
         certs(tmp_path / "c", "--host", host)
     assert not (tmp_path / "c").exists()
 
 
-def test_a_machine_without_the_package_is_told_what_to_install(
+def test_without_the_package_the_error_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "sluice.security.development_ca", raising=False)

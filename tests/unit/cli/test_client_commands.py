@@ -84,15 +84,18 @@ def test_images_stand_where_the_prompt_says_or_before_it(
         "<image><image>hi",
     ]
     assert [list(chat.images) for chat in chats] == [[png()], [png()], [png()] * 2]
-    for wrong, error in ((("--raw", *one), "--image: not with --raw"), (one, "2 times <image>")):
+    for wrong, error in (
+        (("--raw", *one), "--image: cannot be used with --raw"),
+        (one, "2 times <image>"),
+    ):
         refused = sluice("generate", "<image><image>", *wrong)
         assert error in str(refused.exception)
 
 
-def test_a_prompt_that_is_no_text_is_an_error_that_says_so(run: Path) -> None:
+def test_a_prompt_that_is_not_text_is_refused(run: Path) -> None:
     shown = CliRunner().invoke(commands, ["generate", "-", "--run", str(run)], input=b"\xff")
     assert isinstance(shown.exception, DataError)
-    assert "stdin: no text" in str(shown.exception)
+    assert "stdin: not text" in str(shown.exception)
 
 
 def test_json_holds_tokens_logprobs_and_versions(run: Path) -> None:
@@ -109,7 +112,7 @@ def test_a_deadline_is_an_error(run: Path, replica: TokenReplica) -> None:
     assert isinstance(shown.exception, DeadlineError)
 
 
-def test_watched_prompts_are_told_of_to_their_end(run: Path, tmp_path: Path) -> None:
+def test_watched_prompts_are_shown_to_their_end(run: Path, tmp_path: Path) -> None:
     file = rows(tmp_path / "prompts.jsonl", PROMPT, {**PROMPT, "prompt_id": "bad"})
     shown = sluice("submit", file, "--run", str(run), "--watch")
     assert shown.exit_code == 1  # one was refused

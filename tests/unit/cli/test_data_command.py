@@ -15,7 +15,7 @@ from sluice.cli.data import SetName, data_commands
 from sluice.data.inspection import histogram, quantiles
 from sluice.data.published_rows import PUBLISHED_SETS
 from sluice.errors import ConfigError, DataError
-from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
+from sluice.quickstart.arithmetic import TASKS, draw_problem, make_dialogues
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
 from tests.support.image_files import png
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -104,7 +104,7 @@ def test_head_shows_prompts_without_obeying_what_they_hold(tmp_path: Path) -> No
 
 
 def test_a_tokenizer_measures_prompts_as_the_rollout_does(tmp_path: Path, rows_file: Path) -> None:
-    rng, task = random.Random(0), task_named("quickstart")
+    rng, task = random.Random(0), TASKS["quickstart"]
     problems = [draw_problem(rng, task) for _ in range(50)]
     save_tokenizer(train_tokenizer(make_dialogues(problems, rng, 0.1)), tmp_path / "model", 512)
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")

@@ -14,7 +14,7 @@ from tests.support.scripted_trainer import ScriptedTrainer, monitored
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_an_evaluation_that_a_signal_ends_lets_the_run_go_on(number: int) -> None:
+async def test_the_run_continues_after_a_signal_ends_an_evaluation(number: int) -> None:
     trainer = ScriptedTrainer(step=1)
     async with monitored(trainer) as monitor:
 

@@ -1,4 +1,4 @@
-"""`sluice prepare`: the folder that services with hosts of their own find their run in."""
+"""`sluice prepare`: the files that it writes, and its notices."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.run import prepare as prepare_module
+from sluice.cli.run.prepare import spent_notice
 from sluice.client.run_address import CONFIG_NAME as NAME_FOR_COMMANDS
 from sluice.client.run_address import locate_run
+from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import load_config
+from sluice.config.run import RunConfig
 from sluice.launch.network_layout import CONFIG_NAME, KINDS, SERVICE_PORTS
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.quickstart.arithmetic import task_named
+from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.quickstart.settings import QuickstartFacts
 from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.service_contract import TRACKER_NAME
 
 FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
 
@@ -54,12 +58,12 @@ def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> No
     assert location.config.sluice.run_dir == str(run_dir)
 
 
-def test_preparing_again_leaves_a_run_that_goes_on_alone_and_begins_one_that_ended(
+def test_preparing_again_leaves_an_active_run_alone_and_begins_one_after_it_ended(
     tmp_path: Path,
 ) -> None:
     job = model_and_data(tmp_path / "job")
     assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
-    assert "the run goes on" in prepare("--run-dir", tmp_path / "run", *job)
+    assert "the run continues" in prepare("--run-dir", tmp_path / "run", *job)
     SharedRun(tmp_path / "run").end(Ending("trainer", ()))
     assert "the run begins" in prepare("--run-dir", tmp_path / "run", *job)
 
@@ -70,13 +74,13 @@ def test_a_beginning_forgets_that_the_run_before_it_ended(tmp_path: Path) -> Non
     accounts = run_dir / ACCOUNTS_NAME
     accounts.write_text("{}", encoding="utf-8")
     prepare("--run-dir", run_dir, *job)
-    assert accounts.is_file(), "the run goes on, and what it wrote stays"
+    assert accounts.is_file(), "the run is active, and its files stay"
     SharedRun(run_dir).end(Ending("trainer", ()))
     prepare("--run-dir", run_dir, *job)
     assert not accounts.exists()
 
 
-def test_a_run_that_goes_on_keeps_its_configuration_and_anew_begins_another(
+def test_an_active_run_keeps_its_configuration_and_restart_begins_another(
     tmp_path: Path,
 ) -> None:
     job, run_dir = model_and_data(tmp_path / "job"), tmp_path / "run"
@@ -84,11 +88,12 @@ def test_a_run_that_goes_on_keeps_its_configuration_and_anew_begins_another(
     assert "stays" not in prepare("--run-dir", run_dir, *job, "data.train_batch_size=8")
     reported = prepare("--run-dir", run_dir, *job, "data.train_batch_size=16")
     assert "stays as it is" in reported
-    assert "--anew" in reported
+    assert "--restart" in reported
     assert locate_run(run_dir).config.data.train_batch_size == 8
-    again = prepare("--anew", "--run-dir", run_dir, *job, "data.train_batch_size=16")
-    assert "the run begins" in again
-    assert locate_run(run_dir).config.data.train_batch_size == 16
+    for option, size in (("--restart", 16), ("--anew", 32)):  # its name, and its old name
+        again = prepare(option, "--run-dir", run_dir, *job, f"data.train_batch_size={size}")
+        assert "the run begins" in again
+        assert locate_run(run_dir).config.data.train_batch_size == size
 
 
 def test_a_file_of_settings_is_read_and_a_wrong_one_writes_nothing(tmp_path: Path) -> None:
@@ -116,7 +121,7 @@ def test_with_secure_everything_asks_for_certificates_and_tokens_made_once(tmp_p
 def test_the_quickstarts_job_is_taken_with_what_was_made_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = task_named("quickstart")
+    task = TASKS["quickstart"]
 
     def make(directory: Path, **_: object) -> QuickstartAssets:
         model_and_data(directory)
@@ -145,3 +150,54 @@ def test_settings_of_the_deployment_that_replace_the_files_are_named(tmp_path: P
         in reported
     )
     assert "train_batch_size" not in reported
+
+
+AUTO = "trainer.resume_mode=auto"
+
+
+def run_at(folder: Path, newest: str, *settings: str) -> RunConfig:
+    config = load_config(None, [f"sluice.run_dir={folder}", *settings])
+    checkpoints = Path(checkpoint_folder(config))
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    (checkpoints / TRACKER_NAME).write_text(newest, encoding="utf-8")
+    return config
+
+
+@pytest.mark.parametrize("newest", ["20", "25\n"])
+def test_a_run_that_would_resume_at_its_last_step_gets_a_notice_with_the_remedy(
+    tmp_path: Path, newest: str
+) -> None:
+    said = spent_notice(run_at(tmp_path, newest, AUTO, "trainer.total_training_steps=20"))
+    assert said is not None
+    for part in (newest.strip(), "trainer.total_training_steps = 20", "docker compose down -v"):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("newest", "settings"),
+    [
+        ("19", (AUTO, "trainer.total_training_steps=20")),
+        ("20", (AUTO,)),
+        ("20", ("trainer.resume_mode=disable", "trainer.total_training_steps=20")),
+        ("no number", (AUTO, "trainer.total_training_steps=20")),
+    ],
+)
+def test_there_is_no_notice_for_a_run_with_steps_left_or_of_an_unknown_number(
+    tmp_path: Path, newest: str, settings: tuple[str, ...]
+) -> None:
+    assert spent_notice(run_at(tmp_path, newest, *settings)) is None
+
+
+def test_the_notice_comes_when_a_run_begins_and_not_while_one_is_active(tmp_path: Path) -> None:
+    run_dir, steps = tmp_path / "run", "trainer.total_training_steps=3"
+    job = [*model_and_data(tmp_path / "job"), AUTO, steps, "data.train_batch_size=8"]
+    assert "without a step" not in prepare("--run-dir", run_dir, *job)
+    run_at(run_dir, "3", AUTO, steps)
+    assert locate(run_dir).trainer.total_training_steps == 3
+    assert "without a step" not in prepare("--run-dir", run_dir, *job)
+    SharedRun(run_dir).end(Ending("trainer", ()))
+    assert "without a step" in prepare("--run-dir", run_dir, *job)
+
+
+def locate(run_dir: Path) -> RunConfig:
+    return load_config(run_dir / CONFIG_NAME, [])

@@ -157,7 +157,7 @@ def spoil(folder: Path, name: str, content: bytes | None) -> None:
         *((name, b"no certificate") for name in ("ca.pem", "service.pem")),
     ],
 )
-def test_files_that_services_refuse_are_made_again_also_while_a_run_goes_on(
+def test_files_that_services_refuse_are_made_again_also_while_a_run_is_active(
     tmp_path: Path, name: str, content: bytes | None, run_is_active: bool
 ) -> None:
     folder = made(tmp_path / "certs")
@@ -169,7 +169,7 @@ def test_files_that_services_refuse_are_made_again_also_while_a_run_goes_on(
 
 
 @pytest.mark.parametrize("name", ["client.key", "client.token", "client.pem"])
-def test_clients_files_are_made_again_only_when_no_run_goes_on(tmp_path: Path, name: str) -> None:
+def test_clients_files_are_made_again_only_without_an_active_run(tmp_path: Path, name: str) -> None:
     folder = made(tmp_path / "certs")
     spoil(folder, name, b"no certificate" if name == "client.pem" else None)
     before = contents(folder)
@@ -278,12 +278,12 @@ def test_without_the_package_certificates_that_are_there_are_used_and_prepare_sa
         ensure_certificates(tmp_path / "others", pytest.fail)
 
 
-def test_a_run_that_goes_on_keeps_its_certificates_and_prepare_says_so(tmp_path: Path) -> None:
+def test_an_active_run_keeps_its_certificates_with_a_notice(tmp_path: Path) -> None:
     run_dir, job = tmp_path / "run", model_and_data(tmp_path / "job")
     prepare("--secure", "--run-dir", run_dir, *job)
     folder = made(run_dir / CERTIFICATES, 5)
     before = contents(folder)
-    assert "not renewed while the run goes on" in prepare("--secure", "--run-dir", run_dir, *job)
+    assert "not renewed while the run is active" in prepare("--secure", "--run-dir", run_dir, *job)
     assert contents(folder) == before
     SharedRun(run_dir).end(Ending("trainer", ()))
     assert "made again" in prepare("--secure", "--run-dir", run_dir, *job)
@@ -291,7 +291,7 @@ def test_a_run_that_goes_on_keeps_its_certificates_and_prepare_says_so(tmp_path:
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])
-def test_an_interrupted_run_whose_certificates_have_ended_is_given_others_to_go_on_with(
+def test_an_interrupted_run_with_expired_certificates_continues_with_new_ones(
     tmp_path: Path, content: bytes | None
 ) -> None:
     run_dir, job = tmp_path / "run", model_and_data(tmp_path / "job")
@@ -301,14 +301,14 @@ def test_an_interrupted_run_whose_certificates_have_ended_is_given_others_to_go_
         (folder / "service.pem").write_bytes(content)
     reported = prepare("--secure", "--run-dir", run_dir, *job)
     assert "made again" in reported
-    assert "the run goes on" in reported
+    assert "the run continues" in reported
 
 
-def test_a_run_that_is_begun_anew_has_its_certificates_made_again(tmp_path: Path) -> None:
+def test_a_restarted_run_gets_new_certificates(tmp_path: Path) -> None:
     run_dir, job = tmp_path / "run", model_and_data(tmp_path / "job")
     prepare("--secure", "--run-dir", run_dir, *job)
     made(run_dir / CERTIFICATES, 5)
-    assert "made again" in prepare("--secure", "--anew", "--run-dir", run_dir, *job)
+    assert "made again" in prepare("--secure", "--restart", "--run-dir", run_dir, *job)
 
 
 def test_the_settings_name_files_that_are_made(tmp_path: Path) -> None:

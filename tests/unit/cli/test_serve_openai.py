@@ -48,7 +48,7 @@ def test_without_its_package_the_command_says_what_to_install(
     assert "pip install 'sluice[openai-front]'" in refusal()
 
 
-def test_it_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+def test_it_serves_until_a_signal_ends_it(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     with threaded_run(TokenReplica()) as address:
         words = ["serve-openai", str(folder_of(address, tmp_path)), "--port", "0"]

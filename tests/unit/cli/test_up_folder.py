@@ -1,4 +1,4 @@
-"""`sluice up` in a folder where a run has been, or goes on."""
+"""`sluice up` in the folder of a finished or active run."""
 
 from __future__ import annotations
 
@@ -57,27 +57,27 @@ def left(folder: Path) -> list[str]:
     return [file.name for file in (folder / FOLDER).iterdir()]
 
 
-async def test_a_folder_where_a_run_goes_on_is_refused_and_stays_as_it_is(
+async def test_the_folder_of_an_active_run_is_refused_and_stays_as_it_is(
     tmp_path: Path, config: RunConfig
 ) -> None:
     processes = Processes()
     async with launch_service(tmp_path, processes, ReplicaScale(processes, replica)):
-        with pytest.raises(ConfigError, match="another run goes on in this folder"):
+        with pytest.raises(ConfigError, match="another run is active in this folder"):
             await start(config, tmp_path)
     assert left(tmp_path) == ["rollout-0.json"]
     assert (tmp_path / ACCOUNTS_NAME).exists()
     assert not (tmp_path / CONFIG_NAME).exists()
 
 
-def test_a_run_that_finds_no_room_leaves_targets_of_another_alone(
+def test_a_run_that_finds_no_resources_leaves_targets_of_another_alone(
     tmp_path: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_capacity(*_: object) -> None:
-        raise ConfigError("no room")
+        raise ConfigError("no resources")
 
     monkeypatch.setattr(up, "ray_plan", no_capacity)
     monkeypatch.setattr(up, "check_config", lambda _: None)  # files and the rest are there
-    with pytest.raises(ConfigError, match="no room"):
+    with pytest.raises(ConfigError, match="no resources"):
         up.start_run(config, Console(file=StringIO()), logs=False, ray=RayOptions())
     assert left(tmp_path) == ["rollout-0.json"]
 

@@ -1,4 +1,4 @@
-"""Who is behind what a run waits for, told from what each service says."""
+"""The service that holds up a run, found from the waits of all services."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_of_two_silent_services_it_is_the_one_that_more_waits_lead_to() -> None:
         ]
     )
     assert found.root == "rollout-1"
-    assert found.cause.endswith("no answer either from rollout-0")
+    assert found.cause.endswith("also no answer from rollout-0")
 
 
 def test_a_wait_for_the_fleet_leads_to_the_replica_that_is_silent() -> None:
@@ -101,7 +101,7 @@ def test_a_service_that_refuses_the_caller_is_the_cause_and_not_silent() -> None
         ]
     )
     assert found.root == TRAINER
-    assert found.cause == f"{reported}; refused by {REWARD} as well"
+    assert found.cause == f"{reported}; also refused by {REWARD}"
 
 
 def test_while_all_answer_the_longest_chain_is_followed_to_its_end() -> None:
@@ -121,8 +121,8 @@ def test_while_all_answer_the_longest_chain_is_followed_to_its_end() -> None:
 
 def test_a_chain_ends_at_work_or_at_work_that_stands_still() -> None:
     at_work, still = trainer(FOR_BATCH), reward(still_s=25.0)
-    assert explain([at_work, reward()]).cause.endswith("40 s), which is at work")
-    assert explain([at_work, still]).cause.endswith("which got nothing done for 25 s")
+    assert explain([at_work, reward()]).cause.endswith("40 s), which is working")
+    assert explain([at_work, still]).cause.endswith("which has made no progress for 25 s")
 
 
 def test_of_a_fleet_that_answers_it_is_whom_most_waits_are_for() -> None:
@@ -130,7 +130,7 @@ def test_of_a_fleet_that_answers_it_is_whom_most_waits_are_for() -> None:
     assert explain([reward(*waits), replica(0), replica(1)]).root == "rollout-0"
 
 
-def test_services_that_wait_for_each_other_are_told_as_far_as_they_differ() -> None:
+def test_of_services_that_wait_for_each_other_each_is_named_once() -> None:
     found = explain([trainer(FOR_BATCH), reward(Waiting(TRAINER, "announcing a policy", 39.0))])
     assert found.root == REWARD
 
@@ -191,5 +191,5 @@ def test_the_table_begins_with_the_cause_and_its_row_says_what_the_process_is(sh
 
 def test_the_table_is_bounded_and_leaves_out_moments(shown: str) -> None:
     assert "4 more; all of them with --json" in shown
-    assert "no progress though there is work" in shown
+    assert "no progress although it has work" in shown
     assert "committing" not in shown

@@ -228,7 +228,7 @@ async def test_the_environments_token_is_none_of_the_runs(
         assert (await server.get("/api/overview", shown))[0] == 200
 
 
-async def test_lines_that_are_not_understood_are_counted_and_the_page_goes_on(
+async def test_lines_that_are_not_understood_are_counted_and_skipped(
     tmp_path: Path,
 ) -> None:
     fill_run(make_run(tmp_path))
@@ -244,7 +244,7 @@ async def test_lines_that_are_not_understood_are_counted_and_the_page_goes_on(
         await server.until("/api/overview", "step", 4)
 
 
-async def test_a_defect_of_reading_is_told_once_and_the_page_goes_on(
+async def test_a_defect_of_reading_is_logged_once_and_the_page_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_browser: SampleBrowser) -> bool:

@@ -21,7 +21,7 @@ LONG_S = 60.0
 
 
 class Clock:
-    """Seconds that pass only when they are told to."""
+    """A clock that only the test advances."""
 
     now_s = 0.0
 
@@ -87,7 +87,7 @@ async def test_a_trainer_whose_process_is_there_and_silent_is_trouble_with_its_r
     assert "the trainer does not answer; trainer" in shown["reasons"][0]
 
 
-async def test_a_run_that_is_started_anew_is_found_at_its_new_address(tmp_path: Path) -> None:
+async def test_a_restarted_run_is_found_at_its_new_address(tmp_path: Path) -> None:
     clock = Clock()
     async with live_status(make_run(tmp_path), clock, []) as live:
         assert await live.ask() is None

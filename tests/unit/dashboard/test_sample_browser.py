@@ -129,7 +129,7 @@ def test_pages_cover_the_list_once_while_groups_are_added(tmp_path: Path) -> Non
     assert sorted(seen, key=int) == [str(n) for n in range(30)]
 
 
-def test_a_search_that_takes_long_gives_what_it_has_and_goes_on(tmp_path: Path) -> None:
+def test_a_search_that_takes_long_returns_its_results_so_far_and_continues(tmp_path: Path) -> None:
     texts = {5: "a needle", 90: "a needle"}
     groups = [a_group(str(n), step=n, text=texts.get(n, "hay")) for n in range(1, 100)]
     add_groups(tmp_path, groups)

@@ -1,4 +1,4 @@
-"""What is kept of `metrics.jsonl`, and what is drawn of it."""
+"""The columns kept from `metrics.jsonl`, and the curves made of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_line_beyond_the_bound_counts_as_unread(
     assert (history.num_unread, counts.num_unread) == (1, 1)
 
 
-def test_validations_are_told_apart_from_steps(tmp_path: Path) -> None:
+def test_validations_are_distinguished_from_steps(tmp_path: Path) -> None:
     rows = [{"step": 0, "val-core/a/acc/mean@2": 0.25, "val-core/b/acc/mean@2": 0.75}, step_row(1)]
     add_lines(tmp_path / "metrics.jsonl", rows)
     history = StepHistory(tmp_path)
@@ -85,7 +85,7 @@ def test_validations_are_told_apart_from_steps(tmp_path: Path) -> None:
     assert history.steps.tolist() == [1]
 
 
-def test_a_hundred_thousand_steps_are_drawn_in_few_points_with_their_peak(tmp_path: Path) -> None:
+def test_a_hundred_thousand_steps_become_few_points_with_their_peak(tmp_path: Path) -> None:
     history = StepHistory(tmp_path)
     add_lines(
         tmp_path / "metrics.jsonl",

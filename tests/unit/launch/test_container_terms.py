@@ -62,4 +62,4 @@ def test_a_run_that_goes_on_is_held_against_the_configuration_it_began_with(
     code, said = prepare(*arguments, stop_grace="30s")
     assert code != 0
     assert "sluice.shutdown_grace_s = 60" in said
-    assert prepare("--anew", *arguments, stop_grace="30s")[0] == 0
+    assert prepare("--restart", *arguments, stop_grace="30s")[0] == 0

@@ -37,7 +37,7 @@ def test_a_trainer_on_several_machines_is_pointed_to_ray(
     ("words", "reported"),
     [
         (("--on", "ray", "--resources", "NPU:8"), "write SERVICE=RESOURCE:AMOUNT"),
-        (("--resources", "rollout=NPU:8"), "only --on ray hands them out"),
+        (("--resources", "rollout=NPU:8"), "only a Ray cluster hands them out"),
     ],
 )
 def test_wrong_resources_are_refused_before_anything_is_read(

@@ -1,4 +1,4 @@
-"""`prepare` makes a complete directory once, and makes it anew when it is not what was asked."""
+"""`prepare` makes a complete directory once, and again if it differs from the request."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_complete_directory_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "unstamped", "unreadable stamp"])
-def test_an_incomplete_directory_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_directory_is_made_again(tmp_path: Path, damage: str) -> None:
     assets = make(tmp_path)
     whole = contents(tmp_path)
     stamp = tmp_path / "prepared.json"
@@ -89,7 +89,7 @@ def test_an_incomplete_directory_is_made_anew(tmp_path: Path, damage: str) -> No
     assert contents(tmp_path) == whole
 
 
-def test_other_settings_or_another_seed_make_it_anew(tmp_path: Path) -> None:
+def test_other_settings_or_another_seed_make_it_again(tmp_path: Path) -> None:
     before = make(tmp_path)
     assert not make(tmp_path, settings=replace(SMALL, num_train=41)).reused
     assert pq.read_metadata(before.train_file).num_rows == 41

@@ -1,4 +1,4 @@
-"""The task with pictures: what is drawn is what is asked about, and the files load."""
+"""The task with pictures: pictures match the questions, and the files load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's record added up, and what it refuses to add up."""
+"""The sums of a run's record, its accounting, and records that are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from sluice.errors import DataError
 from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress, read_run
-from sluice.report.summary import RunSummary, summarize, write_summary
+from sluice.report.summary import RunSummary, account_views, summarize, write_summary
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, VALIDATIONS, run_folder
 
 
@@ -102,7 +102,7 @@ def test_a_run_that_was_never_validated_has_no_summary(tmp_path: Path) -> None:
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     file = run_folder(tmp_path) / "metrics.jsonl"
     file.write_text(file.read_text() + '{"step": 3, \n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: no JSON object"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: not a JSON object"):
         read_run(tmp_path)
 
 
@@ -145,3 +145,33 @@ def test_accuracy_is_the_mean_over_samples_and_data_sources(
 def test_accuracies_come_by_step_whatever_the_order_of_the_file(tmp_path: Path) -> None:
     record = read_run(run_folder(tmp_path, validations=VALIDATIONS[::-1]))
     assert record.accuracies() == (AccuracyPoint(0, 0.25), AccuracyPoint(2, 0.75))
+
+
+def test_parts_come_by_size_and_what_is_next_to_nothing_is_left_out() -> None:
+    accounting = {**ACCOUNTS, **ACCOUNTING, "tokens/stale": 1.0}
+    tokens, trainer, rollout = account_views(accounting)
+    assert [part.name for part in tokens.parts] == ["trained", "filtered all right", "pending"]
+    assert [part.share for part in tokens.parts] == [0.6, 0.25, 0.15]
+    assert tokens.total_text == "3,000"
+    assert trainer.parts_text == "training 50.0 %, waiting for batch 37.5 %; residual 12.5 %"
+    assert (rollout.title, rollout.total_text, rollout.residual) == ("rollout", "10 s", 0.0)
+
+
+def test_an_account_that_is_not_there_is_not_shown() -> None:
+    assert account_views({}) == ()
+    assert account_views(ACCOUNTS) == ()
+    without_tokens = {name: n for name, n in ACCOUNTING.items() if not name.startswith("tokens")}
+    assert [view.title for view in account_views(without_tokens)] == ["trainer", "rollout"]
+
+
+def test_the_age_of_an_older_account_is_shown() -> None:
+    accounting = {"generated_tokens": 4.0, "tokens_residual": 0.0, "tokens/stale": 4.0}
+    (fresh,) = account_views({**accounting, "tokens_age_s": 0.2})
+    assert fresh.parts_text == "stale 100.0 %; residual 0.0 %"
+    (old,) = account_views({**accounting, "tokens_age_s": 34.4})
+    assert (old.parts_text, old.age_s) == ("stale 100.0 %; residual 0.0 %, 34 s ago", 34.4)
+
+
+def test_nothing_at_all_has_no_shares() -> None:
+    (view,) = account_views({"generated_tokens": 0.0, "tokens_residual": 0.0, "tokens/stale": 0.0})
+    assert view.parts_text == "none; residual 0.0 %"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from services.rollout.prompt_encoder import MAX_PROMPT_CHARACTERS, PromptEncoder
 from sluice.errors import ConfigError, InvalidRequestError
-from sluice.quickstart.arithmetic import draw_problem, make_dialogues, task_named
+from sluice.quickstart.arithmetic import TASKS, draw_problem, make_dialogues
 from sluice.quickstart.tokenizer import TURN_START, render_prompt, save_tokenizer, train_tokenizer
 from sluice.types import ChatMessage
 from tests.support.causal_lms import save_config
@@ -24,7 +24,7 @@ from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, image_fil
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    rng, task = random.Random(0), task_named("quickstart")
+    rng, task = random.Random(0), TASKS["quickstart"]
     problems = [draw_problem(rng, task) for _ in range(50)]
     save_tokenizer(train_tokenizer(make_dialogues(problems, rng, 0.1)), folder, 512)
     # A folder of a model says what it is; the encoder loads none of it.

@@ -1,7 +1,8 @@
-"""Model text on a terminal: shown, never obeyed."""
+"""Arguments, tables and texts of others on a terminal and in a pipe."""
 
 from __future__ import annotations
 
+import io
 import sys
 import unicodedata
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from sluice.cli.policy import generate as generate_module
-from sluice.cli.terminal import printable
+from sluice.cli.terminal import output_console, print_table, printable, split_arguments
 from sluice.types import FinishReason, Rollout, VersionSpan
 
 
@@ -64,3 +66,63 @@ def test_generate_escapes_for_a_terminal_and_leaves_a_pipe_its_text(
     generate_module.generate("hello", run=Path("unused"))
     shown = capsys.readouterr().out.splitlines()
     assert shown == ["[0] version 3 (stop)", r"\x1b]0;title\x07" if is_terminal else rollout.text]
+
+
+ROWS = [("short", "1"), ("a key that is longer than the terminal is wide", "20,000")]
+
+
+def printed(console: Console) -> str:
+    file = io.StringIO()
+    console.file = file
+    print_table(console, "title", ("name", "count"), ROWS, right=("count",))
+    return file.getvalue()
+
+
+def test_a_pipe_gets_one_bare_line_for_each_row() -> None:
+    text = printed(Console(width=200, force_terminal=False))
+    long = ROWS[1][0]
+    assert text.splitlines() == [
+        "title",
+        f"{'name':<{len(long)}}   count",
+        f"{'short':<{len(long)}}       1",
+        f"{long}  20,000",
+        "",
+    ]
+
+
+def test_a_terminal_gets_styles_and_no_line_wider_than_itself() -> None:
+    text = printed(Console(width=30, force_terminal=True, color_system="standard"))
+    assert "\x1b[1mtitle" in text
+    plain = printed(Console(width=30, force_terminal=True, color_system=None))
+    assert max(len(line) for line in plain.splitlines()) <= 30
+    assert "20,000" in plain
+
+
+def test_standard_output_that_is_no_terminal_is_never_wrapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert output_console().width > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "overrides"),
+    [
+        ([], None, []),
+        (["run.yaml"], "run.yaml", []),
+        (["run.yaml", "data.seed=3"], "run.yaml", ["data.seed=3"]),
+        (["data.seed=3", "trainer.seed=4"], None, ["data.seed=3", "trainer.seed=4"]),
+        (["+data.seed=3"], None, ["+data.seed=3"]),
+        (["~data.seed"], None, ["~data.seed"]),
+    ],
+)
+def test_the_first_argument_is_the_file_unless_it_is_an_override(
+    arguments: list[str], file: str | None, overrides: list[str]
+) -> None:
+    assert split_arguments(arguments) == (file and Path(file), overrides)
+
+
+def test_a_file_that_is_there_is_the_file_whatever_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "lr=1e-3.yaml"
+    file.touch()
+    assert split_arguments([str(file), "data.seed=3"]) == (file, ["data.seed=3"])

@@ -1,4 +1,4 @@
-"""Which arguments are a configuration file, and where a run's services are."""
+"""The addresses of a run's services, found by its folder."""
 
 from __future__ import annotations
 
@@ -6,34 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli.run.up import split_arguments
 from sluice.client.run_address import locate_run
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError
-
-
-@pytest.mark.parametrize(
-    ("arguments", "file", "overrides"),
-    [
-        ([], None, []),
-        (["run.yaml"], "run.yaml", []),
-        (["run.yaml", "data.seed=3"], "run.yaml", ["data.seed=3"]),
-        (["data.seed=3", "trainer.seed=4"], None, ["data.seed=3", "trainer.seed=4"]),
-        (["+data.seed=3"], None, ["+data.seed=3"]),
-        (["~data.seed"], None, ["~data.seed"]),
-    ],
-)
-def test_the_first_argument_is_the_file_unless_it_is_an_override(
-    arguments: list[str], file: str | None, overrides: list[str]
-) -> None:
-    assert split_arguments(arguments) == (file and Path(file), overrides)
-
-
-def test_a_file_that_is_there_is_the_file_whatever_its_name(tmp_path: Path) -> None:
-    file = tmp_path / "lr=1e-3.yaml"
-    file.touch()
-    assert split_arguments([str(file), "data.seed=3"]) == (file, ["data.seed=3"])
 
 
 def started(folder: Path, *overrides: str) -> Path:

@@ -1,10 +1,14 @@
-"""Problems are right, disjoint and repeat only when their cell is exhausted."""
+"""The arithmetic tasks: problems, worked answers and their files."""
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
+from itertools import islice
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from sluice.errors import ConfigError
@@ -14,8 +18,11 @@ from sluice.quickstart.arithmetic import (
     Problem,
     Task,
     Wording,
+    deal_problems,
+    make_dialogues,
     split_problems,
-    task_named,
+    work_out,
+    write_dataset,
 )
 
 QUICKSTART = TASKS["quickstart"]
@@ -100,6 +107,75 @@ def test_more_held_out_problems_than_the_space_bears_are_refused() -> None:
         split_problems(QUICKSTART, 0, 100, 5000)
 
 
-def test_an_unknown_task_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"'sums'.*quickstart, stretch"):
-        task_named("sums")
+STEP = re.compile(r"(-?\d+) ([+-]) (\d+) = (-?\d+)\.")
+
+
+def problems_of(task: Task, count: int) -> tuple[Problem, ...]:
+    return tuple(islice(deal_problems(random.Random(7), task, ()), count))
+
+
+def test_a_right_answer_reads_as_one_step_per_term_and_the_result() -> None:
+    answer = work_out(Problem(Wording.FORMULA, (2, 6, 9)), random.Random(0), 0.0)
+    assert answer.text == "2 + 6 = 8. 8 + 9 = 17.\nAnswer: 17"
+    assert (answer.result, answer.num_steps, answer.num_wrong_steps) == (17, 2, 0)
+
+
+@BOTH
+def test_without_slips_every_result_is_the_ground_truth(task: Task) -> None:
+    for dialogue in make_dialogues(problems_of(task, 300), random.Random(0), 0.0):
+        assert dialogue.answer.result == dialogue.problem.answer
+
+
+@BOTH
+def test_a_slip_is_carried_on_and_the_rest_is_calculated_rightly(task: Task) -> None:
+    for dialogue in make_dialogues(problems_of(task, 500), random.Random(0), 0.3):
+        total = dialogue.problem.terms[0]
+        num_wrong_steps = 0
+        steps = STEP.findall(dialogue.answer.text)
+        for (left, sign, number, result), term in zip(
+            steps, dialogue.problem.terms[1:], strict=True
+        ):
+            assert int(left) == total
+            assert int(sign + number) == term
+            total = int(result)
+            error = total - (int(left) + term)
+            num_wrong_steps += error != 0
+            assert error in {0, 10}
+        assert num_wrong_steps == dialogue.answer.num_wrong_steps
+        assert dialogue.answer.text.endswith(f"\nAnswer: {total}")
+
+
+@BOTH
+def test_the_share_of_wrong_steps_is_the_rate_asked_for(task: Task) -> None:
+    answers = [d.answer for d in make_dialogues(problems_of(task, 4000), random.Random(0), 0.35)]
+    share = sum(a.num_wrong_steps for a in answers) / sum(a.num_steps for a in answers)
+    assert share == pytest.approx(0.35, abs=0.02)
+
+
+def test_a_row_has_the_columns_of_dapo_math(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "train.parquet"
+    problem = Problem(Wording.FORMULA, (2, 6, 9))
+    write_dataset(path, (problem,), "train")
+    assert pq.read_table(path).to_pylist() == [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "user", "content": problem.question}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": "17", "style": "rule"},
+            "extra_info": {"index": 0, "split": "train", "num_terms": 3},
+        }
+    ]
+
+
+def test_row_groups_are_small_enough_to_stream_and_rows_keep_their_order(tmp_path: Path) -> None:
+    problems = split_problems(TASKS["quickstart"], 0, 2500, 10).train
+    path = tmp_path / "train.parquet"
+    write_dataset(path, problems, "train")
+    metadata = pq.read_metadata(path)
+    sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    assert sizes == [1024, 1024, 452]
+    rows = pq.read_table(path).to_pylist()
+    assert [row["extra_info"]["index"] for row in rows] == list(range(2500))
+    assert [row["reward_model"]["ground_truth"] for row in rows] == [
+        str(p.answer) for p in problems
+    ]

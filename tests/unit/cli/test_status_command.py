@@ -1,4 +1,4 @@
-"""What commands say of a run that does not go on."""
+"""`sluice status` and other commands on a run that is not active."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.running_run import ask_run
+from sluice.concurrency.process import marked_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
@@ -62,24 +63,24 @@ def secured(folder: Path, *, ended: bool) -> Path:
 
 
 @pytest.mark.parametrize("why", [(), ("--why",)])
-def test_a_finished_run_is_told_of_without_its_certificates(
+def test_a_finished_run_is_shown_without_its_certificates(
     tmp_path: Path, why: tuple[str, ...]
 ) -> None:
     result = CliRunner().invoke(commands, ["status", *why, str(secured(tmp_path, ended=True))])
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{tmp_path}: finished after 2 steps; held-out accuracy")
-    assert "note: its services could not have been asked" in result.stderr
+    assert "note: its services could not be asked" in result.stderr
     assert "sluice.security.ca_file = /gone is no file" in result.stderr
 
 
-def test_of_a_run_that_may_go_on_nothing_is_claimed_without_asking_it(tmp_path: Path) -> None:
+def test_a_run_that_may_be_active_is_never_reported_without_asking_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sluice\.security\.ca_file = /gone is no file"):
         CliRunner().invoke(
             commands, ["status", str(secured(tmp_path, ended=False))], catch_exceptions=False
         )
 
 
-def test_a_run_that_was_interrupted_says_how_far_it_came_and_how_to_go_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_shows_how_far_it_came_and_how_to_continue(tmp_path: Path) -> None:
     _, text = status(str(past(tmp_path, ended=False)))
     assert f"{tmp_path}: not running; 2 steps finished" in text
     assert f"`sluice up {tmp_path / 'config.yaml'}` starts it again" in text
@@ -96,5 +97,26 @@ def test_a_run_without_a_single_step_has_no_accuracy(tmp_path: Path) -> None:
 
 
 async def test_commands_that_need_it_running_refuse_with_the_same_words(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match=r"the run does not go on\.\n.*finished after 2 steps"):
+    with pytest.raises(NotReadyError, match=r"the run is not active\.\n.*finished after 2 steps"):
         await ask_run(past(tmp_path, ended=True))
+
+
+def why(run_dir: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(commands, ["status", "--why", str(run_dir), *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_of_a_run_without_processes_it_says_how_far_it_came(tmp_path: Path) -> None:
+    write_config(load_config(None, NOWHERE), tmp_path / "config.yaml")
+    assert f"{tmp_path}: not running; 0 steps finished" in why(tmp_path)
+
+
+def test_a_process_that_lives_and_does_not_answer_is_no_past_run(tmp_path: Path) -> None:
+    write_config(load_config(None, NOWHERE), tmp_path / "config.yaml")
+    with marked_process(tmp_path, "trainer", "127.0.0.1:1"):
+        found = json.loads(why(tmp_path, "--json"))
+        shown = why(tmp_path)
+    assert found["root"] == "trainer"
+    assert found["services"][0]["process"] == "alive"
+    assert shown.startswith("trainer does not answer (its process")

@@ -1,0 +1,145 @@
+"""The page of a run as one file, with the run's data inside: it needs no server and no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sluice.dashboard.comparison import compare_validations
+from sluice.dashboard.curves import curve_points
+from sluice.dashboard.overview import RunAtRest, overview, read_final_accounts
+from sluice.dashboard.page import USUAL_GROUPS, USUAL_POINTS, group_object, page_object
+from sluice.dashboard.sample_browser import SampleBrowser, SampleFilter
+from sluice.dashboard.sample_files import SampleFolders
+from sluice.dashboard.step_history import StalenessCounts, StepHistory
+
+_MAIN = "main.js"
+_IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) (\w+))", re.MULTILINE)
+
+
+def export_page(run_dir: Path, folders: SampleFolders, total_steps: int | None, file: Path) -> None:
+    """Write the page with all numbers of the run and its newest groups.
+
+    The same folder gives the same bytes.
+
+    Args:
+        run_dir: the run's folder.
+        folders: the folders with its samples.
+        total_steps: steps that the configuration asks for; ``None``: it depends on the data set.
+        file: the file to write.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    answers = _answers(run_dir, folders, total_steps)
+    file.write_text(_page(run_dir.absolute().name, answers), encoding="utf-8")
+
+
+def _answers(run_dir: Path, folders: SampleFolders, total_steps: int | None) -> dict[str, Any]:
+    """Return what the page's server would answer, by address."""
+    history, staleness, browser = (
+        StepHistory(run_dir),
+        StalenessCounts(run_dir),
+        SampleBrowser(folders),
+    )
+    for read in (history.read, staleness.read, browser.read):
+        _read_all(read)
+    rest = RunAtRest(run_dir.absolute().name, total_steps, read_final_accounts(run_dir))
+    num_unread = history.num_unread + staleness.num_unread + browser.num_unread
+    groups = browser.page(SampleFilter(), most=USUAL_GROUPS)
+    return {
+        "/api/overview": {
+            **overview(rest, history, None),
+            "num_unread_lines": num_unread,
+            "is_reading": False,
+        },
+        "/api/curves": {
+            **curve_points(history, USUAL_POINTS),
+            "staleness": staleness.bars(),
+        },
+        "/api/comparison": compare_validations(run_dir, history.validated_steps()),
+        # The file holds no further groups.
+        "/api/samples?": {**page_object(groups, browser.counts), "next": None},
+        **{f"/api/samples/{one.entry.ordinal}": group_object(one) for one in groups.groups},
+    }
+
+
+def _read_all(read: Callable[[], bool]) -> None:
+    while read():
+        pass
+
+
+def _page(name: str, answers: dict[str, Any]) -> str:
+    """Return the page with its styles, its scripts and `answers` inside."""
+    static = files("sluice.dashboard") / "static"
+    texts = {
+        entry.name: entry.read_text(encoding="utf-8")
+        for entry in static.iterdir()
+        if not entry.name.endswith(".svg")
+    }
+    style = texts["uPlot.min.css"] + "\n" + texts["dashboard.css"]
+    library, script = texts["uPlot.iife.min.js"], bundle(texts)
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; "
+        f"script-src {_hash(library)} {_hash(script)}; base-uri 'none'; form-action 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    # In JSON, "<" occurs within texts only. Escaped, no text can end the element.
+    data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<!--\n{texts['uPlot.LICENSE.txt']}\n-->\n<style>{style}</style>\n"
+    )
+    body = (
+        f'<script type="application/json" id="run-answers">{data}</script>\n'
+        f"<script>{library}</script>\n<script>{script}</script>\n"
+    )
+    page = re.sub(r"<(?:link|script) [^>]*>(?:</script>)?\n", "", texts["index.html"])
+    page = page.replace("<title>sluice</title>\n", f"<title>{html.escape(name)}</title>\n{head}")
+    return page.replace("</body>", f"{body}</body>")
+
+
+def bundle(texts: dict[str, str]) -> str:
+    """Return the modules as one script, each as a function that returns what it exports.
+
+    A file that is opened without a server cannot import modules from other files.
+
+    Args:
+        texts: the page's files by name.
+    """
+    parts: list[str] = []
+    done: set[str] = set()
+
+    def add(name: str) -> None:
+        if name in done:
+            return
+        done.add(name)
+        for _, source in _IMPORT.findall(texts[name]):
+            add(source)
+        exported = ", ".join(_EXPORT.findall(texts[name]))
+        body = _IMPORT.sub(lambda m: f"const {m[1]} = {_variable(m[2])};\n", texts[name])
+        body = _EXPORT.sub("", body)
+        parts.append(
+            f"const {_variable(name)} = (() => {{\n{body}return {{ {exported} }};\n}})();\n"
+        )
+
+    add(_MAIN)
+    return '"use strict";\n' + "".join(parts)
+
+
+def _variable(file_name: str) -> str:
+    return f"module_{file_name.removesuffix('.js')}"
+
+
+def _hash(text: str) -> str:
+    """Return the source expression of a Content-Security-Policy that allows just this text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
