@@ -9,7 +9,7 @@ FROM ${REWARD_BASE_IMAGE} AS requirements
 WORKDIR /src
 COPY pyproject.toml constraints.txt deploy/docker/image_requirements.py ./
 ARG EXTRAS=train,dashboard,metrics,traces
-ARG REWARD_EXTRAS=metrics,traces
+ARG REWARD_EXTRAS=certs,metrics,traces
 ARG WITHOUT=""
 RUN python image_requirements.py "${REWARD_EXTRAS}" /wanted/reward && \
     python image_requirements.py "${EXTRAS}" /wanted/compute "${WITHOUT}"

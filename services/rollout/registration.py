@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import math
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -14,18 +14,19 @@ from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.messages import counters_to_fields, replica_to_proto
-from sluice.concurrency.waits import Wait, waiting_for
-from sluice.errors import DeadlineError, NotFoundError, PeerError, SluiceError
+from sluice.errors import DeadlineError, NotFoundError, PeerError
 from sluice.rpc.client import unary_call
+from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
 _PROBE_INTERVAL_S = 1.0
 _HEALTH_INTERVAL_S = 0.5
 _RETRY_INTERVAL_S = 0.5
+_FOREVER = RetryPolicy(first_s=_RETRY_INTERVAL_S, most_s=_RETRY_INTERVAL_S, patience_s=math.inf)
 # A shorter absence is usual: a trainer starts after its replicas, and at the end of a run leaves
 # before them.
-_NEWS_AFTER_S = 10.0
+_WARNS_AFTER_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +101,17 @@ class Registration:
 
     Consumes: the engine's load. Waits for: the trainer.
     Unblocked by: its answers or their deadlines.
-    Produces: a registration, and a heartbeat an interval.
-    On failure: a lost trainer is tried for ever (it may restart); a trainer that does not know the
-        replica gets a new registration.
+    Produces: a registration, and a heartbeat in each interval.
+    On failure: it tries a lost trainer again without end, since the trainer may restart, and
+        registers again with one that does not know the replica.
     On shutdown: one last heartbeat reports that the replica drains.
 
     Args:
         stub: the trainer.
         replica: this replica.
         layout_digest: digest of the names, dtypes and shapes of its weights.
-        load: the engine's latest counters.
-        turns: probes that the engine's loop has answered; 0 if nothing counts them.
+        load: returns the engine's latest counters.
+        turns: returns the probes that the engine's loop has answered; 0 if nothing counts them.
     """
 
     def __init__(
@@ -126,27 +127,30 @@ class Registration:
         self._layout_digest = layout_digest
         self._load = load
         self._turns = turns
-        self._absence = _Absence()
 
     async def run(self) -> None:
-        """Register and send heartbeats for ever.
+        """Stay registered without end.
 
         Raises:
             InvalidRequestError: the trainer refuses the replica.
         """
         while True:
+            retries = Retries(
+                _FOREVER, "trainer", retries_on=is_absence, warns_after_s=_WARNS_AFTER_S
+            )
+            interval_s = await retries.call(self._register)
             try:
-                interval_s = await self._register()
-                self._absence.end()
-                await self._beat(interval_s)
+                while True:
+                    await self._send_heartbeat(draining=False)
+                    await asyncio.sleep(interval_s)
             except NotFoundError:
                 logger.info("the trainer does not know this replica; registering again")
             except (PeerError, DeadlineError) as error:
-                self._absence.keep_waiting(error)
+                logger.debug("registering again after a failed heartbeat: %s", error)
                 await asyncio.sleep(_RETRY_INTERVAL_S)
 
     async def announce_drain(self) -> None:
-        """Report to the trainer that this replica leaves; a lost trainer need not know."""
+        """Report that this replica leaves. A trainer that is away need not know."""
         try:
             await self._send_heartbeat(draining=True)
         except (NotFoundError, PeerError, DeadlineError) as error:
@@ -159,17 +163,11 @@ class Registration:
                 replica=replica_to_proto(self._replica, 0),
                 weights_layout_digest=self._layout_digest,
             ),
-            name="TrainerService/RegisterReplica",
             peer="trainer",
             phase="registering a replica",
         )
         logger.info("registered as %s", self._replica.name)
         return answer.heartbeat_interval_seconds
-
-    async def _beat(self, interval_s: float) -> None:
-        while True:
-            await self._send_heartbeat(draining=False)
-            await asyncio.sleep(interval_s)
 
     async def _send_heartbeat(self, *, draining: bool) -> None:
         load = self._load()
@@ -183,31 +181,6 @@ class Registration:
                 draining=draining,
                 engine_turns=self._turns(),
             ),
-            name="TrainerService/Heartbeat",
             peer="trainer",
             phase="sending a heartbeat",
         )
-
-
-class _Absence:
-    """The time that the trainer has been out of reach; logged once, after a while."""
-
-    def __init__(self) -> None:
-        self._since_s: float | None = None
-        self._is_reported = False
-        self._wait: Wait | None = None
-
-    def keep_waiting(self, error: SluiceError) -> None:
-        now_s = time.monotonic()
-        self._since_s = now_s if self._since_s is None else self._since_s
-        self._wait = self._wait or waiting_for("trainer", "coming back into reach")
-        if now_s - self._since_s >= _NEWS_AFTER_S and not self._is_reported:
-            logger.warning("trainer out of reach for %g s, trying on: %s", _NEWS_AFTER_S, error)
-            self._is_reported = True
-
-    def end(self) -> None:
-        if self._is_reported:
-            logger.info("the trainer is back")
-        if self._wait is not None:
-            self._wait.end()
-        self._since_s, self._is_reported, self._wait = None, False, None

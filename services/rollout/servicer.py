@@ -27,7 +27,6 @@ from sluice.codec.fields import logprobs_to_bytes, token_ids_from_bytes, token_i
 from sluice.codec.messages import (
     check_chat_images,
     counters_to_fields,
-    group_spec_from_proto,
     present_waits_to_proto,
     template_kwargs_from_proto,
 )
@@ -42,7 +41,13 @@ from sluice.codec.rollout import (
     sampling_from_proto,
     within_budget,
 )
-from sluice.codec.weights import check_abort, check_commit, check_join, check_stage
+from sluice.codec.weights import (
+    check_abort,
+    check_commit,
+    check_join,
+    check_stage,
+    group_spec_from_proto,
+)
 from sluice.concurrency.waits import Waiting, waiting_for
 from sluice.data.prompt_length import PromptLimit, check_context
 from sluice.errors import InvalidRequestError, NotReadyError

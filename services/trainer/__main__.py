@@ -1,7 +1,7 @@
 """One trainer rank: `python -m services.trainer --config FILE [key=value ...]`.
 
-Rank 0 serves gRPC and runs the loop; the others follow its commands. Several ranks are started by
-`sluice up` or torchrun, which say who is who in RANK and WORLD_SIZE.
+Rank 0 serves gRPC and runs the loop; the others follow its commands. `sluice up` or torchrun starts
+several ranks and numbers them in RANK and WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sluice.telemetry.trace_setup import traced_process
 def _parse(argv: list[str]) -> tuple[Path, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m services.trainer",
-        description="Runs one rank of the trainer.",
+        description="Run one rank of the trainer.",
         epilog="example: python -m services.trainer --config run.yaml trainer.save_freq=10",
     )
     parser.add_argument("--config", type=Path, required=True, help="run configuration (YAML)")
@@ -38,11 +38,11 @@ def _parse(argv: list[str]) -> tuple[Path, list[str]]:
 
 
 def main() -> int:
-    """Runs until the last step, SIGTERM or SIGINT.
+    """Run until the last step, SIGTERM or SIGINT.
 
-    Exit code 0: the run reached its last step, or a `Stop` call ended it. A run that a signal
-    ended is over in order, but not complete: the process then ends by that signal (for a shell
-    128 plus its number), as programs do that clean up first.
+    Exit code 0: the run reached its last step, or a `Stop` call ended it. After SIGTERM or SIGINT
+    the run has shut down in order but is not complete, so the process then ends by that signal
+    (in a shell: 128 plus its number).
     """
     end_with_supervisor()
     file, overrides = _parse(sys.argv[1:])
@@ -53,7 +53,7 @@ def main() -> int:
 def _run(file: Path, overrides: list[str], rank: int) -> None:
     config = load_config(file, overrides)
     configure_logging("trainer" if rank == 0 else f"trainer-{rank}", config.sluice.log_level)
-    # Whoever starts services without `sluice up` is told of a contradiction, too.
+    # `sluice up` has checked this already; torchrun has not.
     check_config(config, files=False)
     prepare_process(
         config,
@@ -63,11 +63,11 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
     )
     if rank > 0:
         run_follower(config)
-    elif not _led(config):
+    elif not _lead_traced(config):
         _end_by_sigterm()
 
 
-def _led(config: RunConfig) -> bool:
+def _lead_traced(config: RunConfig) -> bool:
     with traced_process(config, "trainer", "trainer"):
         return asyncio.run(run_leader(config))
 
@@ -75,7 +75,7 @@ def _led(config: RunConfig) -> bool:
 def _end_by_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
-    # The first process of a container is not ended by that.
+    # The kernel ignores this signal for the first process of a container.
     sys.exit(128 + signal.SIGTERM)
 
 

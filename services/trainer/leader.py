@@ -1,8 +1,9 @@
-"""Rank 0 of the trainer: puts the parts together, serves, runs the loop, shuts down in order.
+"""Rank 0 of the trainer: connect its parts, serve, run the loop, and shut down in order.
 
-Shutdown: the loop ends or is cancelled; watchers and waits for checkpoints are answered, the server
-stops, the transfer group is left, the metric sinks are closed, the other ranks are let go (after
-what the learner has under way), and their process group is destroyed.
+Shutdown, in reverse order of the start: the loop ends or is cancelled; streams of steps and waits
+for checkpoints get an answer; the server stops; the publisher leaves its transfer group; the metric
+sinks close; the other ranks stop (after the learner's current work); their process group is
+destroyed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +21,7 @@ import torch
 from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
-from services.trainer.fleet.replica_client import (
-    ReplicaClient,
-    ReplicaCounterCalls,
-    RewardCounterCalls,
-)
+from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
@@ -39,17 +36,11 @@ from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.learner_thread import LearnerThread
 from services.trainer.loop.reward_client import RewardClient
 from services.trainer.loop.run_state import RunState
-from services.trainer.loop.train_loop import LoopParts, LoopSettings, TrainLoop
+from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
 from services.trainer.metrics.step_metrics import RunScale, balance_metrics, rank_cut
 from services.trainer.servicer import TrainerServicer
-from services.trainer.start import (
-    PortReservation,
-    StartPoint,
-    live_page,
-    sampling_notice,
-    start_point,
-)
+from services.trainer.start import StartPoint, live_page, sampling_notice, start_point
 from services.trainer.telemetry import (
     RunHistory,
     TrainerMetrics,
@@ -74,6 +65,7 @@ from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
 from sluice.rpc.client import open_channel, reward_stub
 from sluice.rpc.credentials import Credentials, service_credentials
+from sluice.rpc.ports import bound_socket
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.process import process_age_s
@@ -94,17 +86,17 @@ _ACCOUNTING_INTERVAL_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """The loaded learner with what depends on its weights."""
+    """The loaded learner, and the values that depend on its weights."""
 
     policy: LearnerThread
     snapshots: SnapshotBuffers
     tensors: tuple[TensorSpec, ...]
     total_steps: int
-    begins: StartPoint
+    start: StartPoint
 
 
 async def run_leader(config: RunConfig) -> bool:
-    """Runs to the end; false if SIGTERM or SIGINT ended it before."""
+    """Run to the end; return False if SIGTERM or SIGINT ended the run before."""
     stop = asyncio.Event()
     with stop_on_signals(stop):
         async with asyncio.TaskGroup() as tasks:
@@ -116,86 +108,99 @@ async def run_leader(config: RunConfig) -> bool:
 
 async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[None]) -> None:
     await stop.wait()
-    logger.info("asked to end before the last step; the last checkpoint stands")
+    logger.info("a signal ends the run before its last step; the last checkpoint stands")
     running.cancel()
 
 
 async def _lead(config: RunConfig) -> None:
     instance_id = str(uuid.uuid4())
     check_sinks(config.trainer.logger)
-    _warn(config)
+    notice = sampling_notice(config)
+    if notice is not None:
+        logger.warning("%s", notice)
     async with AsyncExitStack() as stack:
         endpoint = config.sluice.trainer.endpoint
         credentials = service_credentials(config.sluice.security, endpoint)
         if not credentials.is_encrypted:
             expect_no_tls()
-        port = stack.enter_context(PortReservation(endpoint.host, endpoint.port))
+        # Bound early, so that a port in use ends the run now and not after the model is loaded.
+        # Nothing listens yet: replicas are refused until the server starts.
+        reserved_port = stack.enter_context(ExitStack())
+        if endpoint.port:
+            reserved_port.enter_context(bound_socket(endpoint.host, endpoint.port))
         stub = await _connect_reward(config, credentials, stack)
         reward = RewardClient(stub, instance_id, config.sluice.trainer.batch_timeout_s)
         dataset_rows = await reward.wait_until_up(REWARD_START_TIMEOUT_S)
-        # Forming the ranks and loading block; nothing else needs the loop yet.
+        # Both calls block the event loop, which nothing else needs yet.
         parallel = join_ranks(config)
         stack.callback(parallel.close)
         trained = _load(config, parallel, total_training_steps(config, dataset_rows))
         stack.push_async_callback(trained.policy.close)
-        reported = _begun(config, trained, instance_id)
-        state, fleet = reported.state, reported.fleet
-        record = await _open_record(config, trained.begins.replaces_after, reported.history)
-        stack.push_async_callback(record.close)
-        publisher = _publisher(config, trained, credentials, reported)
+        observed = _observed(config, trained, instance_id)
+        reporter = await _open_reporter(config, trained.start.replaces_after, observed.history)
+        stack.push_async_callback(reporter.close)
+        replicas = ReplicaChannels(message_mb(config) << 20, credentials)
+        stack.push_async_callback(replicas.close)
+        publisher = _publisher(config, trained, replicas, observed)
         stack.push_async_callback(publisher.close)
-        port.release()
-        await _serve(config, fleet, state, credentials, stack)
-        stack.enter_context(watching(config, state, fleet))
-        stack.enter_context(exported(config, reported))
+        reserved_port.close()
+        await _serve(config, observed.fleet, observed.state, credentials, stack)
+        stack.enter_context(watching(config, observed.state, observed.fleet))
+        stack.enter_context(exported(config, observed))
         exempt_start_up()
         await stack.enter_async_context(live_page(config))
-        # First of all at the end: whoever watches or waits for a checkpoint gets an answer.
-        stack.push_async_callback(state.finish)
-        replicas = ReplicaCounterCalls(credentials)
-        stack.push_async_callback(replicas.close)
+        # Runs first at shutdown: streams of steps and waits for checkpoints get an answer.
+        stack.push_async_callback(observed.state.finish)
         accounting = RunAccountant(
-            fleet, state, ask_replica=replicas.ask, ask_reward=RewardCounterCalls(stub).ask
+            observed.fleet,
+            observed.state,
+            ask_replica=replicas.counters,
+            ask_reward=reward.counters,
         )
-        parts = LoopParts(trained.policy, reward, publisher, record, accounting, fleet, state)
-        resumed = trained.begins.checkpoint
-        resume_from = resumed.progress if resumed else None
-        loop = TrainLoop(_loop_settings(config, dataset_rows), parts, resume_from)
-        await _run_loop(loop, fleet, accounting, replicas)
-    # Once more, with the seconds of shutting down.
-    record.accounts(accounting.close(loop.accounts))
+        checkpoint = trained.start.checkpoint
+        loop = TrainLoop(
+            _loop_settings(config, dataset_rows),
+            policy=trained.policy,
+            data=reward,
+            publisher=publisher,
+            reporter=reporter,
+            accounting=accounting,
+            fleet=observed.fleet,
+            state=observed.state,
+            resume_from=checkpoint.progress if checkpoint else None,
+        )
+        await _run_loop(loop, observed.fleet, accounting, replicas)
+    # Write the accounts again: now they include the seconds of shutting down.
+    reporter.accounts(accounting.close(loop.accounts))
 
 
-def _begun(config: RunConfig, trained: _Trained, instance_id: str) -> TrainerMetrics:
-    """State and fleet of a run that begins, with what is counted beside them."""
+def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> TrainerMetrics:
+    """Return state and fleet at the beginning of the run, with the counters beside them."""
     trainer, service = config.trainer, config.sluice.trainer
-    names = (trainer.project_name, trainer.experiment_name)
-    logger.info("%s / %s: %d steps", *names, trained.total_steps)
-    resumed = trained.begins.checkpoint
-    step = resumed.step if resumed else 0
-    state = RunState(instance_id, trained.total_steps, step, process_age_s())
-    digest = layout_digest(trained.tensors)
-    fleet = Fleet(digest, service.replica_ttl_s, service.replica_stall_s)
-    return TrainerMetrics(state, fleet, RunHistory(), SyncCounts())
-
-
-def _warn(config: RunConfig) -> None:
-    notice = sampling_notice(config)
-    if notice is not None:
-        logger.warning("%s", notice)
+    logger.info(
+        "%s / %s: %d steps", trainer.project_name, trainer.experiment_name, trained.total_steps
+    )
+    checkpoint = trained.start.checkpoint
+    step = checkpoint.step if checkpoint else 0
+    return TrainerMetrics(
+        RunState(instance_id, trained.total_steps, step, process_age_s()),
+        Fleet(layout_digest(trained.tensors), service.replica_ttl_s, service.replica_stall_s),
+        RunHistory(),
+        SyncCounts(),
+    )
 
 
 async def _run_loop(
-    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaCounterCalls
+    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaChannels
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
-        bookkeeping = tasks.create_task(
-            _refresh_accounting(accounting, fleet, replicas), name="books"
+        refresh = tasks.create_task(
+            _refresh_accounting(accounting, fleet, replicas), name="accounting"
         )
         await loop.run()
         expiry.cancel()
-        bookkeeping.cancel()
+        refresh.cancel()
 
 
 async def _expire_silent(fleet: Fleet) -> None:
@@ -205,16 +210,16 @@ async def _expire_silent(fleet: Fleet) -> None:
 
 
 async def _refresh_accounting(
-    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaCounterCalls
+    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaChannels
 ) -> None:
-    """Takes the books also while a step lasts, for status calls."""
+    """Refresh the accounts during a step too, for status calls."""
     while True:
         await accounting.take()
         await replicas.forget_others([member.info for member in fleet.members()])
         await asyncio.sleep(_ACCOUNTING_INTERVAL_S)
 
 
-async def _open_record(
+async def _open_reporter(
     config: RunConfig, replaces_after: int | None, history: RunHistory
 ) -> Reporter:
     trainer, run_dir = config.trainer, Path(config.sluice.run_dir)
@@ -225,7 +230,7 @@ async def _open_record(
         flat_settings(config),
         replaces_after,
     )
-    # `sluice status` and the report read the JSONL file, whatever else is written.
+    # `sluice status` and the report read the JSONL file, so it is always written.
     names = list(dict.fromkeys([JSONL, *trainer.logger]))
     close_timeout_s = config.sluice.shutdown_grace_s * _LOGGERS_SHARE_OF_GRACE
     sinks = await open_sinks(names, target, close_timeout_s=close_timeout_s)
@@ -275,14 +280,12 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     leader = RankLeader(learner, parallel, config.sluice.trainer.command_timeout_s)
     folder = Path(checkpoint_folder(config))
     store = CheckpointStore(
-        folder,
-        config.trainer.max_actor_ckpt_to_keep,
-        config.trainer.max_critic_ckpt_to_keep,
+        folder, config.trainer.max_actor_ckpt_to_keep, config.trainer.max_critic_ckpt_to_keep
     )
-    begins = start_point(config.trainer, store, folder)
-    if begins.checkpoint is not None:
-        leader.load(begins.checkpoint.actor)
-        logger.info("resumed from step %d", begins.checkpoint.step)
+    start = start_point(config.trainer, store, folder)
+    if start.checkpoint is not None:
+        leader.load(start.checkpoint.actor)
+        logger.info("resumed from step %d", start.checkpoint.step)
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
     snapshots = SnapshotBuffers(tensors)
@@ -293,16 +296,14 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
         return {**balance_metrics(batch, step, cut), **memory_metrics(device)}
 
     policy = LearnerThread(leader, snapshots, store, config.sluice.weights.timeout_s, observe)
-    return _Trained(policy, snapshots, tensors, total_steps, begins)
+    return _Trained(policy, snapshots, tensors, total_steps, start)
 
 
 def _publisher(
-    config: RunConfig, trained: _Trained, credentials: Credentials, reported: TrainerMetrics
+    config: RunConfig, trained: _Trained, replicas: ReplicaChannels, observed: TrainerMetrics
 ) -> WeightPublisher:
     weights, endpoint = config.sluice.weights, config.sluice.trainer.endpoint
     device = transfer_device(config.trainer.device, weights.backend)
-    reachable_at = advertised_host(endpoint)
-
     bucket_bytes = weights.bucket_mb << 20
     transfer_timeout_s = broadcast_deadline_s(trained.tensors, bucket_bytes, weights.timeout_s)
     sends_changes = weights.delta == "auto"
@@ -312,22 +313,18 @@ def _publisher(
             device=device,
             bucket_bytes=bucket_bytes,
             timeout_s=weights.timeout_s,
-            host=reachable_at,
+            host=advertised_host(endpoint),
             bind_host=endpoint.host,
             keeps_base=sends_changes,
         )
 
     def connect(replica: ReplicaInfo) -> ReplicaClient:
         return ReplicaClient(
-            replica,
-            max_message_bytes=message_mb(config) << 20,
-            timeout_s=weights.timeout_s,
-            transfer_timeout_s=transfer_timeout_s,
-            credentials=credentials,
+            replica, replicas, timeout_s=weights.timeout_s, transfer_timeout_s=transfer_timeout_s
         )
 
     return WeightPublisher(
-        reported.fleet,
+        observed.fleet,
         trained.snapshots,
         trained.tensors,
         make_sender=make_sender,
@@ -335,7 +332,7 @@ def _publisher(
         timeout_s=weights.timeout_s,
         probe_timeout_s=weights.probe_timeout_s,
         sends_changes=sends_changes,
-        counts=reported.sync,
+        counts=observed.sync,
     )
 
 

@@ -1,4 +1,4 @@
-"""TrainerService: decode, call, encode, return."""
+"""The gRPC TrainerService: decode the request, call fleet or state, encode the answer."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _PHASE_TO_PROTO = {
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Membership, progress and control.
+    """Calls for membership, progress and control.
 
     Args:
-        fleet: who serves.
-        state: what the run does.
-        heartbeat_interval_s: what replicas are asked for.
-        ttl_s: how long a silent replica is kept.
-        limits: of what clients may do.
+        fleet: the replicas.
+        state: progress and control of the run.
+        heartbeat_interval_s: seconds between a replica's heartbeats.
+        ttl_s: seconds without a heartbeat after which a replica is dropped.
+        limits: limits for clients.
     """
 
     def __init__(
@@ -65,14 +65,17 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         ttl_s: float,
         limits: LimitsConfig | None = None,
     ) -> None:
-        self._fleet, self._state = fleet, state
-        self._limits, self._num_watchers = limits or LimitsConfig(), 0
-        self._interval_s, self._ttl_s = heartbeat_interval_s, ttl_s
+        self._fleet = fleet
+        self._state = state
+        self._limits = limits or LimitsConfig()
+        self._num_watchers = 0
+        self._interval_s = heartbeat_interval_s
+        self._ttl_s = ttl_s
 
     async def RegisterReplica(
         self, request: trainer.RegisterReplicaRequest, context: Context
     ) -> trainer.RegisterReplicaResponse:
-        """Takes a replica into the fleet as pending."""
+        """Add a replica to the fleet as pending."""
         check_register(request)
         replica = replica_from_proto(request.replica)
         self._fleet.register(replica, request.weights_layout_digest, time.monotonic())
@@ -83,7 +86,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Heartbeat(
         self, request: trainer.HeartbeatRequest, context: Context
     ) -> trainer.HeartbeatResponse:
-        """Notes that a replica lives."""
+        """Record a replica's heartbeat."""
         check_heartbeat(request)
         self._fleet.heartbeat(
             request.name,
@@ -98,7 +101,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetStatus(
         self, request: trainer.GetStatusRequest, context: Context
     ) -> trainer.GetStatusResponse:
-        """State of the run."""
+        """Return the state of the run."""
         state, now_s = self._state, time.monotonic()
         return trainer.GetStatusResponse(
             instance_id=state.instance_id,
@@ -116,28 +119,28 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def WatchSteps(
         self, request: trainer.WatchStepsRequest, context: Context
     ) -> AsyncIterator[trainer.WatchStepsResponse]:
-        """Streams finished steps until the run ends."""
+        """Stream finished steps until the run ends."""
         check_watch(request)
         check_watchers(self._num_watchers, self._limits.max_watchers)
         self._num_watchers += 1
         try:
-            following = request.from_step or self._state.step + 1
-            while records := await self._state.records_from(following):
+            step = request.from_step or self._state.step + 1
+            while records := await self._state.records_from(step):
                 for record in records:
                     yield trainer.WatchStepsResponse(step=record.step, metrics=dict(record.metrics))
-                following = records[-1].step + 1
+                step = records[-1].step + 1
         finally:
             self._num_watchers -= 1
 
     async def SaveCheckpoint(
         self, request: trainer.SaveCheckpointRequest, context: Context
     ) -> trainer.SaveCheckpointResponse:
-        """Saves after the current step."""
+        """Save a checkpoint after the current step."""
         step, path = await self._state.saved()
         return trainer.SaveCheckpointResponse(step=step, path=path)
 
     async def Pause(self, request: trainer.PauseRequest, context: Context) -> trainer.PauseResponse:
-        """Holds training after the current step for one holder, for good or on a lease."""
+        """Pause training after the current step for one holder, with or without a lease."""
         check_pause(request, self._state.holders)
         lease_s = request.lease_seconds if request.HasField("lease_seconds") else None
         self._state.pause(lease_s, request.holder)
@@ -146,13 +149,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Resume(
         self, request: trainer.ResumeRequest, context: Context
     ) -> trainer.ResumeResponse:
-        """Ends one holder's hold."""
+        """End one holder's pause."""
         check_resume(request)
         self._state.resume(request.holder)
         return trainer.ResumeResponse(step=self._state.step)
 
     async def Stop(self, request: trainer.StopRequest, context: Context) -> trainer.StopResponse:
-        """Ends the run after the current step."""
+        """End the run after the current step."""
         check_stop(request)
         self._state.stop(request.reason or "asked to stop")
         return trainer.StopResponse(step=self._state.step)

@@ -1,6 +1,4 @@
-"""What rank 0 does before the first step: choose a checkpoint, reserve the port, warn, and open
-the live page.
-"""
+"""The start of rank 0: its checkpoint, the warning about truncated sampling, and the live page."""
 
 from __future__ import annotations
 
@@ -12,31 +10,31 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from services.trainer.learner.checkpoint import resume_point
 from sluice.client.run_address import CONFIG_NAME
 from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.run import RunConfig
-from sluice.rpc.ports import bound_socket
 from sluice.service_contract import MARK_VARIABLE, checkpoint_mark, restarts
 
 if TYPE_CHECKING:
     from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore
     from sluice.config.schema.trainer import TrainerConfig
 
-
 logger = logging.getLogger(__name__)
+
+_END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Where this process begins.
+    """The point where this process continues the run.
 
-    `replaces_after` is the step after which it records steps anew that a process before it, in the
-    same run or in an earlier one, may have recorded; None if there was none.
+    `checkpoint` is None at step 0. `replaces_after` is the last step whose metrics stay: an earlier
+    process may have recorded later steps, which this one records again. None: there was no earlier
+    process.
     """
 
     checkpoint: Checkpoint | None
@@ -49,17 +47,17 @@ def start_point(
     folder: Path,
     environment: Mapping[str, str] = os.environ,
 ) -> StartPoint:
-    """Chooses the checkpoint to go on from.
+    """Choose the checkpoint to continue from.
 
-    ``trainer.resume_mode`` says where a run begins. A trainer that its supervisor starts again is
-    in the middle of a run: it goes on from the newest checkpoint that this run has saved, also with
-    ``disable`` and ``resume_path``, and if there is none yet, from where the run began.
+    ``trainer.resume_mode`` decides where a run begins. A trainer that its supervisor restarts is in
+    the middle of a run: it continues from the newest checkpoint of this run, also with ``disable``
+    and ``resume_path``. If the run has saved none yet, it starts where the run began.
 
     Args:
         trainer: the settings.
         store: the checkpoints of `folder`.
-        folder: where checkpoints are.
-        environment: what the launcher has set.
+        folder: holds the checkpoints.
+        environment: variables from the launcher.
 
     Raises:
         ConfigError, CheckpointError: as `resume_point` and `CheckpointStore.latest`.
@@ -72,7 +70,7 @@ def start_point(
     found = store.latest() if has_saved else resume_point(trainer, store)
     step = found.step if found else 0
     logger.warning(
-        "started again (%d times so far): the run goes on from step %d, %s",
+        "restarted (%d times so far): the run continues from step %d, %s",
         times,
         step,
         "its last checkpoint" if has_saved else "where it began, since it has saved none",
@@ -80,43 +78,11 @@ def start_point(
     return StartPoint(found, step)
 
 
-class PortReservation:
-    """Holds host and port without listening: peers are refused as if nobody were there.
-
-    Args:
-        host: interface.
-        port: 0 reserves nothing.
-
-    Raises:
-        ConfigError: the port is taken, or the interface does not exist.
-    """
-
-    def __init__(self, host: str, port: int) -> None:
-        self._socket = bound_socket(host, port) if port else None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Frees the port for the server itself. Repeating it does nothing."""
-        if self._socket is not None:
-            self._socket.close()
-
-
 def sampling_notice(config: RunConfig) -> str | None:
-    """A warning if samples are drawn from another distribution than the trainer computes.
+    """Return a warning if top-p or top-k truncates sampling in training, else None.
 
-    Behaviour logprobs are those of the truncated distribution, in which the tokens that are left
-    share all probability; the trainer computes logprobs over the whole vocabulary, which are lower.
-    None if nothing is truncated.
+    Behavior logprobs are those of the truncated distribution, in which the remaining tokens share
+    all probability. The trainer computes logprobs over the whole vocabulary, which are lower.
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     cuts = [f"top_p = {rollout.top_p:g}"] if rollout.top_p < 1.0 else []
@@ -146,19 +112,14 @@ def sampling_notice(config: RunConfig) -> str | None:
     )
 
 
-# The live page beside rank 0: a process of its own, which training never waits for.
-#
-# It ends with the trainer, however that ends; that it cannot start, or ends by itself, costs a
-# line in the log.
-
-
-_END_S = 5.0
-
-
 @asynccontextmanager
 async def live_page(config: RunConfig) -> AsyncIterator[None]:
-    """Serves the run's page for the length of the block, if `sluice.dashboard.port` is set."""
-    process = await _started(config)
+    """Serve the run's page during the block, if `sluice.dashboard.port` is set.
+
+    The page has its own process and ends with the trainer. Training never waits for it: if it
+    cannot start or ends early, the log says so.
+    """
+    process = await _start_page(config)
     if process is None:
         yield
         return
@@ -173,7 +134,7 @@ async def live_page(config: RunConfig) -> AsyncIterator[None]:
         await _end(process)
 
 
-async def _started(config: RunConfig) -> asyncio.subprocess.Process | None:
+async def _start_page(config: RunConfig) -> asyncio.subprocess.Process | None:
     page = config.sluice.dashboard
     if page.port is None:
         return None
@@ -181,7 +142,10 @@ async def _started(config: RunConfig) -> asyncio.subprocess.Process | None:
     command += ["--host", page.host, "--port", str(page.port)]
     environment = {**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())}
     try:
-        _leave_config(config)
+        # `sluice up` has written the configuration, which the page reads; torchrun has not.
+        file = Path(config.sluice.run_dir) / CONFIG_NAME
+        if not file.exists():
+            write_config(config, file)
         return await asyncio.create_subprocess_exec(
             sys.executable, *command, env=environment, stdin=asyncio.subprocess.DEVNULL
         )
@@ -190,28 +154,17 @@ async def _started(config: RunConfig) -> asyncio.subprocess.Process | None:
         return None
 
 
-def _leave_config(config: RunConfig) -> None:
-    """The launcher leaves it in the run's folder; `torchrun` without it does not.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    file = Path(config.sluice.run_dir) / CONFIG_NAME
-    if not file.exists():
-        write_config(config, file)
-
-
 async def _log_end(process: asyncio.subprocess.Process) -> None:
     code = await process.wait()
     logger.warning(
-        "the live page has ended with exit code %d, training goes on; `sluice dashboard` with the "
-        "run's folder shows it again",
+        "the live page has ended with exit code %d and training continues; `sluice dashboard` with "
+        "the run's folder shows the page again",
         code,
     )
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM, and SIGKILL if that does not help."""
+    """Send SIGTERM, then SIGKILL if the process does not end in time."""
     if process.returncode is not None:
         return
     process.terminate()

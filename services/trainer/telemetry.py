@@ -1,6 +1,4 @@
-"""Show the trainer's work to others: Prometheus readings, memory, the watchdog's and the status
-calls' view.
-"""
+"""Observation of the trainer: Prometheus readings, memory metrics, and the watchdog's view."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import torch
 from services.trainer.fleet.delivery import SyncCounts, SyncPhase
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState
-from services.trainer.metrics.sinks import ValidationSample
+from services.trainer.metrics.step_metrics import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.concurrency.deadlines import units_done
 from sluice.concurrency.waits import WAITS, Waiting, merged_waits
@@ -34,13 +32,31 @@ from sluice.telemetry.metrics import Histogram, InstrumentReading
 from sluice.telemetry.process import process_age_s
 
 _GIB = float(1 << 30)
+_STEP = "timing_s/step"
+_WAIT = "timing_s/wait_batch"
+_SKIPPED = "actor/skipped_updates"
+_VALIDATION = "val-core/"
+_TOKENS = "tokens/"
+_OPEN = ("pending", "under_way")
+_ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
+_AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
+# Peer and activity that each phase waits for.
+_AWAITED_IN = {
+    RunPhase.WAITING_FOR_REPLICAS: ("rollout fleet", "registering replicas"),
+    RunPhase.WAITING_FOR_BATCH: ("reward service", "filling a batch"),
+    RunPhase.TRAINING: ("learner thread", "updating the policy"),
+    RunPhase.PUBLISHING: ("rollout fleet", "taking the weights"),
+    RunPhase.EVALUATING: ("reward service", "validating"),
+    RunPhase.SAVING: ("learner thread", "saving a checkpoint"),
+    RunPhase.PAUSED: ("operator", "resuming the run"),
+}
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """``perf/cpu_memory_used_gb`` and, of an accelerator, ``perf/max_memory_*_gb``; GiB.
+    """Return ``perf/cpu_memory_used_gb`` and, for accelerators, ``perf/max_memory_*_gb``, in GiB.
 
     Args:
-        device: rank 0's; its peaks are those of this process since its start.
+        device: rank 0's; the peaks are those of this process since its start.
     """
     host = CpuDevice().memory_info()
     metrics = {"perf/cpu_memory_used_gb": (host.total_bytes - host.free_bytes) / _GIB}
@@ -51,12 +67,8 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     return metrics
 
 
-_STEP, _WAIT, _SKIPPED = "timing_s/step", "timing_s/wait_batch", "actor/skipped_updates"
-_VALIDATION = "val-core/"
-
-
 class RunHistory:
-    """A sink of metrics that keeps the newest."""
+    """A metric sink that keeps the newest values for Prometheus."""
 
     def __init__(self) -> None:
         self._last_step: Mapping[str, float] = {}
@@ -66,7 +78,7 @@ class RunHistory:
         self._num_skipped = 0.0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row, of a step or of a validation."""
+        """Keep the metrics of a step or a validation."""
         if "training/global_step" in metrics:
             self._last_step = metrics
             self._step_s.observe(metrics.get(_STEP, 0.0))
@@ -75,14 +87,14 @@ class RunHistory:
         else:
             self._scores.update(_scores_of(metrics))
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Texts are no metrics."""
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Do nothing: texts are not metrics."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def readings(self) -> Iterator[InstrumentReading]:
-        """What came so far."""
+        """Yield the readings of finished steps and validations."""
         yield trainer.STEP_SECONDS.at(self._step_s.distribution())
         yield trainer.BATCH_WAIT.at(self._wait_s.distribution())
         yield trainer.SKIPPED_UPDATES.at(self._num_skipped)
@@ -94,27 +106,25 @@ class RunHistory:
 
 
 def _scores_of(metrics: Mapping[str, float]) -> Iterator[tuple[tuple[str, str, str], float]]:
-    """Of ``val-core/<source>/<variable>/<statistic>``; a source may hold slashes."""
+    """Yield scores by source, variable and statistic, from names of ``val-core/``.
+
+    Names are ``val-core/<source>/<variable>/<statistic>``; a source may contain slashes.
+    """
     for name, value in metrics.items():
         if name.startswith(_VALIDATION):
             source, variable, statistic = name.removeprefix(_VALIDATION).rsplit("/", 2)
             yield (source, variable, statistic), value
 
 
-_TOKENS = "tokens/"
-_OPEN = ("pending", "under_way")
-_ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
-
-
 @dataclass(frozen=True, slots=True)
 class TrainerMetrics:
-    """Where the numbers are.
+    """The sources of the trainer's Prometheus readings.
 
     Args:
-        state: phases, steps and the books as they were last taken.
+        state: phases, steps and the newest accounts.
         fleet: the replicas.
-        history: the last rows.
-        sync: weight updates.
+        history: metrics of finished steps and validations.
+        sync: counts of weight updates.
     """
 
     state: RunState
@@ -123,7 +133,7 @@ class TrainerMetrics:
     sync: SyncCounts
 
     def readings(self) -> Iterator[InstrumentReading]:
-        """All of them; called in the event loop."""
+        """Yield all readings; call in the event loop."""
         yield from _run(self.state)
         yield from _accounting(self.state.accounts)
         yield from _fleet(self.fleet)
@@ -132,7 +142,7 @@ class TrainerMetrics:
 
 
 def exported(config: RunConfig, metrics: TrainerMetrics) -> AbstractContextManager[None]:
-    """Serves them while the block runs, if a port is set."""
+    """Serve the readings during the block, if a port is set."""
     who = ProcessName("trainer", "trainer", restarts())
     endpoint = config.sluice.trainer.endpoint
     return served_metrics(config.sluice, endpoint, who, metrics.readings)
@@ -152,7 +162,7 @@ def _run(state: RunState) -> Iterator[InstrumentReading]:
 
 
 def _accounting(accounts: Mapping[str, float]) -> Iterator[InstrumentReading]:
-    """Of a run whose books were not taken yet there is nothing to tell."""
+    """Yield the accounts' readings; nothing before the accounts are taken for the first time."""
     if (generated := accounts.get("generated_tokens")) is not None:
         yield trainer.TOKENS_GENERATED.at(generated)
     for name, value in accounts.items():
@@ -203,26 +213,14 @@ def _sync(counts: SyncCounts) -> Iterator[InstrumentReading]:
     yield trainer.SYNC_STALL.at(counts.stall_s)
 
 
-_AWAITED_IN = {
-    RunPhase.WAITING_FOR_REPLICAS: ("rollout fleet", "registering replicas"),
-    RunPhase.WAITING_FOR_BATCH: ("reward service", "filling a batch"),
-    RunPhase.TRAINING: ("learner thread", "updating the policy"),
-    RunPhase.PUBLISHING: ("rollout fleet", "taking the weights"),
-    RunPhase.EVALUATING: ("reward service", "validating"),
-    RunPhase.SAVING: ("learner thread", "saving a checkpoint"),
-    RunPhase.PAUSED: ("operator", "resuming the run"),
-}
-_AT_REST = (RunPhase.PAUSED, RunPhase.FINISHED)
-
-
 def phase_waits(state: RunState) -> tuple[Waiting, ...]:
-    """Whom the run as a whole waits for, since the present phase began."""
+    """Return the run's wait of the current phase, if it waits."""
     awaited = _AWAITED_IN.get(state.phase)
     return () if awaited is None else (Waiting(*awaited, state.phase_seconds),)
 
 
 def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContextManager[None]:
-    """The trainer's watchdog."""
+    """Run the trainer's watchdog during the block."""
     service = config.sluice.trainer
     work = TrainerWork(service, state, fleet, Path(checkpoint_folder(config)))
     address = advertised_address(service.endpoint, service.endpoint.port)
@@ -232,23 +230,24 @@ def watching(config: RunConfig, state: RunState, fleet: Fleet) -> AbstractContex
 
 
 class TrainerWork:
-    """What the watchdog asks.
+    """The trainer's progress, for the watchdog.
 
-    Progress are steps, changes of phase, forward passes, buckets of weights, bytes of a checkpoint
-    under way, and tokens of the fleet, which is what a wait for a batch waits for. A paused or
-    finished run has no work.
+    These count as progress: steps, changes of phase, forward passes, buckets of weights, bytes of
+    the checkpoint that is being written, and the fleet's tokens, which fill the next batch. A
+    paused or finished run has no work.
 
     Args:
-        service: the deadlines of the waits that have one of their own.
-        state: what the run does.
-        fleet: who generates.
+        service: the deadlines of waits that have their own.
+        state: the phase and step of the run.
+        fleet: generates tokens.
         checkpoints: the folder of the run's checkpoints.
     """
 
     def __init__(
         self, service: TrainerServiceConfig, state: RunState, fleet: Fleet, checkpoints: Path
     ) -> None:
-        self._state, self._fleet = state, fleet
+        self._state = state
+        self._fleet = fleet
         self._unfinished = UnfinishedCheckpoint(checkpoints)
         self._patience_s = {
             RunPhase.WAITING_FOR_REPLICAS: service.replica_wait_timeout_s,
@@ -257,19 +256,19 @@ class TrainerWork:
         }
 
     def work_state(self) -> WorkState:
-        """In the event loop."""
+        """Return progress and whether there is work; call in the event loop."""
         phase = self._state.phase
         written = self._unfinished.latest() if phase is RunPhase.SAVING else None
         progress = (phase, self._state.step, units_done(), written, self._fleet.totals())
         return WorkState(progress, phase not in _AT_REST, self._patience_s.get(phase, 0.0))
 
     def waits(self) -> tuple[Waiting, ...]:
-        """In any thread."""
+        """Return all current waits; call in any thread."""
         return merged_waits((*phase_waits(self._state), *WAITS.snapshot()))
 
 
 class UnfinishedCheckpoint:
-    """How much of a checkpoint is on the disk, measured by a thread: a disk may hang.
+    """The size of the checkpoint that is being written, measured by a thread: a disk may hang.
 
     Args:
         root: the folder of the run's checkpoints.
@@ -281,9 +280,9 @@ class UnfinishedCheckpoint:
         self._measuring: threading.Thread | None = None
 
     def latest(self) -> tuple[int, int] | None:
-        """Bytes that files have and bytes that are allocated; starts the next measurement.
+        """Start the next measurement; return the bytes of files, and those allocated, of the last.
 
-        ``None`` before the first has ended.
+        ``None`` before the first measurement has ended.
         """
         if self._measuring is None or not self._measuring.is_alive():
             self._measuring = threading.Thread(
@@ -295,6 +294,6 @@ class UnfinishedCheckpoint:
     def _measure(self) -> None:
         try:
             files = [file.stat() for file in self._root.glob(".*/**/*")]
-        except OSError:  # renamed meanwhile: the next look sees what came of it
+        except OSError:  # the folder was renamed meanwhile; the next measurement sees the new one
             return
         self._latest = sum(s.st_size for s in files), sum(s.st_blocks for s in files) * 512

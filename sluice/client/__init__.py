@@ -1,6 +1,7 @@
-"""The Python SDK: watch a run, generate with the policy in training, submit prompts to it.
+"""The Python SDK: watch a run, generate with the policy in training, and submit prompts to it.
 
-`AsyncClient` and `Client` are where to begin; docs/clients.md shows them at work.
+Requests and addresses come in. Samples, prompt events, scores and the run's state go out. Begin
+with `AsyncClient` or `Client`; docs/clients.md shows them at work.
 """
 
 from sluice.client.async_client import AsyncClient
@@ -15,7 +16,7 @@ from sluice.client.generation_types import (
     SampleFinished,
     Sampling,
 )
-from sluice.client.policy_client import NewPrompt, PromptEvent
+from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run, credentials_from_environment
 from sluice.client.scoring import ScoreItem
 from sluice.client.sync_client import Client

@@ -1,4 +1,4 @@
-"""The name of a client that was given none: quotas bind it as well."""
+"""The channels of one client, and the name under which quotas count it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def default_client_name() -> str:
-    """``sluice-client@HOST:PID`` of this process, all of whose unnamed clients count as one.
+    """Return ``sluice-client@HOST:PID``. All unnamed clients of this process count as one.
 
-    Printable ASCII, as gRPC wants metadata, of at most `MAX_NAME_LENGTH` characters.
+    The name is printable ASCII, as gRPC requires, of at most `MAX_NAME_LENGTH` characters.
     """
     pid = str(os.getpid())
     host = "".join(each if "!" <= each <= "~" else "?" for each in socket.gethostname())
@@ -32,11 +32,11 @@ MethodT = TypeVar("MethodT", bound=Callable[..., object])
 
 
 class ServiceChannels:
-    """One channel an address, opened when it is first used.
+    """One channel per address, opened by its first use.
 
     Args:
-        address: credentials and limits of all of them.
-        client_name: told with each call, for quotas; empty: `default_client_name`.
+        address: credentials and limits of all channels.
+        client_name: sent with each call, for quotas; empty: `default_client_name`.
     """
 
     def __init__(self, address: RunAddress, client_name: str) -> None:
@@ -47,14 +47,14 @@ class ServiceChannels:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self._closed
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """The channel to host:port.
+        """Return the channel to host:port.
 
         Raises:
-            ConfigError: they are closed.
+            ConfigError: the channels are closed.
         """
         self.check_open()
         if address not in self._channels:
@@ -66,35 +66,35 @@ class ServiceChannels:
         return self._channels[address]
 
     def named(self, method: MethodT, traceparent: str = "") -> MethodT:
-        """A stub's method that tells the client's name, and the caller's span if it has one.
+        """Return a stub's method that sends the client's name, and the caller's span if any.
 
         Calling it raises ConfigError once the channels are closed.
         """
         of_trace = ((TRACEPARENT, traceparent),) if traceparent else ()
 
         def call(*arguments: object, **options: object) -> object:
-            self.check_open()  # a call that is tried again may find them closed
+            self.check_open()  # a retried call may find them closed
             return method(*arguments, metadata=(*self._metadata, *of_trace), **options)
 
         return call  # type: ignore[return-value]
 
     def check_size(self, name: str, message: Message) -> None:
-        """Refuses what gRPC would not send, and would call a failure of the service.
+        """Refuse a message that gRPC would not send, and would report as the service's failure.
 
         Raises:
-            InvalidRequestError: the message is over the limit; `name` says what it is.
+            InvalidRequestError: the message `name` is over the limit.
         """
         size, most = message.ByteSize(), self._address.max_message_bytes
         if size > most:
             raise InvalidRequestError(f"{name}: {size} bytes; send at most {most} at a time")
 
     def check_open(self) -> None:
-        """Raises ConfigError once they are closed."""
+        """Raise ConfigError once the channels are closed."""
         if self._closed:
             raise ConfigError("client: it is closed; open another one")
 
     async def close(self) -> None:
-        """Closes all of them, which cancels their calls, and opens no other."""
+        """Close all channels, which cancels their calls, and open no other."""
         self._closed = True
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:

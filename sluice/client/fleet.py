@@ -1,4 +1,4 @@
-"""Find the replicas of a run, and choose the one that takes a client's next request."""
+"""Find the replicas of a run, and choose one for a client's next request."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from sluice.errors import (
 from sluice.rpc.client import reward_stub, rollout_stub, trainer_stub, unary_call
 from sluice.rpc.retries import own_deadline_is_failure
 
+# Requests within this time share one look-up.
 _FRESH_S = 2.0
+# A failed replica comes last for this time.
 _SUSPECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class FleetReplica:
-    """A replica that serves; `slots_busy` samples are in its `slots`, or wait for one."""
+    """A serving replica; `slots_busy` samples are in its `slots` or wait for one."""
 
     address: str
     slots: int
@@ -42,25 +44,26 @@ class FleetReplica:
 def choose_replica(
     replicas: Sequence[FleetReplica],
     under_way: dict[str, int],
-    heard_with: dict[str, int],
+    counted_in_load: dict[str, int],
     avoided: Collection[str],
     full: Sequence[str] = (),
 ) -> FleetReplica | None:
-    """The replica with the least load a slot; one to be avoided only if all are.
+    """Return the replica with the least load per slot; None without replicas.
 
-    Load is samples that have a slot or wait for one. Of several with the least, the first.
+    The load is the samples that have a slot or wait for one. Of equal replicas the first is chosen.
 
     Args:
-        replicas: that serve.
+        replicas: those that serve.
         under_way: samples of this client, by address.
-        heard_with: those it had when the loads were heard.
-        avoided: addresses that failed a moment ago.
-        full: those that had no room for this request, the one that said so last at the end. Others
-            come before them, and they in this order.
+        counted_in_load: those of them that the reported loads include.
+        avoided: addresses that failed a moment ago; they come last.
+        full: addresses that refused this request for lack of capacity, in the order of their
+            refusals. All others come before them.
     """
 
     def rank(each: FleetReplica) -> tuple[bool, int, float]:
-        of_others = max(each.slots_busy - heard_with.get(each.address, 0), 0)
+        # The reported load includes this client's samples of that time. Count those of now instead.
+        of_others = max(each.slots_busy - counted_in_load.get(each.address, 0), 0)
         load = (of_others + under_way.get(each.address, 0)) / max(each.slots, 1)
         turn = full.index(each.address) + 1 if each.address in full else 0
         return each.address in avoided, turn, load
@@ -72,7 +75,7 @@ class ClientFleet:
     """The replicas of a run as one client uses them.
 
     Args:
-        look_up: asks for those that serve.
+        look_up: returns those that serve.
         clock: seconds, monotonic.
     """
 
@@ -81,42 +84,43 @@ class ClientFleet:
         look_up: Callable[[], Awaitable[Sequence[FleetReplica]]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._look_up, self._clock = look_up, clock
+        self._look_up = look_up
+        self._clock = clock
         self._replicas: tuple[FleetReplica, ...] = ()
-        self._heard_s: float | None = None
+        self._asked_s: float | None = None
         self._under_way: dict[str, int] = {}
-        self._heard_with: dict[str, int] = {}
+        self._counted_in_load: dict[str, int] = {}
         self._failed_s: dict[str, float] = {}
         self._asking = asyncio.Lock()
         self._unanswered: tuple[float, SluiceError] | None = None
 
     async def choose(self, full: Sequence[str] = ()) -> FleetReplica:
-        """The replica for the next request.
+        """Return the replica for the next request.
 
         Args:
-            full: as of `choose_replica`.
+            full: see `choose_replica`.
 
         Raises:
             NotReadyError: none serves.
-            SluiceError: nobody can be asked.
+            SluiceError: no service that knows the replicas answers.
         """
         if not self._is_fresh():
             await self._ask(self._clock())
         now_s = self._clock()
         self._failed_s = {a: at for a, at in self._failed_s.items() if now_s - at < _SUSPECT_S}
         chosen = choose_replica(
-            self._replicas, self._under_way, self._heard_with, self._failed_s.keys(), full
+            self._replicas, self._under_way, self._counted_in_load, self._failed_s.keys(), full
         )
         if chosen is None:
-            self._heard_s = None
+            self._asked_s = None  # the next request asks again
             raise NotReadyError("no replica serves; see `sluice status`, and try again in a moment")
         return chosen
 
     def _is_fresh(self) -> bool:
-        return self._heard_s is not None and self._clock() - self._heard_s <= _FRESH_S
+        return self._asked_s is not None and self._clock() - self._asked_s <= _FRESH_S
 
     async def _ask(self, since_s: float) -> None:
-        """Asks once for all requests that wait for it; they share a failure, too."""
+        # One look-up serves all requests that wait for it. They share its failure, too.
         async with self._asking:
             if self._is_fresh():
                 return
@@ -127,13 +131,14 @@ class ClientFleet:
             except SluiceError as error:
                 self._unanswered = self._clock(), error
                 raise
-            random.shuffle(found)  # many clients, each with one request, do not go to the same
+            random.shuffle(found)  # or many clients with one request each would choose the same
             self._replicas = tuple(found)
-            self._heard_s, self._heard_with = self._clock(), dict(self._under_way)
+            self._asked_s = self._clock()
+            self._counted_in_load = dict(self._under_way)
 
     @contextmanager
     def occupied(self, address: str, num_samples: int) -> Iterator[None]:
-        """Counts samples as under way at a replica for the length of the block."""
+        """Count samples as under way at a replica during the block."""
         self._under_way[address] = self._under_way.get(address, 0) + num_samples
         try:
             yield
@@ -141,38 +146,39 @@ class ClientFleet:
             self._under_way[address] -= num_samples
 
     def failed(self, address: str) -> None:
-        """A replica failed: others come first for a while, and the fleet is asked for anew."""
+        """Note a failed replica: others come first for a while, after a fresh look-up."""
         self._failed_s[address] = self._clock()
-        self._heard_s = None
+        self._asked_s = None
 
 
 _PHASE = "asking for the replicas that serve"
 
 
 class FleetLookup:
-    """Finds the replicas of a run. Calling it asks anew.
+    """A look-up of the replicas of a run; call it to ask.
 
     Args:
-        address: of the run; with `replicas`, these alone are asked, each for itself.
+        address: of the run. Of `replicas`, each is asked about itself.
         channels: to its services.
     """
 
     def __init__(self, address: RunAddress, channels: ServiceChannels) -> None:
-        self._address, self._channels = address, channels
+        self._address = address
+        self._channels = channels
 
     async def __call__(self) -> Sequence[FleetReplica]:
-        """Those that serve, with their loads.
+        """Return the serving replicas with their loads.
 
         Raises:
-            ConfigError: nothing is known that could be asked.
-            PeerError: nobody answers, or not in time.
+            ConfigError: no address is known.
+            PeerError: no service answers, or not in time.
         """
         with own_deadline_is_failure():
             return await self._asked()
 
     async def _asked(self) -> Sequence[FleetReplica]:
         if self._address.replicas:
-            return await self._of_themselves()
+            return await self._each_itself()
         if self._address.trainer is None:
             return await self._of_reward_service()
         try:
@@ -184,8 +190,7 @@ class FleetLookup:
                 raise
             return await self._of_reward_service()
 
-    async def _of_themselves(self) -> Sequence[FleetReplica]:
-        """All at once: one that hangs keeps nobody from hearing of the others."""
+    async def _each_itself(self) -> Sequence[FleetReplica]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 asked = [
@@ -200,7 +205,6 @@ class FleetLookup:
         answer = await unary_call(
             trainer_stub(self._channels.to(trainer)).GetStatus,
             trainer_pb2.GetStatusRequest(),
-            name="TrainerService/GetStatus",
             peer="trainer",
             phase=_PHASE,
         )
@@ -219,7 +223,6 @@ class FleetLookup:
         answer = await unary_call(
             reward_stub(self._channels.to(self._address.reward)).GetStatus,
             reward_pb2.GetStatusRequest(),
-            name="RewardService/GetStatus",
             peer="reward service",
             phase=_PHASE,
         )
@@ -230,7 +233,6 @@ class FleetLookup:
             answer = await unary_call(
                 rollout_stub(self._channels.to(address)).GetStatus,
                 rollout_pb2.GetStatusRequest(without_engine=True),
-                name="RolloutService/GetStatus",
                 peer=address,
                 phase=_PHASE,
             )

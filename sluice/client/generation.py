@@ -1,10 +1,9 @@
-"""Generate across replica failures: another replica continues what one has sampled."""
+"""Generate across failures: another replica continues the samples of one that fails."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -48,6 +47,7 @@ from sluice.rpc.retries import Retries, RetryPolicy
 from sluice.types import ChatMessage, FinishReason, Rollout, TokenIds
 
 _SEED_BITS = 63
+# A failed replica costs at most the tokens of this interval.
 _PARTIAL_INTERVAL_MS = 500
 
 
@@ -58,40 +58,42 @@ class _SampleProgress:
 
 
 class GenerationProgress:
-    """The unfinished samples of one request: what was drawn of them, and how to ask for the rest.
+    """The unfinished samples of one request: their tokens so far, and the request for the rest.
 
     Args:
         prompt: what to generate from.
-        options: what to draw. Without a seed one is drawn here, so that the samples stay the same
-            wherever they are continued.
-        every_token: tokens are told as they come.
+        options: how to generate. Without a seed this class chooses one, so that a sample stays the
+            same wherever it is continued.
+        every_token: report tokens as they come.
     """
 
     def __init__(self, prompt: Prompt, options: GenerateOptions, *, every_token: bool) -> None:
-        self._options, self._every_token = options, every_token
+        self._options = options
+        self._every_token = every_token
         seed = options.sampling.seed
         self._seed = secrets.randbits(_SEED_BITS) if seed is None else seed
-        self._prompt, self._is_accepted = _prompt_to_proto(prompt, options), False
+        self._prompt = _prompt_to_proto(prompt, options)
+        self._is_accepted = False
         first = options.first_sample
         self._open = {index: _SampleProgress() for index in range(first, first + options.n)}
 
     @property
     def num_open(self) -> int:
-        """Samples that have not finished."""
+        """Return how many samples have not finished."""
         return len(self._open)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known of them."""
+        """Return how many of their tokens are known."""
         return sum(sample.grown.num_tokens for sample in self._open.values())
 
     @property
     def traceparent(self) -> str:
-        """The caller's span; empty: none."""
+        """Return the caller's span; empty: none."""
         return self._options.traceparent
 
     def request(self) -> rollout.GenerateRequest:
-        """Asks for the rest of all samples that are open."""
+        """Return the request for the rest of all open samples."""
         options = self._options
         return rollout.GenerateRequest(
             request_id=options.request_id,
@@ -108,17 +110,17 @@ class GenerationProgress:
                 if sample.grown.num_tokens
             ],
             priority=options.priority,
-            # The share of each sample is that of the first request.
+            # Each sample keeps its share of the first request.
             token_budget=options.token_budget // options.n * self.num_open,
         )
 
     def take(
         self, message: rollout.GenerateResponse, replica: str, moved_because: str
     ) -> Iterator[GenerationEvent]:
-        """Takes on a message of a replica; what the client is told of it.
+        """Take a message of a replica, and yield the client's events.
 
         Raises:
-            PeerDefectError: the message is not what a replica sends.
+            PeerDefectError: no replica sends such a message.
         """
         try:
             if message.HasField("accepted"):
@@ -127,7 +129,7 @@ class GenerationProgress:
                 yield from self._grow(delta)
             for finished in message.rollouts:
                 yield from self._finish(rollout_from_proto(finished))
-        except InvalidRequestError as error:  # its mistake, not that of the request
+        except InvalidRequestError as error:  # the replica's mistake, not the caller's
             raise PeerDefectError(replica, "reading its samples", str(error)) from error
 
     def _sample(self, index: int) -> _SampleProgress:
@@ -140,7 +142,7 @@ class GenerationProgress:
     ) -> GenerationStarted:
         self._is_accepted = True
         if not self._prompt.chat.images:
-            # Continued from the very tokens, whatever the next replica makes of the text.
+            # The next replica continues these tokens, however it would tokenize the text.
             self._prompt = common.PromptInput(
                 tokens=common.TokenPrompt(token_ids_u32=accepted.prompt_token_ids_u32)
             )
@@ -162,32 +164,33 @@ class GenerationProgress:
 
     def _finish(self, ended: Rollout) -> Iterator[GenerationEvent]:
         sample = self._sample(ended.sample_index)
-        if ended.finish_reason is FinishReason.ABORTED:  # a replica that leaves: go on elsewhere
+        if ended.finish_reason is FinishReason.ABORTED:  # the replica leaves: continue elsewhere
             sample.grown = GrowingSample()
             sample.grown.adopt(ended)
             return
         del self._open[ended.sample_index]
+        # Deltas may lack text, such as that of a character which two replicas share.
         if self._every_token and ended.text.startswith(sample.sent_text):
             rest = ended.text[len(sample.sent_text) :]
             yield from [_text_alone(ended, rest)] if rest else []
         yield SampleFinished(ended)
 
     def _sampling(self) -> common.SamplingParams:
-        wanted = self._options.sampling
+        sampling = self._options.sampling
         return common.SamplingParams(
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            max_tokens=wanted.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
             seed=self._seed,
-            stop_token_ids=wanted.stop_token_ids,
-            ignore_eos=wanted.ignore_eos,
-            stop=wanted.stop,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+            stop=sampling.stop,
         )
 
 
 def _text_alone(ended: Rollout, text: str) -> SampleDelta:
-    """Text that no delta brought: of a sample that was continued in the middle of a character."""
+    """Return text that no delta brought, of a sample continued in the middle of a character."""
     version = ended.version_spans[-1].version if ended.version_spans else 0
     return SampleDelta(
         ended.sample_index, ended.token_ids[:0], ended.behavior_logprobs[:0], version, text
@@ -218,7 +221,7 @@ def _input_to_proto(prompt: Prompt) -> common.PromptInput:
         if is_conversation(prompt):
             return chat_prompt_to_proto([turn for turn in prompt if isinstance(turn, ChatMessage)])
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"prompt: no text of Unicode: {error}") from error
+        raise InvalidRequestError(f"prompt: not valid Unicode: {error}") from error
     return common.PromptInput(
         tokens=common.TokenPrompt(token_ids_u32=token_ids_to_bytes(_token_ids(prompt)))
     )
@@ -239,57 +242,59 @@ def _token_ids(prompt: Prompt) -> TokenIds:
 
 
 _PHASE = "generating"
+# A call without a deadline of the caller ends after a week.
 _LONGEST_S = 604_800.0
-_FLEET = "the fleet"
+_PEER = "the fleet"
 
 
 class _StallError(PeerError):
-    """A replica took a request up, and nothing came."""
+    """A replica accepted a request, and nothing came."""
 
 
 class ResumableGeneration:
-    """Generates on the replicas of a run.
+    """Generation on the replicas of a run.
 
     Args:
         fleet: chooses the replica for each try.
         channels: to replicas.
-        policy: how long failures in a row are borne.
+        policy: how failures are retried.
     """
 
     def __init__(self, fleet: ClientFleet, channels: ServiceChannels, policy: RetryPolicy) -> None:
-        self._fleet, self._channels, self._policy = fleet, channels, policy
+        self._fleet = fleet
+        self._channels = channels
+        self._policy = policy
 
     async def run(
         self, prompt: Prompt, options: GenerateOptions, *, every_token: bool
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """Events until every sample has finished; leaving early ends the samples.
+        """Yield events until every sample has finished. Leaving early ends the samples.
 
         Raises:
             DeadlineError: `options.deadline_s` has passed.
-            SluiceError: the request is refused, or nothing got on for the policy's patience.
+            SluiceError: the request is refused, or nothing came for the policy's patience.
         """
         progress = GenerationProgress(prompt, options, every_token=every_token)
-        whole_s = options.deadline_s
-        retries = Retries(self._policy, None if whole_s is None else time.monotonic() + whole_s)
+        retries = Retries(self._policy, _PEER, _PHASE, deadline_s=options.deadline_s)
         moved_because = ""
         full: list[str] = []
         while progress.num_open:
-            remaining_s = retries.remaining_s(_FLEET, _PHASE, whole_s)
+            remaining_s = retries.remaining_s()
             num_tokens = progress.num_tokens
             try:
                 once = self._once(progress, remaining_s, moved_because, full)
                 async with aclosing(once) as events:
                     async for event in events:
                         if isinstance(event, GenerationStarted):
-                            retries.answered()
+                            retries.note_accepted()
                         else:
-                            retries.got_on()
+                            retries.note_progress()
                         yield event
             except SluiceError as error:
-                if progress.num_tokens > num_tokens:  # of samples that are told of whole
-                    retries.got_on()
+                if progress.num_tokens > num_tokens:  # of samples that are reported whole
+                    retries.note_progress()
                 if isinstance(error, _StallError):
-                    retries.stalled()
+                    retries.note_stall()
                 moved_because = str(error)
                 await retries.wait_after(error)
 
@@ -300,7 +305,7 @@ class ResumableGeneration:
         moved_because: str,
         full: list[str],
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """What one replica draws, to its end or failure; one without room joins `full`."""
+        """Yield what one replica generates, to its end or failure; a full one joins `full`."""
         address = (await self._fleet.choose(full)).address
         known = progress.num_tokens
         try:
@@ -310,16 +315,18 @@ class ResumableGeneration:
                     async for message in messages:
                         for event in progress.take(message, address, moved_because):
                             yield event
+            # A replica that drains ends its samples as aborted; another one continues them.
             if progress.num_open:
                 got = progress.num_tokens - known
                 detail = f"it ended {progress.num_open} samples early, {got} tokens on"
                 raise PeerError(address, _PHASE, detail)
         except ExhaustedError:
-            # The next try goes elsewhere. Smaller requests, and others' quotas, may have room.
+            # The next try uses another one, which may have capacity or another quota.
             full[:] = [each for each in full if each != address] + [address]
             raise
         except SluiceError as error:
-            if not _is_callers_doing(error, deadline_s):
+            is_callers_deadline = isinstance(error, DeadlineError) and deadline_s is not None
+            if not is_callers_deadline and not isinstance(error, InvalidRequestError):
                 self._fleet.failed(address)
             raise
 
@@ -332,7 +339,6 @@ class ResumableGeneration:
         return stream_call(
             self._channels.named(stub.Generate, progress.traceparent),
             request,
-            name="RolloutService/Generate",
             peer=address,
             phase=_PHASE,
             deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
@@ -342,8 +348,11 @@ class ResumableGeneration:
 async def _moving(
     stream: AsyncGenerator[rollout.GenerateResponse, None], address: str, stall_s: float
 ) -> AsyncGenerator[rollout.GenerateResponse, None]:
-    """The messages of a stream. A hung engine leaves its connection as it is, so nothing else ends
-    the wait for it; one that is busy with others' samples says so."""
+    """Yield the messages of a stream until it stalls.
+
+    A hung engine keeps its connection open, so nothing else ends the wait for it. An engine that is
+    busy with others' samples sends a sign of life.
+    """
     async with aclosing(stream) as messages:
         while True:
             try:
@@ -355,10 +364,3 @@ async def _moving(
                 detail = f"it sent neither tokens nor a sign of life for {stall_s:g} s"
                 raise _StallError(address, _PHASE, detail) from error
             yield message
-
-
-def _is_callers_doing(error: SluiceError, deadline_s: float | None) -> bool:
-    """A request that cannot be, or a deadline of the caller's that passed, is no failure."""
-    if isinstance(error, DeadlineError):
-        return deadline_s is not None
-    return isinstance(error, InvalidRequestError)

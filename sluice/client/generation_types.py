@@ -22,14 +22,14 @@ Image = bytes | str | Path
 """An encoded file (PNG, JPEG or WebP), or the path of one."""
 
 _LARGEST_FILE_BYTES = 1 << 30
-"""More than any service takes; it only keeps a wrong path from filling the memory."""
+"""More than any service accepts; it keeps a wrong path from filling the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatWithImages:
-    """Turns for the chat template, with as many images as their texts hold ``<image>``, in order.
+    """Turns for the chat template, with one image for each ``<image>`` in them, in order.
 
-    What a run takes at most is its own setting (`sluice.limits`); it refuses more by name.
+    The run limits the images (`sluice.limits`), and names the setting when it refuses one.
     """
 
     messages: Sequence[ChatMessage]
@@ -37,14 +37,14 @@ class ChatWithImages:
 
 
 def encoded_images(owner: str, chat: ChatWithImages) -> list[bytes]:
-    """The images as they are sent; paths are relative to the current folder.
+    """Return the images as they are sent. Paths are relative to the current folder.
 
     Args:
-        owner: whose they are, for errors.
-        chat: with the images.
+        owner: the prompt, for errors.
+        chat: has the images.
 
     Raises:
-        InvalidRequestError: they are not as many as marks, or one is no whole image.
+        InvalidRequestError: the numbers of images and marks differ, or one is no whole image.
         DataError: a file cannot be read.
     """
     field = f"{owner}: images"
@@ -60,7 +60,7 @@ def _encoded(field: str, image: Image) -> bytes:
 
 
 Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
-"""A text that goes on, a conversation for the chat template with or without images, token ids."""
+"""A text to continue, a conversation (with or without images), or token ids."""
 
 MAX_SAMPLES = MAX_SAMPLE_INDEX + 1
 _UINT32, _UINT64, _INT32 = (1 << 32) - 1, (1 << 64) - 1, (1 << 31) - 1
@@ -68,32 +68,28 @@ _MAX_TEMPERATURE, _MAX_PRIORITY = 100, 100
 
 
 def check_traceparent(value: str) -> None:
-    """Refuses what is neither empty nor a W3C header `traceparent`.
-
-    Raises:
-        InvalidRequestError: it is neither.
-    """
+    """Raise InvalidRequestError unless a value is empty or a W3C header `traceparent`."""
     if value and parse_traceparent(value) is None:
         raise InvalidRequestError(
-            f"traceparent: {value!r:.100} is no W3C trace context; give one such as "
+            f"traceparent: {value!r:.100} is not a W3C trace context; give one such as "
             f"00-{'1' * 32}-{'1' * 16}-01, or leave it empty"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are sampled.
 
     Args:
         temperature: divides the logits, in [0, 100]; 0 is greedy.
         top_p: nucleus mass in (0, 1]; 1 is off.
         top_k: highest-probability tokens kept; -1 is off.
         max_tokens: longest response; 0: what the model's context leaves.
-        seed: fixes the samples as long as the weights are the same; none: drawn here.
+        seed: fixes the samples as long as the weights are the same; None: a random one.
         stop_token_ids: further tokens that end a response.
-        ignore_eos: the model's own end tokens do not.
+        ignore_eos: the model's own end tokens do not end it.
         stop: texts that end a response with the token that completes one, at most 16 of 1 to 128
-            bytes of UTF-8. `Rollout.text` ends before the first; the tokens are all there.
+            bytes of UTF-8. `Rollout.text` ends before the first; its tokens are complete.
 
     Raises:
         InvalidRequestError: a value is out of its range; names it.
@@ -127,23 +123,23 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
-    """What is drawn, and how the run treats it.
+    """What to generate, and how the run treats the request.
 
     Args:
         n: samples.
-        sampling: how.
-        priority: those of higher priority get slots first, -100 to 100; training has 0.
-        deadline_s: seconds in all, with every retry; none: as long as it takes.
-        token_budget: most response tokens of all samples together, shared out evenly; 0: no bound.
-        first_sample: index of the first sample, which its randomness depends on.
+        sampling: how tokens are sampled.
+        priority: requests of higher priority get slots first, -100 to 100; training has 0.
+        deadline_s: seconds in all, with every retry; None: as long as it takes.
+        token_budget: most response tokens of all samples together, split evenly; 0: no bound.
+        first_sample: index of the first sample. A sample's randomness depends on its index.
         request_id: for logs, at most 128 bytes.
-        traceparent: the caller's span, as W3C's header of that name writes it; the run's spans of
-            this request are recorded below it. Empty: none.
-        add_special_tokens: whether the tokenizer adds the special tokens that it begins or ends
-            texts with, such as a BOS; none: with a text, and not with a conversation, whose
-            template writes them. Says nothing of token ids.
-        chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``;
-            each goes before the same of the run's configuration. For conversations only.
+        traceparent: the caller's span, as W3C's header of that name writes it. The run records its
+            spans of this request below it. Empty: none.
+        add_special_tokens: whether the tokenizer adds its special tokens to a text, such as a BOS;
+            None: yes for a text, no for a conversation, whose template writes them. Without effect
+            on token ids.
+        chat_template_kwargs: further arguments of the chat template, such as ``enable_thinking``.
+            Each replaces the same one of the run's configuration. For conversations only.
 
     Raises:
         InvalidRequestError: a value is out of its range; names it.
@@ -165,7 +161,7 @@ class GenerateOptions:
         if self.n < 1 or self.first_sample < 0 or self.first_sample + self.n > MAX_SAMPLES:
             raise InvalidRequestError(
                 f"n: {self.n} samples from {self.first_sample} on; indexes are in "
-                f"0..{MAX_SAMPLES - 1}, and one at least is drawn"
+                f"0..{MAX_SAMPLES - 1}, and n is at least 1"
             )
         check_range("priority", self.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
         check_range("token_budget", self.token_budget, 0, _UINT32)
@@ -176,19 +172,19 @@ class GenerateOptions:
             )
         if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
             raise InvalidRequestError(
-                f"deadline_s: {self.deadline_s} is no finite time above 0; none is no deadline"
+                f"deadline_s: {self.deadline_s} is not a finite number above 0; None is no deadline"
             )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationStarted:
-    """A replica took the prompt, the first one or one that continues it.
+    """A replica accepted the prompt, the first replica or one that continues its samples.
 
     Attributes:
         prompt_token_ids: the prompt as the model reads it.
         version: the policy version that starts.
         replica: its address.
-        moved_because: why the replica before was left; empty for the first.
+        moved_because: the failure of the replica before; empty for the first.
     """
 
     prompt_token_ids: TokenIds
@@ -199,7 +195,7 @@ class GenerationStarted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleDelta:
-    """New tokens of one sample, all drawn by one version, and the text that they complete."""
+    """New tokens of one sample, all of one policy version, and the text that they complete."""
 
     sample_index: int
     token_ids: TokenIds  # [new tokens]
@@ -210,7 +206,7 @@ class SampleDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFinished:
-    """A sample with all of its tokens."""
+    """A complete sample."""
 
     rollout: Rollout
 
@@ -227,21 +223,21 @@ class Generation:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The responses."""
+        """Return the responses."""
         return tuple(rollout.text for rollout in self.rollouts)
 
 
 def _check_stop(stops: Sequence[str]) -> None:
-    if isinstance(stops, str):  # each of its characters would be one
+    if isinstance(stops, str):  # or each of its characters would be a stop text
         raise InvalidRequestError("stop: a single text; give a tuple of texts")
     try:
         check_stops("stop", stops)
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"stop: no text of Unicode: {error}") from error
+        raise InvalidRequestError(f"stop: not valid Unicode: {error}") from error
 
 
 def is_conversation(prompt: Prompt) -> bool:
-    """Whether a prompt is made of turns.
+    """Return whether a prompt consists of turns.
 
     Raises:
         InvalidRequestError: it is empty, or neither text, turns nor token ids.

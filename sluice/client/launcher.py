@@ -1,4 +1,4 @@
-"""Asks the launcher of a run for its processes, and to change the number of replicas."""
+"""Ask the launcher of a run for its processes, or for another number of replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_MESSAGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Names of replicas that are started, and of those that leave."""
+    """The names of the replicas that start, and of those that leave."""
 
     started: tuple[str, ...]
     drained: tuple[str, ...]
@@ -27,18 +27,18 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedProcess:
-    """A process of a run, and whether it was asked to leave."""
+    """A process of a run, and whether it leaves."""
 
     name: str
     is_draining: bool
 
 
 class Launcher:
-    """The launcher's calls. Use it as a context manager.
+    """Calls to the launcher. Use it as a context manager.
 
     Args:
-        address: its host:port.
-        credentials: what it is shown.
+        address: the launcher's host:port.
+        credentials: what the launcher is shown.
     """
 
     def __init__(self, address: str, credentials: Credentials = OPEN) -> None:
@@ -60,27 +60,25 @@ class Launcher:
         await self._channel.close()
 
     async def set_replicas(self, count: int) -> Scaling:
-        """Has `count` replicas left; returns at once.
+        """Start or drain replicas until `count` remain; return at once.
 
         Raises:
-            InvalidRequestError: a number that a run cannot have.
+            InvalidRequestError: a run cannot have as many.
             PeerError, DeadlineError: the launcher does not answer.
         """
         answer = await unary_call(
             self._stub.SetReplicas,
             launch_pb2.SetReplicasRequest(replicas=count),
-            name="LaunchService/SetReplicas",
             peer=_PEER,
             phase="asking it for another number of replicas",
         )
         return Scaling(tuple(answer.started), tuple(answer.drained))
 
     async def services(self) -> tuple[LaunchedProcess, ...]:
-        """All processes that run or are going to be started again."""
+        """Return all processes that run or will be restarted."""
         answer = await unary_call(
             self._stub.GetServices,
             launch_pb2.GetServicesRequest(),
-            name="LaunchService/GetServices",
             peer=_PEER,
             phase="asking for its processes",
         )

@@ -1,4 +1,4 @@
-"""Where the services of a run listen, and what they are shown."""
+"""The addresses of a run's services, and the credentials for them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CONFIG_NAME = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class RunAddress:
-    """How a client reaches a run. Each address is host:port.
+    """The services of a run as a client reaches them. Each address is host:port.
 
     Args:
-        trainer: knows the fleet; none: only the reward service or `replicas` are asked.
-        reward: takes prompts, grades, and knows the replicas that it was told of.
-        replicas: these alone generate, whatever the trainer says; none: all that serve.
-        credentials: what all of them are shown.
+        trainer: knows the fleet; None: ask the reward service or `replicas` instead.
+        reward: takes prompts, grades, and knows the announced replicas.
+        replicas: generate on these alone; empty: on all that serve.
+        credentials: for all services.
         max_message_bytes: largest message either way.
     """
 
@@ -48,7 +48,7 @@ class RunLocation:
 
     @property
     def credentials(self) -> Credentials:
-        """What the run's services are shown; read only here, since one that has ended needs none.
+        """Return the run's credentials. A run that has ended needs none, so they are read here.
 
         Raises:
             ConfigError: they cannot be used here.
@@ -57,7 +57,7 @@ class RunLocation:
 
 
 def locate_run(run: Path) -> RunLocation:
-    """Reads what a run was started with; it may have ended since.
+    """Read the configuration of a run, which may have ended since.
 
     Args:
         run: the run's folder (`sluice.run_dir`), or its configuration file.
@@ -81,11 +81,11 @@ def locate_run(run: Path) -> RunLocation:
 
 
 def address_of_run(run: Path, environment: Mapping[str, str] = os.environ) -> RunAddress:
-    """Reads the addresses of a run from its folder.
+    """Read the addresses of a run from its folder.
 
     Args:
         run: the run's folder (`sluice.run_dir`), or its configuration file.
-        environment: names of certificates and the token in it come before those of the run.
+        environment: its certificates and token come before those of the run.
 
     Raises:
         ConfigError: nothing was started from there, or the credentials cannot be used.
@@ -100,9 +100,9 @@ def address_of_run(run: Path, environment: Mapping[str, str] = os.environ) -> Ru
 
 
 def credentials_from_environment(environment: Mapping[str, str] = os.environ) -> Credentials:
-    """What the ``SLUICE_`` variables alone say, for a client without the run's configuration.
+    """Return the credentials of the ``SLUICE_`` variables, for a client without a configuration.
 
-    TLS is used if ``SLUICE_CA_FILE`` is set, with a certificate of the caller if that is set too.
+    ``SLUICE_CA_FILE`` switches TLS on; the caller's certificate is used if it is set too.
 
     Raises:
         ConfigError: a file is missing or cannot be used.

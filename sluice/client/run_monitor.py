@@ -1,4 +1,4 @@
-"""What a run is doing, asked from its trainer and its reward service."""
+"""The state of a run, from its trainer and its reward service. Also pause it and validate it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from typing import Self
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.concurrency.deadlines import deadline
+from sluice.client.channels import ServiceChannels
+from sluice.client.run_address import RunAddress
+from sluice.concurrency.deadlines import deadline, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
-from sluice.rpc.client import (
-    RequestT,
-    ResponseT,
-    UnaryMethod,
-    open_channel,
-    reward_stub,
-    stream_call,
-    trainer_stub,
-    unary_call,
-)
+from sluice.rpc.client import reward_stub, stream_call, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
 
+_TRAINER, _REWARD = "trainer", "reward service"
 _HELD, _FINISHED = "paused", "finished"
 _POLL_S = 0.2
-# A holder that is killed lets go when its lease ends.
+# The lease of a killed holder ends.
 _LEASE_S, _RENEWALS_PER_LEASE = 15.0, 3
+# A group of the longest responses may take this long. A dead service is noticed at once.
+_STALL_S = 1800.0
+_LOOK_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class ReplicaSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class AwaitedPeer:
-    """Something the reward service waits for."""
+    """A peer that the reward service waits for."""
 
     peer: str
     phase: str
@@ -58,10 +55,10 @@ class AwaitedPeer:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """State of a run at one moment.
+    """The state of a run at one moment.
 
-    `metrics` are those of the last finished step. `accounts` are the run's books by the names of
-    `accounts.json`, some seconds old at most; empty before they were first taken.
+    `metrics` are those of the last finished step. `accounts` is the run's accounting by the names
+    of `accounts.json`, at most some seconds old; empty before it was first taken.
     """
 
     phase: str
@@ -76,59 +73,37 @@ class RunSnapshot:
     accounts: Mapping[str, float] = field(default_factory=dict)
 
 
-class RunMonitor:
-    """Asks for the state of a run. Close it, or use it as a context manager.
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """Validation metrics by verl's names."""
+
+    metrics: Mapping[str, float]
+
+
+class RunCalls:
+    """Calls that look at a run, pause it and validate it, over open channels.
 
     Args:
+        channels: to the services.
         trainer: host:port of the trainer.
         reward: host:port of the reward service.
-        max_message_bytes: largest message either way.
-        credentials: what both are shown; see `sluice.rpc.credentials.client_credentials`.
     """
 
-    def __init__(
-        self,
-        trainer: str,
-        reward: str,
-        *,
-        max_message_bytes: int = 64 << 20,
-        credentials: Credentials = OPEN,
-    ) -> None:
-        self._channels = [
-            open_channel(address, max_message_bytes=max_message_bytes, credentials=credentials)
-            for address in (trainer, reward)
-        ]
-        self._trainer = trainer_stub(self._channels[0])
-        self._reward = reward_stub(self._channels[1])
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Ends its calls and connections."""
-        for channel in self._channels:
-            await channel.close()
+    def __init__(self, channels: ServiceChannels, trainer: str, reward: str) -> None:
+        self._channels = channels
+        self._trainer = trainer_stub(channels.to(trainer))
+        self._reward = reward_stub(channels.to(reward))
 
     async def snapshot(self) -> RunSnapshot:
-        """The present state.
+        """Return the present state, without a reward service that does not answer.
 
         Raises:
-            PeerError, DeadlineError: the trainer does not answer. A reward service that does not
-                answer is left out.
+            PeerError, DeadlineError: the trainer does not answer.
         """
         run = await unary_call(
             self._trainer.GetStatus,
             trainer_pb2.GetStatusRequest(),
-            name="TrainerService/GetStatus",
-            peer="trainer",
+            peer=_TRAINER,
             phase="asking for its status",
         )
         prompts, awaited = await self._prompts()
@@ -148,14 +123,13 @@ class RunMonitor:
 
     @asynccontextmanager
     async def held(self, timeout_s: float) -> AsyncIterator[RunSnapshot]:
-        """Holds training between two steps while the block runs, and gives the held state.
+        """Pause training between two steps during the block, and yield the paused state.
 
-        Others' holds are left alone: a run that somebody else holds afterwards stays held. The
-        hold is a lease that is renewed while the block runs, so that it ends soon after a holder
-        that was killed.
+        A run that another holder pauses too stays paused afterwards. The pause is a lease that is
+        renewed during the block, so it ends soon after its holder was killed.
 
         Args:
-            timeout_s: longest wait for the step under way to end, seconds.
+            timeout_s: longest wait for the present step to end, seconds.
 
         Raises:
             NotReadyError: the run is ending.
@@ -163,6 +137,7 @@ class RunMonitor:
         """
         holder = str(uuid.uuid4())
         await self._lease(holder)
+        # The block's own error must not leave inside the group of the task that renews the lease.
         failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -175,13 +150,15 @@ class RunMonitor:
                     renewing.cancel()
         finally:
             request = trainer_pb2.ResumeRequest(holder=holder)
-            await self._control(self._trainer.Resume, request, "Resume")
+            await unary_call(
+                self._trainer.Resume, request, peer=_TRAINER, phase="asking it to resume"
+            )
         if failure is not None:
             raise failure
 
     async def _lease(self, holder: str) -> None:
         request = trainer_pb2.PauseRequest(lease_seconds=_LEASE_S, holder=holder)
-        await self._control(self._trainer.Pause, request, "Pause")
+        await unary_call(self._trainer.Pause, request, peer=_TRAINER, phase="asking it to pause")
 
     async def _renew(self, holder: str) -> None:
         while True:
@@ -189,31 +166,20 @@ class RunMonitor:
             await self._lease(holder)
 
     async def _until_held(self, timeout_s: float) -> RunSnapshot:
-        phase = "waiting for the step under way to end"
-        async with deadline(timeout_s, peer="trainer", phase=phase):
+        phase = "waiting for the present step to end"
+        async with deadline(timeout_s, peer=_TRAINER, phase=phase):
             while (snapshot := await self.snapshot()).phase != _HELD:
                 if snapshot.phase == _FINISHED or snapshot.step >= snapshot.total_steps:
-                    raise NotReadyError("the run is ending; it can be held no more")
+                    raise NotReadyError("the run is ending; it cannot be paused any more")
                 await asyncio.sleep(_POLL_S)
             return snapshot
-
-    async def _control(
-        self, method: UnaryMethod[RequestT, ResponseT], request: RequestT, name: str
-    ) -> None:
-        await unary_call(
-            method,
-            request,
-            name=f"TrainerService/{name}",
-            peer="trainer",
-            phase=f"asking it to {name.lower()}",
-        )
 
     async def steps(
         self, from_step: int = 0
     ) -> AsyncGenerator[tuple[int, Mapping[str, float]], None]:
-        """Finished steps with their metrics until the run ends (0: from now on).
+        """Yield finished steps with their metrics until the run ends (0: from now on).
 
-        A call that reached its own deadline is followed by one from the step after the last.
+        After a call that reached its own deadline, another one continues with the next step.
 
         Raises:
             SluiceError: the trainer fails, or refuses the call.
@@ -227,7 +193,7 @@ class RunMonitor:
                         following = message.step + 1
                         yield message.step, dict(message.metrics)
             except DeadlineError as error:
-                # A trainer that says so at once would be asked in a loop.
+                # A trainer that answers so at once would be called in a tight loop.
                 if time.monotonic() - opened_s < error.seconds / 2:
                     raise
             else:
@@ -237,20 +203,13 @@ class RunMonitor:
         return stream_call(
             self._trainer.WatchSteps,
             trainer_pb2.WatchStepsRequest(from_step=from_step),
-            name="TrainerService/WatchSteps",
-            peer="trainer",
+            peer=_TRAINER,
             phase="watching steps",
         )
 
     async def _prompts(self) -> tuple[Mapping[str, int], tuple[AwaitedPeer, ...]]:
         try:
-            status = await unary_call(
-                self._reward.GetStatus,
-                reward_pb2.GetStatusRequest(),
-                name="RewardService/GetStatus",
-                peer="reward service",
-                phase="asking for its status",
-            )
+            status = await self._reward_status()
         except (PeerError, DeadlineError):
             return {}, ()
         prompts = {
@@ -259,6 +218,98 @@ class RunMonitor:
             **status.prompts_by_end,
         }
         return prompts, tuple(AwaitedPeer(a.peer, a.phase, a.seconds) for a in status.awaited)
+
+    async def _reward_status(self) -> reward_pb2.GetStatusResponse:
+        return await unary_call(
+            self._reward.GetStatus,
+            reward_pb2.GetStatusRequest(),
+            peer=_REWARD,
+            phase="asking for its status",
+        )
+
+    async def evaluate(
+        self,
+        policy_version: int,
+        *,
+        n: int | None,
+        temperature: float | None,
+        stall_s: float = _STALL_S,
+    ) -> ValidationResult:
+        """Validate the announced policy. Wait while the reward service makes progress.
+
+        Args:
+            policy_version: the announced one; another one is refused.
+            n: responses per prompt; None: as configured.
+            temperature: of sampling; None: as configured.
+            stall_s: longest time without a finished group, seconds.
+
+        Raises:
+            DeadlineError: nothing moved for `stall_s`.
+            SluiceError: as the service failed.
+        """
+        phase = f"evaluating version {policy_version}"
+        request = reward_pb2.EvaluateRequest(
+            policy_version=policy_version, n=n, temperature=temperature
+        )
+        answer = await while_progressing(
+            unary_call(
+                self._reward.Evaluate,
+                request,
+                peer=_REWARD,
+                phase=phase,
+            ),
+            self._progress,
+            stall_s=stall_s,
+            interval_s=min(_LOOK_EVERY_S, stall_s / 4),
+            peer=_REWARD,
+            phase=phase,
+        )
+        return ValidationResult(dict(answer.metrics))
+
+    async def _progress(self) -> object:
+        """Return what changes whenever the reward service made progress; None without an answer."""
+        try:
+            status = await self._reward_status()
+        except (DeadlineError, PeerError):
+            return None
+        return dict(status.prompts_by_end), status.groups_kept, dict(status.statistics)
+
+
+class RunMonitor(RunCalls):
+    """The same calls over channels of its own. Close it, or use it as a context manager.
+
+    Args:
+        trainer: host:port of the trainer.
+        reward: host:port of the reward service.
+        max_message_bytes: largest message either way.
+        credentials: what both are shown; see `sluice.rpc.credentials.client_credentials`.
+    """
+
+    def __init__(
+        self,
+        trainer: str,
+        reward: str,
+        *,
+        max_message_bytes: int = 64 << 20,
+        credentials: Credentials = OPEN,
+    ) -> None:
+        address = RunAddress(credentials=credentials, max_message_bytes=max_message_bytes)
+        super().__init__(ServiceChannels(address, ""), trainer, reward)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the calls and close the connections."""
+        await self._channels.close()
 
 
 def _replica(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:

@@ -1,17 +1,16 @@
-"""Responses graded by the scorers of a run, without training on them."""
+"""Grade responses with the scorers of a run, without training on them."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.channels import ServiceChannels
-from sluice.client.policy_client import extra_info_to_proto
+from sluice.client.prompts import extra_info_to_proto
 from sluice.codec.reward import score_from_proto
 from sluice.errors import (
     DeadlineError,
@@ -26,11 +25,11 @@ from sluice.rpc.client import reward_stub, unary_call
 from sluice.rpc.retries import Retries, RetryPolicy
 from sluice.types import Failed, FailureKind, Scored
 
-# The deadline of a call in sluice.rpc.policy follows from these two.
+# The deadline of Score in sluice.rpc.policy follows from these two.
 ITEMS_PER_CALL = 16
 CALLS_UNDER_WAY = 4
 MOST_CALLS = 16
-"""That one client makes at once, the most that a service takes of one."""
+"""Calls of one client at once, which is the most that a service accepts."""
 _PHASE = "scoring responses"
 
 
@@ -53,32 +52,32 @@ async def score_items(
     calls: asyncio.Semaphore,
     deadline_s: float | None = None,
 ) -> list[Scored | Failed]:
-    """One grade or failure per item, in order; in calls of at most 16 items, four at a time.
+    """Return one score or failure per item, in order.
 
-    A call that ran out of its time stops the scoring of its items, and they are sent again in calls
-    of half as many.
+    Send calls of at most 16 items, four at a time. A call that ran out of time ends the scoring of
+    its items, which are then sent again in calls of half as many.
 
     Args:
         channels: to the service.
         reward: its address.
         items: the responses.
-        policy: how failures are borne.
-        calls: held by each call; bounds those of all `score_items` of one client.
-        deadline_s: seconds in all, with every retry; none: as long as it takes.
+        policy: how failures are retried.
+        calls: bounds the calls of all `score_items` of one client.
+        deadline_s: seconds in all, with every retry; None: as long as it takes.
 
     Raises:
-        InvalidRequestError: an item cannot be sent, which is named, or the deadline cannot be.
-        DeadlineError: `deadline_s` has passed, a call with one item ran out of its time, or the
-            service answers nothing else either.
+        InvalidRequestError: an item cannot be sent, or the deadline is no positive number.
+        DeadlineError: `deadline_s` has passed, a call with one item ran out of time, or the service
+            does not answer other calls either.
         CancelledError: the channels were closed meanwhile.
         SluiceError: the service stays away, or refuses the call.
     """
     if deadline_s is not None and not 0 < deadline_s < math.inf:
         raise InvalidRequestError(
-            f"deadline_s: {deadline_s} is no finite time above 0; none is no deadline"
+            f"deadline_s: {deadline_s} is not a finite number above 0; None is no deadline"
         )
     encoded = [_to_proto(item, f"items[{index}]") for index, item in enumerate(items)]
-    retries = Retries(policy, None if deadline_s is None else time.monotonic() + deadline_s)
+    retries = Retries(policy, reward, _PHASE, deadline_s=deadline_s)
     try:
         async with asyncio.timeout(deadline_s) as whole:
             grading = _Grading(channels, reward, encoded, retries, calls)
@@ -86,15 +85,18 @@ async def score_items(
     except TimeoutError as error:
         if not whole.expired():
             raise
-        retries.remaining_s(reward, _PHASE, deadline_s)  # tells of a failure that it passed in
+        retries.remaining_s()  # names the failure that the deadline passed in
         raise DeadlineError(reward, _PHASE, deadline_s or 0.0) from error
 
 
 class _Grading:
-    """The responses of one `score_items`: those to be sent, and what became of the others.
+    """The responses of one `score_items`: those to send, and the outcomes of the others.
 
     Args:
-        retries: failures in a row of all the calls together.
+        channels, reward: the service.
+        items: the responses.
+        retries: the failures in a row of all calls together.
+        calls: see `score_items`.
     """
 
     def __init__(
@@ -105,15 +107,21 @@ class _Grading:
         retries: Retries,
         calls: asyncio.Semaphore,
     ) -> None:
-        self._channels, self._reward, self._items = channels, reward, items
-        self._retries, self._calls = retries, calls
+        self._channels = channels
+        self._reward = reward
+        self._items = items
+        self._retries = retries
+        self._calls = calls
         self._outcomes: list[Scored | Failed | None] = [None] * len(items)
+        # Ranges of indexes; `_take` splits them into calls.
         self._waiting = deque([range(len(items))] if items else [])
-        self._most_items, self._num_senders, self._num_calls = ITEMS_PER_CALL, 0, 0
+        self._most_items = ITEMS_PER_CALL
+        self._num_senders = 0
+        self._num_calls = 0
         self._changed = asyncio.Event()
 
     async def outcomes(self, deadline_s: float | None) -> list[Scored | Failed]:
-        """Grades all; a call with a single item has until `deadline_s`, if there is one."""
+        """Grade all. A call with a single item has until `deadline_s`, if there is one."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(CALLS_UNDER_WAY):
@@ -126,85 +134,85 @@ class _Grading:
         return found
 
     async def _send(self, deadline_s: float | None) -> None:
-        """Sends what waits, one call after another."""
+        """Send waiting items, one call after another."""
         self._num_senders += 1
         while await self._has_more():
-            places = self._take()
+            indexes = self._take()
             try:
-                results = await self._counted_call(places, deadline_s)
+                results = await self._counted_call(indexes, deadline_s)
             except SluiceError as error:
                 if isinstance(error, ExhaustedError) and self._num_senders > 1:
-                    break  # the others go on with the room that there is
-                await self._bear(error, len(places))
+                    break  # the other senders use the capacity that there is
+                await self._recover(error, len(indexes))
             else:
-                self._note(places, results)
+                self._note(indexes, results)
         self._num_senders -= 1
 
     async def _has_more(self) -> bool:
-        """Whether something is to be sent; what others have sent may come back."""
+        """Return whether items are to be sent. Items of other senders' calls may come back."""
         while not self._waiting and self._num_calls:
             self._changed.clear()
             await self._changed.wait()
         return bool(self._waiting)
 
     async def _counted_call(
-        self, places: range, deadline_s: float | None
+        self, indexes: range, deadline_s: float | None
     ) -> Sequence[reward_pb2.ScoreResult]:
         self._num_calls += 1
         try:
             async with self._calls:
-                return await self._call(places, deadline_s if len(places) == 1 else None)
+                return await self._call(indexes, deadline_s if len(indexes) == 1 else None)
         except SluiceError:
-            self._waiting.appendleft(places)
+            self._waiting.appendleft(indexes)
             raise
         finally:
             self._num_calls -= 1
             self._changed.set()
 
     def _take(self) -> range:
-        places = self._waiting.popleft()
-        if len(places) > self._most_items:
-            self._waiting.appendleft(places[self._most_items :])
-        return places[: self._most_items]
+        indexes = self._waiting.popleft()
+        if len(indexes) > self._most_items:
+            self._waiting.appendleft(indexes[self._most_items :])
+        return indexes[: self._most_items]
 
-    async def _bear(self, error: SluiceError, num_items: int) -> None:
+    async def _recover(self, error: SluiceError, num_items: int) -> None:
         if not isinstance(error, DeadlineError):
             await self._retries.wait_after(error)
         elif num_items == 1:
             raise error
         else:
+            # Halving finds the number of items that the scorers manage within the deadline.
             self._most_items = min(self._most_items, num_items // 2)
             try:
+                # A service that hangs altogether is no slow scorer.
                 await self._check_answers()
             except PeerError as failure:
                 await self._retries.wait_after(failure)
 
     async def _check_answers(self) -> None:
-        """A service that hangs altogether is no slow scorer; raises what it fails with."""
+        """Raise what the service's status call fails with."""
         await unary_call(
             self._channels.named(reward_stub(self._channels.to(self._reward)).GetStatus),
             reward_pb2.GetStatusRequest(),
-            name="RewardService/GetStatus",
             peer=self._reward,
             phase="asking whether it works, since it took long to score",
         )
 
-    def _note(self, places: range, results: Sequence[reward_pb2.ScoreResult]) -> None:
-        if len(results) != len(places):
-            detail = f"{len(results)} results for {len(places)} responses"
+    def _note(self, indexes: range, results: Sequence[reward_pb2.ScoreResult]) -> None:
+        if len(results) != len(indexes):
+            detail = f"{len(results)} results for {len(indexes)} responses"
             raise PeerDefectError(self._reward, _PHASE, detail)
-        self._outcomes[places.start : places.stop] = map(_from_proto, results)
-        self._retries.got_on()
+        self._outcomes[indexes.start : indexes.stop] = map(_from_proto, results)
+        self._retries.note_progress()
 
     async def _call(
-        self, places: range, deadline_s: float | None
+        self, indexes: range, deadline_s: float | None
     ) -> Sequence[reward_pb2.ScoreResult]:
-        request = reward_pb2.ScoreRequest(items=self._items[places.start : places.stop])
+        request = reward_pb2.ScoreRequest(items=self._items[indexes.start : indexes.stop])
         self._channels.check_size("items", request)
         answer = await unary_call(
             self._channels.named(reward_stub(self._channels.to(self._reward)).Score),
             request,
-            name="RewardService/Score",
             peer=self._reward,
             phase=_PHASE,
             deadline_s=deadline_s,
@@ -221,7 +229,7 @@ def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
             extra_info=extra_info_to_proto(item.extra_info, owner),
         )
     except UnicodeEncodeError as error:
-        raise InvalidRequestError(f"{owner}: no text of Unicode: {error}") from error
+        raise InvalidRequestError(f"{owner}: not valid Unicode: {error}") from error
 
 
 def _from_proto(result: reward_pb2.ScoreResult) -> Scored | Failed:

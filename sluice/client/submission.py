@@ -1,4 +1,9 @@
-"""Submit prompts for training and report on each until its end, across restarts of the service."""
+"""Submit prompts for training and report each one's events until its end, across restarts.
+
+A prompt may be sent again as often as needed: the reward service knows it by its id and content,
+accepts it once, and repeats its receipt and outcome. A prompt that it refuses because it is full is
+sent again later.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,13 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.channels import ServiceChannels
 from sluice.client.generation_types import check_traceparent
 from sluice.client.held_prompts import RefusedPrompts
-from sluice.client.policy_client import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
+from sluice.client.prompts import NewPrompt, PromptEvent, prompt_event, prompt_to_proto
 from sluice.errors import PeerError, SluiceError
 from sluice.rpc.client import reward_stub, stream_call
 from sluice.rpc.retries import Retries, RetryPolicy, own_deadline_is_failure
@@ -22,35 +27,33 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 
-class PromptReader(Protocol):
-    """Gives one prompt after another."""
-
-    def is_ready(self) -> bool:
-        """Whether `take` has something to give; if not, it is seen to that it will."""
-
-    def take(self) -> NewPrompt | None:
-        """The next prompt; ``None`` at the end. Raises what the iterable raised."""
-
-    def close(self) -> None:
-        """No more are taken."""
+RECEIPTS = ("accepted", "refused")
+# Open prompts: they keep a service busy, and a broken call repeats them all.
+_WINDOW = 1024
+# A share of what a service takes of all clients (512 MiB unless configured otherwise).
+_IMAGE_WINDOW_BYTES = 64 << 20
+# Receipts repeat no more of an id. A longer one is refused.
+_ECHOED_CHARACTERS = 128
+_PHASE = "submitting prompts"
+_DEFAULT_POLICY = RetryPolicy()
 
 
 class InlinePromptReader:
-    """Draws in the thread that takes: what the iterable waits for, the event loop waits for."""
+    """Prompts of an iterable, read in the event loop, which waits when the iterable waits."""
 
     def __init__(self, prompts: Iterable[NewPrompt]) -> None:
         self._prompts = iter(prompts)
 
     def is_ready(self) -> bool:
-        """Always."""
+        """Return that `take` has a prompt, or the end."""
         return True
 
     def take(self) -> NewPrompt | None:
-        """Draws it."""
+        """Return the next prompt; ``None`` at the end. Raise what the iterable raises."""
         return next(self._prompts, None)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class _ReadPrompt(NamedTuple):
@@ -59,10 +62,10 @@ class _ReadPrompt(NamedTuple):
 
 
 class ThreadedPromptReader:
-    """Draws in a thread of its own, so that the iterable may wait, also for the event loop.
+    """Prompts of an iterable, read in a thread of its own, so that the iterable may wait.
 
-    One prompt is drawn at a time, when it is asked for. Nobody waits for the thread: a draw that
-    never ends outlives `close`, and keeps no process from ending.
+    It reads one prompt at a time, on demand. Nothing waits for the thread: a read that never ends
+    outlives `close`, and does not keep the process from ending.
 
     Args:
         prompts: iterated by that thread alone.
@@ -70,13 +73,15 @@ class ThreadedPromptReader:
     """
 
     def __init__(self, prompts: Iterable[NewPrompt], on_ready: Callable[[], None]) -> None:
-        self._prompts, self._on_ready = prompts, on_ready
+        self._prompts = prompts
+        self._on_ready = on_ready
         self._asks: SimpleQueue[bool] = SimpleQueue()
-        self._has_started, self._is_asked = False, False
+        self._has_started = False
+        self._is_asked = False
         self._pending: _ReadPrompt | None = None
 
     def is_ready(self) -> bool:
-        """Whether one has come; it is asked for if it was not yet."""
+        """Return whether a prompt, or the end, has come. If not, start to read it."""
         if self._pending is None and not self._is_asked:
             self._start()
             self._is_asked = True
@@ -84,15 +89,15 @@ class ThreadedPromptReader:
         return self._pending is not None
 
     def take(self) -> NewPrompt | None:
-        """The one that has come, after `is_ready`."""
+        """Return the prompt that has come, as `InlinePromptReader.take`; only after `is_ready`."""
         assert self._pending is not None
-        sampled, self._pending = self._pending, None
-        if sampled.failure is not None:
-            raise sampled.failure
-        return sampled.prompt
+        read, self._pending = self._pending, None
+        if read.failure is not None:
+            raise read.failure
+        return read.prompt
 
     def close(self) -> None:
-        """The thread ends, at once or after the draw that it is in."""
+        """End the thread, at once or after its present read."""
         self._asks.put(False)
 
     def _start(self) -> None:
@@ -109,21 +114,22 @@ class ThreadedPromptReader:
         while self._asks.get():
             try:
                 prompts = iter(self._prompts) if prompts is None else prompts
-                sampled = _ReadPrompt(next(prompts, None))
-            except BaseException as error:  # noqa: BLE001 - it belongs to who waits
-                sampled = _ReadPrompt(None, _chained(error))
+                read = _ReadPrompt(next(prompts, None))
+            except BaseException as error:  # noqa: BLE001 - raised by `take`
+                read = _ReadPrompt(None, _chained(error))
             try:
-                loop.call_soon_threadsafe(self._put, sampled)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._put, read)
+            except RuntimeError:  # the loop is closed: nothing waits any more
                 return
 
-    def _put(self, sampled: _ReadPrompt) -> None:
-        self._pending, self._is_asked = sampled, False
+    def _put(self, read: _ReadPrompt) -> None:
+        self._pending = read
+        self._is_asked = False
         self._on_ready()
 
 
 def _chained(error: BaseException) -> Exception:
-    """What ends a program must not end the event loop of those who wait."""
+    """Return an error that does not end the event loop, as `SystemExit` would."""
     if isinstance(error, Exception):
         return error
     reported = RuntimeError(f"the iterable of prompts raised {type(error).__name__}: {error}")
@@ -131,24 +137,8 @@ def _chained(error: BaseException) -> Exception:
     return reported
 
 
-# Prompts submitted for training, each told of until its end, through restarts of the service.
-#
-# A prompt may be sent again as often as needed: the reward service knows it by its id and its
-# content, accepts it once, and repeats its receipt and outcome. One that is refused for want of
-# room is sent again once there may be some.
-
-RECEIPTS = ("accepted", "refused")
-_WINDOW = 1024
-# A share of what a service takes of all clients (512 MiB unless configured otherwise).
-_IMAGE_WINDOW_BYTES = 64 << 20
-# Receipts echo no more of an id, which is refused if it is longer.
-_ECHOED_CHARACTERS = 128
-_PHASE = "submitting prompts"
-_DEFAULT_POLICY = RetryPolicy()
-
-
 class _Encoded(NamedTuple):
-    """A prompt as it is sent, and sent again."""
+    """A prompt as it is sent, every time."""
 
     request: reward_pb2.SubmitPromptsRequest
     image_bytes: int
@@ -160,18 +150,18 @@ def _encode(prompt: NewPrompt) -> _Encoded:
 
 
 class OpenPrompts:
-    """Prompts on their way: those to send, and those sent that are not done with.
+    """The prompts of one submission: those to send, and those sent that are not done.
 
     Args:
-        prompts: taken one by one as there is room.
-        until_outcome: a prompt is done with when its outcome came; otherwise, with its receipt.
-        check_size: refuses a message, by what it holds, that is too large to be sent.
-        policy: how prompts are sent again that there was no room for. With outcomes to wait for
-            they wait, too; otherwise they are refused when nothing got on for its patience.
+        prompts: read one by one as capacity allows.
+        until_outcome: a prompt is done with its outcome; otherwise, with its receipt.
+        check_size: refuses a named message that is too large to be sent.
+        policy: when to send prompts again that a full service refused. With `until_outcome` they
+            wait without end; otherwise they are refused after its patience without progress.
         in_thread: iterate over `prompts` in a thread of its own.
 
     Attributes:
-        failure: what taking or encoding a prompt raised; the input ends there.
+        failure: what reading or encoding a prompt raised; the input ends there.
     """
 
     def __init__(
@@ -184,12 +174,13 @@ class OpenPrompts:
         in_thread: bool = False,
     ) -> None:
         self._changed = asyncio.Event()
-        self._prompts: PromptReader = (
+        self._prompts = (
             ThreadedPromptReader(prompts, self._changed.set)
             if in_thread
             else InlinePromptReader(prompts)
         )
-        self._until_outcome, self._check_size = until_outcome, check_size
+        self._until_outcome = until_outcome
+        self._check_size = check_size
         self._open: dict[str, _Encoded] = {}
         self._image_bytes = 0
         self._pending: NewPrompt | None = None
@@ -197,30 +188,32 @@ class OpenPrompts:
         self._accepted: set[str] = set()
         self._unanswered: set[str] = set()  # sent in this call, without a receipt
         self._held = RefusedPrompts(policy, gives_up=not until_outcome)
-        self._is_exhausted, self._num_calls = False, 0
+        self._is_exhausted = False
+        self._num_calls = 0
         self.failure: Exception | None = None
 
     def close(self) -> None:
-        """No more prompts are drawn."""
+        """Read no more prompts."""
         self._prompts.close()
 
     def are_done(self) -> bool:
-        """Whether nothing is left to send or to wait for."""
+        """Return whether nothing is left to send or to wait for."""
         return self._is_exhausted and not self._open
 
     @property
     def num_open(self) -> int:
-        """Prompts sent that are not done with."""
+        """Return how many sent prompts are not done."""
         return len(self._open)
 
     async def requests(self) -> AsyncGenerator[reward_pb2.SubmitPromptsRequest, None]:
-        """What one call sends: all that are open, then those held back and fresh ones as there is
-        room, until each has its receipt.
+        """Yield what one call sends, until each prompt has its receipt.
 
-        Ends when those of the next call begin: gRPC may still draw from a call that has failed.
+        These are all open prompts, then held and fresh ones as capacity allows. The generator ends
+        when the next call's begins, because gRPC may still read from a call that has failed.
         """
         self._num_calls += 1
         call = self._num_calls
+        # The call repeats every open prompt, so held ones need no other try.
         self._held.forget()
         self._unanswered = set(self._open)
         self._changed.set()
@@ -230,7 +223,7 @@ class OpenPrompts:
             yield request
 
     async def _next(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
-        """What is sent next; ``None``: no more, or the call is not the latest."""
+        """Return what to send next; ``None``: nothing more, or the call is not the latest."""
         while call == self._num_calls:
             if (prompt_id := self._held.take_due()) is not None:
                 self._unanswered.add(prompt_id)
@@ -241,6 +234,7 @@ class OpenPrompts:
             elif self._is_exhausted and not self._unanswered and not self._held:
                 return None
             else:
+                # Receipts, outcomes and fresh prompts set the event.
                 self._changed.clear()
                 await self._change(self._held.wait_s())
         return None
@@ -250,10 +244,10 @@ class OpenPrompts:
             async with asyncio.timeout(most_s):
                 await self._changed.wait()
         except TimeoutError:
-            return  # one that is held is due
+            return  # a held prompt is due
 
     def _takes_more(self) -> bool:
-        """Fresh ones would be refused, too, while others are held."""
+        # While prompts are held, the service would refuse fresh ones too.
         has_capacity = len(self._open) < _WINDOW and self._image_bytes < _IMAGE_WINDOW_BYTES
         return has_capacity and not self._is_exhausted and not self._held
 
@@ -261,8 +255,7 @@ class OpenPrompts:
         return self._pending is not None or self._prompts.is_ready()
 
     async def _fresh_one(self, call: int) -> reward_pb2.SubmitPromptsRequest | None:
-        """The next fresh prompt as it is sent; ``None`` where there is none, which ends the input,
-        and for a call that is not the latest."""
+        """Return the next fresh prompt; ``None`` at the end, or if the call is not the latest."""
         async with self._reading:
             if call != self._num_calls:
                 return None
@@ -274,8 +267,10 @@ class OpenPrompts:
                 self._is_exhausted = True
                 return None
             if call != self._num_calls:
-                return None  # the latest call draws it
-            prompt_id, self._pending = encoded.request.prompt_id[:_ECHOED_CHARACTERS], None
+                return None  # the latest call sends it
+            # Events have the shortened id, so it is the key here, too.
+            prompt_id = encoded.request.prompt_id[:_ECHOED_CHARACTERS]
+            self._pending = None
             if prompt_id not in self._open:
                 self._open[prompt_id] = encoded
                 self._image_bytes += encoded.image_bytes
@@ -283,7 +278,7 @@ class OpenPrompts:
             return encoded.request
 
     async def _encoded_next(self) -> _Encoded | None:
-        """Files are read once, beside the event loop: what is sent again is what was sent."""
+        # Image files are read once, in a thread, so that every try sends the same bytes.
         if self._pending is None:
             self._pending = self._prompts.take()
         prompt = self._pending
@@ -294,15 +289,14 @@ class OpenPrompts:
         return found
 
     def news(self, event: PromptEvent) -> Sequence[PromptEvent]:
-        """Takes an event on; gives what it brings that the client was not told before and waits
-        for."""
+        """Take an event, and return those that are new to the client and that it waits for."""
         self._changed.set()
         self._unanswered.discard(event.prompt_id)
         if event.event == "accepted":
             return self._news_of_accepted(event)
         if event.event == "refused":
             return self._news_of_refused(event)
-        self._done_with(event.prompt_id)
+        self._end(event.prompt_id)
         self._held.ended()
         return (event,) if self._until_outcome else ()
 
@@ -311,7 +305,7 @@ class OpenPrompts:
         self._accepted.add(event.prompt_id)
         self._held.accepted(event.prompt_id)
         if not self._until_outcome:
-            self._done_with(event.prompt_id)
+            self._end(event.prompt_id)
         return () if was_accepted else (event,)
 
     def _news_of_refused(self, event: PromptEvent) -> Sequence[PromptEvent]:
@@ -322,10 +316,10 @@ class OpenPrompts:
                 return (event,)
             given_up = (event,)
         for refused in given_up:
-            self._done_with(refused.prompt_id)
+            self._end(refused.prompt_id)
         return given_up
 
-    def _done_with(self, prompt_id: str) -> None:
+    def _end(self, prompt_id: str) -> None:
         self._held.drop(prompt_id)
         ended = self._open.pop(prompt_id, None)
         if ended is not None:
@@ -342,32 +336,30 @@ async def submit_prompts(
     traceparent: str = "",
     in_thread: bool = False,
 ) -> AsyncGenerator[PromptEvent, None]:
-    """Submits prompts; yields a receipt for each, and an outcome for each accepted one if wanted.
+    """Submit prompts. Yield a receipt for each, and with `until_outcome` an outcome if accepted.
 
-    At most 1024 are under way at a time, and no further one is sent while those hold images of
-    64 MiB or more. Files of images are read once. A failed call is made again with the prompts that
-    are not done with, as long as the policy's patience lasts; a call that reached its own deadline
-    counts as failed. Prompts that the service has no room for are held back and sent again when an
-    outcome made room, or after a pause; no further ones are sent meanwhile. Without outcomes to
-    wait for they are refused when nothing got on for the policy's patience. That they wait, and
-    what the service said, is logged as a warning at first and then ever more rarely. Accepted
-    prompts stay in the run when the caller leaves early.
+    At most 1024 prompts are open at a time, and no further one is sent while those hold images of
+    64 MiB or more. Image files are read once. A failed call is repeated with the open prompts for
+    the policy's patience; a call that reached its own deadline counts as failed. Prompts that a
+    full service refused are sent again after an outcome, which frees capacity, or after a pause.
+    No fresh ones are sent meanwhile. Without outcomes to wait for, they are refused when nothing
+    came for the policy's patience.
 
     Args:
         channels: to the service.
         reward: its address.
-        prompts: with different ids; taken as there is room.
-        policy: how failures are borne.
+        prompts: with different ids; read as capacity allows.
+        policy: how failures are retried.
         until_outcome: wait for outcomes, too.
-        traceparent: the caller's span (W3C), above those of all these prompts; empty: none.
-        in_thread: iterate over `prompts` in a thread of its own; else what they wait for, the event
-            loop waits for.
+        traceparent: the caller's span (W3C), the parent of all these prompts; empty: none.
+        in_thread: iterate over `prompts` in a thread of its own; otherwise the event loop waits
+            when the iterable waits.
 
     Raises:
-        InvalidRequestError: `traceparent` is none.
+        InvalidRequestError: `traceparent` is no trace context.
         CancelledError: the channels were closed meanwhile.
-        SluiceError: the service stays away, or refuses the call, or the channels are closed. A
-            prompt that it refuses is an event and no error.
+        SluiceError: the service stays away or refuses the call, or the channels are closed. A
+            refused prompt is an event and no error.
     """
     check_traceparent(traceparent)
     open_prompts = OpenPrompts(
@@ -390,15 +382,15 @@ async def _calls(
     policy: RetryPolicy,
     traceparent: str,
 ) -> AsyncGenerator[PromptEvent, None]:
-    """Calls until all prompts are done with; gives what is new in their events."""
-    retries = Retries(policy)
+    """Call until all prompts are done, and yield their new events."""
+    retries = Retries(policy, reward, _PHASE)
     while not open_prompts.are_done():
         try:
             async with aclosing(_one_call(channels, reward, open_prompts, traceparent)) as events:
                 async for event in events:
-                    retries.answered()
+                    retries.note_accepted()
                     for news in open_prompts.news(event):
-                        retries.got_on()
+                        retries.note_progress()
                         yield news
                     if open_prompts.are_done():
                         break
@@ -429,7 +421,7 @@ async def _one_call(
             task = asyncio.current_task()
             if channels.is_closed or (task is not None and task.cancelling()):
                 raise
-            # gRPC itself cancels a call whose connection breaks just when its input ends.
+            # gRPC cancels a call whose connection breaks just when its input ends.
             raise PeerError(reward, _PHASE, "the connection broke off") from error
     if open_prompts.num_open and open_prompts.failure is None:
         detail = f"it ended the call with {open_prompts.num_open} prompts open"

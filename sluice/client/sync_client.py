@@ -1,4 +1,4 @@
-"""The same client for programs without an event loop: a thread runs one for it."""
+"""The same client for programs without an event loop: a thread runs the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 from sluice.client.async_client import AsyncClient
 from sluice.client.fleet import FleetReplica
 from sluice.client.generation_types import GenerateOptions, Generation, GenerationEvent, Prompt
-from sluice.client.policy_client import NewPrompt, PromptEvent
+from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run
 from sluice.client.run_monitor import RunSnapshot
 from sluice.client.scoring import ScoreItem
@@ -28,10 +28,10 @@ _CLOSE_S = 5.0
 
 
 class Client:
-    """`AsyncClient` for synchronous programs; use it as a context manager, from any thread.
+    """`AsyncClient` for synchronous programs. Use it as a context manager, from any thread.
 
-    Arguments and errors as of `AsyncClient`. Iterators end their call when they are closed, or when
-    a ``for`` over them is left and they are collected; `contextlib.closing` says when.
+    Arguments and errors are those of `AsyncClient`. Closing an iterator ends its call, and so does
+    leaving a ``for`` over it, as soon as Python collects it; `contextlib.closing` does so at once.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Client:
     def connect(
         cls, run: str | Path, *, name: str = "", policy: RetryPolicy = _DEFAULT_POLICY
     ) -> Self:
-        """A client of the run in a folder of this machine."""
+        """Return a client of the run in a folder of this machine."""
         return cls(address_of_run(Path(run)), name=name, policy=policy)
 
     def __enter__(self) -> Self:
@@ -63,9 +63,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends all calls, connections and the thread. Repeating it is harmless.
+        """End all calls, connections and the thread. A second call does nothing.
 
-        Calls of other threads that have not ended raise `concurrent.futures.CancelledError`.
+        Unfinished calls of other threads raise `concurrent.futures.CancelledError`.
         """
         if self._loop.is_closed():
             return
@@ -82,14 +82,11 @@ class Client:
         *,
         every_token: bool = True,
     ) -> Generator[GenerationEvent, None, None]:
-        """Samples responses; tokens come as they are drawn, then each sample whole.
-
-        Without `every_token` only whole samples come.
-        """
+        """Sample responses, as `AsyncClient.stream`."""
         return self._each(self._client.stream(prompt, options, every_token=every_token))
 
     def generate(self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS) -> Generation:
-        """Samples responses and waits for all of them."""
+        """Sample responses and wait for all of them."""
         return self._wait(self._client.generate(prompt, options))
 
     def submit(
@@ -99,9 +96,9 @@ class Client:
         until_outcome: bool = True,
         traceparent: str = "",
     ) -> Generator[PromptEvent, None, None]:
-        """Submits prompts to be trained on.
+        """Submit prompts to train on, as `AsyncClient.submit`.
 
-        `prompts` is iterated in a thread of its own: it may wait, and ask this client.
+        `prompts` is iterated in a thread of its own: it may wait, and call this client.
         """
         return self._each(
             self._client.submit(
@@ -112,19 +109,19 @@ class Client:
     def score(
         self, items: Sequence[ScoreItem], *, deadline_s: float | None = None
     ) -> list[Scored | Failed]:
-        """Grades responses; one outcome per item, in order."""
+        """Grade responses; return one outcome per item, in order."""
         return self._wait(self._client.score(items, deadline_s=deadline_s))
 
     def replicas(self) -> Sequence[FleetReplica]:
-        """The replicas that serve, asked for anew."""
+        """Look up the replicas that serve."""
         return self._wait(self._client.replicas())
 
     def status(self) -> RunSnapshot:
-        """Step, phase, version and replicas of the run."""
+        """Return step, phase, version and replicas of the run."""
         return self._wait(self._client.status())
 
     def steps(self, from_step: int = 0) -> Generator[tuple[int, Mapping[str, float]], None, None]:
-        """Finished steps with their metrics until the run ends (0: from now on)."""
+        """Yield finished steps with their metrics until the run ends (0: from now on)."""
         return self._each(self._client.steps(from_step))
 
     def _wait(self, work: Coroutine[object, object, ValueT]) -> ValueT:
@@ -138,6 +135,7 @@ class Client:
                 "from another one, or use AsyncClient"
             )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        # An interrupt of this thread, such as Ctrl-C, must end the call in the other one.
         try:
             return future.result()
         except BaseException:
@@ -152,7 +150,7 @@ class Client:
                 except StopAsyncIteration:
                     return
         finally:
-            if self._is_own_thread():  # collected there, where nothing can be waited for
+            if self._is_own_thread():  # collected in the loop's thread, which must not wait
                 asyncio.run_coroutine_threadsafe(_closed(events), self._loop)
             elif not self._loop.is_closed():
                 self._wait(_closed(events))
@@ -162,12 +160,12 @@ class Client:
 
 
 async def _opened(address: RunAddress, name: str, policy: RetryPolicy) -> AsyncClient:
-    """Opened inside of the loop that its channels belong to."""
+    # Channels belong to the loop that they are opened in.
     return AsyncClient(address, name=name, policy=policy)
 
 
 async def _ended(client: AsyncClient) -> None:
-    """Ends the calls under way first: a loop that stops would leave their callers waiting."""
+    # A loop that stops would leave the callers of unfinished calls waiting.
     under_way = asyncio.all_tasks() - {asyncio.current_task()}
     for task in under_way:
         task.cancel()

@@ -1,17 +1,18 @@
-"""What every service of a run waits for, asked from all of them at once.
+"""Ask every service of a run at once what it waits for.
 
-A service that does not answer in time is part of the answer, with what its process looks like from
-outside where it runs on this machine.
+A service that does not answer in time is part of the result, with the state of its process if that
+runs on this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import grpc
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
@@ -23,14 +24,18 @@ from sluice.errors import AccessDeniedError, DeadlineError, HandshakeError, Peer
 from sluice.rpc.client import open_channel, reward_stub, rollout_stub, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
 
-if TYPE_CHECKING:
-    import grpc
-
 TRAINER, REWARD = "trainer", "reward service"
 ANSWER_TIMEOUT_S = 2.0
 _MARKED_AS = {"reward": REWARD}
 _MESSAGE_BYTES = 64 << 20
-_PHASE = "saying what it waits for"
+_PHASE = "reporting what it waits for"
+_StatusCall = tuple[Callable[[grpc.aio.Channel], Any], Any]
+
+_STATUS_CALLS: dict[str, _StatusCall] = {
+    TRAINER: (trainer_stub, trainer_pb2.GetStatusRequest()),
+    REWARD: (reward_stub, reward_pb2.GetStatusRequest()),
+}
+_REPLICA_CALL: _StatusCall = (rollout_stub, rollout_pb2.GetStatusRequest(without_engine=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +43,16 @@ class ServiceWaits:
     """One service of a run.
 
     Attributes:
-        name: "trainer", "reward service" or the replica's.
+        name: "trainer", "reward service" or the replica's name.
         waits: what it waits for, the longest first.
-        still_s: seconds without progress although there is work; ``None``: not known, or no work.
+        still_s: seconds without progress although there is work; ``None``: unknown, or no work.
         failure: why there is no answer; empty: it answered.
-        is_refused: it is there, and the failure is that caller and service do not accept each
-            other's certificate or token.
-        pid: its process id; 0: not known.
-        process: what the kernel says of the process, such as "stopped by a signal"; empty: not
-            known.
-        unheard_s: seconds since the trainer heard of it; ``None``: not known.
-        is_replica: whether it samples.
+        is_refused: the service is there, and the failure is that caller and service do not accept
+            each other's certificate or token.
+        pid: its process id; 0: unknown.
+        process: the kernel's state of the process, such as "stopped by a signal"; empty: unknown.
+        unheard_s: seconds since its last heartbeat to the trainer; ``None``: unknown.
+        is_replica: whether it generates.
     """
 
     name: str
@@ -83,25 +87,22 @@ async def survey_waits(
     timeout_s: float = ANSWER_TIMEOUT_S,
     credentials: Credentials = OPEN,
 ) -> tuple[ServiceWaits, ...]:
-    """Trainer, reward service and all replicas that these or the run's folder know of.
+    """Return trainer, reward service and all replicas that these or the run's folder know.
 
     Args:
-        trainer: its address, host:port.
-        reward: the reward service's.
-        run_dir: the run's folder; processes on this machine are noted there.
-        since_s: notes from before (seconds of the file system's clock) are of an earlier run.
-        timeout_s: how long each has to answer.
+        trainer: host:port of the trainer.
+        reward: host:port of the reward service.
+        run_dir: the run's folder, which lists the processes on this machine.
+        since_s: older entries there (seconds of the file system's clock) are of an earlier run.
+        timeout_s: time that each service has to answer.
         credentials: what the services ask of callers.
     """
     marks = {_MARKED_AS.get(m.name, m.name): m for m in process_marks(run_dir, since_s)}
-    surveyor = _Surveyor(timeout_s, credentials)
-    first = await _together(
-        {TRAINER: lambda: surveyor.trainer(trainer), REWARD: lambda: surveyor.reward(reward)}
-    )
+    # Two rounds: the answers of the first name the replicas.
+    first = await _ask_all({TRAINER: trainer, REWARD: reward}, timeout_s, credentials)
     replicas = _replicas(first.values(), marks)
-    second = await _together(
-        {name: partial(surveyor.replica, name, r.address) for name, r in replicas.items()}
-    )
+    addresses = {name: replica.address for name, replica in replicas.items()}
+    second = await _ask_all(addresses, timeout_s, credentials)
     found = [_outcome(name, answer, timeout_s) for name, answer in first.items()]
     for name, replica in replicas.items():
         service = _outcome(name, second[name], timeout_s)
@@ -112,7 +113,7 @@ async def survey_waits(
 def _replicas(
     answers: Iterable[_Answer | SluiceError], marks: Mapping[str, ProcessMark]
 ) -> dict[str, _Replica]:
-    """By name: those that ran here, and, more up to date, those that trainer and reward know."""
+    """Return replicas by name: those that ran here, updated by what trainer and reward know."""
     known = {
         name: _Replica(mark.address)
         for name, mark in marks.items()
@@ -122,7 +123,7 @@ def _replicas(
         if isinstance(answer, _Answer):
             for name, reported in answer.replicas.items():
                 earlier = known.get(name)
-                # Only the trainer knows when it heard of a replica; it comes first.
+                # Only the trainer knows the last heartbeat, and its answer comes first.
                 unheard_s = reported.unheard_s if earlier is None else earlier.unheard_s
                 known[name] = replace(reported, unheard_s=reported.unheard_s or unheard_s)
     return dict(sorted(known.items()))
@@ -135,7 +136,7 @@ def _outcome(name: str, answer: _Answer | SluiceError, timeout_s: float) -> Serv
         return ServiceWaits(name, failure=f"no answer within {timeout_s:g} s")
     if isinstance(answer, AccessDeniedError | HandshakeError):
         return ServiceWaits(name, failure=str(answer), is_refused=True)
-    # Of a connection that nobody takes the transport's words say no more.
+    # The transport's words add nothing about a port where no process listens.
     return ServiceWaits(name, failure="no answer" if type(answer) is PeerError else str(answer))
 
 
@@ -143,70 +144,40 @@ def _with_process(service: ServiceWaits, mark: ProcessMark | None) -> ServiceWai
     return service if mark is None else replace(service, pid=mark.pid, process=mark.state())
 
 
-async def _together(
-    questions: Mapping[str, Callable[[], Awaitable[_Answer]]],
+async def _ask_all(
+    addresses: Mapping[str, str], timeout_s: float, credentials: Credentials
 ) -> dict[str, _Answer | SluiceError]:
-    found: dict[str, _Answer | SluiceError] = {}
-
-    async def ask(name: str, question: Callable[[], Awaitable[_Answer]]) -> None:
+    async def answer(name: str, address: str) -> _Answer | SluiceError:
         try:
-            found[name] = await question()
+            return await _ask(name, address, timeout_s, credentials)
         except SluiceError as error:
-            found[name] = error
+            return error
 
     async with asyncio.TaskGroup() as tasks:
-        for name, question in questions.items():
-            tasks.create_task(ask(name, question), name=f"asking {name}")
-    return {name: found[name] for name in questions}
+        asked = {
+            name: tasks.create_task(answer(name, address), name=f"asking {name}")
+            for name, address in addresses.items()
+        }
+    return {name: task.result() for name, task in asked.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Surveyor:
-    """Asks one service at a time, each over a channel of its own."""
-
-    timeout_s: float
-    credentials: Credentials
-
-    async def trainer(self, address: str) -> _Answer:
-        async with self._channel(address) as channel:
-            status = await unary_call(
-                trainer_stub(channel).GetStatus,
-                trainer_pb2.GetStatusRequest(),
-                name="TrainerService/GetStatus",
-                peer=TRAINER,
-                phase=_PHASE,
-                deadline_s=self.timeout_s,
-            )
+async def _ask(name: str, address: str, timeout_s: float, credentials: Credentials) -> _Answer:
+    stub, request = _STATUS_CALLS.get(name, _REPLICA_CALL)
+    channel = open_channel(address, max_message_bytes=_MESSAGE_BYTES, credentials=credentials)
+    async with channel:
+        status: Any = await unary_call(
+            stub(channel).GetStatus,
+            request,
+            peer=name,
+            phase=_PHASE,
+            deadline_s=timeout_s,
+        )
+    replicas: dict[str, _Replica] = {}
+    if name == TRAINER:
         replicas = {
             one.replica.name: _Replica(one.replica.address, one.heartbeat_age_seconds)
             for one in status.replicas
         }
-        return _Answer(wait_report_from_proto(status.wait_report), replicas)
-
-    async def reward(self, address: str) -> _Answer:
-        async with self._channel(address) as channel:
-            status = await unary_call(
-                reward_stub(channel).GetStatus,
-                reward_pb2.GetStatusRequest(),
-                name="RewardService/GetStatus",
-                peer=REWARD,
-                phase=_PHASE,
-                deadline_s=self.timeout_s,
-            )
+    elif name == REWARD:
         replicas = {replica.name: _Replica(replica.address) for replica in status.replicas}
-        return _Answer(wait_report_from_proto(status.wait_report), replicas)
-
-    async def replica(self, name: str, address: str) -> _Answer:
-        async with self._channel(address) as channel:
-            status = await unary_call(
-                rollout_stub(channel).GetStatus,
-                rollout_pb2.GetStatusRequest(without_engine=True),
-                name="RolloutService/GetStatus",
-                peer=name,
-                phase=_PHASE,
-                deadline_s=self.timeout_s,
-            )
-        return _Answer(wait_report_from_proto(status.wait_report), {})
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        return open_channel(address, max_message_bytes=_MESSAGE_BYTES, credentials=self.credentials)
+    return _Answer(wait_report_from_proto(status.wait_report), replicas)

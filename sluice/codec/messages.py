@@ -1,4 +1,4 @@
-"""Values that several protos share: replicas, images, chat template arguments, waits."""
+"""Values that several protos share: replicas, images, chat template arguments and waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from google.protobuf.struct_pb2 import Struct
 
 from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
 from sluice.api.common.v1 import common_pb2 as common
-from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import (
     MAX_NUMBER,
     check_count,
@@ -24,7 +23,7 @@ from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.concurrency.watchdog import still_seconds
 from sluice.config.addresses import split_host_port
 from sluice.errors import ConfigError, InvalidRequestError
-from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.types import ReplicaInfo
 from sluice.vision.image_limits import ImageLimits, check_images
 
 if TYPE_CHECKING:
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 
 
 MAX_REPLICA_RANKS = 1024
-"""Devices of one replica, each a rank of transfer groups."""
+"""Devices of one replica. Each is a rank of a transfer group."""
 
 
 def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replica:
-    """Encodes a replica and the version it serves (ignored when registering)."""
+    """Encode a replica and its policy version (ignored in a registration)."""
     return common.Replica(
         name=replica.name,
         instance_id=replica.instance_id,
@@ -50,7 +49,7 @@ def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replic
 
 
 def replica_from_proto(message: common.Replica) -> ReplicaInfo:
-    """Decodes a replica.
+    """Decode a replica.
 
     Raises:
         InvalidRequestError: name, instance, address or slots are missing, or there are more
@@ -83,60 +82,12 @@ def counters_from_proto(
     return ReplicaCounters(**{**values, "seconds_by_state": dict(message.seconds_by_state)})
 
 
-def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
-    """Encodes what a member needs to join."""
-    return weights.JoinGroupRequest(
-        epoch=spec.epoch,
-        host=spec.host,
-        port=spec.port,
-        rank=spec.rank,
-        world_size=spec.world_size,
-        backend=spec.backend,
-        bucket_bytes=spec.bucket_bytes,
-        timeout_seconds=spec.timeout_s,
-        tensors=[
-            weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.tensors
-        ],
-        plan_digest=spec.plan_digest,
-        store_key=spec.store_key,
-        ranks=spec.ranks,
-    )
-
-
-def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpec:
-    """Decodes what a member needs to join.
-
-    Raises:
-        InvalidRequestError: rank, ranks and world size do not fit together.
-    """
-    ranks = message.ranks or 1
-    if not 1 <= message.rank <= message.world_size - ranks:
-        raise InvalidRequestError(
-            f"rank {message.rank} of {message.world_size} for a receiver of {ranks}: receivers "
-            "have 1 to world_size - 1"
-        )
-    return TransferGroupSpec(
-        epoch=message.epoch,
-        host=message.host,
-        port=message.port,
-        rank=message.rank,
-        world_size=message.world_size,
-        backend=message.backend,
-        bucket_bytes=message.bucket_bytes,
-        timeout_s=message.timeout_seconds,
-        tensors=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in message.tensors),
-        plan_digest=message.plan_digest,
-        store_key=message.store_key,
-        ranks=ranks,
-    )
-
-
 MAX_REPLICAS, MAX_SLOTS = 4096, 65536
 _MAX_ADDRESS_BYTES = 300
 
 
 def check_replica(replica: common.Replica, field: str) -> None:
-    """Names, an address of the form host:port and slots. Raises InvalidRequestError."""
+    """Check names, address (host:port) and slots. Raise InvalidRequestError."""
     check_name(f"{field}.name", replica.name)
     check_name(f"{field}.instance_id", replica.instance_id)
     check_range(f"{field}.slots", replica.slots, 1, MAX_SLOTS)
@@ -145,7 +96,7 @@ def check_replica(replica: common.Replica, field: str) -> None:
 
 
 def check_replicas(replicas: Sequence[common.Replica]) -> None:
-    """Each as `check_replica`, no name twice, not too many. Raises InvalidRequestError."""
+    """Check each replica, their number, and unique names. Raise InvalidRequestError."""
     check_count("replicas", replicas, MAX_REPLICAS)
     seen: set[str] = set()
     for index, replica in enumerate(replicas):
@@ -172,7 +123,7 @@ def _check_address(field: str, address: str) -> None:
 
 
 def check_chat_images(prompt: common.ChatPrompt, limits: ImageLimits) -> None:
-    """Images of a prompt to generate from: within the limits, one for each mark.
+    """Check the images of a prompt to generate from: within the limits, one for each mark.
 
     Raises:
         InvalidRequestError: names the image, the value and the remedy.
@@ -184,7 +135,7 @@ def check_chat_images(prompt: common.ChatPrompt, limits: ImageLimits) -> None:
 def check_submitted_images(
     request: reward.SubmitPromptsRequest, limits: ImageLimits | None
 ) -> None:
-    """Images of a prompt to train on, as `check_chat_images`.
+    """Check the images of a prompt to train on, as `check_chat_images`.
 
     Args:
         request: the prompt.
@@ -205,7 +156,7 @@ def check_submitted_images(
 
 
 def check_taken_images(group: reward.TrainGroup, images: Sequence[bytes]) -> None:
-    """As many images for a group of a batch as it said. Raises InvalidRequestError."""
+    """Check the number of images for a group of a batch. Raise InvalidRequestError."""
     if len(images) != group.num_images:
         raise InvalidRequestError(
             f"group {group.prompt_id}: {len(images)} images came for the {group.num_images} that "
@@ -214,19 +165,19 @@ def check_taken_images(group: reward.TrainGroup, images: Sequence[bytes]) -> Non
 
 
 MAX_TEMPLATE_KWARGS_BYTES = 1 << 16
-# A message's numbers are doubles, which hold no larger integer.
+# A Struct's numbers are doubles, which hold no larger integer exactly.
 _LARGEST_INTEGER = 1 << 53
-# Each level is several of a message, of which protobuf reads 100.
+# Each level takes several levels of a message, and protobuf reads 100.
 _MAX_LEVELS = 16
 _FIELD = "chat_template_kwargs"
 _JSON_TYPES = (bool, int, float, str, list, tuple, Mapping, type(None))
 
 
 def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
-    """Encodes arguments; none for none at all.
+    """Encode arguments; return None for an empty mapping.
 
     Raises:
-        InvalidRequestError: a value is no JSON, lies too deep, or there are too many bytes.
+        InvalidRequestError: a value is no JSON, is nested too deep, or there are too many bytes.
     """
     if not values:
         return None
@@ -244,7 +195,7 @@ def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
 
 
 def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
-    """Decodes the arguments of a conversation; whole numbers are integers, 1.0 like 1.
+    """Decode the arguments of a conversation. Whole numbers become integers, 1.0 like 1.
 
     Raises:
         InvalidRequestError: too many bytes or levels, or a number that is not finite.
@@ -263,7 +214,7 @@ def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
 
 
 def _with_integers(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """A template that counts or prints must find the number that was sent."""
+    # A template that counts or prints needs the integer that was sent; a Struct holds a double.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
@@ -278,23 +229,23 @@ def _check_size(struct: Struct) -> None:
         )
 
 
-def _check_levels(value: object, place: str, levels: int) -> None:
+def _check_levels(value: object, path: str, levels: int) -> None:
     if not isinstance(value, _JSON_TYPES):
         raise InvalidRequestError(
-            f"{place}: a {type(value).__name__}; give texts, finite numbers, lists, mappings"
+            f"{path}: a {type(value).__name__}; give texts, finite numbers, lists, mappings"
         )
     if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
         raise InvalidRequestError(
-            f"{place}: {shortened(value)}; give whole numbers up to 2**53 either way, or a text"
+            f"{path}: {shortened(value)}; give whole numbers up to 2**53 either way, or a text"
         )
     inner: list[tuple[str, object]] = []
     if isinstance(value, Mapping):
-        inner = [(f"{place}.{str(key)[:60]}", each) for key, each in value.items()]
+        inner = [(f"{path}.{str(key)[:60]}", each) for key, each in value.items()]
     elif isinstance(value, list | tuple):
-        inner = [(place, each) for each in value]
+        inner = [(path, each) for each in value]
     if inner and not levels:
         raise InvalidRequestError(
-            f"{_FIELD}: {shortened(place)} lies more than {_MAX_LEVELS} levels deep; send less deep"
+            f"{_FIELD}: {shortened(path)} lies more than {_MAX_LEVELS} levels deep; flatten it"
         )
     for name, each in inner:
         _check_levels(each, name, levels - 1)
@@ -307,8 +258,7 @@ _MOST_WAITS = 64
 class WaitReport:
     """A process's waits, the longest first.
 
-    `still_s` are seconds without progress although there is work; ``None``: there is none, or
-    nobody looks.
+    `still_s`: seconds without progress although there is work; ``None``: no work, or no watchdog.
     """
 
     waits: tuple[Waiting, ...]
@@ -316,7 +266,7 @@ class WaitReport:
 
 
 def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport:
-    """This process's waits, and `further` ones that only its service knows."""
+    """Encode this process's waits, and `further` ones that only its service knows."""
     waits = merged_waits((*further, *WAITS.snapshot()), _MOST_WAITS)
     return common.WaitReport(
         waits=[
@@ -334,7 +284,7 @@ def present_waits_to_proto(further: Iterable[Waiting] = ()) -> common.WaitReport
 
 
 def wait_report_from_proto(message: common.WaitReport) -> WaitReport:
-    """As it was sent."""
+    """Decode a report of waits."""
     waits = (Waiting(w.peer, w.phase, w.seconds, w.count, w.task) for w in message.waits)
     still_s = message.still_seconds if message.HasField("still_seconds") else None
     return WaitReport(tuple(waits), still_s)

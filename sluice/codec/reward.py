@@ -1,6 +1,4 @@
-"""Calls of the reward service: train batches, scores and data progress; what requests must
-fulfil.
-"""
+"""Calls to the reward service: encode and decode batches, scores and progress; check requests."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ PROMPT_END_TO_PROTO = {
 
 
 def score_to_proto(scored: Scored) -> common.Score:
-    """Encodes a grade."""
+    """Encode a score."""
     return common.Score(
         score=scored.score,
         reward=scored.reward,
@@ -52,7 +50,7 @@ def score_to_proto(scored: Scored) -> common.Score:
 
 
 def score_from_proto(message: common.Score) -> Scored:
-    """Decodes a grade."""
+    """Decode a score."""
     return Scored(
         score=message.score,
         reward=message.reward,
@@ -62,17 +60,17 @@ def score_from_proto(message: common.Score) -> Scored:
 
 
 def progress_to_proto(progress: DataProgress) -> common.DataProgress:
-    """Encodes data progress."""
+    """Encode data progress."""
     return common.DataProgress(low_water=progress.low_water, ended_above=progress.ended_above)
 
 
 def progress_from_proto(message: common.DataProgress) -> DataProgress:
-    """Decodes data progress."""
+    """Decode data progress."""
     return DataProgress(message.low_water, tuple(message.ended_above))
 
 
 def train_group_to_proto(group: TrainGroup, *, with_images: bool = True) -> reward.TrainGroup:
-    """Encodes one kept group; `with_images` = False: but for its images, which are counted."""
+    """Encode one kept group; without images, only their number."""
     return reward.TrainGroup(
         prompt_id=group.prompt_id,
         prompt_token_ids_u32=token_ids_to_bytes(group.prompt_token_ids),
@@ -87,10 +85,10 @@ def train_group_to_proto(group: TrainGroup, *, with_images: bool = True) -> rewa
 
 
 def train_group_from_proto(message: reward.TrainGroup) -> TrainGroup:
-    """Decodes one kept group.
+    """Decode one kept group.
 
     Raises:
-        InvalidRequestError: as many scores as rollouts are needed, and as many images as said.
+        InvalidRequestError: scores and rollouts, or images and their number, do not fit together.
     """
     if len(message.rollouts) != len(message.scores):
         raise InvalidRequestError(
@@ -113,7 +111,7 @@ def train_group_from_proto(message: reward.TrainGroup) -> TrainGroup:
 
 
 def train_batch_to_proto(batch: TrainBatch, *, with_images: bool = True) -> reward.TrainBatch:
-    """Encodes a batch; without images its size does not depend on them."""
+    """Encode a batch; without images its size does not depend on them."""
     return reward.TrainBatch(
         batch_id=batch.batch_id,
         policy_version=batch.policy_version,
@@ -124,17 +122,17 @@ def train_batch_to_proto(batch: TrainBatch, *, with_images: bool = True) -> rewa
 
 
 def group_images_to_proto(batch: TrainBatch) -> Iterator[reward.TakeImagesResponse]:
-    """Encodes the images of a batch, a message for each group that has any."""
+    """Encode the images of a batch, one message for each group with images."""
     for group in batch.groups:
         if group.images:
             yield reward.TakeImagesResponse(prompt_id=group.prompt_id, images=group.images)
 
 
 def with_group_images(message: reward.TrainBatch, images: Mapping[str, Sequence[bytes]]) -> None:
-    """Puts the images of groups, by prompt id, into a batch that came without.
+    """Add the images of groups, by prompt id, to a batch that came without.
 
     Raises:
-        InvalidRequestError: they are not as many as a group said.
+        InvalidRequestError: a group has another number of images.
     """
     for group in message.groups:
         found = images.get(group.prompt_id, ())
@@ -143,7 +141,7 @@ def with_group_images(message: reward.TrainBatch, images: Mapping[str, Sequence[
 
 
 def train_batch_from_proto(message: reward.TrainBatch) -> TrainBatch:
-    """Decodes a batch."""
+    """Decode a batch."""
     return TrainBatch(
         batch_id=message.batch_id,
         policy_version=message.policy_version,
@@ -154,10 +152,10 @@ def train_batch_from_proto(message: reward.TrainBatch) -> TrainBatch:
 
 
 def train_batch_to_bytes(batch: TrainBatch) -> bytes:
-    """A batch as bytes, for the trainer's ranks.
+    """Encode a batch as bytes, for the trainer's ranks.
 
     Raises:
-        DataError: it is larger than a message can be.
+        DataError: the batch is larger than a message can be.
     """
     try:
         return train_batch_to_proto(batch).SerializeToString()
@@ -171,7 +169,7 @@ def train_batch_to_bytes(batch: TrainBatch) -> bytes:
 
 
 def train_batch_from_bytes(data: bytes) -> TrainBatch:
-    """Inverse of `train_batch_to_bytes`.
+    """Decode what `train_batch_to_bytes` encoded.
 
     Raises:
         InvalidRequestError: the bytes hold no batch.
@@ -187,7 +185,7 @@ MAX_SAMPLES, MAX_TEMPERATURE = 1024, 100.0
 
 
 def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
-    """Further information of a prompt or response as Python values."""
+    """Decode further information of a prompt or response into Python values."""
     size = struct.ByteSize()
     if size > max_bytes:
         raise InvalidRequestError(
@@ -197,14 +195,14 @@ def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
     try:
         return dict(MessageToDict(struct))
     except (ValueError, RecursionError) as error:
-        # The error shows the value, which may be long.
+        # The error quotes the value, which may be long.
         raise InvalidRequestError(
             f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
         ) from error
 
 
 def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
-    """Few turns, with short roles, and a name of the data source."""
+    """Check turns, roles, the name of the data source, and the prompt's id."""
     check_turns("messages", request.messages, max_turns)
     check_text("data_source", request.data_source, MAX_SOURCE_BYTES)
     if request.prompt_id and not request.prompt_id.isprintable():
@@ -212,35 +210,36 @@ def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
 
 
 def check_score(request: reward.ScoreRequest) -> None:
-    """Short names of data sources: what is known of a source is kept by its name."""
+    """Check names of data sources, by which the service keeps statistics."""
     for index, item in enumerate(request.items):
         check_text(f"items[{index}].data_source", item.data_source, MAX_SOURCE_BYTES)
 
 
 def check_take(request: reward.TakeBatchRequest) -> None:
-    """A step and a version that can be."""
+    """Check step and version."""
     check_range("step", request.step, 1, MAX_NUMBER)
     check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
 
 
 def check_take_images(request: reward.TakeImagesRequest) -> None:
-    """A batch that can be."""
+    """Check the batch's id."""
     check_name("batch_id", request.batch_id)
 
 
 def check_acknowledgement(request: reward.AcknowledgeBatchRequest) -> None:
-    """A batch and a step that can be."""
+    """Check the batch's id and the step."""
     check_name("batch_id", request.batch_id)
     check_range("step", request.step, 1, MAX_NUMBER)
 
 
 def check_announcement(request: reward.AnnouncePolicyRequest) -> None:
-    """A trainer, a version, replicas, and a position of the data set that can be."""
+    """Check trainer, version, replicas, and the position in the data set."""
     check_name("trainer_instance_id", request.trainer_instance_id)
     check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
     check_replicas(request.replicas)
     progress = request.resume_from
     check_range("resume_from.low_water", progress.low_water, 0, MAX_NUMBER)
+    # Rising positions need no sorting, and none occurs twice.
     before = progress.low_water - 1
     for position in progress.ended_above:
         if not before < position <= MAX_NUMBER:
@@ -252,7 +251,7 @@ def check_announcement(request: reward.AnnouncePolicyRequest) -> None:
 
 
 def check_evaluation(request: reward.EvaluateRequest) -> None:
-    """A version, samples and a temperature that can be."""
+    """Check version, number of samples and temperature."""
     check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
     if request.HasField("n"):
         check_range("n", request.n, 1, MAX_SAMPLES)

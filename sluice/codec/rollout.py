@@ -1,4 +1,4 @@
-"""Calls of a replica: prompts, sampling parameters and samples; what requests must fulfil."""
+"""Calls to a replica: encode and decode prompts, parameters and samples; check requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 
 
 def rollout_to_proto(rollout: Rollout) -> common.Rollout:
-    """Encodes one sample."""
+    """Encode one sample."""
     return common.Rollout(
         sample_index=rollout.sample_index,
         token_ids_u32=token_ids_to_bytes(rollout.token_ids),
@@ -49,7 +49,7 @@ def rollout_to_proto(rollout: Rollout) -> common.Rollout:
 
 
 def rollout_from_proto(message: common.Rollout) -> Rollout:
-    """Decodes one sample.
+    """Decode one sample.
 
     Raises:
         InvalidRequestError: unknown finish reason, or arrays and spans that do not fit together.
@@ -75,10 +75,10 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
 
 
 def new_tokens_from_proto(message: rollout.TokenDelta) -> NewTokens:
-    """Decodes tokens that continue a sample.
+    """Decode tokens that continue a sample.
 
     Raises:
-        InvalidRequestError: arrays of broken length, or of different ones.
+        InvalidRequestError: an array has a broken length, or the lengths differ.
     """
     tokens = NewTokens(
         message.sample_index,
@@ -95,7 +95,7 @@ def new_tokens_from_proto(message: rollout.TokenDelta) -> NewTokens:
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common.SamplingParams:
-    """Encodes sampling parameters; every field is set explicitly."""
+    """Encode sampling parameters; set every field explicitly."""
     return common.SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -111,7 +111,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common.SamplingParams:
 def sampling_from_proto(
     message: common.SamplingParams, *, default_seed: int, longest: int
 ) -> SamplingParams:
-    """Decodes sampling parameters; absent fields take the protocol's defaults.
+    """Decode sampling parameters; absent fields take the protocol's defaults.
 
     Args:
         message: as received.
@@ -143,7 +143,7 @@ def sampling_from_proto(
 
 
 def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int) -> SamplingParams:
-    """The same, each of `num_samples` with at most its share of `token_budget`; 0: no bound."""
+    """Limit each of `num_samples` to its share of `token_budget`; 0: no bound."""
     if not token_budget:
         return sampling
     return replace(sampling, max_tokens=min(sampling.max_tokens, token_budget // num_samples))
@@ -152,13 +152,13 @@ def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int)
 def chat_prompt_to_proto(
     messages: Sequence[ChatMessage], images: Sequence[bytes] = ()
 ) -> common.PromptInput:
-    """Encodes a conversation, with its encoded images in order, as a prompt."""
+    """Encode a conversation, with its image files in order, as a prompt."""
     turns = [common.ChatMessage(role=m.role, content=m.content) for m in messages]
     return common.PromptInput(chat=common.ChatPrompt(messages=turns, images=images))
 
 
 def chat_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Decodes a conversation.
+    """Decode a conversation.
 
     Raises:
         InvalidRequestError: no turn, or a turn without a role.
@@ -171,6 +171,7 @@ def chat_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[Ch
     return tuple(ChatMessage(m.role, m.content) for m in messages)
 
 
+# Bounds on what one request may cost a replica before it generates anything.
 MAX_SAMPLE_INDEX = 1023
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
 MAX_LINGER_MS = 60_000
@@ -180,7 +181,7 @@ MAX_STOPS, MAX_STOP_BYTES = 16, 128
 
 
 def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
-    """Names, indexes, turns and times in their ranges. Raises InvalidRequestError."""
+    """Check names, indexes, turns and times. Raise InvalidRequestError."""
     check_name("request_id", request.request_id, may_be_empty=True)
     check_turns("prompt.chat.messages", request.prompt.chat.messages, MAX_TURNS)
     indexes = request.sample_indexes
@@ -204,6 +205,7 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
             "token a sample, or 0 for no bound"
         )
     check_stops("sampling.stop", request.sampling.stop)
+    # Partials of other samples would be decoded for nothing.
     if len(request.partials) > len(indexes):
         raise InvalidRequestError(
             f"partials: {len(request.partials)} given for {len(indexes)} samples; send at most one "
@@ -212,7 +214,7 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
 
 
 def check_client_priority(request: rollout.GenerateRequest, most: int) -> None:
-    """Raises InvalidRequestError where a client asks for more priority than clients may."""
+    """Raise InvalidRequestError if a client asks for more priority than clients may."""
     if request.priority > most:
         raise InvalidRequestError(
             f"priority: {request.priority}; clients may ask for {most} at most: send that or less, "
@@ -221,10 +223,10 @@ def check_client_priority(request: rollout.GenerateRequest, most: int) -> None:
 
 
 def check_stops(field: str, stops: Sequence[str]) -> None:
-    """Few and short: each is looked for after every token.
+    """Check that stop texts are few and short, since each is searched for after every token.
 
     Raises:
-        InvalidRequestError: names the field, which is `field` or one in it.
+        InvalidRequestError: names `field` or the element.
     """
     check_count(field, stops, MAX_STOPS)
     for index, stop in enumerate(stops):
@@ -236,10 +238,10 @@ def check_stops(field: str, stops: Sequence[str]) -> None:
 
 
 def check_turns(field: str, turns: Sequence[common.ChatMessage], most: int) -> None:
-    """Few turns with short roles: chat templates take longer with each, whatever it says.
+    """Check that turns are few and roles short: each turn costs the chat template time.
 
     Raises:
-        InvalidRequestError: names the field, which is `field` or a role in it.
+        InvalidRequestError: names `field` or the role.
     """
     check_count(field, turns, most)
     for index, turn in enumerate(turns):
@@ -247,7 +249,7 @@ def check_turns(field: str, turns: Sequence[common.ChatMessage], most: int) -> N
 
 
 def check_partials(partials: Sequence[Rollout], longest: int) -> None:
-    """Samples that can be continued: at most `longest` tokens, known versions, finite logprobs.
+    """Check samples to continue: at most `longest` tokens, valid versions, finite logprobs.
 
     Raises:
         InvalidRequestError: names the sample.

@@ -1,4 +1,4 @@
-"""What calls of the trainer service must fulfil. Each function raises InvalidRequestError."""
+"""Checks of calls to the trainer. Each function raises InvalidRequestError."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from sluice.errors import ExhaustedError, InvalidRequestError
 MAX_HOLDERS = 64
 MAX_LEASE_S = 7 * 24 * 3600.0
 MAX_REASON_BYTES = 2000
+# Each state becomes a metric, so their number is bounded.
 _MAX_STATES = 16
 
 
 def check_register(request: trainer.RegisterReplicaRequest) -> None:
-    """A replica with a name, an address and a possible number of slots."""
+    """Check the replica and the digest of its weights' layout."""
     check_replica(request.replica, "replica")
     check_name("weights_layout_digest", request.weights_layout_digest)
 
 
 def check_heartbeat(request: trainer.HeartbeatRequest) -> None:
-    """Counters that can be added up: finite, not negative, of few states."""
+    """Check that counters can be added up: finite, not negative, of few states."""
     check_name("name", request.name)
     check_name("instance_id", request.instance_id)
     check_count("seconds_by_state", request.seconds_by_state, _MAX_STATES)
@@ -48,12 +49,12 @@ def check_heartbeat(request: trainer.HeartbeatRequest) -> None:
 
 
 def check_watch(request: trainer.WatchStepsRequest) -> None:
-    """From a step that can be."""
+    """Check the first step."""
     check_range("from_step", request.from_step, 0, MAX_NUMBER)
 
 
 def check_watchers(num_open: int, most: int) -> None:
-    """Room for another stream. Raises ExhaustedError."""
+    """Raise ExhaustedError if no further stream may open."""
     if num_open >= most:
         raise ExhaustedError(
             f"{num_open} WatchSteps calls are open, the most that sluice.limits.max_watchers "
@@ -62,7 +63,7 @@ def check_watchers(num_open: int, most: int) -> None:
 
 
 def check_pause(request: trainer.PauseRequest, holders: Collection[str]) -> None:
-    """A holder among few, and a lease that ends.
+    """Check the holder's name, their number, and the lease's length.
 
     Raises:
         ExhaustedError: too many others hold the run.
@@ -82,10 +83,10 @@ def check_pause(request: trainer.PauseRequest, holders: Collection[str]) -> None
 
 
 def check_resume(request: trainer.ResumeRequest) -> None:
-    """A holder as in `check_pause`."""
+    """Check the holder's name."""
     check_name("holder", request.holder, may_be_empty=True)
 
 
 def check_stop(request: trainer.StopRequest) -> None:
-    """A reason that fits a log line."""
+    """Check that the reason fits a log line."""
     check_text("reason", request.reason, MAX_REASON_BYTES)

@@ -1,4 +1,4 @@
-"""What calls that steer weight transfers must fulfil. Each function raises InvalidRequestError."""
+"""Calls that steer weight transfers: encode, decode and check them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.codec.fields import MAX_NUMBER, check_name, check_range, check_text, shortened
 from sluice.errors import InvalidRequestError
-from sluice.types import TensorSpec
+from sluice.types import TensorSpec, TransferGroupSpec
 
 MAX_WORLD_SIZE = 65536
 MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 4096, 2**34
@@ -16,10 +16,58 @@ MAX_HOST_BYTES, MAX_REASON_BYTES = 255, 4000
 STORE_KEY_BYTES = 32
 
 
-def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) -> None:
-    """A group that can be formed, of as many numbers as the model has.
+def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
+    """Encode what a member needs to join."""
+    return weights.JoinGroupRequest(
+        epoch=spec.epoch,
+        host=spec.host,
+        port=spec.port,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        backend=spec.backend,
+        bucket_bytes=spec.bucket_bytes,
+        timeout_seconds=spec.timeout_s,
+        tensors=[
+            weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in spec.tensors
+        ],
+        plan_digest=spec.plan_digest,
+        store_key=spec.store_key,
+        ranks=spec.ranks,
+    )
 
-    The plan of a transfer is as long as its weights are large, so it is not made for others.
+
+def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpec:
+    """Decode what a member needs to join.
+
+    Raises:
+        InvalidRequestError: rank, ranks and world size do not fit together.
+    """
+    ranks = message.ranks or 1
+    if not 1 <= message.rank <= message.world_size - ranks:
+        raise InvalidRequestError(
+            f"rank {message.rank} of {message.world_size} for a receiver of {ranks}: receivers "
+            "have 1 to world_size - 1"
+        )
+    return TransferGroupSpec(
+        epoch=message.epoch,
+        host=message.host,
+        port=message.port,
+        rank=message.rank,
+        world_size=message.world_size,
+        backend=message.backend,
+        bucket_bytes=message.bucket_bytes,
+        timeout_s=message.timeout_seconds,
+        tensors=tuple(TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in message.tensors),
+        plan_digest=message.plan_digest,
+        store_key=message.store_key,
+        ranks=ranks,
+    )
+
+
+def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) -> None:
+    """Check a group, and that its tensors are this replica's weights. Raise InvalidRequestError.
+
+    A transfer plan grows with the weights, so a replica makes none for other weights.
     """
     check_range("epoch", request.epoch, 0, MAX_NUMBER)
     check_name("host", request.host)
@@ -41,21 +89,20 @@ def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) 
     _check_tensors(request.tensors, layout)
 
 
-def check_stage(request: weights.StageUpdateRequest) -> None:
-    """An epoch and a version that can be."""
+def check_stage(request: weights.StageUpdateRequest | weights.CommitUpdateRequest) -> None:
+    """Check epoch and version. Raise InvalidRequestError."""
     check_range("epoch", request.epoch, 0, MAX_NUMBER)
     check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
 
 
 def check_commit(request: weights.CommitUpdateRequest) -> None:
-    """As `check_stage`, and a digest."""
-    check_range("epoch", request.epoch, 0, MAX_NUMBER)
-    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
+    """Check epoch, version and digest. Raise InvalidRequestError."""
+    check_stage(request)
     check_name("digest", request.digest)
 
 
 def check_abort(request: weights.AbortUpdateRequest) -> None:
-    """An epoch that can be, and a reason that fits the log."""
+    """Check epoch and reason. Raise InvalidRequestError."""
     check_range("epoch", request.epoch, 0, MAX_NUMBER)
     check_text("reason", request.reason, MAX_REASON_BYTES)
 
@@ -72,6 +119,5 @@ def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[Tenso
         if expected is None or list(expected) != list(tensor.shape):
             raise InvalidRequestError(
                 f"tensors: {shortened(tensor.name)} of shape {shortened(tensor.shape[:8])} is "
-                f"none of this replica's weights; give "
-                "trainer and replicas the same model"
+                "none of this replica's weights; give trainer and replicas the same model"
             )

@@ -16,7 +16,7 @@ from sluice.doctor.finding import Examined, Finding, fine, problem, problem_of_s
 from sluice.doctor.network import has_remote_peers
 from sluice.errors import SluiceError
 from sluice.launch.plan import TIMEOUT_S, check_reward_function
-from sluice.security.certificates import SOON, validities
+from sluice.security.certificates import SOON, ends_of_validity
 
 # Other checks look at these files themselves.
 _ELSEWHERE = (
@@ -155,8 +155,8 @@ def _ends(config: RunConfig) -> Iterator[tuple[str, tuple[datetime, ...]]]:
         if security.tls == "off" or not path:
             continue
         try:
-            ends = tuple(one.ends for one in validities(Path(path).read_bytes()))
-        except (OSError, ValueError):
+            ends = tuple(ends_of_validity(Path(path).read_bytes()))
+        except (OSError, ValueError, SluiceError):
             continue  # `run_security_problems` reports it
         if ends:
             yield name, ends if name == "ca_file" else (min(ends),)

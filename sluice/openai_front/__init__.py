@@ -1,3 +1,5 @@
-"""An HTTP front in the OpenAI dialect, for programs that evaluate the policy in training. In:
-chat and completion requests. Out: whole answers or streams. Only `web_app` imports aiohttp.
+"""An HTTP front in the OpenAI dialect, for programs that evaluate the policy in training.
+
+Chat and completion requests come in. Whole answers or streams go out. Only `web_app` imports
+aiohttp.
 """

@@ -1,5 +1,5 @@
-"""Sample the choices of a request, and write them in the OpenAI dialect: whole answers, and
-chunks of a stream.
+"""Sample the choices of a request, and write them in the OpenAI dialect: whole answers, and chunks
+of a stream.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from sluice.client.generation_types import (
 from sluice.openai_front.requests import ParsedRequest
 from sluice.types import Rollout
 
-# What a run takes unless it lowers `sluice.rollout.max_n`.
-_MOST_A_CALL = 256
+# What a run accepts unless it lowers `sluice.rollout.max_n`.
+_MOST_PER_CALL = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PromptAccepted:
-    """A replica took a prompt of so many tokens; `version` starts to generate."""
+    """A replica accepted a prompt of `num_tokens`; `version` starts to generate."""
 
     prompt_index: int
     num_tokens: int
@@ -37,7 +37,7 @@ class PromptAccepted:
 class SampledToken:
     """A token; `text` is what became certain with it.
 
-    So nothing in the middle of a character, or while a stop string may have begun.
+    It is empty in the middle of a character, or while a stop string may have begun.
     """
 
     token_id: int
@@ -47,9 +47,9 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceGrew:
-    """New tokens of a choice, and text of it that no stop string can begin in any more.
+    """New tokens of a choice, and its text in which no stop string can begin any more.
 
-    `tokens` are told one by one only where the request asks for them.
+    `tokens` lists them only if the request asks for them.
     """
 
     index: int
@@ -71,37 +71,38 @@ Sink = Callable[[Piece], Awaitable[None]]
 
 
 async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink) -> None:
-    """Draws all choices; each piece is given to `sink`, those of one choice in order.
+    """Sample all choices. Give each piece to `sink`, those of one choice in order.
 
-    Samples of a prompt are drawn under their places in the answer, as many in one call as a run
-    takes: the randomness of a sample depends on its index, so the same prompt twice gets what it
-    would get with twice the `n`.
+    A sample's index is its position in the answer, because its randomness depends on it: the same
+    prompt twice gets what it would get with twice the `n`. Each call asks for as many samples as a
+    run accepts.
 
     Raises:
-        ExceptionGroup: of the errors of `AsyncClient.stream`.
+        ExceptionGroup: the errors of `AsyncClient.stream`.
     """
     n, budget = asked.options.n, asked.options.token_budget
     async with asyncio.TaskGroup() as tasks:
-        for place, prompt in enumerate(asked.prompts):
-            for start in range(0, n, _MOST_A_CALL):
-                size = min(_MOST_A_CALL, n - start)
+        for index, prompt in enumerate(asked.prompts):
+            for start in range(0, n, _MOST_PER_CALL):
+                size = min(_MOST_PER_CALL, n - start)
                 options = replace(
                     asked.options,
                     n=size,
-                    first_sample=place * n + start,
+                    first_sample=index * n + start,
                     token_budget=budget // n * size,
                 )
-                draw = _PromptChoices(place, asked, sink).run(client, prompt, options)
-                tasks.create_task(draw, name=f"prompt {place}")
+                choices = _PromptChoices(index, asked, sink).run(client, prompt, options)
+                tasks.create_task(choices, name=f"prompt {index}")
 
 
 class _PromptChoices:
-    """One call: samples of one prompt."""
+    """One call, for samples of one prompt."""
 
     def __init__(self, prompt_index: int, asked: ParsedRequest, sink: Sink) -> None:
-        self._prompt_index, self._sink = prompt_index, sink
+        self._prompt_index = prompt_index
+        self._sink = sink
         self._reports_tokens = asked.logprobs or asked.token_ids
-        # The text of each token is known only as they come.
+        # The text of each token is known only in a stream of tokens.
         self._every_token = asked.stream or asked.logprobs
         self._has_started = False
 
@@ -139,11 +140,12 @@ class _PromptChoices:
 def _sampled_tokens(
     ids: Sequence[int], logprobs: Sequence[float], text: str
 ) -> tuple[SampledToken, ...]:
-    """The text of several tokens that came together is the last one's."""
+    """Return tokens that came together. Their text belongs to the last one."""
+    # Tokens inside a character have no text of their own.
     last = len(ids) - 1
     return tuple(
-        SampledToken(token, logprob, text if place == last else "")
-        for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
+        SampledToken(token, logprob, text if index == last else "")
+        for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
     )
 
 
@@ -159,7 +161,7 @@ class _ChoiceText:
 
 
 class AnswerBuilder:
-    """Collects the pieces of one request.
+    """The answer to one request, built from its pieces.
 
     Args:
         asked: the request.
@@ -168,13 +170,15 @@ class AnswerBuilder:
     """
 
     def __init__(self, asked: ParsedRequest, answer_id: str, created_s: int) -> None:
-        self._asked, self._id, self._created_s = asked, answer_id, created_s
+        self._asked = asked
+        self._id = answer_id
+        self._created_s = created_s
         self._choices = [_ChoiceText() for _ in range(asked.num_choices)]
         self._prompt_tokens: dict[int, int] = {}  # by prompt
         self._version: int | None = None
 
     def take(self, piece: Piece) -> None:
-        """Takes a piece on."""
+        """Add a piece."""
         match piece:
             case PromptAccepted():
                 self._prompt_tokens[piece.prompt_index] = piece.num_tokens
@@ -188,20 +192,20 @@ class AnswerBuilder:
                 self._choices[piece.index].reason = piece.reason
 
     def whole(self) -> JsonObject:
-        """The answer of a request that is not streamed."""
+        """Return the answer to a request without streaming."""
         kind = "chat.completion" if self._asked.kind == "chat" else "text_completion"
         choices = [self._whole_choice(index, each) for index, each in enumerate(self._choices)]
         return self._object(kind, choices) | {"usage": self._usage()}
 
     def first_chunk(self, index: int) -> JsonObject | None:
-        """What a choice begins with in a stream: its role, in a chat."""
+        """Return what a choice begins with in a stream: its role, in a chat."""
         if self._asked.kind != "chat":
             return None
         role: JsonObject = {"role": "assistant", "content": ""}
         return self._chunk(index, role, None, None)
 
     def chunk(self, piece: ChoiceGrew | ChoiceEnded) -> JsonObject:
-        """The chunk of a piece that was taken on."""
+        """Return the chunk of the piece added last."""
         if isinstance(piece, ChoiceEnded):
             return self._chunk(piece.index, self._text("", is_last=True), None, piece.reason)
         offset = len(self._choices[piece.index].text) - len(piece.text)
@@ -213,7 +217,7 @@ class AnswerBuilder:
         return self._chunk(piece.index, chunk, logprobs, None)
 
     def usage_chunk(self) -> JsonObject:
-        """What a stream ends with, where the request asked for it."""
+        """Return the chunk that ends a stream if the request asked for the usage."""
         return self._object(self._chunk_kind, []) | {"usage": self._usage()}
 
     @property

@@ -26,7 +26,7 @@ _STATUS: tuple[tuple[type[SluiceError], int, str, str | None], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """An HTTP status and what `error` says."""
+    """An HTTP status and the content of `error`."""
 
     status: int
     message: str
@@ -35,7 +35,7 @@ class ErrorAnswer:
     param: str | None = None
 
     def body(self) -> dict[str, object]:
-        """The answer's JSON object."""
+        """Return the answer's JSON object."""
         error = {
             "message": self.message,
             "type": self.kind,
@@ -46,7 +46,7 @@ class ErrorAnswer:
 
 
 class RefusedError(InvalidRequestError):
-    """A request that names something that there is not, or asks for what is not offered."""
+    """A request that names an unknown thing, or asks for something that is not offered."""
 
     def __init__(
         self, message: str, param: str, *, status: int = 400, code: str | None = None
@@ -56,13 +56,13 @@ class RefusedError(InvalidRequestError):
 
 
 def error_answer(error: SluiceError) -> ErrorAnswer:
-    """The status of an error of ours; 500 for one that is none of the caller's doing."""
+    """Return the status of one of our errors; 500 for one that the caller did not cause."""
     if isinstance(error, RefusedError):
         return ErrorAnswer(
             error.status, str(error), "invalid_request_error", error.code, error.param
         )
     cause = error.__cause__
-    # A deadline that passed while everything was full: what is missing is room.
+    # A deadline that passed while all replicas were full: what is missing is capacity.
     judged = cause if isinstance(cause, ExhaustedError) else error
     for kind, status, name, code in _STATUS:
         if isinstance(judged, kind):
@@ -75,10 +75,10 @@ CROWDED = ErrorAnswer(
 )
 CROSS_SITE = ErrorAnswer(
     403,
-    "a page in a browser asks, and nobody is asked for a key; start the server with one",
+    "a page in a browser sent this, and the server asks for no key; start the server with one",
     "invalid_request_error",
 )
-DEFECT = ErrorAnswer(500, "the server failed; its log says why", "server_error")
+DEFECT = ErrorAnswer(500, "the server failed; its log has the reason", "server_error")
 NO_KEY = ErrorAnswer(
     401,
     "no API key that this server accepts; send `Authorization: Bearer KEY`",

@@ -1,4 +1,4 @@
-"""The HTTP server. The only file here that imports aiohttp (the extra `openai-front`)."""
+"""The HTTP server: routes, keys, quotas and streams. Only this file imports aiohttp here."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from sluice.telemetry.tracing import parse_traceparent
 from sluice.web.connections import Connections
 
 KEYLESS = "HTTP callers"
-"""All callers of a front that asks for no key: nothing tells them apart."""
+"""The common name of all callers of a front that asks for no key."""
 _SCHEME = "bearer "
 _DIGEST_BYTES = 8
 
@@ -54,8 +54,8 @@ class Callers:
     """The callers of one front. Used from one event loop.
 
     Args:
-        keys: that are accepted; none: nobody is asked for one.
-        max_choices: most choices that are drawn at once, of all requests.
+        keys: accepted API keys; None: no key is needed.
+        max_choices: most choices of all requests that are sampled at once.
         max_key_choices: the same for the requests of one key.
     """
 
@@ -69,13 +69,13 @@ class Callers:
 
     @property
     def limit(self) -> tuple[int, str]:
-        """Most choices of a request that are ever drawn, and the option that says so."""
+        """Return the most choices of one request, and the option that limits them."""
         return self._limit
 
     def name(self, authorization: str) -> str | None:
-        """The caller of a header ``Authorization``; none: it holds no key that is accepted.
+        """Return the caller of a header ``Authorization``; None: it holds no accepted key.
 
-        A digest stands for the key, which is told to nobody.
+        The name has a digest of the key, and never the key.
         """
         if self._keys is None:
             return KEYLESS
@@ -89,11 +89,12 @@ class Callers:
 
     @contextmanager
     def generating(self, name: str, num_choices: int) -> Iterator[None]:
-        """Counts choices as drawn for a caller for the length of the block.
+        """Count choices as under way for a caller during the block.
 
         Raises:
-            ExhaustedError: too many are drawn for it, or for all callers.
+            ExhaustedError: this caller, or all callers together, have too many.
         """
+        # The key's own bound comes first, so that an error names the option that was exceeded.
         of_key = None if name == KEYLESS else name
         with (
             self._of_each.held(of_key, num_choices),
@@ -119,14 +120,13 @@ class FrontSettings:
 
     Args:
         model_name: the one model; requests that name another one are refused.
-        deadline_s: longest time for one request, seconds; none: as long as it takes.
-        keys: API keys that are accepted; none: nobody is asked for one, and pages in browsers are
-            turned away.
-        max_choices: most choices that are drawn at once, of all requests; others are told to come
-            back.
-        max_connections: most that are open at once; others are told so and closed.
-        max_key_choices: as `max_choices`, of the requests with one key.
-        max_priority: highest that a request may have; training has 0.
+        deadline_s: longest time for one request, seconds; None: as long as it takes.
+        keys: accepted API keys; None: no key is needed, and pages in browsers are refused.
+        max_choices: most choices of all requests that are sampled at once; further requests get
+            the status 429.
+        max_connections: most open connections; further ones get the status 503 and are closed.
+        max_key_choices: as `max_choices`, for the requests of one key.
+        max_priority: highest priority of a request; training has 0.
     """
 
     model_name: str = "policy"
@@ -139,20 +139,21 @@ class FrontSettings:
 
 
 class OpenAIFront:
-    """Answers ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``; ``/health``.
+    """The handlers of ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models``, ``/health``.
 
     Args:
         client: of the run whose replicas generate.
-        settings: what is served to whom.
+        settings: what is served, and to which callers.
     """
 
     def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:
-        self._client, self._settings = client, settings
+        self._client = client
+        self._settings = settings
         self._callers = Callers(settings.keys, settings.max_choices, settings.max_key_choices)
         self._bounds = Bounds(settings.deadline_s, settings.max_priority, *self._callers.limit)
 
     def app(self) -> web.Application:
-        """The application, for aiohttp's runners."""
+        """Return the application, for aiohttp's runners."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
         app.router.add_get("/health", _health)
         app.router.add_get("/v1/models", self._models)
@@ -162,19 +163,19 @@ class OpenAIFront:
         return app
 
     def connections(self, make: Callable[[], asyncio.Protocol]) -> Connections:
-        """Bounds the connections that protocols of `make` speak on."""
+        """Return a factory of protocols that bounds the connections of `make`."""
         return Connections(make, self._settings.max_connections)
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Asks for the key; gives every failure the dialect's shape."""
+        """Check the key, and give every failure the dialect's shape."""
         if request.path != "/health":
             name = self._callers.name(request.headers.get("Authorization", ""))
             if name is None:
                 return _refused(NO_KEY)
             _NAME.set(name)
         if self._settings.keys is None and "Origin" in request.headers:
-            # Any page that somebody looks at on this machine may send to the loopback interface.
+            # Any page open in a browser on this machine can send to the loopback interface.
             return _refused(CROSS_SITE)
         try:
             return await handler(request)
@@ -238,10 +239,12 @@ class _EventStream:
     """One answer as server-sent events; its status waits for the first piece."""
 
     def __init__(self, request: web.Request, asked: ParsedRequest, answer: AnswerBuilder) -> None:
-        self._request, self._asked, self._answer = request, asked, answer
+        self._request = request
+        self._asked = asked
+        self._answer = answer
         self._response: web.StreamResponse | None = None
         self._starting = asyncio.Lock()
-        self._begun: set[int] = set()  # choices that something was sent of
+        self._begun: set[int] = set()  # choices with a chunk that was sent
         self._is_closed = False
 
     async def run(self, client: AsyncClient) -> web.StreamResponse:
@@ -261,7 +264,7 @@ class _EventStream:
         return await self._started()
 
     async def _end(self, last: dict[str, object] | None) -> None:
-        """Sends the end, if somebody is there to take it."""
+        """Send the end if the caller still takes it."""
         with suppress(PeerError, DeadlineError):
             if not self._is_closed and last is not None:
                 await self._send(last)
@@ -272,7 +275,7 @@ class _EventStream:
         self._answer.take(piece)
         if isinstance(piece, PromptAccepted):
             return
-        chunk = self._answer.chunk(piece)  # before anything else is taken on
+        chunk = self._answer.chunk(piece)  # before any other piece is added
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             if (first := self._answer.first_chunk(piece.index)) is not None:
@@ -283,10 +286,10 @@ class _EventStream:
         await self._write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
 
     async def _write(self, data: bytes) -> None:
-        """A caller that takes nothing more holds no slots.
+        """Write to the caller, within a deadline so that one that takes nothing holds no slots.
 
         Raises:
-            PeerError, DeadlineError: it has gone.
+            PeerError, DeadlineError: the caller is gone.
         """
         try:
             async with deadline(_WRITE_S, peer=_CALLER, phase=_TAKING):
@@ -301,6 +304,7 @@ class _EventStream:
             raise PeerError(_CALLER, _TAKING, "it has gone") from error
 
     async def _started(self) -> web.StreamResponse:
+        # Pieces of several choices come at once, and the first one sends the headers.
         async with self._starting:
             if self._response is None:
                 headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -312,10 +316,10 @@ class _EventStream:
 async def _sampled(
     client: AsyncClient, asked: ParsedRequest, take: Callable[[Piece], Awaitable[None]]
 ) -> None:
-    """Draws the choices; the first error of ours stands for all of a group.
+    """Sample the choices. Of a group of errors, raise the first of ours.
 
     Raises:
-        SluiceError: as of `AsyncClient.stream`.
+        SluiceError: as `AsyncClient.stream` raises it.
     """
     try:
         await generate_choices(client, asked, take)
@@ -327,7 +331,7 @@ async def _sampled(
 
 
 def _in_trace(asked: ParsedRequest, request: web.Request) -> ParsedRequest:
-    """Below the caller's span. A header that cannot be read is none, as the standard asks."""
+    """Return the request below the caller's span. As W3C demands, ignore a malformed header."""
     caller = parse_traceparent(request.headers.get(TRACEPARENT))
     if caller is None:
         return asked
@@ -335,7 +339,7 @@ def _in_trace(asked: ParsedRequest, request: web.Request) -> ParsedRequest:
 
 
 async def _body_of(request: web.Request) -> bytes:
-    """Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge."""
+    """Return the body. Raise HTTPRequestTimeout or HTTPRequestEntityTooLarge."""
     try:
         async with asyncio.timeout(_BODY_S):
             return await request.read()
@@ -359,13 +363,13 @@ def _refused(refusal: ErrorAnswer) -> web.Response:
 
 @asynccontextmanager
 async def listening(front: OpenAIFront, host: str, port: int) -> AsyncIterator[int]:
-    """Serves for the length of the block; the port (0 lets the system choose).
+    """Serve during the block, and yield the port (0 lets the system choose).
 
-    A caller that goes away ends its samples.
+    The samples of a caller that disconnects end.
     """
     runner = web.AppRunner(
         front.app(),
-        handler_cancellation=True,
+        handler_cancellation=True,  # a caller that disconnects frees its slots
         access_log=None,
         keepalive_timeout=_IDLE_S,
         shutdown_timeout=_SHUTDOWN_S,

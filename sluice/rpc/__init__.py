@@ -1,3 +1,4 @@
-"""gRPC as sluice uses it: servers and channels with limits, deadlines, retries, tokens and one
-table of statuses. Stubs and servicers come in; calls that raise sluice's own errors go out.
+"""gRPC as sluice uses it: servers and channels with limits, deadlines, retries, tokens, and one
+table that maps errors to statuses. Stubs and servicers come in. Calls that raise sluice's own
+errors, servers and credentials go out.
 """

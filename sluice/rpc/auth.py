@@ -13,14 +13,15 @@ import grpc
 
 from sluice.errors import AccessDeniedError, ExhaustedError, InvalidRequestError
 from sluice.rpc.health import BoundedChecks
+from sluice.rpc.metadata import presented_token
 from sluice.rpc.status import CLASS_KEY, QUOTA_REFUSALS, RPC_ERRORS
 from sluice.security.token_file import Role, TokenSource, role_of
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 HEALTH_CHECK = f"{_HEALTH_PREFIX}Check"
 
-# Sampling, submitting, scoring and looking. Not what steers the run, hands out its batches or
-# replaces its weights.
+# Clients generate, submit, score and look. They do not steer the run, take its batches or replace
+# its weights.
 CLIENT_METHODS = frozenset(
     {
         "/sluice.api.rollout.v1.RolloutService/Generate",
@@ -36,43 +37,43 @@ _REFLECTION_PREFIX = "/grpc.reflection."
 
 
 def is_open(method: str) -> bool:
-    """Whether a method (``/package.Service/Method``) needs no token."""
+    """Return whether a method (``/package.Service/Method``) needs no token."""
     return method == HEALTH_CHECK
 
 
 def is_allowed(role: Role, method: str) -> bool:
-    """Whether a caller of that role may use the method."""
+    """Return whether a caller of that role may use the method."""
     if role is Role.SERVICE:
         return True
     return method in CLIENT_METHODS or method.startswith((_REFLECTION_PREFIX, _HEALTH_PREFIX))
 
 
-# ruff: noqa: ANN401
+# ruff: noqa: ANN401 - gRPC does not type its handlers
 
-
-AUTHORIZATION = "authorization"
-_SCHEME = "bearer "
 _REMEDY = "set sluice.security.token_file, or SLUICE_TOKEN, to one that this service accepts"
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED without a valid token, PERMISSION_DENIED for one of a lesser role.
+    """The check of the caller's token.
 
-    Methods that do not exist are answered alike, so that nobody can find out what is served.
+    Without a valid token the answer is UNAUTHENTICATED, for a lesser role PERMISSION_DENIED.
+    Methods that do not exist get the same answers, so that a stranger cannot find out what is
+    served.
 
     Args:
-        source: the tokens that are accepted.
+        source: the accepted tokens.
     """
 
     def __init__(self, source: TokenSource) -> None:
-        self._source, self._checks = source, BoundedChecks()
+        self._source = source
+        self._checks = BoundedChecks()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Passes the call on, or refuses it before its request is read."""
+        """Pass the call on, or refuse it before its request is read."""
         method = handler_call_details.method
         if is_open(method):
             handler = await continuation(handler_call_details)
@@ -93,38 +94,27 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
-def presented_token(metadata: Any) -> str | None:
-    """The bearer token in a call's metadata; none: there is none."""
-    for key, value in metadata or ():
-        if key == AUTHORIZATION and isinstance(value, str) and value.lower().startswith(_SCHEME):
-            return value[len(_SCHEME) :].strip()
-    return None
-
-
 def _refusal(code: grpc.StatusCode, details: str) -> Any:
     RPC_ERRORS.add("server", "any", code.name)  # the method may be any text
 
     async def refuse(_requests: Any, context: Any) -> None:
         await context.abort(code, details, ((CLASS_KEY, AccessDeniedError.__name__),))
 
-    # Without deserializers it fits unary and streaming callers alike.
+    # A stream handler without deserializers fits unary and streaming callers alike.
     return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-# ruff: noqa: ANN401
 
 
 Check = Callable[[], None]
 
 
 class OpenCallInterceptor(grpc.aio.ServerInterceptor):
-    """Asks for the token again at each message of a stream, either way.
+    """The check of the token again at each message of a stream, either way.
 
-    It raises `AccessDeniedError`, so it stands behind the interceptor that makes statuses of
-    errors. Calls of one message each way are left alone: their token was asked for a moment ago.
+    It raises `AccessDeniedError`, so it stands behind the interceptor that turns errors into
+    statuses. It skips calls of one message each way, whose token was checked a moment ago.
 
     Args:
-        source: the tokens that are accepted.
+        source: the accepted tokens.
     """
 
     def __init__(self, source: TokenSource) -> None:
@@ -135,10 +125,11 @@ class OpenCallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wraps the handler of one call."""
+        """Wrap the handler of one call."""
         handler = await continuation(handler_call_details)
         if handler is None or not (handler.request_streaming or handler.response_streaming):
             return handler
+        # Without a token the call was refused before, unless the method is open to all.
         presented = presented_token(handler_call_details.invocation_metadata) or ""
         method = handler_call_details.method
 
@@ -196,64 +187,67 @@ class _CheckedContext:
     """A call's context that checks before each message it writes."""
 
     def __init__(self, context: Any, check: Check) -> None:
-        self._context, self._check = context, check
+        self._context = context
+        self._check = check
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     async def write(self, message: Any) -> None:
-        """Writes one message."""
+        """Write one message."""
         self._check()
         await self._context.write(message)
 
 
 class ClientQuota:
-    """Counts units by client. Used from one event loop.
+    """The units in use by each client, up to a limit. Used from one event loop.
 
     Args:
         most: units that one client may have at once.
-        unit: what is counted, in the plural, for errors.
-        key: the setting that says `most`, for errors.
+        unit: their name in the plural, for errors.
+        key: the setting of `most`, for errors.
     """
 
     def __init__(self, most: int, unit: str, key: str) -> None:
-        self._most, self._unit, self._key = most, unit, key
+        self._most = most
+        self._unit = unit
+        self._key = key
         self._held: dict[str, int] = {}
 
     def in_use(self, client: str | None) -> int:
-        """Units that a client has."""
+        """Return the units that a client has."""
         return self._held.get(client, 0) if client is not None else 0
 
     @contextmanager
     def held(self, client: str | None, amount: int) -> Iterator[None]:
-        """Has `amount` units in use for the length of the block; without a client nothing counts.
-
-        Nor does an amount of 0, which is in use by nobody.
+        """Count `amount` units as in use during the block. Without a client nothing is counted.
 
         Raises:
             ExhaustedError: the client would have too many; names it and the setting.
-            InvalidRequestError: they are more than anybody may have, so that waiting does not help.
+            InvalidRequestError: no client may have as many, so waiting does not help.
         """
         if client is None or not amount:
             yield
             return
         before = self.in_use(client)
+        # Waiting never frees so many, so this is no matter of retries.
         if amount > self._most:
             QUOTA_REFUSALS.add(self._key)
             raise InvalidRequestError(
-                f"client {client!r}: {amount} {self._unit} were asked for at once; {self._key} "
+                f"client {client!r}: {amount} {self._unit} were requested at once; {self._key} "
                 f"allows {self._most}: ask for fewer, or raise it"
             )
         if before + amount > self._most:
             QUOTA_REFUSALS.add(self._key)
             raise ExhaustedError(
                 f"client {client!r}: {before} {self._unit} are under way and {amount} more were "
-                f"asked for; {self._key} allows {self._most}: wait for some to end"
+                f"requested; {self._key} allows {self._most}: wait for some to end"
             )
         self._held[client] = before + amount
         try:
             yield
         finally:
             self._held[client] -= amount
+            # Names of clients are arbitrary, so idle ones must not stay in memory.
             if not self._held[client]:
                 del self._held[client]

@@ -1,4 +1,4 @@
-"""Call peers: stubs, channels that find frozen peers, deadline and retries from the table,
+"""Call peers: stubs, channels that notice frozen peers, deadlines and retries from the table, and
 errors of our own.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
 
@@ -16,56 +16,57 @@ from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2_grpc
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
-from sluice.rpc.auth import AUTHORIZATION
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.metadata import call_options
-from sluice.rpc.policy import CALL_POLICIES
+from sluice.rpc.metadata import AUTHORIZATION, call_options
+from sluice.rpc.policy import CALL_POLICIES, message_limits, policy_key
 from sluice.rpc.status import CLASS_KEY, RPC_ERRORS, error_of
 from sluice.security.token_file import TokenSource
 
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
 
 def rollout_stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
-    """A replica's sampling calls."""
+    """Return a replica's sampling calls."""
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
     return cast("rollout_pb2_grpc.RolloutServiceAsyncStub", stub)
 
 
 def weight_sync_stub(channel: grpc.aio.Channel) -> weights_pb2_grpc.WeightSyncServiceAsyncStub:
-    """A replica's weight updates."""
+    """Return a replica's weight updates."""
     stub = weights_pb2_grpc.WeightSyncServiceStub(channel)
     return cast("weights_pb2_grpc.WeightSyncServiceAsyncStub", stub)
 
 
 def reward_stub(channel: grpc.aio.Channel) -> reward_pb2_grpc.RewardServiceAsyncStub:
-    """The reward service."""
+    """Return the calls of the reward service."""
     stub = reward_pb2_grpc.RewardServiceStub(channel)
     return cast("reward_pb2_grpc.RewardServiceAsyncStub", stub)
 
 
 def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
-    """The trainer."""
+    """Return the calls of the trainer."""
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     return cast("trainer_pb2_grpc.TrainerServiceAsyncStub", stub)
 
 
-# A channel whose every call bears the token that counts at that moment.
-#
-# gRPC's own call credentials work only over TLS, and its client interceptors wrap the call
-# objects; this adds one header and passes on what the channel returns.
-
-# ruff: noqa: ANN401
+# ruff: noqa: ANN401 - grpc.aio.Channel is typed with Any
 
 
 class BearingChannel(grpc.aio.Channel):
-    """A channel that presents a token. The caller closes it.
+    """A channel that presents a token in each call. The caller closes it.
+
+    gRPC's own call credentials work only over TLS, and its client interceptors wrap the call
+    objects. This class adds one header and returns what the channel returns.
 
     Args:
         channel: does the work; closed with this one.
-        source: the token that is presented is its first.
+        source: its first token at the time of a call is presented.
     """
 
     def __init__(self, channel: grpc.aio.Channel, source: TokenSource) -> None:
-        self._channel, self._source = channel, source
+        self._channel = channel
+        self._source = source
 
     async def __aenter__(self) -> Self:
         await self._channel.__aenter__()
@@ -75,35 +76,35 @@ class BearingChannel(grpc.aio.Channel):
         await self._channel.__aexit__(*error)
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes the channel."""
+        """Close the channel."""
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """The connection's state."""
+        """Return the connection's state."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Waits for another state."""
+        """Wait for another state."""
         await self._channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Waits for a connection."""
+        """Wait for a connection."""
         await self._channel.channel_ready()
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """A method with a token on each call."""
+        """Return a method that sends the token."""
         return self._bearing(self._channel.unary_unary(*arguments, **options))
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """A method with a token on each call."""
+        """Return a method that sends the token."""
         return self._bearing(self._channel.unary_stream(*arguments, **options))
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """A method with a token on each call."""
+        """Return a method that sends the token."""
         return self._bearing(self._channel.stream_unary(*arguments, **options))
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """A method with a token on each call."""
+        """Return a method that sends the token."""
         return self._bearing(self._channel.stream_stream(*arguments, **options))
 
     def _bearing(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,32 +115,23 @@ class BearingChannel(grpc.aio.Channel):
         return call
 
 
+# A frozen peer is noticed within 15 s.
 _KEEPALIVE_MS = 10_000
 _PING_TIMEOUT_MS = 5_000
-
-
-def message_limits(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Channel arguments that bound messages both ways."""
-    return [
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
-    ]
 
 
 def open_channel(
     address: str, *, max_message_bytes: int, credentials: Credentials = OPEN
 ) -> grpc.aio.Channel:
-    """A channel to `address` (host:port). The caller closes it.
-
-    `grpc.keepalive_timeout_ms` below a minute has no effect by itself; `ping_timeout_ms` is the
-    timer that counts, so both are set.
-    """
+    """Return a channel to `address` (host:port). The caller closes it."""
     options: list[tuple[str, int | str]] = [
         *message_limits(max_message_bytes),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        # Below a minute the keepalive timeout has no effect without the ping timeout.
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
+        # By default the backoff grows to two minutes, far longer than a service takes to restart.
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.initial_reconnect_backoff_ms", 200),
     ]
@@ -172,7 +164,7 @@ class UnaryMethod(Protocol[RequestT, ResponseT]):
         timeout: float | None = None,
         metadata: tuple[tuple[str, str], ...] | None = None,
     ) -> Awaitable[ResponseT]:
-        """Starts the call."""
+        """Start the call."""
         ...
 
 
@@ -185,24 +177,25 @@ async def unary_call(
     method: UnaryMethod[RequestT, ResponseT],
     request: RequestT,
     *,
-    name: str,
     peer: str,
     phase: str,
+    name: str | None = None,
     deadline_s: float | None = None,
 ) -> ResponseT:
-    """Calls a unary method.
+    """Call a unary method and return its answer.
 
     Args:
         method: the stub's method.
         request: the message.
-        name: ``Service/Method``, a key of `CALL_POLICIES`.
-        peer: who is called, for errors.
-        phase: what for, for errors ("taking a batch").
-        deadline_s: seconds per attempt; none: the table's.
+        peer: the called process, for errors.
+        phase: the purpose of the call, for errors ("taking a batch").
+        name: the key in `CALL_POLICIES`; None: that of the request's type.
+        deadline_s: seconds per try; None: the table's.
 
     Raises:
         SluiceError: as mapped by `sluice.rpc.status`.
     """
+    name = name or policy_key(cast("Message", request))
     policy = CALL_POLICIES[name]
     seconds = policy.deadline_s if deadline_s is None else deadline_s
     for attempt in range(policy.attempts):
@@ -211,6 +204,7 @@ async def unary_call(
                 return await method(request, timeout=seconds, **call_options())
         except grpc.aio.AioRpcError as error:
             RPC_ERRORS.add("client", name, error.code().name)
+            # Only UNAVAILABLE promises that another try may find the peer.
             last = attempt + 1 == policy.attempts
             if last or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise _translated(error, peer, phase, seconds) from error
@@ -222,16 +216,17 @@ async def stream_call(
     method: Callable[..., _StreamCall[ResponseT]],
     request: object,
     *,
-    name: str,
     peer: str,
     phase: str,
+    name: str | None = None,
     deadline_s: float | None = None,
 ) -> AsyncGenerator[ResponseT, None]:
-    """Calls a server-streaming method and yields its messages; leaving early cancels the call.
+    """Call a server-streaming method and yield its messages. Leaving early cancels the call.
 
-    Consume it inside `contextlib.aclosing`. Arguments and errors as for `unary_call`; streams are
-    never retried.
+    Consume it inside `contextlib.aclosing`. Arguments and errors are those of `unary_call`, but a
+    stream of requests needs a `name`. Streams are never retried.
     """
+    name = name or policy_key(cast("Message", request))
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
     call = method(request, timeout=seconds, **call_options())
     try:
@@ -244,12 +239,14 @@ async def stream_call(
         RPC_ERRORS.add("client", name, error.code().name)
         raise _translated(error, peer, phase, seconds) from error
     finally:
+        # Without this the peer would keep working for a consumer that left early.
         call.cancel()
 
 
 def _translated(
     error: grpc.aio.AioRpcError, peer: str, phase: str, deadline_s: float
 ) -> SluiceError:
+    # A status from gRPC itself, or from another implementation, has no class.
     metadata = error.trailing_metadata()
     name = metadata.get(CLASS_KEY) if metadata is not None else None
     return error_of(

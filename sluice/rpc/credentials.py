@@ -1,4 +1,4 @@
-"""Until when the certificates hold that this process has loaded: it reads no file again."""
+"""The certificates and tokens of a process: load them, check them, and watch when they end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sluice.config.rules.security import (
 )
 from sluice.config.schema.security import SecurityConfig
 from sluice.config.schema.service import EndpointConfig
-from sluice.security.certificates import SOON, validities
+from sluice.security.certificates import SOON, ends_of_validity
 from sluice.security.token_file import GivenToken, TokenFile, TokenSource
 
 logger = logging.getLogger(__name__)
@@ -31,22 +31,22 @@ CERT_FILE, CA_FILE = "cert_file", "ca_file"
 
 
 class CertificateEnds:
-    """What a service loaded at its start.
+    """When the certificates end that a service loaded at its start. It reads no file again.
 
     Attributes:
-        by_file: the end by the field of `sluice.security` that names the file; of `cert_file`, a
-            chain, that of the first certificate to end, and of `ca_file` that of the last, since
-            each of several authorities may be the one that counts.
+        by_file: the end by the field of `sluice.security` that names the file. `cert_file` is a
+            chain, so its first certificate to end counts. `ca_file` may hold several authorities,
+            and any may be the one in use, so its last one to end counts.
     """
 
     def __init__(self) -> None:
         self.by_file: Mapping[str, datetime] = {}
 
     def note(self, certificate: bytes | None, authority: bytes | None) -> None:
-        """Takes the place of what was noted before; warns of what ends soon.
+        """Replace what was noted before, and warn of what ends soon.
 
         Args:
-            certificate, authority: PEM; none: there is none.
+            certificate, authority: PEM; None: there is none.
         """
         found = ((CERT_FILE, _end(certificate, min)), (CA_FILE, _end(authority, max)))
         self.by_file = {name: end for name, end in found if end is not None}
@@ -55,8 +55,10 @@ class CertificateEnds:
             if end - now < SOON:
                 logger.warning(
                     "sluice.security.%s ends on %s, in %d days, and no connection is made after "
-                    "that; replace the file and start this process again before",
-                    *(name, end.strftime("%Y-%m-%d %H:%M UTC"), (end - now).days),
+                    "that; replace the file and restart this process before",
+                    name,
+                    end.strftime("%Y-%m-%d %H:%M UTC"),
+                    (end - now).days,
                 )
 
 
@@ -65,11 +67,12 @@ CERTIFICATE_ENDS = CertificateEnds()
 
 
 def _end(pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]) -> datetime | None:
-    try:
-        ends = [one.ends for one in validities(pem or b"")]
-    except ValueError:  # TLS can read it, or the service would not start
+    if pem is None:
         return None
-    return of(ends) if ends else None
+    try:
+        return of(ends_of_validity(pem))
+    except ValueError:  # TLS reads it, or the service would not start
+        return None
 
 
 TOKEN_VARIABLE = "SLUICE_TOKEN"
@@ -79,22 +82,21 @@ FILE_VARIABLES = {
     "key_file": "SLUICE_KEY_FILE",
     "token_file": "SLUICE_TOKEN_FILE",
 }
-"""Variables that stand for a command's files, in the place of the configuration's."""
+"""Variables that name a command's files, in place of the configuration's."""
 _CHECKED = "sluice.security"
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Certificates and tokens of one process; without any, everybody is let in.
+    """Certificates and tokens of one process. Without any, servers accept every caller.
 
     Args:
-        authority: PEM of the authorities that peers' certificates are checked against; none: the
-            system's.
-        certificate, key: PEM of what this process shows; none: it shows nothing.
+        authority: PEM of the authorities that sign peers' certificates; None: the system's.
+        certificate, key: PEM of what this process shows; None: it shows nothing.
         is_encrypted: whether connections use TLS.
         asks_certificate: whether servers ask callers for a certificate.
-        server_name: the name that servers' certificates carry, whatever their address.
-        tokens: accepted by servers; the first is presented to them.
+        server_name: the name in servers' certificates, whatever their address; None: the address.
+        tokens: servers accept all of them; callers present the first.
     """
 
     authority: bytes | None = None
@@ -107,11 +109,11 @@ class Credentials:
 
     @property
     def identify_callers(self) -> bool:
-        """Whether servers know who calls."""
+        """Return whether servers know their callers."""
         return self.asks_certificate or self.tokens is not None
 
     def for_server(self) -> grpc.ServerCredentials:
-        """What a server with TLS listens with."""
+        """Return the credentials of a server with TLS."""
         assert self.key is not None
         assert self.certificate is not None
         return grpc.ssl_server_credentials(
@@ -121,7 +123,7 @@ class Credentials:
         )
 
     def for_channel(self) -> grpc.ChannelCredentials:
-        """What a channel with TLS connects with."""
+        """Return the credentials of a channel with TLS."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 
@@ -130,12 +132,12 @@ OPEN = Credentials()
 
 
 def service_credentials(security: SecurityConfig, endpoint: EndpointConfig) -> Credentials:
-    """The credentials of a service that is found at `endpoint`.
+    """Return the credentials of a service at `endpoint`.
 
-    Warns of secrets others can read, and of certificates that end soon.
+    Warn of secrets that others can read, and of certificates that end soon.
 
     Raises:
-        ConfigError: they would not work; lists why, with remedies.
+        ConfigError: they would not work; lists the reasons with remedies.
     """
     raise_problems(server_problems(security, advertised_host(endpoint)), _CHECKED)
     credentials = _load(security, os.environ.get(TOKEN_VARIABLE))
@@ -146,23 +148,24 @@ def service_credentials(security: SecurityConfig, endpoint: EndpointConfig) -> C
 def client_credentials(
     security: SecurityConfig, environment: Mapping[str, str] = os.environ
 ) -> Credentials:
-    """The credentials of a command or of a program that uses the SDK.
+    """Return the credentials of a command or of a program that uses the SDK.
 
     Args:
-        security: as the run is configured; names of files in `environment` come first.
+        security: the run's configuration; files that `environment` names come first.
         environment: see `TOKEN_VARIABLE` and `FILE_VARIABLES`.
 
     Raises:
-        ConfigError: they would not work; lists why, with remedies.
+        ConfigError: they would not work; lists the reasons with remedies.
     """
     given = _given_files(environment)
-    if security.tls == "off":  # the variables may be for another run
+    # The variables may belong to another run, which has TLS.
+    if security.tls == "off":
         given = {key: path for key, path in given.items() if key == "token_file"}
     if security.tls == "server" and not {"cert_file", "key_file"} <= given.keys():
-        # What the configuration names is the service's, and nobody asks a caller for it.
+        # The configuration names the service's files, and no server asks callers for any.
         given |= {"cert_file": None, "key_file": None}
     token = environment.get(TOKEN_VARIABLE)
-    if token is not None:
+    if token is not None:  # it replaces the file, which this user may be unable to read
         given["token_file"] = None
     merged = msgspec.structs.replace(security, **given)
     raise_problems(client_problems(merged), f"{_CHECKED} and SLUICE_ variables")
@@ -204,14 +207,14 @@ def _read(path: str | None) -> bytes | None:
 
 
 def exposure(host: str, credentials: Credentials) -> str | None:
-    """What to warn of when a server listens on `host`; none if there is nothing."""
+    """Return a warning for a server that listens on `host`; None if there is none."""
     if is_loopback(host):
         return None
     if not credentials.identify_callers:
         return (
-            "other machines may reach this port, and whoever does can steer the run and read its "
-            "data; set sluice.security.tls=mtls or sluice.security.token_file (`sluice certs` "
-            "makes the files), or keep the network private"
+            "other machines may reach this port, and can then steer the run and read its data; set "
+            "sluice.security.tls=mtls or sluice.security.token_file (`sluice certs` makes the "
+            "files), or keep the network private"
         )
     if not credentials.is_encrypted:
         return (

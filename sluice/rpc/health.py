@@ -1,7 +1,7 @@
-"""Answer health checks of unknown callers: one short question each, within seconds.
+"""Answer health checks of unknown callers: one short request each, within seconds.
 
-gRPC reads a whole request before a unary handler hears of it, up to the limit of all messages. So a
-check is served as a stream of one message: its bytes are read only here, against a clock.
+gRPC reads a whole request, up to the limit of all messages, before it calls a unary handler. So a
+check is served as a stream of one message, whose bytes are read only here, against a clock.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-# ruff: noqa: ANN401
-
+# ruff: noqa: ANN401 - gRPC does not type its handlers
 
 LONGEST_CHECK_BYTES = 1024
 MOST_OPEN_CHECKS = 64
@@ -22,24 +21,25 @@ _READ_WITHIN_S = 5.0
 
 
 class BoundedChecks:
-    """Makes handlers of `Check` refuse long requests, slow ones, and too many at once.
+    """Limits for handlers of `Check`: no long requests, no slow ones, and not too many at once.
 
-    When one more comes than may be open, the oldest ends: an honest check takes milliseconds, so
-    that those who only hold places cannot keep others out.
+    When one more comes than may be open, the oldest ends. An honest check takes milliseconds, so
+    callers that only keep requests open cannot keep others out.
 
     Args:
-        most_open: how many requests are read at once.
-        read_within_s: seconds a request may take to come.
+        most_open: requests that are read at once.
+        read_within_s: seconds that a request may take to arrive.
     """
 
     def __init__(
         self, most_open: int = MOST_OPEN_CHECKS, read_within_s: float = _READ_WITHIN_S
     ) -> None:
-        self._most_open, self._read_within_s = most_open, read_within_s
+        self._most_open = most_open
+        self._read_within_s = read_within_s
         self._open: deque[asyncio.Timeout] = deque()
 
     def bounded(self, handler: Any) -> Any:
-        """The unary handler `handler` with these limits."""
+        """Return the unary handler `handler` with these limits."""
 
         async def check(requests: Any, context: Any) -> Any:
             data = await self._read(requests, context)
@@ -76,15 +76,15 @@ class BoundedChecks:
 
 
 class ChecksOnly(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped in grpc
-    """Answers `Check`, and no `Watch`: whoever watches keeps a stream for as long as he likes.
+    """A health service with `Check` but without `Watch`, whose callers could keep streams open.
 
     Args:
-        health: knows the answers.
+        health: the servicer that knows the answers.
     """
 
     def __init__(self, health: Any) -> None:
         self._health = health
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """The state of one service, or of the whole server."""
+        """Return the state of one service, or of the whole server."""
         return await self._health.Check(request, context)

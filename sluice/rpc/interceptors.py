@@ -1,5 +1,5 @@
-"""The server interceptor that turns exceptions into statuses, and malformed requests into
-errors of the caller.
+"""The server interceptor that turns exceptions into statuses, and malformed requests into errors
+of the caller.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Decoder = Callable[[bytes], Any]
 
 @dataclass(frozen=True, slots=True)
 class MalformedRequest:
-    """Stands for bytes that are no message."""
+    """A stand-in for bytes that are no message."""
 
     num_bytes: int
     reason: str
 
 
 def lenient(decode: Decoder | None) -> Decoder | None:
-    """A decoder that gives a `MalformedRequest` for bytes that `decode` refuses."""
+    """Return a decoder that returns a `MalformedRequest` for bytes that `decode` refuses."""
     if decode is None:
         return None
 
@@ -44,7 +44,7 @@ def lenient(decode: Decoder | None) -> Decoder | None:
 
 
 def checked(request: Any) -> Any:
-    """The message itself. Raises InvalidRequestError if there is none."""
+    """Return the message. Raise InvalidRequestError if its bytes are none."""
     if isinstance(request, MalformedRequest):
         raise InvalidRequestError(
             f"request: its {request.num_bytes} bytes are no message of this method "
@@ -54,13 +54,12 @@ def checked(request: Any) -> Any:
 
 
 async def checked_stream(requests: Any) -> AsyncIterator[Any]:
-    """The messages one by one, as `checked`."""
+    """Yield the messages, each as `checked`."""
     async for message in requests:
         yield checked(message)
 
 
-# ruff: noqa: ANN401
-
+# ruff: noqa: ANN401 - gRPC does not type its handlers
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,8 @@ Handler = Callable[..., Any]
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:
-    """Ends the call with the first error of ours; whatever else is in a group goes to the log."""
+    """End the call with the first error of ours. All other errors of a group go to the log."""
+    # A caller can act on one error; a group of tasks may have raised several.
     inner = leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
     known = next((e for e in inner if isinstance(e, SluiceError)), None)
     for unexpected in inner:
@@ -84,14 +84,14 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps domain errors through the table; anything else becomes an opaque INTERNAL."""
+    """The mapping of domain errors through the table; other errors become an opaque INTERNAL."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wraps the handler of one call."""
+        """Wrap the handler of one call."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -124,6 +124,7 @@ def _wrapped(handler: Any, method: str) -> Any:
 
 
 def _checked(request: Any) -> Any:
+    # Malformed bytes must fail inside the guard, or gRPC would answer an opaque INTERNAL.
     return checked_stream(request) if hasattr(request, "__aiter__") else checked(request)
 
 
@@ -131,7 +132,7 @@ def _guard_unary(inner: Handler, method: str) -> Handler:
     async def guarded(request: Any, context: Any) -> Any:
         try:
             return await inner(_checked(request), context)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
+        except (grpc.aio.AbortError, asyncio.CancelledError):  # the call has ended already
             raise
         except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
             return await _abort(context, method, error)
@@ -145,7 +146,7 @@ def _guard_stream(inner: Handler, method: str) -> Handler:
             async with aclosing(inner(_checked(request), context)) as messages:
                 async for message in messages:
                     yield message
-        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):  # ended already
             raise
         except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
             await _abort(context, method, error)

@@ -1,4 +1,12 @@
-"""Serve a process's metrics to Prometheus, with the readings that every process has."""
+"""Serve a process's metrics to Prometheus, with the readings that every process has.
+
+Consumes: scrapes, in a thread of their own (`MetricsServer`). Waits for: the event loop, which
+reads the service's metrics, `_LOOP_TIMEOUT_S` at most. Unblocked by: the loop, or that time, after
+which the page reports itself as incomplete and holds the rest. Produces: a page, and the file in
+the run's folder that gives Prometheus its address. On failure of the service's readings: the same
+incomplete page, and the reason in the log, once until they work again. On shutdown: the block's
+end.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +44,21 @@ from sluice.telemetry.process import (
     process_age_s,
 )
 
+logger = logging.getLogger(__name__)
+
+_LOOP_TIMEOUT_S = 3.0
+
+ReadMetrics = Callable[[], Iterable[InstrumentReading]]
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessName:
-    """Who tells.
+    """The process that reports its metrics.
 
     Attributes:
         kind: trainer, reward or rollout.
-        name: the replica's, or the kind.
-        restarts: how often its launcher has started it again.
+        name: the replica's name, or the kind.
+        restarts: how often its launcher has restarted it.
     """
 
     kind: str
@@ -53,7 +67,7 @@ class ProcessName:
 
 
 def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentReading]:
-    """Age, waits, errors, restarts, certificates, disk, what telling costs; needs no event loop."""
+    """Yield age, waits, errors, restarts, certificates, disk and the cost of telemetry itself."""
     yield process.INFO.at(1.0, who.name, who.kind, _version())
     yield process.UPTIME.at(process_age_s())
     yield process.RESTARTS.at(float(who.restarts))
@@ -88,39 +102,22 @@ def _version() -> str:
         return ""
 
 
-# Serves a process's metrics to Prometheus, where a port is set for it.
-#
-# Consumes: scrapes, in a thread of their own (`MetricsServer`). Waits for: the event loop, which
-# reads what belongs to it, `_LOOP_TIMEOUT_S` at most. Unblocked by: the loop, or that time; then
-# the page says that it is not complete, and tells what needs no loop. Produces: a page, and the
-# file in the run's folder that tells Prometheus where it is. On failure of the service's
-# readings: the same page, and the reason in the log, once until they are there again. On
-# shutdown: the block's end.
-
-
-logger = logging.getLogger(__name__)
-
-_LOOP_TIMEOUT_S = 3.0
-
-ReadMetrics = Callable[[], Iterable[InstrumentReading]]
-
-
 @contextmanager
 def served_metrics(
     service: ServiceConfig, endpoint: EndpointConfig, who: ProcessName, read: ReadMetrics
 ) -> Iterator[None]:
-    """Serves metrics while the block runs; without a port nothing happens, and nothing is loaded.
+    """Serve metrics during the block. Without a port, do nothing and load nothing.
 
-    Called in a running event loop.
+    Call it in a running event loop.
 
     Args:
         service: the run's settings.
         endpoint: of this process.
         who: this process.
-        read: the service's readings; called in the event loop, must not block.
+        read: returns the service's readings; runs in the event loop and must not block.
 
     Raises:
-        ConfigError: prometheus_client is not installed, or the port cannot be had.
+        ConfigError: prometheus_client is not installed, or the port is not available.
     """
     if endpoint.metrics_port is None:
         yield
@@ -145,12 +142,15 @@ def served_metrics(
 
 
 class _Page:
-    """All readings of a process, asked for in a scrape's thread."""
+    """All readings of a process, collected in a scrape's thread."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, read: ReadMetrics, who: ProcessName, disk: DiskSpace
     ) -> None:
-        self._loop, self._read, self._who, self._disk = loop, read, who, disk
+        self._loop = loop
+        self._read = read
+        self._who = who
+        self._disk = disk
         self._has_failed = False
 
     def readings(self) -> Iterator[InstrumentReading]:
@@ -162,7 +162,7 @@ class _Page:
     def _own(self) -> tuple[InstrumentReading, ...] | None:
         try:
             own = ask_loop(self._loop, self._read_service, _LOOP_TIMEOUT_S)
-        except Exception:  # an engine that is broken, say; the rest of the page tells of it
+        except Exception:  # such as a broken engine; the rest of the page reports it
             if not self._has_failed:
                 logger.exception("the metrics of %s cannot be read", self._who.name)
             self._has_failed = True
@@ -172,7 +172,7 @@ class _Page:
         return own
 
     def _read_service(self) -> tuple[InstrumentReading, ...]:
-        """In the event loop."""
+        """Read them in the event loop."""
         with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
             return tuple(self._read())
 
@@ -181,7 +181,7 @@ def _announce(host: str, address: str) -> None:
     logger.info("metrics at http://%s%s", address, PATH)
     if not is_loopback(host):
         logger.warning(
-            "%s: whoever reaches this port may read the run's numbers, unencrypted and without a "
-            "token; keep the network private, or take metrics_port out",
+            "%s: anybody who reaches this port can read the run's metrics, unencrypted and without "
+            "a token; keep the network private, or remove metrics_port",
             address,
         )

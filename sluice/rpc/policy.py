@@ -1,23 +1,27 @@
 """Deadlines and retries of every method, in one table.
 
 Only idempotent methods are retried, and only when the peer was unavailable. A method that enters
-a collective is never retried. Deadlines are set per call; a service-config timeout misbehaves in
-grpcio (upstream issues 34547, 40633).
+a collective is never retried. Each call sets its deadline, because a timeout of gRPC's service
+configuration misbehaves in grpcio (upstream issues 34547, 40633).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 
 @dataclass(frozen=True, slots=True)
 class CallPolicy:
-    """How one method is called.
+    """Deadline and retries of one method.
 
     Args:
-        deadline_s: seconds for one attempt unless the caller gives its own.
-        attempts: tries in total; above 1 only for idempotent methods.
-        backoff_s: seconds before the second try, doubled before each further one.
+        deadline_s: seconds for one try unless the caller gives its own.
+        attempts: tries in all; above 1 only for idempotent methods.
+        backoff_s: pause before the second try, seconds; doubled before each further one.
     """
 
     deadline_s: float
@@ -31,18 +35,20 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "RolloutService/Generate": CallPolicy(deadline_s=600.0),
     "RolloutService/GetStatus": CallPolicy(deadline_s=3.0),
     "WeightSyncService/JoinGroup": CallPolicy(deadline_s=30.0),
+    # The trainer sets a deadline that grows with the size of the weights.
     "WeightSyncService/StageUpdate": CallPolicy(deadline_s=300.0),
     "WeightSyncService/CommitUpdate": CallPolicy(deadline_s=60.0, attempts=2),
     "WeightSyncService/AbortUpdate": CallPolicy(deadline_s=5.0),
+    # A submission stays open until its prompts end; the SDK opens another call after a day.
     "RewardService/SubmitPrompts": CallPolicy(deadline_s=86_400.0),
     "RewardService/TakeBatch": CallPolicy(deadline_s=600.0, attempts=3),
     "RewardService/TakeImages": CallPolicy(deadline_s=600.0),
     "RewardService/AcknowledgeBatch": _QUICK,
     "RewardService/AnnouncePolicy": _QUICK,
-    # 16 responses of 10 s each, as long as one may take by default, in the last of four calls that
-    # take turns at one scorer process: see sluice.client.scoring.
+    # 16 responses of 10 s each (the default limit of one), in the last of four calls that share one
+    # scorer process: see sluice.client.scoring.
     "RewardService/Score": CallPolicy(deadline_s=640.0, attempts=2),
-    # Its callers end it when nothing moves any more; this only bounds it at all.
+    # The callers end it when nothing moves any more; this is only an upper bound.
     "RewardService/Evaluate": CallPolicy(deadline_s=604_800.0),
     "RewardService/GetStatus": _QUICK,
     "TrainerService/RegisterReplica": _QUICK,
@@ -56,3 +62,20 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     "LaunchService/SetReplicas": _QUICK,
     "LaunchService/GetServices": _QUICK,
 }
+
+
+def policy_key(request: Message) -> str:
+    """Return ``Service/Method`` of a request, its key in `CALL_POLICIES`.
+
+    Each proto file has one service, whose method Xyz takes an XyzRequest.
+    """
+    (service,) = request.DESCRIPTOR.file.services_by_name
+    return f"{service}/{request.DESCRIPTOR.name.removesuffix('Request')}"
+
+
+def message_limits(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Return channel arguments that bound messages both ways."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]

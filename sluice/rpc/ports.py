@@ -1,4 +1,4 @@
-"""Bind a socket to an interface and a port, or say why it cannot be bound. Loads no gRPC."""
+"""Bind a socket to an interface and a port, or explain why that fails. Loads no gRPC."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sluice.errors import ConfigError
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket that is bound and does not listen. The caller closes it.
+    """Return a bound TCP socket that does not listen. The caller closes it.
 
     Args:
-        host: a name, or an address of IPv4 or IPv6.
+        host: a name, or an IPv4 or IPv6 address.
         port: 0 lets the system choose.
 
     Raises:
@@ -24,7 +24,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(split_host_port(host)[0], port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise _refused(host, port, error) from error
-    # A name may stand for addresses of both families, one of which the machine does not have.
+    # A name may stand for addresses of both families, and the machine may lack one family.
     failure = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     for family, kind, protocol, _, address in found:
         try:
@@ -37,12 +37,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def check_bindable(host: str, port: int) -> None:
-    """Raises ConfigError with the reason if a server cannot listen there."""
+    """Raise ConfigError with the reason if a server cannot listen there."""
     bound_socket(host, port).close()
 
 
 def port_in_use(host: str, port: int) -> ConfigError:
-    """What to tell about a port that is taken."""
+    """Return the error for a port that another process holds."""
     return ConfigError(
         f"port {port} on {host} is in use; end the process that holds it, or set another port "
         "(0 lets the system choose)"

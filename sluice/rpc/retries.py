@@ -1,28 +1,43 @@
-"""Deadlines that no caller set: who did not ask for one hears of a failure."""
+"""The one way to call a peer again: which failures to wait out, for how long, and how it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from sluice.concurrency.deadlines import advance
+from sluice.concurrency.waits import Wait, waiting_for
 from sluice.errors import (
     DeadlineError,
     ExhaustedError,
     HandshakeError,
     NotReadyError,
+    PeerDefectError,
     PeerError,
     SluiceError,
 )
 
+logger = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT")
+Progress = Callable[[], Awaitable[object]]
+"""Return a value that changes whenever the peer made progress; None if the peer does not answer."""
+
+_LEAST_SHARE = 0.5
+_MOST_DOUBLINGS = 32
+
 
 @contextmanager
 def own_deadline_is_failure() -> Iterator[None]:
-    """A call of the block whose deadline is that of `sluice.rpc.policy` fails by it, which
-    may be tried again; a deadline of the caller's that passed never is.
+    """Turn a deadline of `sluice.rpc.policy` that passed in the block into a failure of the peer.
+
+    Such a call may be retried. A deadline that the caller set never is.
 
     Raises:
         PeerError: in place of a DeadlineError.
@@ -34,21 +49,18 @@ def own_deadline_is_failure() -> Iterator[None]:
         raise PeerError(error.peer, error.phase, detail) from error
 
 
-_LEAST_SHARE = 0.5
-
-
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How a client bears that services come and go.
+    """How a client waits for services that come and go.
 
     Args:
-        first_s: wait before the second try, seconds; doubled before each further one.
-        most_s: longest such wait.
-        patience_s: failures in a row may last so long; anything that gets on starts it anew.
-            A service that answers that it is full is asked until the call's deadline, if it has
-            one. 0: nothing is tried again.
-        stall_s: a replica from which nothing came for so long, neither tokens nor a sign that its
-            engine draws others', is left for another one.
+        first_s: pause before the second try, seconds. It doubles before each further try.
+        most_s: longest such pause.
+        patience_s: how long failures in a row may last. Any progress starts the count again. A
+            service that answers that it is full is asked until the call's deadline, if it has one.
+            0: nothing is retried.
+        stall_s: a replica is left for another one after so many seconds without tokens and
+            without a sign that its engine generates for others.
     """
 
     first_s: float = 0.1
@@ -58,13 +70,26 @@ class RetryPolicy:
 
 
 def is_transient(error: SluiceError) -> bool:
-    """Whether the same call may succeed later, or elsewhere.
+    """Return whether the same call may succeed later, or elsewhere.
 
-    Credentials that do not fit, requests that break a contract and passed deadlines never do.
+    Wrong credentials, requests that break a contract and passed deadlines never do.
     """
     if isinstance(error, HandshakeError):
         return False
     return isinstance(error, PeerError | NotReadyError | ExhaustedError)
+
+
+def is_absence(error: SluiceError) -> bool:
+    """Return whether a service of the run may be away: starting, restarting or overloaded.
+
+    A service that restarts may break a connection in its handshake, so this is no verdict on its
+    certificate.
+    """
+    return isinstance(error, PeerError | DeadlineError)
+
+
+def _now_s() -> float:
+    return time.monotonic()
 
 
 @dataclass(slots=True)
@@ -72,77 +97,193 @@ class Retries:
     """The failures in a row of one call.
 
     Args:
-        policy: how long to bear them.
-        ends_s: the call's deadline by `clock`; none: it has none.
+        policy: how long to wait them out.
+        peer: the called service, for errors and logs.
+        phase: the purpose of the call, for errors.
+        deadline_s: seconds from now for all tries together; None: no deadline.
+        retries_on: whether an error is worth another try.
+        most_failures: tries that may fail in all; None: any number.
+        most_defects: answers in a row that the peer is broken; None: any number. Such a service
+            does not recover without help.
+        warns_after_s: length of an absence after which it is logged, once, and so is its end;
+            None: nothing is logged.
         clock: seconds, monotonic.
     """
 
     policy: RetryPolicy
-    ends_s: float | None = None
-    clock: Callable[[], float] = time.monotonic
+    peer: str = ""
+    phase: str = ""
+    deadline_s: float | None = None
+    retries_on: Callable[[SluiceError], bool] = is_transient
+    most_failures: int | None = None
+    most_defects: int | None = None
+    warns_after_s: float | None = None
+    clock: Callable[[], float] = _now_s
+    _ends_s: float | None = field(default=None, init=False)
     _since_s: float | None = field(default=None, init=False)
-    _answered_s: float | None = field(default=None, init=False)
-    _count: int = field(default=0, init=False)
+    _accepted_s: float | None = field(default=None, init=False)
+    _num_pauses: int = field(default=0, init=False)
+    _num_failures: int = field(default=0, init=False)
+    _num_defects: int = field(default=0, init=False)
     _last: SluiceError | None = field(default=None, init=False)
+    _seen: object = field(default=None, init=False)
+    _wait: Wait | None = field(default=None, init=False)
+    _has_warned: bool = field(default=False, init=False)
 
-    def got_on(self) -> None:
-        """Something came: failures count from the beginning."""
-        self._since_s, self._count, self._last = None, 0, None
+    def __post_init__(self) -> None:
+        if self.deadline_s is not None:
+            self._ends_s = self.clock() + self.deadline_s
 
-    def answered(self) -> None:
-        """The try was taken up, though nothing came of it so far."""
-        if self._answered_s is None:
-            self._answered_s = self.clock()
+    async def call(
+        self, make: Callable[[], Awaitable[AnswerT]], progress: Progress | None = None
+    ) -> AnswerT:
+        """Return the answer of the first call that succeeds.
 
-    def stalled(self) -> None:
-        """Nothing came of the try that was taken up: it counts as one that was not."""
-        self._answered_s = None
-
-    def remaining_s(self, peer: str, phase: str, whole_s: float | None) -> float | None:
-        """Seconds to the deadline; none without one.
+        Args:
+            make: makes the call; it must be idempotent.
+            progress: see `wait_after`.
 
         Raises:
-            DeadlineError: it has passed; tells of the failure that it passed in, if any.
+            SluiceError: as `wait_after` raises it.
         """
-        if self.ends_s is None:
+        try:
+            while True:
+                began_s = self.clock()
+                try:
+                    answer = await make()
+                except SluiceError as error:
+                    await self.wait_after(error, progress, began_s)
+                else:
+                    self._end_absence(is_back=True)
+                    return answer
+        finally:
+            self._end_absence(is_back=False)
+
+    def note_progress(self) -> None:
+        """Note progress: failures count from the beginning."""
+        self._since_s = None
+        self._num_pauses = 0
+        self._last = None
+        self._end_absence(is_back=True)
+
+    def note_accepted(self) -> None:
+        """Note that a peer accepted the try, though nothing came of it so far."""
+        if self._accepted_s is None:
+            self._accepted_s = self.clock()
+
+    def note_stall(self) -> None:
+        """Note that nothing came of the accepted try: it counts as one that was not accepted."""
+        self._accepted_s = None
+
+    def remaining_s(self) -> float | None:
+        """Return the seconds to the deadline; None without one.
+
+        Raises:
+            DeadlineError: it has passed. The error names the last failure, if there was one.
+        """
+        if self._ends_s is None:
             return None
-        remaining_s = self.ends_s - self.clock()
+        remaining_s = self._ends_s - self.clock()
         if remaining_s <= 0:
             why = f"the last try ended with: {self._last}" if self._last is not None else ""
-            raise DeadlineError(peer, phase, whole_s or 0.0, why) from self._last
+            raise DeadlineError(self.peer, self.phase, self.deadline_s or 0.0, why) from self._last
         return remaining_s
 
-    async def wait_after(self, error: SluiceError) -> None:
-        """Waits before another try, at most until the deadline.
+    async def wait_after(
+        self,
+        error: SluiceError,
+        progress: Progress | None = None,
+        began_s: float | None = None,
+    ) -> None:
+        """Pause before another try, at most until the deadline.
+
+        Args:
+            error: what the last try failed with.
+            progress: asked before the next try, which waits until the peer answers it. A new value
+                starts the patience again, which otherwise also covers the tries themselves.
+            began_s: when the last try began. Its duration counts as pause, so that a call that
+                used up its own deadline is repeated at once.
 
         Raises:
-            SluiceError: `error`, if it is not worth another try or patience has ended. A deadline
-                that passed before the try was taken up is told as caused by the failure before it.
+            SluiceError: `error`, if it is not worth another try or patience has ended. A caller's
+                deadline that passed before the try was accepted is raised from the failure before.
+            DeadlineError: with `progress`, instead of `error` where patience has ended.
         """
         now_s = self.clock()
-        if self._answered_s is not None and now_s - self._answered_s >= self.policy.patience_s:
-            self.got_on()  # a try that was taken up for so long is no failure in a row
-        before = self._last if self._answered_s is None else None
-        self._answered_s = None
+        if self._accepted_s is not None and now_s - self._accepted_s >= self.policy.patience_s:
+            self.note_progress()  # a try that ran for so long is no failure in a row
+        before = self._last if self._accepted_s is None else None
+        self._accepted_s = None
         self._last = error
-        if isinstance(error, DeadlineError) and before is not None:
-            raise error from before  # the try that it passed in was not even taken up
-        if not is_transient(error) or not self._is_borne(error, now_s):
+        if not self._is_worth_another_try(error):
+            if isinstance(error, DeadlineError) and before is not None:
+                raise error from before  # no peer even accepted the try that it passed in
             raise error
-        wait_s = min(self.policy.first_s * 2.0**self._count, self.policy.most_s)
-        self._count = min(self._count + 1, 32)
-        # Clients that were thrown off together do not come back together.
-        wait_s *= random.uniform(_LEAST_SHARE, 1.0)
-        if self.ends_s is not None:
-            wait_s = min(wait_s, max(self.ends_s - now_s, 0.0))
-        await asyncio.sleep(wait_s)
+        await self._pause(error, 0.0 if began_s is None else now_s - began_s, progress)
+        while progress is not None:
+            seen = await progress()
+            if seen is not None:
+                self._take_progress(seen)
+                return
+            await self._pause(error, 0.0, progress)
 
-    def _is_borne(self, error: SluiceError, now_s: float) -> bool:
-        """A full service is there and will have room: waiting for it is what a deadline is for, and
-        no part of the time that it was away."""
-        waits = isinstance(error, ExhaustedError) and self.ends_s is not None
-        if waits and self.policy.patience_s > 0:
+    def _is_worth_another_try(self, error: SluiceError) -> bool:
+        self._num_failures += 1
+        self._num_defects = self._num_defects + 1 if isinstance(error, PeerDefectError) else 0
+        has_failed_too_often = self._num_failures == self.most_failures
+        is_broken = self._num_defects == self.most_defects
+        return self.retries_on(error) and not has_failed_too_often and not is_broken
+
+    def _take_progress(self, seen: object) -> None:
+        if seen != self._seen:
+            self.note_progress()
+            self._seen = seen
+            self._since_s = self.clock()  # patience runs from here, not from the next failure
+            advance()
+
+    async def _pause(self, error: SluiceError, elapsed_s: float, progress: Progress | None) -> None:
+        now_s = self.clock()
+        if self._ends_s is not None and now_s >= self._ends_s:
+            self.remaining_s()
+        if not self._has_patience(error, now_s):
+            if progress is None:
+                raise error
+            raise DeadlineError(
+                self.peer, self.phase, self.policy.patience_s, str(error)
+            ) from error
+        self._note_absence(error, now_s)
+        pause_s = min(self.policy.first_s * 2.0**self._num_pauses, self.policy.most_s)
+        self._num_pauses = min(self._num_pauses + 1, _MOST_DOUBLINGS)
+        # Clients that lost a service together must not come back together.
+        pause_s = max(pause_s * random.uniform(_LEAST_SHARE, 1.0) - elapsed_s, 0.0)
+        if self._ends_s is not None:
+            pause_s = min(pause_s, self._ends_s - now_s)
+        await asyncio.sleep(pause_s)
+
+    def _has_patience(self, error: SluiceError, now_s: float) -> bool:
+        # A full service is there and will have capacity. Waiting for it is what the deadline is
+        # for, and does not count as absence.
+        is_full = isinstance(error, ExhaustedError) and self._ends_s is not None
+        if is_full and self.policy.patience_s > 0:
             self._since_s = None
             return True
         self._since_s = now_s if self._since_s is None else self._since_s
         return now_s - self._since_s < self.policy.patience_s
+
+    def _note_absence(self, error: SluiceError, now_s: float) -> None:
+        if self.warns_after_s is None:
+            return
+        self._wait = self._wait or waiting_for(self.peer, "coming back into reach")
+        away_s = 0.0 if self._since_s is None else now_s - self._since_s
+        if away_s >= self.warns_after_s and not self._has_warned:
+            self._has_warned = True
+            duration = f" for {self.warns_after_s:g} s" if self.warns_after_s else ""
+            logger.warning("%s out of reach%s, trying again: %s", self.peer, duration, error)
+
+    def _end_absence(self, *, is_back: bool) -> None:
+        if self._wait is not None:
+            self._wait.end()
+        if self._has_warned and is_back:
+            logger.info("%s is back", self.peer)
+        self._wait = None
+        self._has_warned = False

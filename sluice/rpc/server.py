@@ -1,4 +1,4 @@
-"""A gRPC server with health, reflection, limits, a probe port and a clear answer to a port in
+"""A gRPC server with health, reflection, limits, a probe port, and a clear error for a port in
 use.
 """
 
@@ -15,10 +15,10 @@ from grpc_reflection.v1alpha import reflection
 
 from sluice.config.addresses import join_host_port
 from sluice.rpc.auth import OpenCallInterceptor, TokenInterceptor
-from sluice.rpc.client import message_limits
 from sluice.rpc.credentials import OPEN, Credentials, exposure
 from sluice.rpc.health import ChecksOnly
 from sluice.rpc.interceptors import ErrorInterceptor
+from sluice.rpc.policy import message_limits
 from sluice.rpc.ports import check_bindable, port_in_use
 
 _LONGEST_MESSAGE_BYTES = 4096
@@ -27,16 +27,17 @@ _KEEPALIVE_MS, _PING_TIMEOUT_MS = 30_000, 10_000
 
 
 class ProbeServer:
-    """Serves `Check` unencrypted, with limits that suit probes.
+    """An unencrypted server of health's `Check`, with limits that suit probes.
 
     Args:
         health: the servicer that knows the answers.
         host: interface to listen on.
-        port: where.
+        port: port to listen on.
     """
 
     def __init__(self, health: Any, host: str, port: int) -> None:  # noqa: ANN401  untyped in grpc
-        self._host, self._port = host, port
+        self._host = host
+        self._port = port
         self._server = grpc.aio.server(
             options=[
                 *message_limits(_LONGEST_MESSAGE_BYTES),
@@ -50,7 +51,7 @@ class ProbeServer:
         health_pb2_grpc.add_HealthServicer_to_server(ChecksOnly(health), self._server)
 
     async def start(self) -> None:
-        """Binds and serves.
+        """Bind and serve.
 
         Raises:
             ConfigError: the port is taken or the interface does not exist.
@@ -63,7 +64,7 @@ class ProbeServer:
         await self._server.start()
 
     async def stop(self) -> None:
-        """Ends at once."""
+        """Stop at once."""
         await self._server.stop(0)
 
 
@@ -75,7 +76,7 @@ Registration = Callable[[grpc.aio.Server], None]
 
 
 class RpcServer:
-    """One listening server.
+    """One listening gRPC server.
 
     Args:
         registrations: functions that add the service's servicers to the server.
@@ -83,8 +84,8 @@ class RpcServer:
         host: interface to listen on.
         port: 0 lets the system choose.
         max_message_bytes: largest message either way.
-        credentials: what callers are asked for; without any, everybody is let in.
-        health_port: where health answers unencrypted, and nothing else; 0: nowhere.
+        credentials: what callers must show; without any, every caller is accepted.
+        health_port: port that serves health alone, unencrypted; 0: none.
     """
 
     def __init__(
@@ -98,17 +99,22 @@ class RpcServer:
         credentials: Credentials = OPEN,
         health_port: int = 0,
     ) -> None:
-        self._host, self._wanted_port, self._credentials = host, port, credentials
+        self._host = host
+        self._requested_port = port
+        self._credentials = credentials
         self._service_names = tuple(service_names)
         self._server = grpc.aio.server(
-            # The token is asked for first: without one not even an error says what is served.
+            # The token comes first: without one, not even an error shows what is served.
             interceptors=_interceptors(credentials),
             options=[
                 *message_limits(max_message_bytes),
+                # Otherwise two processes could bind the same port and share its calls.
                 ("grpc.so_reuseport", 0),
+                # Peers ping every 10 s (`open_channel`), also between calls. The default limits
+                # would close their connections.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
-                # A client that vanished without a word is found, and its slots are freed.
+                # Notice a client that vanished, and free its slots.
                 ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
                 ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
                 ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
@@ -122,26 +128,26 @@ class RpcServer:
         reflection.enable_server_reflection(
             (*self._service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
         )
+        # With mutual TLS a kubelet could not probe the main port.
         self._probed = ProbeServer(self._health, host, health_port) if health_port else None
         self.port = 0
 
     @property
     def address(self) -> str:
-        """host:port of the bound socket."""
+        """Return host:port of the bound socket."""
         return join_host_port(self._host, self.port)
 
     async def start(self, *, serving: bool = True) -> None:
-        """Binds and serves.
+        """Bind and serve.
 
         Raises:
             ConfigError: the port is taken or the interface does not exist.
         """
-        check_bindable(self._host, self._wanted_port)
-        wanted = join_host_port(self._host, self._wanted_port)
+        check_bindable(self._host, self._requested_port)
         try:
-            self.port = self._bind(wanted)
+            self.port = self._bind(join_host_port(self._host, self._requested_port))
         except RuntimeError as error:
-            raise port_in_use(self._host, self._wanted_port) from error
+            raise port_in_use(self._host, self._requested_port) from error
         await self._server.start()
         if self._probed is not None:
             await self._probed.start()
@@ -150,28 +156,27 @@ class RpcServer:
         if risk := exposure(self._host, self._credentials):
             logger.warning("%s: %s", self.address, risk)
 
-    def _bind(self, wanted: str) -> int:
+    def _bind(self, address: str) -> int:
         if self._credentials.is_encrypted:
-            return self._server.add_secure_port(wanted, self._credentials.for_server())
-        return self._server.add_insecure_port(wanted)
+            return self._server.add_secure_port(address, self._credentials.for_server())
+        return self._server.add_insecure_port(address)
 
     async def set_serving(self, *, serving: bool) -> None:
-        """What health checks answer, for the whole server and each of its services."""
-        states = health_pb2.HealthCheckResponse
-        status = states.SERVING if serving else states.NOT_SERVING
+        """Set the health answer of the whole server and of each of its services."""
         for name in ("", *self._service_names):
-            await self._health.set(name, status)
+            await self.set_named(name, serving=serving)
 
     async def set_named(self, name: str, *, serving: bool) -> None:
-        """What health checks for `name` answer, which is no service's but a part of the work's.
+        """Set the health answer of `name`, which may be a part of the work and no service.
 
-        Unknown until it is set; `set_serving` leaves it alone, and a server that stops serves none.
+        A name is unknown until it is set. `set_serving` does not change names of its own kind, and
+        a server that stops answers NOT_SERVING for all.
         """
         states = health_pb2.HealthCheckResponse
         await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, lets running ones end for `grace_s` seconds, then cancels them."""
+        """Refuse new calls, let running ones end for `grace_s` seconds, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         if self._probed is not None:

@@ -1,4 +1,9 @@
-"""Translate errors to gRPC statuses and back (the only table), and count them."""
+"""Translate errors to gRPC statuses and back, by the only table, and count them.
+
+Several errors share a code, so a status also carries the error's class in its trailing metadata.
+The class counts only if the table gives it the code that came with it. Clients in other languages
+may ignore it.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,17 @@ RPC_ERRORS = EventCounts()
 """By side (``server`` or ``client``), method and code."""
 
 QUOTA_REFUSALS = EventCounts()
-"""By the key of the setting that limits."""
+"""By the key of the limiting setting."""
 
 
 def short_method(path: str) -> str:
-    """``Service/Method`` of a gRPC path such as ``/sluice.api.reward.v1.RewardService/Score``."""
+    """Return ``Service/Method`` of a path such as ``/sluice.api.reward.v1.RewardService/Score``."""
     service, _, method = path.removeprefix("/").partition("/")
     return f"{service.rpartition('.')[2]}/{method}"
 
 
 _KEY = "sluice.security"
-# Words of gRPC and BoringSSL, the more telling first.
+# Words of gRPC and BoringSSL, the more specific ones first.
 _REMEDY_BY_SIGN = (
     (
         "Hostname Verification",
@@ -44,17 +49,17 @@ _run_has_no_tls = False
 
 
 def expect_no_tls() -> None:
-    """Say that this process is a service of a run without TLS.
+    """Declare this process a service of a run without TLS.
 
-    A peer that ends a connection at once has then died, rather than missed a certificate. Clients,
-    whose settings may differ from the run's, do not call this.
+    A peer that closes a connection at once has then died, and did not miss a certificate. Clients
+    do not call this, because their settings may differ from the run's.
     """
     global _run_has_no_tls
     _run_has_no_tls = True
 
 
 def handshake_remedy(details: str) -> str:
-    """What to do about an UNAVAILABLE status with these details; empty if TLS is not the cause."""
+    """Return the remedy for UNAVAILABLE with these details; empty: TLS is not at fault."""
     if _run_has_no_tls:
         return ""
     for sign, remedy in _REMEDY_BY_SIGN:
@@ -69,14 +74,8 @@ def handshake_remedy(details: str) -> str:
     return ""
 
 
-# Errors <-> gRPC statuses: the only table.
-#
-# Several errors share a code, so a status also carries the error's class in its trailing
-# metadata. The class is believed only if the table gives it the code that came with it; clients
-# in other languages may ignore it.
-
 CLASS_KEY = "sluice-error"
-# Details travel as percent-encoded metadata, of which peers take 8 KiB.
+# Details travel as percent-encoded metadata, and peers accept 8 KiB of metadata.
 _LONGEST_DETAILS_BYTES = 2000
 
 _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
@@ -86,12 +85,12 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.NotFoundError, grpc.StatusCode.NOT_FOUND),
     (errors.NotReadyError, grpc.StatusCode.UNAVAILABLE),
     (errors.ExhaustedError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    # Above its base: the first class that fits counts.
+    # Before its base: the first class that fits counts.
     (errors.DataExhaustedError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.BatchUnfillableError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.WeightSyncError, grpc.StatusCode.ABORTED),
-    # Above its base, too.
+    # Before its base, too.
     (errors.PeerDefectError, grpc.StatusCode.INTERNAL),
     (errors.HandshakeError, grpc.StatusCode.UNAVAILABLE),
     (errors.PeerError, grpc.StatusCode.UNAVAILABLE),
@@ -101,8 +100,8 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     (errors.CheckpointError, grpc.StatusCode.FAILED_PRECONDITION),
 )
 
-# Codes that alone do not say which error it was: grpc itself gives RESOURCE_EXHAUSTED to a message
-# over the limit, and repeating that one helps nobody.
+# Codes that do not identify the error. gRPC itself answers RESOURCE_EXHAUSTED to a message over the
+# limit, which a retry does not cure.
 _CLASS_NEEDED = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -114,7 +113,7 @@ _ERROR_BY_NAME = {
 
 
 class CallStatus(NamedTuple):
-    """What `context.abort` takes, in its order."""
+    """The arguments of `context.abort`, in their order."""
 
     code: grpc.StatusCode
     details: str
@@ -122,7 +121,7 @@ class CallStatus(NamedTuple):
 
 
 def status_of(error: errors.SluiceError) -> CallStatus:
-    """The status that carries `error`; INTERNAL for one the table does not know."""
+    """Return the status that carries `error`; INTERNAL for one that the table does not know."""
     details = _cut(str(error))
     for kind, code in _CODE_BY_ERROR:
         if isinstance(error, kind):
@@ -139,19 +138,18 @@ def error_of(
     phase: str,
     deadline_s: float,
 ) -> errors.SluiceError:
-    """The exception a caller sees for a failed call to `peer` while `phase`.
+    """Return the exception that a caller sees for a failed call to `peer` during `phase`.
 
-    A peer that is not ready counts as one that failed (`PeerError`): the remedy, asking again, is
-    the same. So does any status the table cannot place. INTERNAL, whatever raised it there, is a
-    `PeerDefectError`.
+    A peer that is not ready counts as one that failed (`PeerError`), because the remedy, a retry,
+    is the same. So does any status that the table cannot place. INTERNAL is a `PeerDefectError`.
 
     Args:
         code: of the status.
         details: of the status.
-        class_name: under `CLASS_KEY` in the trailing metadata; none: it was not sent.
-        peer: who was called.
-        phase: what for.
-        deadline_s: seconds the call was given.
+        class_name: under `CLASS_KEY` in the trailing metadata; None: it was not sent.
+        peer: the called process.
+        phase: the purpose of the call.
+        deadline_s: seconds that the call had.
     """
     named = _ERROR_BY_NAME.get((class_name or "", code))
     if named is not None:
@@ -174,10 +172,10 @@ def error_of(
 
 
 def _cut(details: str) -> str:
-    """The longest beginning that travels in `_LONGEST_DETAILS_BYTES`.
+    """Return the longest beginning that fits `_LONGEST_DETAILS_BYTES` on the wire.
 
-    gRPC over HTTP/2, section Responses: bytes of UTF-8 outside of 0x20 to 0x7E, and the percent
-    sign, take three each.
+    gRPC over HTTP/2 (section Responses) writes bytes of UTF-8 outside of 0x20 to 0x7E, and the
+    percent sign, as three bytes each.
     """
     num_bytes = 0
     for index, character in enumerate(details):

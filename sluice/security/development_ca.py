@@ -1,4 +1,4 @@
-"""A certificate authority for development, with certificates that it signed, as PEM.
+"""A certificate authority for development, and the certificates that it signs, as PEM.
 
 The profile is that of RFC 5280: version 3, key identifiers, a critical basic constraint, and the
 purposes of section 4.2.1.12, so that a client's certificate cannot pass for a server's.
@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 SERVER_NAME = "sluice"
 LOCAL_NAMES = (SERVER_NAME, "localhost", "127.0.0.1", "::1")
-# Clocks of other machines may be behind ours.
+# The clocks of other machines may be behind ours.
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 _AUTHORITY_NAME = "sluice development CA"
 _SHORTEST = datetime.timedelta(hours=1)
@@ -27,17 +27,17 @@ _SHORTEST = datetime.timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class CertifiedKey:
-    """A certificate and its private key, PEM."""
+    """A certificate and its private key, as PEM."""
 
     certificate: bytes
     key: bytes
 
 
 class DevelopmentCa:
-    """Signs certificates. In all lengths of validity, days below 0 make one that has expired.
+    """A certificate authority. Every length of validity may be below 0: then it has passed.
 
     Args:
-        days: how long its own certificate is valid.
+        days: how long the authority's own certificate is valid.
     """
 
     def __init__(self, days: int) -> None:
@@ -53,11 +53,11 @@ class DevelopmentCa:
 
     @property
     def itself(self) -> CertifiedKey:
-        """The authority's own certificate and key."""
+        """Return the authority's own certificate and key."""
         return _pem(self._certificate, self._key)
 
     def service(self, hosts: Sequence[str], days: int) -> CertifiedKey:
-        """A certificate for servers at `hosts`, which are clients of each other as well.
+        """Return a certificate for servers at `hosts`, which also call each other.
 
         Args:
             hosts: names and addresses that peers connect to.
@@ -67,7 +67,7 @@ class DevelopmentCa:
         return self._signed("sluice service", purposes, hosts, days)
 
     def client(self, days: int) -> CertifiedKey:
-        """A certificate for callers that serve nothing, valid for `days`."""
+        """Return a certificate for callers that serve nothing, valid for `days`."""
         return self._signed("sluice client", [ExtendedKeyUsageOID.CLIENT_AUTH], (), days)
 
     def _signed(
@@ -109,26 +109,14 @@ class DevelopmentCa:
         )
 
 
-def end_of_validity(certificate: bytes) -> datetime.datetime:
-    """When a certificate ends, with UTC as its time zone.
-
-    Args:
-        certificate: PEM; of several the first counts.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
-
-
 def was_issued_by(certificate: bytes, authority: bytes) -> bool:
-    """Whether `authority` itself signed `certificate`, with no other authority between them.
+    """Return whether `authority` itself signed `certificate`, with no authority between them.
 
     Args:
         certificate, authority: PEM; of several the first counts.
 
     Raises:
-        ValueError: one of them is none.
+        ValueError: one of them is no certificate.
     """
     issued = x509.load_pem_x509_certificate(certificate)
     issuer = x509.load_pem_x509_certificate(authority)
@@ -140,10 +128,10 @@ def was_issued_by(certificate: bytes, authority: bytes) -> bool:
 
 
 def is_of_a_development_ca(certificate: bytes) -> bool:
-    """Whether a certificate, PEM, names an authority as its issuer that a `DevelopmentCa` is.
+    """Return whether the issuer of a certificate (PEM) has the name of a `DevelopmentCa`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no certificate.
     """
     return x509.load_pem_x509_certificate(certificate).issuer == _name(_AUTHORITY_NAME)
 

@@ -1,4 +1,4 @@
-"""Bearer tokens: their file, the role of each, and files that only their owner can read."""
+"""Bearer tokens: their file and the role of each. Also write files that only the owner can read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _B64TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
 
 class Role(StrEnum):
-    """What a caller may do; see `sluice.rpc.auth`."""
+    """The rights of a caller; see `sluice.rpc.auth`."""
 
     CLIENT = "client"
     SERVICE = "service"
@@ -29,20 +29,21 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A secret and what it admits to. The secret appears in no repr."""
+    """A secret and its role. The secret appears in no repr."""
 
     role: Role
     secret: str = field(repr=False)
 
 
 def parse_tokens(text: str, source: str) -> tuple[Token, ...]:
-    """Reads a file of tokens.
+    """Parse a file of tokens.
 
     Args:
-        source: names the file in errors, which never quote a token.
+        text: the file's content.
+        source: the file's name for errors, which never quote a token.
 
     Raises:
-        ConfigError: a line is no token, a token is there twice, or there is none.
+        ConfigError: a line is no token, a token occurs twice, or there is no token.
     """
     tokens: list[Token] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -57,7 +58,7 @@ def parse_tokens(text: str, source: str) -> tuple[Token, ...]:
 
 
 def check_secret(secret: str, source: str) -> None:
-    """Raises ConfigError if `secret` cannot be a bearer token, without quoting it."""
+    """Raise ConfigError, which does not quote `secret`, if it cannot be a bearer token."""
     if len(secret) < MIN_CHARACTERS:
         raise ConfigError(
             f"{source}: a token of {len(secret)} characters can be guessed; take {MIN_CHARACTERS} "
@@ -71,9 +72,9 @@ def check_secret(secret: str, source: str) -> None:
 
 
 def role_of(tokens: Sequence[Token], presented: str) -> Role | None:
-    """The role of a presented token; none: it is not among `tokens`.
+    """Return the role of a presented token; None: it is not among `tokens`.
 
-    Compares with all of them, each in a time that does not depend on where they differ.
+    The comparison covers all tokens and takes the same time wherever they differ.
     """
     given = presented.encode(errors="surrogateescape")
     roles = [token.role for token in tokens if hmac.compare_digest(token.secret.encode(), given)]
@@ -97,10 +98,10 @@ _LOOK_EVERY_S = 1.0
 
 
 class TokenSource(Protocol):
-    """Where tokens come from."""
+    """A source of tokens."""
 
     def tokens(self) -> tuple[Token, ...]:
-        """The ones that count at this moment, never none; the first is what we present."""
+        """Return the tokens valid at this moment, at least one. This process presents the first."""
         ...
 
 
@@ -108,7 +109,7 @@ class GivenToken:
     """One token that never changes, with the role of a service.
 
     Raises:
-        ConfigError: it cannot be a bearer token; `source` says where it came from.
+        ConfigError: it cannot be a bearer token; names `source`.
     """
 
     def __init__(self, secret: str, source: str) -> None:
@@ -116,29 +117,32 @@ class GivenToken:
         self._tokens = (Token(Role.SERVICE, secret),)
 
     def tokens(self) -> tuple[Token, ...]:
-        """The one."""
+        """Return the one token."""
         return self._tokens
 
 
 class TokenFile:
-    """The tokens in a file, at most a second old. A file that turned bad leaves the last ones.
+    """The tokens in a file, at most a second old. If the file breaks, the last ones stay valid.
 
     Args:
         path: the file.
-        key: names the setting in errors.
+        key: the setting's name, for errors.
         clock: seconds, monotonic.
 
     Raises:
-        ConfigError: it cannot be read, or is no file of tokens.
+        ConfigError: the file cannot be read, or is no file of tokens.
     """
 
     def __init__(self, path: Path, key: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._key, self._clock = path, key, clock
-        self._looked_s, self._stamp = clock(), _stamp(path)
+        self._path = path
+        self._key = key
+        self._clock = clock
+        self._looked_s = clock()
+        self._stamp = _stamp(path)
         self._tokens = read_tokens(path, key)
 
     def tokens(self) -> tuple[Token, ...]:
-        """What the file says."""
+        """Return the tokens in the file."""
         now_s = self._clock()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
@@ -153,16 +157,16 @@ class TokenFile:
         try:
             self._tokens = read_tokens(self._path, self._key)
         except ConfigError as error:
-            logger.warning("the tokens read before still count: %s", error)
+            logger.warning("the tokens read before stay valid: %s", error)
         else:
             logger.info("%s: tokens read again", self._path)
 
 
 def read_tokens(path: Path, key: str) -> tuple[Token, ...]:
-    """Reads a file of tokens once.
+    """Read a file of tokens once.
 
     Raises:
-        ConfigError: it cannot be read, or is no file of tokens.
+        ConfigError: the file cannot be read, or is no file of tokens.
     """
     try:
         text = path.read_text(encoding="ascii")
@@ -175,12 +179,12 @@ def read_tokens(path: Path, key: str) -> tuple[Token, ...]:
             f"{key} = {str(path)!r} cannot be read ({error.strerror}); give this user the right"
         ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{key} = {str(path)!r} is no text of ASCII letters") from error
+        raise ConfigError(f"{key} = {str(path)!r} is not ASCII text") from error
     return parse_tokens(text, f"{key} = {str(path)!r}")
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Differs when the file was changed or replaced; none: it is not there."""
+    """Return what differs after the file was changed or replaced; None: there is no file."""
     try:
         seen = path.stat()
     except OSError:
@@ -192,11 +196,11 @@ _OWNER_ONLY, _OWNER_ONLY_FOLDER = 0o600, 0o700
 
 
 def write_private(folder: Path, files: Mapping[str, bytes], *, replace: bool) -> None:
-    """Writes `files` by name into `folder`, which is made if it is missing.
+    """Write `files` by name into `folder`, and make the folder if it is missing.
 
     Raises:
-        ConfigError: one of them is there and `replace` is not given, or the folder cannot be
-            written; nothing was replaced.
+        ConfigError: a file exists and `replace` is False, or the folder cannot be written. Nothing
+            was replaced.
     """
     there = [name for name in files if os.path.lexists(folder / name)]
     if there and not replace:
@@ -215,7 +219,7 @@ def write_private(folder: Path, files: Mapping[str, bytes], *, replace: bool) ->
 
 
 def _write(path: Path, content: bytes) -> None:
-    # A process with this number that was killed may have left one, and others could read it.
+    # A killed process with this number may have left one that others can read.
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with os.fdopen(os.open(path, flags, _OWNER_ONLY), "wb") as file:

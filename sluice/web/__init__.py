@@ -1,1 +1,4 @@
-"""What the project's HTTP servers share: the live page and the OpenAI front."""
+"""The part that the live page and the OpenAI front share: a bound on open connections.
+
+In: a factory of HTTP protocols. Out: one that answers 503 to connections beyond the bound.
+"""

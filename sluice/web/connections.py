@@ -1,8 +1,7 @@
 """Bound the open connections of an HTTP server.
 
-Between sockets and the HTTP protocol, since whom the server turns away must cost it no more than
-an answer that is ready. Connections on which nothing is asked are closed by aiohttp's keep-alive
-timer, which runs from the beginning.
+The bound sits between sockets and the HTTP protocol, so that a refused connection costs only a
+prepared answer. aiohttp's keep-alive timer, which starts with the connection, closes idle ones.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _TURNED_AWAY = (
 
 @dataclass(slots=True, eq=False)
 class Connections:
-    """Bounds the connections of one server.
+    """The open connections of one server.
 
     Args:
-        make: a protocol for each connection that is let in.
-        most: open at once; further ones are told so and closed.
+        make: returns a protocol for each accepted connection.
+        most: open at once; further ones get the status 503 and are closed.
     """
 
     make: Callable[[], asyncio.Protocol]
@@ -35,12 +34,12 @@ class Connections:
     num_open: int = field(default=0, init=False)
 
     def __call__(self) -> asyncio.Protocol:
-        """A factory for `loop.create_server`."""
+        """Return a protocol, for `loop.create_server`."""
         return _Connection(self)
 
 
 class _Connection(asyncio.Protocol):
-    """Passes everything on to the protocol that `Connections.make` made."""
+    """One connection, which `Connections.make`'s protocol serves if there is capacity."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections

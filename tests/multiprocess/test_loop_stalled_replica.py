@@ -160,7 +160,7 @@ def test_what_gets_on_again_comes_back_as_the_same_process_with_present_weights(
     assert len(seen.instance_ids) == 1
     assert len(seen.versions) == 3
     assert all(newest - served <= 1 for served, newest in seen.versions)
-    assert f"replica {NAME} gets on again" in record.log("trainer")
+    assert f"replica {NAME} progresses again" in record.log("trainer")
 
 
 def test_samples_of_a_hung_replica_are_moved_and_none_is_lost(

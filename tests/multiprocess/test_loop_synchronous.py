@@ -168,7 +168,7 @@ def test_a_trainer_that_is_told_to_end_leaves_whole_checkpoints_and_says_so(
     assert record.end.exit_code == 1
     (failure,) = record.end.failures
     assert failure.startswith("trainer ended with SIGTERM")
-    assert "asked to end before the last step; the last checkpoint stands" in failure
+    assert "a signal ends the run before its last step; the last checkpoint stands" in failure
     assert record.left_running == ()
     folder = record.run_dir / "checkpoints"
     newest = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="ascii"))

@@ -68,9 +68,7 @@ def recorded_steps(record: Record) -> list[int]:
 
 def resumed_at(record: Record) -> int:
     """The step of the checkpoint from which the trainer went on."""
-    reported = re.search(
-        r"started again \(1 times so far\): .* from step (\d+)", record.log("trainer")
-    )
+    reported = re.search(r"restarted \(1 times so far\): .* from step (\d+)", record.log("trainer"))
     assert reported is not None
     return int(reported[1])
 

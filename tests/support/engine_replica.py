@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel
 
 from services.rollout.engines.causal_lm import checkpoint_layout
-from services.trainer.fleet.replica_client import ReplicaClient
+from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
@@ -134,9 +134,8 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
     layout, state = checkpoint_layout(str(folder)).tensors, model.state_dict()
     given_up = threading.Event()
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=60.0)
-    client = ReplicaClient(
-        replica, max_message_bytes=_MESSAGE_BYTES, timeout_s=60, transfer_timeout_s=60
-    )
+    channels = ReplicaChannels(_MESSAGE_BYTES)
+    client = ReplicaClient(replica, channels, timeout_s=60, transfer_timeout_s=60)
     weights = {spec.name: state[spec.name] for spec in layout}
     try:
         async with client:
@@ -151,6 +150,7 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
     finally:
         given_up.set()
         sender.close()
+        await channels.close()
 
 
 async def _check_samples(replica: ReplicaInfo, model: PreTrainedModel) -> str:

@@ -13,10 +13,9 @@ from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
-from services.trainer.loop.reward_client import ValidationReport
 from services.trainer.loop.run_state import RunState
-from services.trainer.loop.train_loop import LoopParts, LoopSettings, TrainLoop
-from services.trainer.metrics.step_metrics import RunScale
+from services.trainer.loop.train_loop import LoopSettings, TrainLoop
+from services.trainer.metrics.step_metrics import RunScale, ValidationReport
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.types import (
     DataProgress,
@@ -85,8 +84,17 @@ class World:
         accounting = RunAccountant(
             self.fleet, self.state, ask_replica=self.load_of, ask_reward=self.statistics
         )
-        parts = LoopParts(self, self, self, Record(self), accounting, self.fleet, self.state)
-        return TrainLoop(replace(SETTINGS, **settings), parts, resume_from)
+        return TrainLoop(
+            replace(SETTINGS, **settings),
+            policy=self,
+            data=self,
+            publisher=self,
+            reporter=Record(self),
+            accounting=accounting,
+            fleet=self.fleet,
+            state=self.state,
+            resume_from=resume_from,
+        )
 
     def register(self, name: str) -> ReplicaInfo:
         info = ReplicaInfo(name, f"{name}-1", f"{name}:1", 8)

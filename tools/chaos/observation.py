@@ -26,7 +26,7 @@ from tools.chaos.late_waits import ObservedWait
 from tools.chaos.recovery import Yield
 
 _LOOK_S, _TAIL_S, _ANSWER_S = 1.0, 0.2, 2.0
-_RESUMED = re.compile(r"the run (?:continues|goes on|resumes) from step (\d+)")
+_RESUMED = re.compile(r"the run continues from step (\d+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from sluice.client.policy_client import NewPrompt, PolicyClient
+from sluice.client import AsyncClient, NewPrompt, RetryPolicy, RunAddress
 from sluice.errors import SluiceError
 from sluice.types import ChatMessage
 
 _SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
+_NO_RETRIES = RetryPolicy(patience_s=0.0)  # each session is one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Witness:
 
     async def _submit(self) -> None:
         async with (
-            PolicyClient(self._address) as client,
+            AsyncClient(RunAddress(reward=self._address), policy=_NO_RETRIES) as client,
             aclosing(client.submit(self._open)) as events,
         ):
             async for event in events:

@@ -1,4 +1,18 @@
-"""The same call to many peers at once, with each one's answer or error."""
+"""Delivery of one version to a set of replicas: form a transfer group, stage, commit.
+
+Consumes: a snapshot and the replicas that need it.
+Waits for: an answer of each member before a group is formed, then formation, staging and commit;
+    each has a deadline. A member that neither answers nor shows another sign of life is left out of
+    the group, since the others would wait for it as long as a formation may take.
+Unblocked by: answers, deadlines, and at the first failure by leaving the epoch on both sides.
+Produces: the replicas that serve the version, proven by a digest equal to ours, and those that must
+    be dropped. The version that all members of the group serve is the base of the next update: if
+    few bytes changed since, only these are sent.
+On failure: an error in a collective means that *someone* is gone, but not which member; all members
+    are probed, and the group is over. Nothing is retried inside an epoch, and the next epoch begins
+    with all bytes.
+On shutdown: `close` leaves the group.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +36,15 @@ from sluice.weights.snapshot import Snapshot
 from sluice.weights.sparse_update import SparseUpdate
 from sluice.weights.transfer import Base
 
+logger = logging.getLogger(__name__)
+
 PeerT = TypeVar("PeerT")
 AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(slots=True)
 class Answers(Generic[PeerT, AnswerT]):
-    """Who answered what, and who failed how. Every peer is in exactly one of the two."""
+    """Answers and errors by peer. Every peer is in exactly one of the two."""
 
     answered: dict[PeerT, AnswerT] = field(default_factory=dict)
     failed: dict[PeerT, SluiceError] = field(default_factory=dict)
@@ -41,15 +57,15 @@ async def fan_out(
     on_failure: Callable[[], Awaitable[None]] | None = None,
     phase: str = "a joint call",
 ) -> Answers[PeerT, AnswerT]:
-    """Calls every peer concurrently and waits for all.
+    """Call every peer concurrently and wait for all.
 
     Args:
-        peers: whom to call.
-        call: one peer's call; ends by its own deadline.
-        on_failure: run once, at the first failure, while other calls are still under way (to
-            make them end: a collective that lost a member does not end by itself). Calls that go
-            on all the same when it returns are given up and count as failed.
-        phase: what the calls are about, for errors.
+        peers: the peers to call.
+        call: one peer's call, with its own deadline.
+        on_failure: runs once, at the first failure, while other calls are still running. It must
+            make them end: a collective that lost a member does not end on its own. Calls that still
+            run when it returns are cancelled and count as failed.
+        phase: names the calls in errors.
     """
     answers: Answers[PeerT, AnswerT] = Answers()
     scopes: set[asyncio.Timeout] = set()
@@ -73,6 +89,7 @@ async def fan_out(
     async def react(handler: Callable[[], Awaitable[None]]) -> None:
         await first_failure.wait()
         await handler()
+        # Cancel only the calls that still run; their peers count as failed.
         for scope in scopes:
             scope.reschedule(asyncio.get_running_loop().time())
 
@@ -81,33 +98,36 @@ async def fan_out(
         async with asyncio.TaskGroup() as calls:
             for peer in peers:
                 calls.create_task(ask(peer), name=f"call-{peer}")
+        # After a failure, wait for the reaction to end instead.
         if reaction is not None and not first_failure.is_set():
             reaction.cancel()
     return answers
 
 
 class SyncPhase(StrEnum):
-    """What a delivery of weights does, in order."""
+    """The phases of a delivery of weights, in order."""
 
-    FORM = "form"  # the group of replicas, where it is another than before
-    ENCODE = "encode"  # what changed since the version that all of them serve
-    STAGE = "stage"  # the transfer, while generation goes on
+    FORM = "form"  # the group of replicas, if it differs from the last one
+    ENCODE = "encode"  # the changes since the version that all of them serve
+    STAGE = "stage"  # the transfer, while generation continues
     COMMIT = "commit"  # the swap
 
 
 class SyncCounts:
-    """Used from one event loop."""
+    """Counts and seconds of all deliveries; used from one event loop."""
 
     def __init__(self) -> None:
         self.seconds: dict[SyncPhase, float] = dict.fromkeys(SyncPhase, 0.0)
         self.failures: Counter[SyncPhase] = Counter()
         self.updates: Counter[str] = Counter()
-        self.sparse_bytes = self.dense_bytes = self.whole_bytes = 0
+        self.sparse_bytes = 0
+        self.dense_bytes = 0
+        self.whole_bytes = 0
         self.stall_s = 0.0
 
     @contextmanager
     def timed(self, phase: SyncPhase) -> Iterator[None]:
-        """The block is this phase."""
+        """Add the seconds of the block to `phase`."""
         began_s = time.monotonic()
         try:
             yield
@@ -115,17 +135,17 @@ class SyncCounts:
             self.seconds[phase] += time.monotonic() - began_s
 
     def failed(self, phase: SyncPhase) -> None:
-        """An attempt ended here."""
+        """Count an attempt that failed in `phase`."""
         self.failures[phase] += 1
 
     def arrived(self, to: str, sent_bytes: int, whole_bytes: int, stall_s: float) -> None:
-        """Replicas serve a version.
+        """Count a version that replicas serve now.
 
         Args:
             to: ``fleet`` or ``newcomers``.
-            sent_bytes: on the wire, once for all.
-            whole_bytes: of all weights; more than `sent_bytes` if only changes were sent.
-            stall_s: longest time in which one of them drew no token.
+            sent_bytes: bytes of the broadcast, counted once for all replicas.
+            whole_bytes: bytes of all weights; more than `sent_bytes` if only changes were sent.
+            stall_s: longest time in which one of the replicas sampled no token.
         """
         self.updates[to] += 1
         self.whole_bytes += whole_bytes
@@ -136,70 +156,54 @@ class SyncCounts:
         self.stall_s += stall_s
 
 
-# One transfer group after another to a set of replicas: forms, stages, commits, says who failed.
-#
-# Consumes: a snapshot and the replicas that shall get it.
-# Waits for: an answer of each member before a group is formed, then formation, staging and commit;
-#     each has a deadline. Who neither answers nor gives another sign of life is left out of the
-#     group, since the others would wait for it as long as a formation may take.
-# Unblocked by: answers, deadlines, and at the first failure by leaving the epoch on both sides.
-# Produces: who serves the version now, proven by a digest equal to ours, and who must be dropped.
-#     What all members of the group serve already is the base of the next update: if few bytes
-#     changed since, only these are sent.
-# On failure: an error in a collective says that *someone* is gone, not who; all members are probed,
-#     and the group is over. Nothing is retried inside an epoch, and the next begins with all bytes.
-# On shutdown: `close` leaves the group.
-
-logger = logging.getLogger(__name__)
-
 GroupMember = ReplicaInfo | None
-"""One end of a collective; ``None`` is ourselves."""
+"""One end of a collective; ``None`` is the trainer."""
 
 SignsOfLife = Callable[[], Mapping[str, float]]
-"""When each replica was last heard of, by instance, on any clock that rises."""
+"""Returns the time of each replica's last heartbeat, by instance id, on a rising clock."""
 
 _ASKS = 2
-"""How often a member is asked before it is left out: on a loaded machine one answer may be late."""
+"""Probes before a member is left out: on a loaded machine one answer may be late."""
 
 ReadAgain = Callable[[Snapshot], AbstractContextManager[WeightBuffer | None]]
-"""The memory of an earlier snapshot, if it still is what it was; see `SnapshotBuffers`."""
+"""Opens an earlier snapshot's memory, or None if it was overwritten; see `SnapshotBuffers`."""
 
 
 class ReplicaCalls(Protocol):
-    """How one replica is steered; every call raises `SluiceError` by its own deadline."""
+    """The weight calls to one replica; each has a deadline and raises `SluiceError`."""
 
     async def join(self, spec: TransferGroupSpec) -> None:
-        """Joins an epoch's group."""
+        """Join an epoch's group."""
         ...
 
     async def stage(self, epoch: int, version: int) -> str:
-        """Receives a version; the digest of what arrived."""
+        """Receive a version; return the digest of the received bytes."""
         ...
 
     async def commit(self, epoch: int, version: int, digest: str) -> float:
-        """Swaps the staged version in; seconds of stall."""
+        """Swap the staged version in; return the seconds of stall."""
         ...
 
     async def abort(self, epoch: int, reason: str) -> None:
-        """Throws away what is staged and leaves the epoch."""
+        """Discard the staged version and leave the epoch."""
         ...
 
     async def probe(self, timeout_s: float) -> None:
-        """Returns when its engine answers."""
+        """Return when the replica's engine answers."""
         ...
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         ...
 
 
 @dataclass(slots=True)
 class DeliveryResult:
-    """What came of one attempt.
+    """The result of one attempt.
 
-    `served` holds seconds of stall. `lost` have to be dropped; `refused` for good, since they say
-    that the weights do not suit them. `is_complete` is false if the others must get it again.
-    `report` tells what went out, if it arrived.
+    `served` maps replicas to seconds of stall. `lost` replicas must be dropped; `refused` ones
+    permanently, since they cannot use the weights. `is_complete` is false if the version must be
+    sent again. `report` describes the broadcast, if it arrived.
     """
 
     served: Mapping[ReplicaInfo, float] = field(default_factory=dict)
@@ -211,29 +215,28 @@ class DeliveryResult:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What all members of the present group serve."""
+    """The snapshot that all members of the current group serve."""
 
     snapshot: Snapshot
     digest: str
 
 
 class TransferSession:
-    """A sender and the members of its present group.
+    """A sender and the members of its current group.
 
     Args:
-        sender: rank 0 of every group; closed with the lane.
+        sender: rank 0 of every group; closed with the session.
         connect: opens the control calls to a replica.
-        tensors: the weights as they travel.
-        next_epoch: numbers that rise, over all lanes.
-        timeout_s: seconds our own part of a collective has to end after a failure.
-        probe_timeout_s: seconds a replica has to answer, before a group is formed and after a
-            failure.
-        signs_of_life: of the replicas, other than answers; ``None``: there are none.
-        read_again: where earlier snapshots are found; ``None``: updates are always sent whole.
-        counts: of what deliveries take, over all lanes.
+        tensors: the weights on the wire.
+        next_epoch: returns rising numbers, shared by all sessions.
+        timeout_s: seconds that the trainer's part of a collective has to end after a failure.
+        probe_timeout_s: seconds that a replica has to answer a probe.
+        signs_of_life: heartbeats of the replicas; ``None``: only answers count.
+        read_again: opens earlier snapshots; ``None``: all weights are sent every time.
+        counts: counts of deliveries, shared by all sessions.
     """
 
-    def __init__(  # noqa: PLR0913 - all that a delivery meets on its way
+    def __init__(  # noqa: PLR0913 - everything that a delivery touches
         self,
         sender: WeightSender,
         connect: Callable[[ReplicaInfo], ReplicaCalls],
@@ -250,19 +253,26 @@ class TransferSession:
         self._signs_of_life = signs_of_life or dict
         self._read_again = read_again
         self._held: _Held | None = None
-        self._sender, self._connect, self._tensors = sender, connect, tuple(tensors)
+        self._sender = sender
+        self._connect = connect
+        self._tensors = tuple(tensors)
         self._next_epoch = next_epoch
-        self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
+        self._timeout_s = timeout_s
+        self._probe_timeout_s = probe_timeout_s
         self._epoch = 0
         self._members: tuple[ReplicaInfo, ...] = ()
         self._clients: dict[ReplicaInfo, ReplicaCalls] = {}
 
     async def deliver(self, members: tuple[ReplicaInfo, ...], snapshot: Snapshot) -> DeliveryResult:
-        """Sends one version to `members`, in a new epoch if they are not those of the last one."""
+        """Send one version to `members`, in a new epoch if the last one had other members."""
         delivery = DeliveryResult()
-        if self._members != members and not await self._formed(members, delivery):
-            return delivery
-        # Before anybody waits in a collective, whose deadline this would use up.
+        if self._members != members:
+            with self._counts.timed(SyncPhase.FORM):
+                is_formed = await self._form(members, delivery)
+            if not is_formed:
+                self._counts.failed(SyncPhase.FORM)
+                return delivery
+        # Before any member waits in a collective: encoding would use up its deadline.
         with self._counts.timed(SyncPhase.ENCODE):
             update = await self._changes_to(snapshot)
         with self._counts.timed(SyncPhase.STAGE):
@@ -277,16 +287,9 @@ class TransferSession:
         return delivery
 
     async def close(self) -> None:
-        """Leaves the group, ends all control calls and stops listening."""
+        """Leave the group, close all control calls and stop listening."""
         await self._leave()
         self._sender.close()
-
-    async def _formed(self, members: tuple[ReplicaInfo, ...], delivery: DeliveryResult) -> bool:
-        with self._counts.timed(SyncPhase.FORM):
-            is_formed = await self._form(members, delivery)
-        if not is_formed:
-            self._counts.failed(SyncPhase.FORM)
-        return is_formed
 
     async def _form(self, members: tuple[ReplicaInfo, ...], delivery: DeliveryResult) -> bool:
         await self._leave()
@@ -314,11 +317,11 @@ class TransferSession:
     async def _living(
         self, members: tuple[ReplicaInfo, ...], delivery: DeliveryResult
     ) -> tuple[ReplicaInfo, ...]:
-        """Who answers, or is slow but heard of while it is asked; the others are lost."""
+        """Return the members that answer a probe or send a heartbeat meanwhile; drop the others."""
         before: Mapping[str, float] = {}
         silent = members
         for _ in range(_ASKS):
-            # Read anew: a heartbeat from before it fell silent may arrive during the first.
+            # Read again each time: a heartbeat from before the silence may arrive during the first.
             before = self._signs_of_life()
             probes = await self._probe(silent)
             silent = tuple(probes.failed)
@@ -328,7 +331,9 @@ class TransferSession:
         for member in silent:
             key = member.instance_id
             if key in after and after[key] != before.get(key):
-                logger.info("%s answers no probe, but is heard of: it stays", member.name)
+                logger.info(
+                    "%s answers no probe but sends heartbeats: it stays in the group", member.name
+                )
                 continue
             delivery.lost[member] = (
                 f"silent when the group of epoch {self._epoch} was to be formed: "
@@ -364,7 +369,7 @@ class TransferSession:
         return reports[0]
 
     async def _changes_to(self, snapshot: Snapshot) -> SparseUpdate | None:
-        """What changed since the version that all members serve, if that is known and worth it."""
+        """Encode the changes since the version that all members serve, if that saves bytes."""
         held, read_again = self._held, self._read_again
         if held is None or read_again is None:
             return None
@@ -391,6 +396,7 @@ class TransferSession:
         )
         delivery.lost.update({member: str(error) for member, error in answers.failed.items()})
         delivery.served, delivery.is_complete = answers.answered, True
+        # A delta needs the same base on all members; after a failed commit one may differ.
         self._held = None if answers.failed else _Held(snapshot, digest)
 
     async def _together(
@@ -400,8 +406,8 @@ class TransferSession:
         own: Callable[[threading.Event], None],
         phase: str,
     ) -> Answers[GroupMember, None]:
-        """We and all members enter a collective; one failure ends it for all."""
-        stop, we_are_out = threading.Event(), asyncio.Event()
+        """Enter a collective with all members; one failure ends it for all."""
+        stop, own_part_ended = threading.Event(), asyncio.Event()
 
         async def enter(member: GroupMember) -> None:
             if member is not None:
@@ -410,14 +416,14 @@ class TransferSession:
             try:
                 await asyncio.to_thread(own, stop)
             finally:
-                we_are_out.set()
+                own_part_ended.set()
 
         async def end_it() -> None:
             stop.set()
             self._sender.abandon("a member failed")
             await self._abort(members)
             async with deadline(self._timeout_s, peer="trainer", phase="leaving a failed epoch"):
-                await we_are_out.wait()
+                await own_part_ended.wait()
 
         try:
             return await fan_out((None, *members), enter, on_failure=end_it, phase=phase)
@@ -435,7 +441,7 @@ class TransferSession:
         delivery: DeliveryResult,
         phase: str,
     ) -> None:
-        """Finds out who is gone; the group is over."""
+        """Find the members that are gone, and end the group."""
         for peer, error in answers.failed.items():
             logger.warning("%s: %s: %s", phase, peer.name if peer else "trainer", error)
             if peer is not None and isinstance(error, InvalidRequestError):
@@ -459,7 +465,7 @@ def _compare(
     answers: Answers[GroupMember, None],
     delivery: DeliveryResult,
 ) -> None:
-    """Members that received something else than was sent have failed, whatever they say."""
+    """Count members with another digest than the sent one as failed, although they answered."""
     for member, digest in digests.items():
         if digest != sent:
             error = WeightSyncError(member.name, "stage", f"its digest is {digest}, ours {sent}")

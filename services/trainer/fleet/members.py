@@ -1,4 +1,11 @@
-"""The replicas by name and instance, for as long as they live and their engines progress."""
+"""Membership: replicas by name and instance, their versions, and whether their engines progress.
+
+A replica is a member as long as its heartbeats arrive. One that lives and has work but samples no
+token is stalled: nothing new is sent to it. It returns as a newcomer when its engine progresses.
+
+The state is pure: callers pass the time in, from one event loop. `Fleet.changed` is set at every
+change of membership or state; its reader clears it.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +19,12 @@ from sluice.algorithm.accounting import ReplicaCounters, fleet_counters
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ReplicaInfo
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSign:
-    """What one heartbeat tells. `turns` is 0 where an engine does not count them."""
+    """An engine's progress in one heartbeat. `turns` is 0 if the engine does not count them."""
 
     tokens: int
     turns: int
@@ -24,12 +33,12 @@ class EngineSign:
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """An engine as it was last seen to get on.
+    """An engine's last progress.
 
     Args:
-        sign: at the time of the last progress.
-        since_s: when that was.
-        is_stalled: whether it is out of use until it gets on again.
+        sign: the heartbeat of the last progress.
+        since_s: its time.
+        is_stalled: whether the engine is out of use until it progresses again.
     """
 
     sign: EngineSign
@@ -37,16 +46,17 @@ class EngineProgress:
     is_stalled: bool = False
 
     def after(self, sign: EngineSign, now_s: float, stall_s: float) -> EngineProgress:
-        """What a heartbeat makes of it.
+        """Return the progress after a heartbeat.
 
-        An engine with work gets on when it draws tokens; one without has nothing to draw. A stalled
-        one whose work was taken away proves itself by answering: its last known load may be stale.
+        An engine with work progresses when it samples tokens; one without work has nothing to
+        sample. A stalled engine whose work was taken away progresses by answering: its last known
+        load may be outdated.
         """
         has_progress = sign.tokens > self.sign.tokens
         if not self.is_stalled:
             if has_progress or not sign.has_work:
                 return EngineProgress(sign, now_s)
-            # Tokens and turns stay those of the stall's beginning.
+            # Tokens and turns stay those of the beginning of the stall.
             return replace(self, is_stalled=now_s - self.since_s > stall_s)
         answers = sign.turns > self.sign.turns or sign.turns == 0
         if has_progress or (answers and not sign.has_work):
@@ -54,36 +64,25 @@ class EngineProgress:
         return self
 
     def suspected(self) -> EngineProgress:
-        """The same, out of use until it gets on; an engine that counts no turns is not suspected.
+        """Return the progress of a replica that failed to answer another call: stalled.
 
-        For a replica that did not answer another question.
+        An engine that counts no turns could not prove the opposite, so it is not suspected.
         """
         return replace(self, is_stalled=self.sign.turns > 0)
 
 
-# Who serves: replicas by name and instance, as long as they live and get on.
-#
-# A replica lives as long as its heartbeats come. One that lives, has work and draws no token is
-# put out of use, and comes back as a newcomer when its engine gets on.
-#
-# Pure state with the time passed in; the shell calls it from one event loop. `changed` is set at
-# every change of membership or state and cleared by whoever acts on it.
-
-logger = logging.getLogger(__name__)
-
-
 class MemberState(StrEnum):
-    """What a replica may be used for."""
+    """The use that a replica may have."""
 
     PENDING = "pending"  # known, without the current weights
     SERVING = "serving"
     DRAINING = "draining"  # takes nothing new; its samples are generated elsewhere
-    STALLED = "stalled"  # lives, but its engine does not get on; as above, until it does
+    STALLED = "stalled"  # lives, but its engine makes no progress; used like a draining one
 
 
 @dataclass(frozen=True, slots=True)
 class FleetMember:
-    """One replica as last heard of."""
+    """One replica, as of its last heartbeat."""
 
     info: ReplicaInfo
     state: MemberState
@@ -98,7 +97,7 @@ MAX_MEMBERS = 4_096
 """Replicas at one time; as many as an announcement to the reward service may name."""
 
 MAX_INSTANCES = 65_536
-"""Processes over the life of a trainer: the counters of those that left count on."""
+"""Processes over the life of a trainer: the counters of those that left still count."""
 
 
 class Fleet:
@@ -107,20 +106,22 @@ class Fleet:
     Args:
         layout_digest: replicas whose weights have other names, dtypes or shapes are refused.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
-        stall_s: seconds with work and without a token after which a replica is put out of use.
+        stall_s: seconds with work and without a token after which a replica is stalled.
     """
 
     def __init__(self, layout_digest: str, ttl_s: float, stall_s: float = math.inf) -> None:
-        self._layout_digest, self._ttl_s, self._stall_s = layout_digest, ttl_s, stall_s
+        self._layout_digest = layout_digest
+        self._ttl_s = ttl_s
+        self._stall_s = stall_s
         self._members: dict[str, FleetMember] = {}
-        # By instance, also of those who left: their counters count on when they come back.
+        # By instance id, also of replicas that left: if they return, their counters continue.
         self._loads: dict[str, ReplicaCounters] = {}
         self._progress: dict[str, EngineProgress] = {}
         self._refusals: dict[str, str] = {}
         self.changed = asyncio.Event()
 
     def register(self, info: ReplicaInfo, layout_digest: str, now_s: float) -> None:
-        """Adds a replica as pending; a new instance replaces the old one.
+        """Add a replica as pending; a new instance replaces the old one.
 
         Raises:
             InvalidRequestError: its weights do not fit the trainer's model, it was refused, or
@@ -144,8 +145,8 @@ class Fleet:
             )
         if info.instance_id not in self._loads and len(self._loads) >= MAX_INSTANCES:
             raise InvalidRequestError(
-                f"replica {info.name}: {MAX_INSTANCES} processes have registered so far; start "
-                "the trainer anew, which forgets those that are gone"
+                f"replica {info.name}: {MAX_INSTANCES} processes have registered so far; "
+                "restart the trainer, which forgets those that are gone"
             )
         load = self._loads.setdefault(info.instance_id, ReplicaCounters())
         progress = self._progress.get(info.instance_id)
@@ -165,17 +166,17 @@ class Fleet:
         now_s: float,
         turns: int = 0,
     ) -> None:
-        """Notes that a replica lives, and whether its engine gets on.
+        """Record a heartbeat, and whether the engine progresses.
 
         Args:
-            name, instance: which.
+            name, instance_id: the replica.
             load: its counters.
-            draining: whether it is going away.
+            draining: whether it is shutting down.
             now_s: the time.
-            turns: questions that its engine's loop has answered; 0: they are not counted.
+            turns: calls that its engine's loop has answered; 0: they are not counted.
 
         Raises:
-            NotFoundError: this instance is unknown; it registers again.
+            NotFoundError: this instance is unknown and must register again.
         """
         member = self._find(name, instance_id)
         elapsed_s = max(now_s - member.last_seen_s, 1e-6)
@@ -198,34 +199,34 @@ class Fleet:
             self.changed.set()
 
     def note_counters(self, info: ReplicaInfo, load: ReplicaCounters) -> None:
-        """Notes what a replica told when it was asked; that it lives, only heartbeats say."""
+        """Keep the counters that a replica reported on request; this is no heartbeat."""
         if info.instance_id in self._loads:
             self._note(info.instance_id, load)
 
     def expire(self, now_s: float) -> tuple[ReplicaInfo, ...]:
-        """Drops and returns the replicas that were silent for longer than the time to live."""
+        """Drop and return the replicas that were silent for longer than the time to live."""
         silent = [m for m in self._members.values() if now_s - m.last_seen_s > self._ttl_s]
         for member in silent:
             self._drop(member.info, f"no heartbeat for {now_s - member.last_seen_s:.1f} s")
         return tuple(member.info for member in silent)
 
     def expel(self, info: ReplicaInfo, reason: str) -> None:
-        """Drops one instance; a later heartbeat of it is answered with NOT_FOUND."""
+        """Drop one instance; its later heartbeats get NOT_FOUND."""
         member = self._members.get(info.name)
         if member is None or member.info.instance_id != info.instance_id:
             return
         self._drop(info, reason)
-        # It lives but failed us; when it registers again, its engine has to answer first.
+        # It may live although it failed; when it registers again, its engine must answer first.
         if (progress := self._progress.get(info.instance_id)) is not None:
             self._progress[info.instance_id] = progress.suspected()
 
     def refuse(self, info: ReplicaInfo, reason: str) -> None:
-        """Drops one instance for good: what is wrong with it does not pass."""
+        """Drop one instance permanently: its fault will not pass."""
         self._refusals[info.instance_id] = reason
         self.expel(info, reason)
 
     def mark_serving(self, info: ReplicaInfo, version: int) -> None:
-        """The replica proved that it holds `version`."""
+        """Mark a replica that has proved that it holds `version`."""
         member = self._members.get(info.name)
         if member is None or member.info.instance_id != info.instance_id:
             return
@@ -234,24 +235,24 @@ class Fleet:
         self.changed.set()
 
     def members(self) -> tuple[FleetMember, ...]:
-        """Everyone, in order of name."""
+        """Return all members, in order of name."""
         return tuple(self._members[name] for name in sorted(self._members))
 
     def in_state(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
-        """Who is in one of `states`, in order of name."""
+        """Return the members in one of `states`, in order of name."""
         return tuple(member.info for member in self.members() if member.state in states)
 
     def totals(self) -> tuple[int, float]:
-        """Tokens generated and seconds busy, over all replicas that ever registered."""
+        """Return tokens generated and seconds busy of all replicas that ever registered."""
         loads = self._loads.values()
         return sum(load.generated_tokens for load in loads), sum(
             load.busy_seconds for load in loads
         )
 
     def counters(self) -> ReplicaCounters:
-        """Sums over all replicas that ever registered.
+        """Return the sums over all replicas that ever registered.
 
-        What those who have left had not sent by their last word, nobody gets any more.
+        Tokens that a replica had not sent when it left count as abandoned.
         """
         present = {member.info.instance_id for member in self._members.values()}
         return fleet_counters(
@@ -270,7 +271,7 @@ class Fleet:
         return self._progress[instance_id]
 
     def _note(self, instance_id: str, load: ReplicaCounters) -> None:
-        """Keeps the newest counters: answers and heartbeats overtake each other."""
+        """Keep the newest counters: answers and heartbeats overtake each other."""
         known = self._loads.get(instance_id)
         if known is None or load.wall_seconds >= known.wall_seconds:
             self._loads[instance_id] = load
@@ -283,7 +284,7 @@ class Fleet:
 
 
 def _judged(state: MemberState, progress: EngineProgress) -> MemberState:
-    """A replica's state after a heartbeat; one that gets on again needs the weights first."""
+    """Return the state after a heartbeat; a replica that recovers needs the weights first."""
     if state in (MemberState.PENDING, MemberState.SERVING) and progress.is_stalled:
         return MemberState.STALLED
     if state is MemberState.STALLED and not progress.is_stalled:
@@ -297,4 +298,4 @@ def _notify(name: str, before: MemberState, state: MemberState, idle_s: float) -
     elif state is MemberState.STALLED:
         logger.warning("replica %s out of use: work, but no token for %.1f s", name, idle_s)
     elif before is MemberState.STALLED:
-        logger.info("replica %s gets on again and needs the present weights", name)
+        logger.info("replica %s progresses again and needs the current weights", name)

@@ -1,12 +1,12 @@
-"""Brings every replica to the same version, or drops the replica.
+"""Publishing: bring every replica to the same version, or drop the replica.
 
 Consumes: a frozen version (`SnapshotBuffers`) and the fleet's members.
-Waits for: deliveries (`weight_lane`); each phase of one has a deadline.
+Waits for: deliveries (`fleet.delivery`); each phase of one has a deadline.
 Unblocked by: answers, deadlines and failures of members.
 Produces: replicas marked as serving the version.
 On failure: members that are silent, hold other weights or refuse them are dropped, and everything
-    is sent again in the next epoch. If that fails too though all answer, each member gets the
-    version in a group of its own, and who cannot take it there is dropped.
+    is sent again in the next epoch. If that fails too although all answer, each member gets the
+    version in its own group, and one that cannot take it there is dropped.
 On shutdown: `close` leaves the group.
 """
 
@@ -38,10 +38,10 @@ _JOINT_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """One version is served. `stall_s` is the longest time any replica drew no token.
+    """A published version. `stall_s` is the longest time in which a replica sampled no token.
 
-    `sent_bytes` went out in the broadcast that arrived; `dense_bytes` are those of all weights.
-    Both are 0 if each replica was sent to by itself.
+    `sent_bytes` are those of the broadcast that arrived, `dense_bytes` those of all weights. Both
+    are 0 if the version was sent to each replica alone.
     """
 
     version: int
@@ -54,7 +54,7 @@ class PublishReport:
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Metrics of what went over the wire, if it went in one broadcast."""
+        """Return metrics of the bytes on the wire, if they were sent in one broadcast."""
         if not self.dense_bytes:
             return {}
         return {
@@ -64,21 +64,21 @@ class PublishReport:
 
 
 class WeightPublisher:
-    """Publishes versions to the fleet and seeds newcomers.
+    """The sender of versions to the fleet and to newcomers.
 
     Args:
-        fleet: who is there.
-        snapshots: where frozen versions are.
-        tensors: the weights as they travel.
-        make_sender: a new rank 0 with its own rendezvous store.
+        fleet: the replicas.
+        snapshots: hold the frozen versions.
+        tensors: the weights on the wire.
+        make_sender: makes rank 0 of new groups, with its own rendezvous store.
         connect: opens the control calls to a replica.
-        timeout_s: seconds our own part of a collective has to end after a failure.
-        probe_timeout_s: seconds a replica has to answer after a failure.
-        sends_changes: whether an update may go out as what changed since the one before.
-        counts: of what updates take.
+        timeout_s: seconds that the trainer's part of a collective has to end after a failure.
+        probe_timeout_s: seconds that a replica has to answer a probe.
+        sends_changes: whether an update may consist of the changes since the last one.
+        counts: counts of deliveries.
     """
 
-    def __init__(  # noqa: PLR0913 - all that a lane is made of
+    def __init__(  # noqa: PLR0913 - everything that a session needs
         self,
         fleet: Fleet,
         snapshots: SnapshotBuffers,
@@ -93,19 +93,23 @@ class WeightPublisher:
     ) -> None:
         self._counts = counts or SyncCounts()
         self._sends_changes = sends_changes
-        self._fleet, self._snapshots, self._tensors = fleet, snapshots, tuple(tensors)
-        self._make_sender, self._connect = make_sender, connect
-        self._timeout_s, self._probe_timeout_s = timeout_s, probe_timeout_s
+        self._fleet = fleet
+        self._snapshots = snapshots
+        self._tensors = tuple(tensors)
+        self._make_sender = make_sender
+        self._connect = connect
+        self._timeout_s = timeout_s
+        self._probe_timeout_s = probe_timeout_s
         self._epochs = itertools.count(1)
         self._main = self._new_session()
-        # Instances that a delivery is under way to: a replica is in one group at a time.
-        self._taken: set[str] = set()
+        # Instance ids of replicas in a running delivery: a replica is in one group at a time.
+        self._busy: set[str] = set()
 
     async def publish(self, version: int) -> PublishReport:
-        """Sends the frozen `version` to all members that are not being seeded at the moment.
+        """Send the frozen `version` to all members that are not being seeded.
 
         Raises:
-            WeightSyncError: no member could take it.
+            WeightSyncError: no member could receive it.
         """
         began_s = time.monotonic()
         for attempt in itertools.count(1):
@@ -125,9 +129,9 @@ class WeightPublisher:
         raise AssertionError("counting has no end")
 
     async def seed_newcomers(self) -> None:
-        """Sends the newest version to pending replicas in a group of their own.
+        """Send the newest version to pending replicas in their own group.
 
-        They are given up after some attempts; they register again, and then are newcomers again.
+        After some failed attempts they are dropped; they register again as newcomers.
         """
         if self._snapshots.version is None:
             return
@@ -145,7 +149,7 @@ class WeightPublisher:
             self._fleet.expel(info, f"did not get the weights in {_JOINT_ATTEMPTS} epochs")
 
     async def close(self) -> None:
-        """Leaves the group and closes all control calls."""
+        """Leave the group and close all control calls."""
         await self._main.close()
 
     def _new_session(self) -> TransferSession:
@@ -166,12 +170,12 @@ class WeightPublisher:
 
     def _free(self, *states: MemberState) -> tuple[ReplicaInfo, ...]:
         members = self._fleet.in_state(*states)
-        return tuple(info for info in members if info.instance_id not in self._taken)
+        return tuple(info for info in members if info.instance_id not in self._busy)
 
     async def _deliver(
         self, session: TransferSession, members: tuple[ReplicaInfo, ...]
     ) -> DeliveryResult:
-        with self._take(members), self._snapshots.read() as snapshot:
+        with self._mark_busy(members), self._snapshots.read() as snapshot:
             delivery = await session.deliver(members, snapshot)
         if delivery.served:
             to = "fleet" if session is self._main else "newcomers"
@@ -182,14 +186,14 @@ class WeightPublisher:
         for info, reason in delivery.lost.items():
             self._fleet.expel(info, reason)
         for info in delivery.served:
-            # A newcomer that got a version which is not the newest any more stays pending.
+            # A newcomer stays pending if a newer version was frozen meanwhile.
             if snapshot.version == self._snapshots.version:
                 self._fleet.mark_serving(info, snapshot.version)
         return delivery
 
     async def _deliver_one_by_one(self, members: tuple[ReplicaInfo, ...]) -> DeliveryResult:
-        """Finds out who makes joint epochs fail: all answer, but one cannot receive."""
-        logger.warning("%d epochs failed; sending to each replica by itself", _JOINT_ATTEMPTS)
+        """Find the member that makes joint epochs fail: all answer, but one cannot receive."""
+        logger.warning("%d epochs failed; now sending to each replica alone", _JOINT_ATTEMPTS)
         served: dict[ReplicaInfo, float] = {}
         for info in members:
             delivery = await self._deliver(self._main, (info,))
@@ -202,16 +206,16 @@ class WeightPublisher:
         return DeliveryResult(served, is_complete=True)
 
     @contextmanager
-    def _take(self, members: tuple[ReplicaInfo, ...]) -> Iterator[None]:
+    def _mark_busy(self, members: tuple[ReplicaInfo, ...]) -> Iterator[None]:
         instance_ids = {info.instance_id for info in members}
-        self._taken |= instance_ids
+        self._busy |= instance_ids
         try:
             yield
         finally:
-            self._taken -= instance_ids
+            self._busy -= instance_ids
 
 
 def _num_bytes(delivery: DeliveryResult) -> tuple[int, int]:
-    """Bytes sent, and bytes of all weights, of the last broadcast."""
+    """Return the bytes sent and the bytes of all weights of a delivery's broadcast."""
     report = delivery.report
     return (0, 0) if report is None else (report.sent_bytes, report.dense_bytes)

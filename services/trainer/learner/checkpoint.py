@@ -1,4 +1,14 @@
-"""Which parts of old checkpoints go when a new one is complete."""
+"""Checkpoints on disk: save, find the one to resume from, and delete old ones.
+
+A checkpoint is written to a temporary folder and renamed when it is complete, so that a crash never
+leaves half a checkpoint under its final name.
+
+    <root>/latest_checkpointed_iteration.txt   step of the newest; replaced after the rename
+    <root>/global_step_<N>/actor/, critic/     written by `Learner.save`
+    <root>/global_step_<N>/data.json           data progress, counters, and the size of every file
+    <root>/.global_step_<N>.partial            being written or deleted; removed at the next save
+    <root>/.global_step_<N>.replaced           former checkpoint of a step that is saved again
+"""
 
 from __future__ import annotations
 
@@ -17,7 +27,16 @@ from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import DataProgress
 
-ACTOR_FOLDER, CRITIC_FOLDER = "actor", "critic"
+logger = logging.getLogger(__name__)
+
+ACTOR_FOLDER = "actor"
+CRITIC_FOLDER = "critic"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+DATA_FILE = "data.json"
+VERL_DATA_FILE = "data.pt"
+_FOLDER_NAME = re.compile(r"global_step_(\d+)")
+_PARTIAL = ".partial"
+_REPLACED = ".replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,66 +47,9 @@ class StoredCheckpoint:
     roles: frozenset[str]
 
 
-def superfluous_roles(
-    newest_first: Sequence[StoredCheckpoint], keep: Mapping[str, int | None]
-) -> dict[Path, frozenset[str]]:
-    """The models that go, by folder: of each role all but the newest `keep`.
-
-    Args:
-        newest_first: all complete checkpoints.
-        keep: by role, at least 1; ``None``, or a role that is not named, keeps all.
-    """
-    found: dict[Path, frozenset[str]] = {}
-    for role, count in keep.items():
-        holders = [one.folder for one in newest_first if role in one.roles]
-        for folder in holders[count:] if count is not None else ():
-            found[folder] = found.get(folder, frozenset()) | {role}
-    return found
-
-
-def delete_folder(folder: Path) -> None:
-    """Remove a checkpoint so that a crash on the way leaves none that looks complete."""
-    expired = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(expired, ignore_errors=True)
-    folder.rename(expired)
-    shutil.rmtree(expired, ignore_errors=True)
-
-
-def delete_roles(
-    stored: StoredCheckpoint, roles: frozenset[str], unlist: Callable[[Path, frozenset[str]], None]
-) -> None:
-    """Remove models from a checkpoint that keeps another one.
-
-    Args:
-        stored: the checkpoint.
-        roles: what goes; not all of its models.
-        unlist: takes their files off the checkpoint's list, which comes first: files that are
-            listed must be there, those that are not do no harm.
-    """
-    unlist(stored.folder, roles)
-    for role in roles:
-        shutil.rmtree(stored.folder / role, ignore_errors=True)
-
-
-# Checkpoints on disk: written aside and renamed when complete, so that none is ever half there.
-#
-# <root>/latest_checkpointed_iteration.txt step of the newest, replaced after the rename
-# <root>/global_step_<N>/actor/, critic/ what `Learner.save` writes
-# <root>/global_step_<N>/data.json data progress, counters, and the size of every file
-# <root>/.global_step_<N>.partial under way, or being deleted; removed at the next save
-
-logger = logging.getLogger(__name__)
-
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-DATA_FILE = "data.json"
-VERL_DATA_FILE = "data.pt"
-_FOLDER_NAME = re.compile(r"global_step_(\d+)")
-_PARTIAL, _REPLACED = ".partial", ".replaced"
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. `counters` are what the caller of `CheckpointStore.save` gave."""
+    """A complete checkpoint. `counters` are those that `CheckpointStore.save` got."""
 
     step: int
     actor: Path
@@ -99,9 +61,9 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        root: ``trainer.default_local_dir``, made when first saved to.
-        keep: newest policies left on disk after a save; ``None`` keeps all.
-        keep_critic: the same for critics. A folder goes when neither is left in it.
+        root: ``trainer.default_local_dir``; the first save creates it.
+        keep: number of newest policies that a save leaves on disk; ``None`` keeps all.
+        keep_critic: the same for critics. A folder without either is deleted.
     """
 
     def __init__(self, root: Path, keep: int | None = None, keep_critic: int | None = None) -> None:
@@ -115,13 +77,13 @@ class CheckpointStore:
         progress: DataProgress,
         counters: Mapping[str, float],
     ) -> Path:
-        """Write the checkpoint of `step`; until this returns, the former one is the latest.
+        """Write the checkpoint of `step`. Until this returns, the previous one is the latest.
 
         Args:
             step: finished train batches.
             write_actor: fills the given folder (`Learner.save`).
-            progress: where the data stream stands.
-            counters: further numbers the run continues from.
+            progress: the position in the data set.
+            counters: other numbers for the resumed run.
 
         Returns:
             the checkpoint's folder.
@@ -140,16 +102,16 @@ class CheckpointStore:
             ) from error
         try:
             self._delete_old(self._folder(step))
-        except OSError as error:  # the new one is safe, and that is what counts
+        except OSError as error:  # the new checkpoint is complete, so this ends no run
             logger.warning("old checkpoints in %s cannot be deleted: %s", self._root, error)
         return self._folder(step)
 
     def latest(self) -> Checkpoint | None:
-        """The checkpoint the tracker names; ``None`` if there is no tracker.
+        """Return the checkpoint that the tracker file names; ``None`` without a tracker.
 
         Raises:
-            CheckpointError: the tracker is no number, or its checkpoint is missing or incomplete;
-                names the newest complete one that is there.
+            CheckpointError: the tracker holds no number, or its checkpoint is missing or
+                incomplete; names the newest complete one.
         """
         tracker = self._root / TRACKER_FILE
         if not tracker.exists():
@@ -180,12 +142,12 @@ class CheckpointStore:
             _write_data(partial, step, progress, counters)
             _sync_tree(partial)
         except Exception:
-            shutil.rmtree(partial, ignore_errors=True)  # half a checkpoint is a lot of disk
+            shutil.rmtree(partial, ignore_errors=True)  # it may be large
             raise
         return partial
 
     def _put(self, step: int, partial: Path) -> None:
-        """Move a written checkpoint to its place and name it in the tracker."""
+        """Move a written checkpoint to its final name, then write the tracker."""
         folder = self._folder(step)
         replaced = self._root / f".global_step_{step}{_REPLACED}"
         if folder.exists():
@@ -196,7 +158,7 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _clean_up(self) -> None:
-        """Remove what a process left that was killed while it saved or deleted."""
+        """Remove the leftovers of a process that was killed while it saved or deleted."""
         for path in self._root.glob(f".global_step_*{_REPLACED}"):
             original = path.with_name(path.name[1 : -len(_REPLACED)])
             if original.exists():
@@ -207,7 +169,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def _undo_interrupted_replacement(self, step: int) -> None:
-        """Put back a checkpoint that was moved away for a newer one that never took its place."""
+        """Put back a checkpoint if a crash came between the two renames that replace it."""
         replaced = self._root / f".global_step_{step}{_REPLACED}"
         if replaced.exists() and not self._folder(step).exists():
             replaced.rename(self._folder(step))
@@ -220,21 +182,21 @@ class CheckpointStore:
         _sync(self._root)
 
     def _delete_old(self, newest: Path) -> None:
-        """Keep the last saved ones, by what is on disk, whichever process wrote them."""
+        """Delete all but the last saved checkpoints on disk, of this process or another."""
         stored = sorted(stored_checkpoints(self._root), key=lambda one: one.folder != newest)
         superfluous = superfluous_roles(stored, self._keep)
         for one in stored:
             roles = superfluous.get(one.folder, frozenset())
             if roles and roles == one.roles:
-                delete_folder(one.folder)
+                _delete_folder(one.folder)
                 logger.info("checkpoint %s deleted (trainer.max_*_ckpt_to_keep)", one.folder.name)
             elif roles:
-                delete_roles(one, roles, _unlist)
+                _delete_roles(one.folder, roles)
                 logger.info("%s of checkpoint %s deleted", ", ".join(roles), one.folder.name)
 
 
 def stored_checkpoints(root: Path) -> list[StoredCheckpoint]:
-    """All complete checkpoints below `root`, the last saved first."""
+    """Return all complete checkpoints below `root`, the last saved first."""
     found: list[tuple[int, StoredCheckpoint]] = []
     for folder in root.iterdir() if root.is_dir() else ():
         if _FOLDER_NAME.fullmatch(folder.name):
@@ -249,8 +211,41 @@ def stored_checkpoints(root: Path) -> list[StoredCheckpoint]:
     return [stored for _, stored in found]
 
 
+def superfluous_roles(
+    newest_first: Sequence[StoredCheckpoint], keep: Mapping[str, int | None]
+) -> dict[Path, frozenset[str]]:
+    """Return the models to delete, by folder: all but the newest `keep` of each role.
+
+    Args:
+        newest_first: all complete checkpoints.
+        keep: by role, at least 1; ``None``, or a missing role, keeps all.
+    """
+    found: dict[Path, frozenset[str]] = {}
+    for role, count in keep.items():
+        holders = [one.folder for one in newest_first if role in one.roles]
+        for folder in holders[count:] if count is not None else ():
+            found[folder] = found.get(folder, frozenset()) | {role}
+    return found
+
+
+def _delete_folder(folder: Path) -> None:
+    """Remove a checkpoint. The rename comes first, so that a crash leaves none that looks whole."""
+    expired = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(expired, ignore_errors=True)
+    folder.rename(expired)
+    shutil.rmtree(expired, ignore_errors=True)
+
+
+def _delete_roles(folder: Path, roles: frozenset[str]) -> None:
+    """Remove some of a checkpoint's models, but not all."""
+    # First from the list: a listed file must exist, while an unlisted one does no harm.
+    _unlist(folder, roles)
+    for role in roles:
+        shutil.rmtree(folder / role, ignore_errors=True)
+
+
 def resume_point(trainer: TrainerConfig, store: CheckpointStore) -> Checkpoint | None:
-    """The checkpoint to go on from by ``trainer.resume_mode``; ``None``: start from the beginning.
+    """Return the checkpoint to resume from, by ``trainer.resume_mode``; ``None``: start at step 0.
 
     Raises:
         ConfigError: ``resume_path`` without a folder called ``global_step_N``.
@@ -288,7 +283,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _refuse_verl(folder)
         raise CheckpointError(
-            f"{folder} is no complete checkpoint ({DATA_FILE}: {error!r}); {resume_remedy(folder)}"
+            f"{folder} is not a complete checkpoint ({DATA_FILE}: {error!r}); "
+            f"{resume_remedy(folder)}"
         ) from error
     if folder.name != f"global_step_{step}":
         raise CheckpointError(
@@ -309,14 +305,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def resume_remedy(folder: Path) -> str:
-    """What to do about a checkpoint that cannot be used; names the newest complete other one."""
+    """Return the remedy for an unusable checkpoint: the newest other complete one, if any."""
     for stored in stored_checkpoints(folder.parent):
         if stored.folder != folder and ACTOR_FOLDER in stored.roles and _is_whole(stored.folder):
             return (
                 "resume from the one before with trainer.resume_mode=resume_path "
                 f"trainer.resume_from_path={stored.folder}"
             )
-    return "resume from another with trainer.resume_mode=resume_path, or start anew with disable"
+    return (
+        "resume from another with trainer.resume_mode=resume_path, or begin at step 0 with disable"
+    )
 
 
 def _is_whole(folder: Path) -> bool:
@@ -340,7 +338,7 @@ def _read_data(folder: Path) -> dict[str, Any]:
 
 
 def _unlist(folder: Path, roles: frozenset[str]) -> None:
-    """Take the files of `roles` off the list, without making the checkpoint look newer."""
+    """Remove the files of `roles` from the list, and keep the time of the save."""
     data, file = _read_data(folder), folder / DATA_FILE
     data["files"] = {n: s for n, s in data["files"].items() if n.partition("/")[0] not in roles}
     saved = file.stat()
@@ -380,7 +378,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, onto the disk."""
+    """Write a file, or the names in a folder, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,7 @@
-"""Drive the trainer ranks above 0: rank 0 broadcasts commands, the others follow them to the
-end of the run.
+"""Commands between trainer ranks: rank 0 broadcasts them, the others follow until the run ends.
+
+A command's message is the length of its header, the header as JSON, and a body. While there is
+nothing to do, rank 0 broadcasts a command that only shows that it lives.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
-_SIGNS_PER_DEADLINE = 4
+_KEEP_ALIVES_PER_DEADLINE = 4
+
+REWARD_START_TIMEOUT_S = 120.0
 
 
 class CommandKind(StrEnum):
-    """What the ranks do next."""
+    """The next work of all ranks."""
 
     TRAIN = "train"
     LOAD = "load"
@@ -48,47 +52,51 @@ class CommandKind(StrEnum):
 
 
 class RankLeader:
-    """Rank 0's learner together with all others. Blocking; call from one thread at a time.
+    """Rank 0's learner together with all others. Calls block; one thread at a time.
 
     Args:
         learner: rank 0's.
-        parallel: the group that `follow` listens on.
+        parallel: all ranks; the others run `follow`.
         command_timeout_s: how long the others wait for a command.
     """
 
     def __init__(self, learner: Learner, parallel: DataParallel, command_timeout_s: float) -> None:
-        self._learner, self._parallel = learner, parallel
+        self._learner = learner
+        self._parallel = parallel
         self._commanding = threading.Lock()
         self._stopped = threading.Event()
         self._failure: SluiceError | None = None
-        self._interval_s = command_timeout_s / _SIGNS_PER_DEADLINE
-        self._signs = threading.Thread(target=self._keep_alive, name="rank-signs", daemon=True)
+        self._interval_s = command_timeout_s / _KEEP_ALIVES_PER_DEADLINE
+        self._keep_alives = threading.Thread(
+            target=self._keep_alive, name="rank-keep-alive", daemon=True
+        )
         if parallel.world_size > 1:
-            self._signs.start()
+            self._keep_alives.start()
 
     def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """`Learner.train_step` on all ranks.
+        """Call `Learner.train_step` on all ranks.
 
         Raises:
             DeadlineError, PeerError: a rank failed, now or since the last call.
         """
         with self._commanding:
+            # The reward service gives the batch to rank 0 only.
             body = train_batch_to_bytes(batch) if self._parallel.world_size > 1 else b""
             self._send(CommandKind.TRAIN, {"step": step}, body)
             return self._learner.train_step(batch, step)
 
     def load(self, directory: Path) -> None:
-        """`Learner.load` on all ranks; every rank reads `directory`."""
+        """Call `Learner.load` on all ranks; every rank reads `directory`."""
         with self._commanding:
             self._send(CommandKind.LOAD, {"directory": str(directory)}, b"")
             self._learner.load(directory)
 
     @contextmanager
     def whole(self, holding: TensorSet) -> Iterator[NamedTensors]:
-        """Whole tensors that ranks hold in shards; all help while they are read.
+        """Stream whole tensors of models that may be sharded; all ranks gather while it is read.
 
-        They are asked to at the first tensor. What is not read inside the block is gathered after
-        it and dropped, so that all ranks end together.
+        The ranks start with the first tensor that is read. Tensors that are not read inside the
+        block are gathered after it and dropped, so that all ranks end together.
 
         Raises:
             DeadlineError, PeerError: a rank failed.
@@ -97,26 +105,27 @@ class RankLeader:
         try:
             yield tensors
         finally:
+            # A generator that never started has sent no command, and a finished one needs none.
             if getgeneratorstate(tensors) == GEN_SUSPENDED:
                 for _ in tensors:
                     pass
 
     def save(self, directory: Path) -> None:
-        """`Learner.save`; if the model is sharded, all ranks bring their parts."""
+        """Call `Learner.save`; if a model is sharded, all ranks send their shards."""
         self._learner.save(directory, self.whole)
 
     def stop(self) -> None:
-        """End the other ranks' `follow`. Further calls do nothing."""
+        """End the other ranks' `follow`. Later calls do nothing."""
         if self._stopped.is_set():
             return
         self._stopped.set()
         with self._commanding:
             self._send(CommandKind.STOP, {}, b"")
-        if self._signs.is_alive():
-            self._signs.join()
+        if self._keep_alives.is_alive():
+            self._keep_alives.join()
 
     def _gather(self, holding: TensorSet) -> Generator[tuple[str, Tensor], None, None]:
-        if not self._learner.is_sharded:
+        if not self._learner.is_sharded:  # rank 0 has everything: the others are not needed
             yield from self._learner.gather(holding)
             return
         with self._commanding:
@@ -134,7 +143,7 @@ class RankLeader:
 
     def _keep_alive(self) -> None:
         while not self._stopped.wait(self._interval_s):
-            # A command under way is itself a sign of life.
+            # A running command already shows that rank 0 lives.
             if not self._commanding.acquire(blocking=False):
                 continue
             try:
@@ -142,14 +151,14 @@ class RankLeader:
                     self._send(CommandKind.KEEP_ALIVE, {}, b"")
             except SluiceError as error:
                 logger.error("trainer ranks do not answer: %s", error)  # noqa: TRY400 - no bug here
-                self._failure = error
+                self._failure = error  # the next command raises it, in the learner's thread
                 return
             finally:
                 self._commanding.release()
 
 
 def follow(learner: Learner, parallel: DataParallel) -> None:
-    """Do what rank 0 says until it says stop. Blocking; for ranks above 0.
+    """Follow rank 0's commands until the stop command. Blocks; for ranks above 0.
 
     Raises:
         DeadlineError: no command came in time.
@@ -171,28 +180,25 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
                 pass
 
 
-REWARD_START_TIMEOUT_S = 120.0
-
-
 def join_ranks(config: RunConfig) -> DataParallel:
-    """This rank's place among all trainer ranks."""
+    """Join this process to all trainer ranks."""
     torch.set_num_threads(config.sluice.trainer.torch_threads)
     if world_size(config) == 1:
         return SingleProcess()
     device = select_device(config.trainer.device)
     timeout_s = config.sluice.trainer.command_timeout_s
-    # Rank 0 comes only when the reward service has answered.
+    # Rank 0 joins only after the reward service has answered.
     return TorchDistributed(device, timeout_s, REWARD_START_TIMEOUT_S + timeout_s)
 
 
 def share_total_steps(parallel: DataParallel, total_steps: int | None) -> int:
-    """Tells all ranks how long the run is; rank 0 gives the number, the others None. Collective."""
+    """Send the length of the run from rank 0 to all ranks; the others pass None. Collective."""
     payload = None if total_steps is None else json.dumps(total_steps).encode()
     return int(json.loads(parallel.broadcast_bytes(payload, "sharing the length of the run")))
 
 
 def run_follower(config: RunConfig) -> None:
-    """Follows rank 0 to the end of the run."""
+    """Follow rank 0 until the run ends."""
     parallel = join_ranks(config)
     try:
         learner = Learner(config, parallel, share_total_steps(parallel, None))

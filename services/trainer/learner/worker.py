@@ -1,9 +1,8 @@
-"""The learner of one rank: model, optimizer and update, used the same way on every rank."""
+"""The learner of one rank: model, optimizer and update. Every rank uses it in the same way."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.model.forward import check_packing
 from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
 from services.trainer.learner.model.trained_model import (
@@ -25,7 +25,7 @@ from services.trainer.learner.model.trained_model import (
 from services.trainer.learner.ranks.gathering import TensorSet, gather_whole
 from services.trainer.learner.ranks.parallel import DataParallel
 from services.trainer.learner.update.critic import Critic, critic_settings
-from services.trainer.learner.update.policy_update import PolicyUpdate, Replica
+from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.update.settings import update_settings
 from sluice.config.derived import uses_critic
@@ -37,14 +37,24 @@ from sluice.errors import CheckpointError, ConfigError
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 
+KL_CONTROL_FILE = "kl_control.json"
+
+_CPU = torch.device("cpu")
+_ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
+_CRITIC_SHARDING = "critic.fsdp"
+
+NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
+OpenTensorSet: TypeAlias = Callable[[TensorSet], AbstractContextManager[NamedTensors]]
+"""Opens a stream of whole tensors on rank 0."""
+
 
 def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
-    """Refuse bfloat16 where no kernel computes with it.
+    """Refuse bfloat16 on a device without kernels for it.
 
     Args:
-        key: where the precision is set.
-        precision: of a model that is trained.
-        device: that it is trained on.
+        key: the section of `precision` in the configuration.
+        precision: dtypes of a trained model.
+        device: trains the model.
 
     Raises:
         ConfigError: names key, value and remedy.
@@ -62,33 +72,20 @@ def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
         )
 
 
-logger = logging.getLogger(__name__)
-
-CRITIC_FOLDER = "critic"  # beside the policy's
-KL_CONTROL_FILE = "kl_control.json"
-
-_CPU = torch.device("cpu")
-_ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
-_CRITIC_SHARDING = "critic.fsdp"
-
-
-NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
-OpenTensorSet: TypeAlias = Callable[[TensorSet], AbstractContextManager[NamedTensors]]
-"""Opens a stream of whole tensors on rank 0, wherever the shards are."""
-
-
 class Learner:
-    """Blocking; not thread-safe. Ranks above 0 are driven by `rank_command.follow`.
+    """The models that one rank trains. Calls block; one thread at a time.
+
+    `rank_command.follow` calls it on ranks above 0.
 
     Args:
         config: the run.
-        parallel: this rank's place; `SingleProcess` for one rank.
+        parallel: all ranks; `SingleProcess` for one rank.
         total_steps: train batches of the whole run, for the learning-rate schedule.
-        device: where to train; by default as ``trainer.device`` says.
+        device: trains the models; by default ``trainer.device``.
 
     Raises:
-        ConfigError: a setting is wrong, or the model cannot be trained; or ranks loaded
-            different weights.
+        ConfigError: a setting is wrong, the model cannot be trained, or ranks loaded different
+            weights.
     """
 
     def __init__(
@@ -98,17 +95,19 @@ class Learner:
         total_steps: int,
         device: Device | None = None,
     ) -> None:
-        self._config, self._parallel = config, parallel
+        self._config = config
+        self._parallel = parallel
         self._critic: Critic | None = None
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
-        torch.manual_seed(config.trainer.seed)
+        torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
         max_tokens = config.data.max_prompt_length + config.data.max_response_length
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         check_precision(_ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(_CRITIC_SHARDING, config.critic.fsdp, self._device)
+        # On the CPU first: a sharded model moves to the device layer by layer.
         policy = load_policy(model, precision, _CPU, max_tokens)
         if actor.freeze_vision_tower:
             freeze_vision_tower(policy)
@@ -121,33 +120,30 @@ class Learner:
             key=_ACTOR_SHARDING,
             device=self._device.torch_device,
         )
-        self._model, self._optimizer = self._policy.model, self._policy.optimizer
+        self._model = self._policy.model
+        self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
         check_packing(self._model, parallel.naming_failures("trying the model on packed tokens"))
-        self._reshard()
+        self._reshard()  # the check ran without a backward pass
         reference = None
         if settings.needs_reference:
             reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
         if uses_critic(config):
             self._critic = Critic(critic_settings(config), parallel, self._device, total_steps)
         self._update = PolicyUpdate(
-            Replica(
-                self._model,
-                self._optimizer,
-                parallel,
-                self._device,
-                reference,
-                self._critic,
-                self._policy.shards,
-                load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
-            ),
             settings,
+            self._policy,
+            parallel,
+            self._device,
+            reference=reference,
+            critic=self._critic,
+            image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
         )
         self._check_equal_weights([trained.initial_sum for trained in self._trained()])
 
     @property
     def is_sharded(self) -> bool:
-        """Whether other ranks must help to bring any tensor together; see `gather`."""
+        """Return whether any model is sharded, so that all ranks must take part in `gather`."""
         return any(trained.shards is not None for trained in self._trained())
 
     def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
@@ -164,15 +160,15 @@ class Learner:
             return self._update.run(batch, step)
 
     def named_weights(self) -> NamedTensors:
-        """Weights by the model's parameter names, tied ones once, on the device, not copied.
+        """Yield the policy's weights by parameter name, tied ones once, without copying.
 
-        A sharded policy's are DTensors: their shapes are those of the whole.
+        Those of a sharded policy are DTensors with the shapes of the whole tensors.
         """
         for name, parameter in self._policy.parameters.items():
             yield name, parameter.detach()
 
     def gather(self, holding: TensorSet) -> NamedTensors:
-        """Whole tensors on rank 0, nothing on the others; collective to its end if sharded.
+        """Yield whole tensors on rank 0, nothing on the others; if sharded, collective to its end.
 
         Raises:
             DeadlineError, PeerError: a rank did not take part.
@@ -193,11 +189,11 @@ class Learner:
     def save(self, directory: Path, whole: OpenTensorSet | None = None) -> None:
         """Write model, tokenizer, optimizer and random state into `directory` (``actor/``).
 
-        A critic goes into ``critic/`` beside it. On rank 0 only.
+        A critic goes into ``critic/`` beside it. Call on rank 0 only.
 
         Args:
             directory: new or empty.
-            whole: has all ranks gather; needed if anything is sharded (`RankLeader.save`).
+            whole: makes all ranks gather; needed if a model is sharded (`RankLeader.save`).
         """
         path = self._config.actor_rollout_ref.model.path
         for trained, folder, weights, moments in self._holdings(directory):
@@ -213,7 +209,7 @@ class Learner:
         (directory / KL_CONTROL_FILE).write_text(json.dumps({"coef": coef}), encoding="utf-8")
 
     def load(self, directory: Path) -> None:
-        """Replace weights, optimizer and random state by what `save` wrote. Collective.
+        """Load weights, optimizer and random state that `save` wrote. Collective.
 
         Raises:
             CheckpointError: files are missing or belong to another model.
@@ -222,9 +218,10 @@ class Learner:
         if self._critic is not None and not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is missing: the checkpoint was saved without a critic; set "
-                "critic.enable=false, or start anew with trainer.resume_mode=disable"
+                "critic.enable=false, or restart from step 0 with trainer.resume_mode=disable"
             )
         self._reshard()
+        # The policy comes last: both restore the random state, and its state is the one to keep.
         sums = [
             load_policy_state(folder, trained.model, trained.parameters, trained.optimizer)
             for trained, folder, _, _ in reversed(self._holdings(directory))
@@ -236,7 +233,7 @@ class Learner:
         return [self._policy, *([self._critic.trained] if self._critic else [])]
 
     def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path, TensorSet, TensorSet]]:
-        """What goes into a checkpoint, and where."""
+        """Return each model of a checkpoint, its folder and its sets of tensors."""
         found = [(self._policy, actor, TensorSet.WEIGHTS, TensorSet.MOMENTS)]
         if self._critic is not None:
             folder = actor.parent / CRITIC_FOLDER
@@ -245,7 +242,7 @@ class Learner:
         return found
 
     def _own(self, holding: TensorSet) -> AbstractContextManager[NamedTensors]:
-        assert not self.is_sharded, "the other ranks were not told to gather"
+        assert not self.is_sharded, "the other ranks do not take part"
         return nullcontext(self.gather(holding))
 
     def _reshard(self) -> None:
@@ -263,6 +260,7 @@ class Learner:
         self._update.kl_controller = replace(self._update.kl_controller, coef=coef)
 
     def _check_equal_weights(self, sums: list[float]) -> None:
+        # Ranks read the files separately; a difference would spoil training without any error.
         totals = self._parallel.all_gather([sum(sums)], "comparing the ranks' weights")
         if any(other != totals[0] for other in totals[1:]):
             raise ConfigError(

@@ -1,5 +1,16 @@
-"""Account for every prompt, token and second of the run from the counters of replicas and the
-reward service.
+"""Account for every prompt, token and second of the run, from counters of replicas and the reward
+service.
+
+The peers cannot all be asked at the same moment. So the fleet is asked between two answers of the
+reward service (`TokenReading`). If a peer does not answer, the token counts of the last complete
+reading stay, with their age.
+
+Consumes: counters of replicas (from heartbeats and on request) and of the reward service, and the
+    phases of the run.
+Waits for: the answers; each has a deadline.
+Unblocked by: answers and deadlines; a peer that does not answer counts with its last report.
+Produces: the accounts by their names in `accounts.json`, also for status calls.
+On failure: nothing in a run depends on its accounts; they have a residual then.
 """
 
 from __future__ import annotations
@@ -25,29 +36,39 @@ from sluice.errors import SluiceError
 from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 10
+_PAUSE_S = 0.05
+# A step waits at most this long for its accounts, even if a peer hangs.
+_LONGEST_TAKE_S = 2.0
+_PREFIX = "reward/tokens/"
+_TOTAL = f"{_PREFIX}received"
+_PENDING = "pending"
+_ABORTED = "aborted"
 _ENDS = ("trained", "filtered_", "dropped_", "skipped")
 
 
 def acknowledged_groups(accounts: Mapping[str, float]) -> float:
-    """Groups that the reward service knows as trained since its start."""
+    """Return the groups that the reward service has counted as trained since its start."""
     return accounts.get("groups_acknowledged", accounts.get("trained", 0.0))
 
 
 def settled_accounts(
     accounts: Mapping[str, float], *, groups_trained: int, acknowledged_before: float
 ) -> dict[str, float]:
-    """The accounts with the trainer's own count beside them.
+    """Return the reward service's accounts with the trainer's own count beside them.
 
     Args:
-        accounts: the reward service's, as `RewardClient.accounts` gives them.
+        accounts: from `RewardClient.accounts`.
         groups_trained: groups of all batches that this trainer has trained.
         acknowledged_before: `acknowledged_groups` before this trainer's first batch.
 
     Returns:
-        `accounts` with ``groups_trained``, ``groups_acknowledged`` (what the reward service knows
-        as trained by this trainer) and ``prompts_lost``: what the reward service has lost, prompts
-        that neither ended nor are pending, and the difference between the two counts, added up.
-        0 in a run that kept its books.
+        `accounts` with ``groups_trained``, ``groups_acknowledged`` (the reward service's count of
+        groups that this trainer has trained) and ``prompts_lost``. The latter is a sum: prompts
+        that the reward service has lost, prompts that neither ended nor are pending, and the
+        difference between the two counts of groups. It is 0 if nothing is missing.
     """
     acknowledged = acknowledged_groups(accounts) - acknowledged_before
     ended = sum(count for name, count in accounts.items() if name.startswith(_ENDS))
@@ -61,16 +82,11 @@ def settled_accounts(
     }
 
 
-_PREFIX = "reward/tokens/"
-_TOTAL = f"{_PREFIX}received"
-_PENDING, _ABORTED = "pending", "aborted"
-
-
 class TokensAcrossRestarts:
-    """Adds up what services that started one after the other have counted.
+    """The sum of the token counts of a reward service over its restarts.
 
-    A service that starts anew counts from 0. What the one before held at the time, nobody trains
-    on any more: it counts as aborted. What that one counted after it was last asked is not known.
+    A restarted service counts from 0. Tokens that it held before will not be trained: they count as
+    aborted. Counts between its last answer and its end are unknown.
     """
 
     def __init__(self) -> None:
@@ -79,7 +95,7 @@ class TokensAcrossRestarts:
         self._latest_total = 0.0
 
     def update(self, statistics: Mapping[str, float]) -> None:
-        """Takes a service's statistics; ones without token counts change nothing."""
+        """Add the service's statistics; without token counts they change nothing."""
         total = statistics.get(_TOTAL)
         if total is None:
             return
@@ -91,42 +107,21 @@ class TokensAcrossRestarts:
         self._latest = {name: statistics.get(_PREFIX + name, 0.0) for name in RECEIVED}
 
     def by_use(self) -> Mapping[str, float] | None:
-        """Tokens by what became of them (`RECEIVED`); None before any were told."""
+        """Return tokens by their use (`RECEIVED`); None before the first report."""
         if self._latest is None:
             return None
         return {name: self._earlier[name] + count for name, count in self._latest.items()}
 
 
-# Takes the run's books: asks everybody for counters and settles the accounts.
-#
-# They cannot all be asked at one moment. So the fleet is asked between two looks at the reward
-# service (`TokenReading`); if somebody does not answer, the tokens of the last time that all did
-# stand, with their age.
-#
-# Consumes: counters of replicas (heartbeats, and answers when asked) and of the reward service, the
-#     phases of the run.
-# Waits for: their answers; each has a deadline.
-# Unblocked by: answers and deadlines; who does not answer is entered with what it told last.
-# Produces: the accounts by the names of `accounts.json`, also for status calls.
-# On failure: nothing of a run depends on its books; they have a residual then.
-
-logger = logging.getLogger(__name__)
-
-_ATTEMPTS = 10
-_PAUSE_S = 0.05
-# A step that is shorter than this waits so long at most for its books, whoever hangs.
-_LONGEST_TAKE_S = 2.0
-
-
 class RunAccountant:
-    """Keeps the books of one run.
+    """The accounts of one run.
 
     Args:
-        fleet: its replicas.
-        state: its phases; gets the accounts whenever they are taken.
-        ask_replica: counters of one replica.
-        ask_reward: statistics of the reward service.
-        wall_s: age of this process, seconds.
+        fleet: the replicas.
+        state: has the phases; gets the accounts whenever they are taken.
+        ask_replica: returns the counters of one replica.
+        ask_reward: returns the statistics of the reward service.
+        wall_s: returns the age of this process in seconds.
     """
 
     def __init__(
@@ -138,22 +133,26 @@ class RunAccountant:
         ask_reward: Callable[[], Awaitable[Mapping[str, float]]],
         wall_s: Callable[[], float] = process_age_s,
     ) -> None:
-        self._fleet, self._state, self._wall_s = fleet, state, wall_s
-        self._ask_replica, self._ask_reward = ask_replica, ask_reward
+        self._fleet = fleet
+        self._state = state
+        self._wall_s = wall_s
+        self._ask_replica = ask_replica
+        self._ask_reward = ask_reward
         self._received = TokensAcrossRestarts()
-        # Its answers are taken in the order in which it gave them.
+        # Keeps the answers of the reward service in order.
         self._reward_turn = asyncio.Lock()
         self._tokens: Account | None = None
-        self._tokens_moved, self._tokens_read_s = 0, 0.0
+        self._tokens_moved = 0
+        self._tokens_read_s = 0.0
 
     async def take(self) -> Mapping[str, float]:
-        """The accounts of about this moment, while tokens go on flowing."""
+        """Return approximate accounts of this moment, while generation continues."""
         reading = None
         try:
             async with asyncio.timeout(_LONGEST_TAKE_S):
                 reading = await self._read()
         except TimeoutError:
-            logger.debug("who has not answered within %g s stands as before", _LONGEST_TAKE_S)
+            logger.debug("not every peer has answered within %g s", _LONGEST_TAKE_S)
         if reading is not None:
             self._keep(reading.account(), reading.moved_tokens)
         age_s = time.monotonic() - self._tokens_read_s
@@ -167,36 +166,36 @@ class RunAccountant:
         )
 
     async def _read(self) -> TokenReading | None:
-        """None if somebody did not answer: nothing is known of that one's present tokens."""
-        before = await self._hear_reward()
-        all_answered = await self._hear_fleet()
+        """Read all token counts; return None if a peer did not answer."""
+        before = await self._ask_reward_counters()
+        all_answered = await self._ask_fleet_counters()
         fleet = self._fleet.counters()
         if before is None or not all_answered:
             return None
-        after = await self._hear_reward()
+        after = await self._ask_reward_counters()
         if after is None:
             return None
         reading = TokenReading(before, fleet, after)
         if reading.account().residual > 0:
-            # Sent and not received: on the wire for some milliseconds, or lost for good.
-            after = await self._hear_reward() or after
+            # Tokens were sent and not received: they are on the wire, or lost. Ask again to see.
+            after = await self._ask_reward_counters() or after
         return TokenReading(before, fleet, after)
 
     async def settle(self) -> Mapping[str, float]:
-        """The accounts of one moment, for a run that has ended.
+        """Return the accounts of one moment, for a run that has ended.
 
-        The reward service is asked between two looks at the fleet, until nothing was sent between
-        the two and all that was sent has been received; after some attempts the books stand in
-        which least was sent.
+        Ask the reward service between two readings of the fleet, until no token was sent between
+        them and every sent token was received. After some attempts, keep the reading during which
+        the fewest tokens were sent.
         """
         kept, least = self.accounting(), float("inf")
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_S)
-            await self._hear_fleet()
+            await self._ask_fleet_counters()
             sent_before = self._fleet.counters().sent_tokens
-            await self._hear_reward()
-            await self._hear_fleet()
+            await self._ask_reward_counters()
+            await self._ask_fleet_counters()
             sent_between = self._fleet.counters().sent_tokens - sent_before
             accounting = self.accounting()
             if sent_between <= least:
@@ -208,7 +207,7 @@ class RunAccountant:
         return self._publish(kept)
 
     def close(self, settled: Mapping[str, float]) -> Mapping[str, float]:
-        """Settled accounts with the trainer's seconds as they stand by now."""
+        """Return the settled accounts with the trainer's seconds up to now."""
         trainer = self.accounting().as_mapping()
         return {
             **settled,
@@ -216,7 +215,7 @@ class RunAccountant:
         }
 
     def accounting(self) -> RunAccounts:
-        """The accounts as far as counters are known."""
+        """Return the accounts from the counters known so far."""
         phases = {str(phase): spent for phase, spent in self._state.seconds_by_phase().items()}
         return run_accounts(self._fleet.counters(), self._received.by_use(), phases, self._wall_s())
 
@@ -228,29 +227,31 @@ class RunAccountant:
         self._state.accounts = accounting.as_mapping()
         return self._state.accounts
 
-    async def _hear_reward(self) -> Mapping[str, float] | None:
-        """Its tokens by what became of them; None if it does not answer or counts none."""
+    async def _ask_reward_counters(self) -> Mapping[str, float] | None:
+        """Return its tokens by their use; None if it does not answer or counts none."""
         async with self._reward_turn:
             try:
                 self._received.update(await self._ask_reward())
             except SluiceError as error:
-                logger.debug("its last counters stand: %s", error)
+                logger.debug("the reward service keeps its last counters: %s", error)
                 return None
             return self._received.by_use()
 
-    async def _hear_fleet(self) -> bool:
-        """Whether all have answered."""
+    async def _ask_fleet_counters(self) -> bool:
+        """Ask all replicas; return whether all have answered."""
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(self._hear(member.info), name=f"counters of {member.info.name}")
+                tasks.create_task(
+                    self._ask_replica_counters(member.info), name=f"counters of {member.info.name}"
+                )
                 for member in self._fleet.members()
             ]
         return all(task.result() for task in asked)
 
-    async def _hear(self, replica: ReplicaInfo) -> bool:
+    async def _ask_replica_counters(self, replica: ReplicaInfo) -> bool:
         try:
             self._fleet.note_counters(replica, await self._ask_replica(replica))
         except SluiceError as error:
-            logger.debug("its last heartbeat stands: %s", error)
+            logger.debug("a replica keeps the counters of its last heartbeat: %s", error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""Whether a train batch is what the trainer asked for: the last look before it is trained."""
+"""The check of a received train batch against the run's terms, before it is trained."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sluice.types import Rollout, Scored, TrainBatch, TrainGroup
 
 @dataclass(frozen=True, slots=True)
 class BatchTerms:
-    """What every batch of a run has to keep to.
+    """The terms that every batch of a run must meet.
 
     Args:
         num_groups: groups in a batch (``data.train_batch_size``).
-        samples_per_group: samples drawn for a prompt (``rollout.n``). A group may hold fewer,
-            since samples can fail, but at least `fewest_samples`.
-        max_staleness: versions that a sample's oldest token may lag behind the version updated.
-        whole_groups: no sample may be missing, since the loss compares all of a group's.
-        with_baselines: every group carries the reward of a greedy response.
+        samples_per_group: samples of a prompt (``rollout.n``). A group may have fewer, since
+            samples can fail, but at least `fewest_samples`.
+        max_staleness: versions that a sample's oldest token may be behind the updated version.
+        whole_groups: no sample may be missing, since the loss compares all of a group.
+        with_baselines: every group has the reward of a greedy response.
     """
 
     num_groups: int
@@ -34,20 +34,20 @@ class BatchTerms:
 
     @property
     def fewest_samples(self) -> int:
-        """Samples that make a group."""
+        """Return the fewest samples of a group."""
         return fewest_samples(self.samples_per_group, whole_groups=self.whole_groups)
 
 
 def check_batch(batch: TrainBatch, terms: BatchTerms, step: int) -> None:
-    """Refuses a batch that must not be trained.
+    """Refuse a batch that must not be trained.
 
     Args:
-        batch: as received for `step`.
-        terms: of the run.
+        batch: the batch received for `step`.
+        terms: the run's terms.
         step: from 1; it updates version ``step - 1`` to version ``step``.
 
     Raises:
-        PeerError: names the batch, the group, the sample and what is wrong with it.
+        PeerError: names the batch, the group, the sample and the problem.
     """
     for problem in _problems(batch, terms, step - 1):
         raise PeerError(
@@ -62,7 +62,7 @@ def _problems(batch: TrainBatch, terms: BatchTerms, version: int) -> Iterator[st
         yield f"formed for version {batch.policy_version}, but version {version} is updated"
     if len(batch.groups) != terms.num_groups:
         yield f"{len(batch.groups)} groups instead of {terms.num_groups}"
-    seen: set[str] = set()
+    seen: set[str] = set()  # a prompt twice in a batch would be trained twice
     for group in batch.groups:
         name = f"group {group.prompt_id}"
         if group.prompt_id in seen:

@@ -1,7 +1,7 @@
-"""The learner behind a thread of its own, so that the event loop stays free.
+"""The learner in its own thread, so that the event loop stays responsive.
 
-All torch work of rank 0 happens in that thread, in order: updates, copies of the weights,
-checkpoints. A cancelled wait does not stop the work under way; `close` waits for it.
+This thread does all torch work of rank 0 in order: updates, copies of the weights, checkpoints.
+Cancelling a wait does not stop the running work; `close` waits for it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ResultT = TypeVar("ResultT")
 
 
 class LearnerThread:
-    """What the train loop calls.
+    """The train loop's view of all ranks' learners.
 
     Args:
         leader: all ranks together.
-        snapshots: where frozen versions go.
-        store: where checkpoints go.
-        freeze_timeout_s: how long a freeze waits for a broadcast of the version before the last.
-        observe: further metrics of a step that has just been trained; called in the thread.
+        snapshots: gets frozen versions.
+        store: gets checkpoints.
+        freeze_timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
+        observe: returns more metrics of a trained step; called in the thread.
     """
 
     def __init__(
@@ -47,12 +47,15 @@ class LearnerThread:
         freeze_timeout_s: float,
         observe: Callable[[TrainBatch, int], Mapping[str, float]],
     ) -> None:
-        self._leader, self._snapshots, self._store = leader, snapshots, store
-        self._freeze_timeout_s, self._observe = freeze_timeout_s, observe
+        self._leader = leader
+        self._snapshots = snapshots
+        self._store = store
+        self._freeze_timeout_s = freeze_timeout_s
+        self._observe = observe
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
 
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
-        """Updates the policy on all ranks; metrics by verl's names."""
+        """Update the policy on all ranks; return metrics by verl's names."""
 
         def train() -> Mapping[str, float]:
             trained = self._leader.train_step(batch, step)
@@ -61,7 +64,7 @@ class LearnerThread:
         return await self._run(train)
 
     async def freeze(self, version: int) -> None:
-        """Copies the present weights as `version`; if they are sharded, with the other ranks."""
+        """Copy the current weights as `version`; the other ranks help if they are sharded."""
 
         def freeze() -> None:
             with self._leader.whole(TensorSet.WIRE_WEIGHTS) as weights:
@@ -70,18 +73,18 @@ class LearnerThread:
         await self._run(freeze)
 
     async def save(self, step: int, progress: DataProgress) -> str:
-        """Writes a checkpoint; its folder."""
+        """Write a checkpoint and return its folder."""
         folder = await self._run(
             lambda: self._store.save(step, self._leader.save, progress, {"policy_version": step})
         )
         return str(folder)
 
     async def close(self) -> None:
-        """Tells the other ranks to stop, after what is under way."""
+        """Stop the other ranks, after the running work."""
         try:
             await self._run(self._leader.stop)
-        except SluiceError as error:  # why they are gone is told by whoever met it first
-            logger.info("the other ranks were not told to stop: %s", error)
+        except SluiceError as error:  # an earlier call has already raised the cause
+            logger.info("the other ranks did not get the stop command: %s", error)
         self._thread.shutdown(wait=False)
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:

@@ -1,15 +1,17 @@
-"""The trainer's calls to the reward service."""
+"""The trainer's calls to the reward service. They wait out a service that is away for a while,
+and announce the policy again to one that restarted.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
+from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.messages import replica_to_proto
@@ -21,51 +23,39 @@ from sluice.errors import (
     NotFoundError,
     PeerDefectError,
     PeerError,
+    SluiceError,
 )
-from sluice.rpc.client import stream_call, unary_call
+from sluice.rpc.client import RequestT, ResponseT, UnaryMethod, stream_call, unary_call
+from sluice.rpc.retries import Retries, RetryPolicy, is_absence
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
-
-AnswerT = TypeVar("AnswerT")
 
 logger = logging.getLogger(__name__)
 
 _PEER = "reward service"
+# A call for a batch ends so often, to look at the service's progress.
 _POLL_S = 15.0
 _PAUSE_S = 0.5
-# Of a call whose service has died of something: five times is no accident.
-_MAX_REPEATS = 5
-# In a row; a service that answers in this way does not get well by itself.
-_MAX_DEFECTS = 3
+_COUNTERS_WITHIN_S = 2.0
+# An evaluation that the service died of as often is the cause, not a victim.
+_MOST_EVALUATIONS = 6
+# A service that answers INTERNAL as often in a row does not recover without help.
+_MOST_DEFECTS = 3
+_COUNTS_OF_ITS_OWN = ("groups_acknowledged", "prompts_lost")
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One validation response to look at."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Validation numbers of one version."""
-
-    metrics: Mapping[str, float]
-    examples: tuple[Example, ...]
-    generated_tokens: int
+def _is_restart(error: SluiceError) -> bool:
+    return isinstance(error, PeerError) and not isinstance(error, PeerDefectError)
 
 
 class RewardClient:
-    """Typed calls with deadlines.
+    """Typed calls to the reward service.
 
     Args:
         stub: the reward service.
-        instance: of this trainer process; a new one resets leases.
-        batch_timeout_s: seconds without any progress after which waiting for a batch or for an
-            evaluation fails.
-        absence_s: seconds the service may be out of reach when it has to be told something.
+        instance_id: of this trainer process; a new one resets leases.
+        batch_timeout_s: a wait for a batch or an evaluation fails after so many seconds without
+            progress.
+        absence_s: seconds that the service may be out of reach for the other calls.
     """
 
     def __init__(
@@ -75,28 +65,28 @@ class RewardClient:
         batch_timeout_s: float,
         absence_s: float = 30.0,
     ) -> None:
-        self._stub, self._instance_id = stub, instance_id
-        self._batch_timeout_s, self._absence_s = batch_timeout_s, absence_s
-        self._announced: Callable[[], reward.AnnouncePolicyRequest] | None = None
+        self._stub = stub
+        self._instance_id = instance_id
+        self._batch_timeout_s = batch_timeout_s
+        self._absence_s = absence_s
+        self._announcement: Callable[[], reward.AnnouncePolicyRequest] | None = None
 
     async def wait_until_up(self, timeout_s: float) -> int:
-        """Rows of the training data set, as soon as the service answers.
+        """Wait until the service answers, and return the rows of the training data set.
 
         Raises:
             DeadlineError: it does not answer in time.
             PeerDefectError: it answered several times in a row that it is broken.
         """
-        ends_s, defects = time.monotonic() + timeout_s, 0
-        while True:
-            try:
-                return (await self._status()).dataset_rows
-            except (PeerError, DeadlineError) as error:
-                defects = defects + 1 if isinstance(error, PeerDefectError) else 0
-                if defects == _MAX_DEFECTS:
-                    raise
-                if time.monotonic() > ends_s:
-                    raise DeadlineError(_PEER, "starting", timeout_s, str(error)) from error
-            await asyncio.sleep(_PAUSE_S)
+        retries = Retries(
+            _patience(math.inf),
+            _PEER,
+            "starting",
+            deadline_s=timeout_s,
+            retries_on=is_absence,
+            most_defects=_MOST_DEFECTS,
+        )
+        return (await retries.call(self._status)).dataset_rows
 
     async def announce(
         self,
@@ -104,14 +94,14 @@ class RewardClient:
         replicas: Sequence[ReplicaInfo],
         progress: Callable[[], DataProgress | None] = lambda: None,
     ) -> None:
-        """Tells the current version, who serves it and where the data set stands.
+        """Announce the policy version, its replicas and the position in the data set.
 
-        A service that starts anew before the next announcement is told this one again.
+        The announcement is repeated to a service that restarts before the next one.
 
         Args:
-            version: the current one.
-            replicas: who serves it.
-            progress: where the data set stands; asked each time this is told.
+            version: the current policy version.
+            replicas: those that serve it.
+            progress: returns the position in the data set; called for each announcement.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
@@ -119,149 +109,139 @@ class RewardClient:
         reported = [replica_to_proto(replica, version) for replica in replicas]
 
         def request() -> reward.AnnouncePolicyRequest:
-            stands_at = progress()
+            position = progress()
             return reward.AnnouncePolicyRequest(
                 trainer_instance_id=self._instance_id,
                 policy_version=version,
                 replicas=reported,
-                resume_from=progress_to_proto(stands_at) if stands_at else None,
+                resume_from=progress_to_proto(position) if position else None,
             )
 
-        self._announced = request
-        await self._until_reached(lambda: self._announce(request()))
+        self._announcement = request
+        await self._over_an_absence(lambda: self._announce(request()))
 
     async def take_batch(
         self, step: int, version: int, generated_tokens: Callable[[], int]
     ) -> TrainBatch:
-        """The next batch. Waits as long as the service, or the fleet for it, makes progress.
+        """Return the next batch. Wait while the service, or the fleet for it, makes progress.
 
-        Cancelling the wait loses nothing: asked again, the service gives the batch it has leased.
+        Cancelling the wait loses nothing: the next call returns the batch that is leased.
 
         Args:
-            step: to be trained with it.
-            version: the announced one.
-            generated_tokens: tokens the fleet has generated so far.
+            step: the step to train with it.
+            version: the announced policy version.
+            generated_tokens: returns the tokens that the fleet has generated so far.
 
         Raises:
             DataExhaustedError: the data set has ended before the batch was full.
-            BatchUnfillableError: it says that no batch can be filled any more.
-            PeerError: what it sent is no batch.
-            PeerDefectError: it answered several times in a row that it is broken.
+            BatchUnfillableError: the service cannot fill any further batch.
+            PeerError: the answer is no batch.
+            PeerDefectError: the service answered several times in a row that it is broken.
             DeadlineError: nothing moved for `batch_timeout_s`, or none of the batch's images came
-                for as long; says what the service waits for.
+                for as long. The error says what the service waits for.
         """
         request = reward.TakeBatchRequest(step=step, policy_version=version)
-        seen, seen_s, why, defects = "", time.monotonic(), "", 0
+        phase = f"taking the batch of step {step}"
+        retries = Retries(
+            _patience(self._batch_timeout_s),
+            _PEER,
+            f"filling the batch of step {step}",
+            retries_on=is_absence,
+            most_defects=_MOST_DEFECTS,
+        )
+
+        async def progress() -> str | None:
+            seen = await self._progress()
+            # Tokens alone bring no batch while the service does not answer.
+            return seen and f"{generated_tokens()} {seen}"
+
         while True:
-            is_leased = False
+            answer = await retries.call(
+                lambda: self._call(self._stub.TakeBatch, request, phase, _POLL_S), progress
+            )
             try:
-                answer = await unary_call(
-                    self._stub.TakeBatch,
-                    request,
-                    name="RewardService/TakeBatch",
-                    peer=_PEER,
-                    phase=f"taking the batch of step {step}",
-                    deadline_s=_POLL_S,
-                )
-                is_leased = True
                 images = await self._images(answer.batch, step)
-            except (DeadlineError, PeerError) as error:
-                defects = defects + 1 if isinstance(error, PeerDefectError) else 0
-                if defects == _MAX_DEFECTS or (is_leased and isinstance(error, DeadlineError)):
-                    raise
-                why = str(error)
-                if isinstance(error, PeerError):
-                    await self._reported_again()
+            except PeerError as error:  # the service restarted, and leases the batch once more
+                await retries.wait_after(error, progress)
             else:
                 return _decoded(answer.batch, images, step)
-            now_s = time.monotonic()
-            progress = await self._progress()
-            # Tokens for a service that cannot be asked bring no batch.
-            if progress and (progress := f"{generated_tokens()} {progress}") != seen:
-                seen, seen_s = progress, now_s
-                advance()
-            if now_s - seen_s > self._batch_timeout_s:
-                raise DeadlineError(_PEER, f"filling the batch of step {step}", now_s - seen_s, why)
 
     async def acknowledge(self, batch_id: str, step: int) -> None:
-        """Reports a batch as trained; a service that lost the lease has restarted since.
+        """Report a batch as trained. A service that restarted since has lost its lease.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
+        request = reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step)
+        call = partial(self._call, self._stub.AcknowledgeBatch, request, "acknowledging a batch")
         try:
-            await self._until_reached(
-                lambda: unary_call(
-                    self._stub.AcknowledgeBatch,
-                    reward.AcknowledgeBatchRequest(batch_id=batch_id, step=step),
-                    name="RewardService/AcknowledgeBatch",
-                    peer=_PEER,
-                    phase="acknowledging a batch",
-                )
-            )
+            await self._over_an_absence(call)
         except NotFoundError as error:
             logger.warning("batch %s was trained but its lease is gone: %s", batch_id, error)
 
     async def evaluate(
         self, version: int, examples: int, generated_tokens: Callable[[], int]
     ) -> ValidationReport:
-        """Validates the announced policy. Waits as long as fleet or service make progress.
+        """Validate the announced policy. Wait while the fleet or the service makes progress.
 
         Args:
-            version: the announced one.
-            examples: responses to bring along, at most.
-            generated_tokens: tokens the fleet has generated so far.
+            version: the announced policy version.
+            examples: most responses to return with the metrics.
+            generated_tokens: returns the tokens that the fleet has generated so far.
 
         Raises:
-            DeadlineError: nothing moved for `batch_timeout_s`.
+            DeadlineError: nothing moved for `batch_timeout_s`, or the service went away for
+                `absence_s`.
             SluiceError: as the service failed.
         """
         request = reward.EvaluateRequest(policy_version=version, examples=examples)
-        answer = await self._over_an_absence(lambda: self._evaluate(request, generated_tokens))
+        phase = f"evaluating version {version}"
+        retries = Retries(
+            _patience(self._absence_s),
+            _PEER,
+            phase,
+            retries_on=_is_restart,
+            most_failures=_MOST_EVALUATIONS,
+            warns_after_s=0.0,
+        )
+
+        async def progress() -> str:
+            return f"{generated_tokens()} {await self._progress()}"
+
+        async def evaluated() -> reward.EvaluateResponse:
+            retries.note_progress()  # patience is for an absence; a validation may take any time
+            return await while_progressing(
+                self._call(self._stub.Evaluate, request, phase),
+                progress,
+                stall_s=self._batch_timeout_s,
+                interval_s=min(_POLL_S, self._batch_timeout_s / 4),
+                peer=_PEER,
+                phase=phase,
+            )
+
+        answer = await retries.call(evaluated, self._progress)
         return ValidationReport(
             dict(answer.metrics),
             tuple(Example(e.prompt, e.response, e.ground_truth, e.score) for e in answer.examples),
             answer.generated_tokens,
         )
 
-    async def _evaluate(
-        self, request: reward.EvaluateRequest, generated_tokens: Callable[[], int]
-    ) -> reward.EvaluateResponse:
-        async def progress() -> str:
-            return f"{generated_tokens()} {await self._progress()}"
-
-        phase = f"evaluating version {request.policy_version}"
-        return await while_progressing(
-            unary_call(
-                self._stub.Evaluate,
-                request,
-                name="RewardService/Evaluate",
-                peer=_PEER,
-                phase=phase,
-            ),
-            progress,
-            stall_s=self._batch_timeout_s,
-            interval_s=min(_POLL_S, self._batch_timeout_s / 4),
-            peer=_PEER,
-            phase=phase,
-        )
-
     async def accounts(self) -> Mapping[str, float]:
-        """Prompt counts: submitted, pending, and one entry for each end.
+        """Return prompt counts: submitted, pending, and one for each end.
 
-        Where the service tells them: ``groups_acknowledged``, groups of batches that trainers have
-        acknowledged, and ``prompts_lost``, prompts that it has lost itself.
+        With a service that reports them also ``groups_acknowledged``, groups of batches that
+        trainers have acknowledged, and ``prompts_lost``, prompts that the service itself lost.
 
         Raises:
             DeadlineError, PeerError: the service was out of reach for `absence_s`.
         """
-        status = await self._until_reached(self._status)
+        status = await self._over_an_absence(self._status)
+        ends = {name: float(count) for name, count in status.prompts_by_end.items()}
         reported = {
             name: status.statistics[f"reward/{name}"]
-            for name in ("groups_acknowledged", "prompts_lost")
+            for name in _COUNTS_OF_ITS_OWN
             if f"reward/{name}" in status.statistics
         }
-        ends = {name: float(count) for name, count in status.prompts_by_end.items()}
         return {
             "submitted": float(status.prompts_submitted),
             "pending": float(status.prompts_pending),
@@ -269,105 +249,89 @@ class RewardClient:
             **reported,
         }
 
+    async def counters(self) -> Mapping[str, float]:
+        """Return the service's counters and gauges by metric name, from one short try.
+
+        Raises:
+            SluiceError: the service does not answer.
+        """
+        phase = "asking for its counters"
+        request = reward.GetStatusRequest()
+        answer = await self._call(self._stub.GetStatus, request, phase, _COUNTERS_WITHIN_S)
+        return dict(answer.statistics)
+
     async def _images(self, batch: reward.TrainBatch, step: int) -> Mapping[str, Sequence[bytes]]:
-        """Images of the batch's groups, by prompt id.
+        """Return the images of the batch's groups, by prompt id.
 
         Raises:
             PeerError: the lease is gone.
-            DeadlineError: the next group's did not come within `batch_timeout_s`.
+            DeadlineError: the images of the next group did not come within `batch_timeout_s`.
         """
-        wanted = sum(group.num_images > 0 for group in batch.groups)
-        if not wanted:
+        num_groups = sum(group.num_images > 0 for group in batch.groups)
+        if not num_groups:
             return {}
-        phase = f"taking the images of step {step}"
+        phase, seconds = f"taking the images of step {step}", self._batch_timeout_s
         stream = stream_call(
             self._stub.TakeImages,
             reward.TakeImagesRequest(batch_id=batch.batch_id),
-            name="RewardService/TakeImages",
             peer=_PEER,
             phase=phase,
-            deadline_s=(wanted + 1) * self._batch_timeout_s,  # the one below comes first
+            deadline_s=(num_groups + 1) * seconds,  # the one for each group passes first
         )
         images: dict[str, Sequence[bytes]] = {}
-        now_s, seconds = asyncio.get_running_loop().time, self._batch_timeout_s
+        now_s = asyncio.get_running_loop().time
         try:
             async with asyncio.timeout(seconds) as scope, aclosing(stream) as answers:
                 async for answer in answers:
                     images[answer.prompt_id] = answer.images
                     scope.reschedule(now_s() + seconds)
                     advance()
-        except NotFoundError as error:  # it has started anew since
+        except NotFoundError as error:  # the service has restarted since
             raise PeerError(_PEER, phase, str(error)) from error
         except TimeoutError as error:
-            detail = f"{len(images)} of {wanted} groups' images had come"
+            detail = f"{len(images)} of {num_groups} groups' images had come"
             raise DeadlineError(_PEER, phase, seconds, detail) from error
         return images
 
+    async def _over_an_absence(self, call: Callable[[], Awaitable[ResponseT]]) -> ResponseT:
+        policy = _patience(self._absence_s)
+        return await Retries(policy, _PEER, retries_on=is_absence, warns_after_s=0.0).call(call)
+
     async def _announce(self, request: reward.AnnouncePolicyRequest) -> object:
-        return await unary_call(
-            self._stub.AnnouncePolicy,
-            request,
-            name="RewardService/AnnouncePolicy",
-            peer=_PEER,
-            phase="announcing a policy",
-        )
-
-    async def _until_reached(self, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-        """Repeats an idempotent call over a short absence of the service."""
-        ends_s = time.monotonic() + self._absence_s
-        is_reported = False
-        while True:
-            try:
-                return await call()
-            except (PeerError, DeadlineError) as error:
-                if time.monotonic() > ends_s:
-                    raise
-                if not is_reported:
-                    logger.warning("trying on for %g s: %s", self._absence_s, error)
-                is_reported = True
-            await asyncio.sleep(_PAUSE_S)
-
-    async def _over_an_absence(self, call: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
-        """Repeats a call that a service which has started anew since was working on."""
-        for _ in range(_MAX_REPEATS):
-            try:
-                return await call()
-            except PeerError as error:
-                if isinstance(error, PeerDefectError) or not await self._reported_again():
-                    raise
-                logger.warning("asking once more: %s", error)
-        return await call()
-
-    async def _reported_again(self) -> bool:
-        """Waits until the service answers, for `absence_s` at most; one that has started anew is
-        told the policy, without which it can do nothing. Whether it answers."""
-        ends_s = time.monotonic() + self._absence_s
-        while time.monotonic() < ends_s:
-            await asyncio.sleep(_PAUSE_S)
-            if await self._progress():
-                return True
-        return False
+        return await self._call(self._stub.AnnouncePolicy, request, "announcing a policy")
 
     async def _status(self) -> reward.GetStatusResponse:
-        return await unary_call(
-            self._stub.GetStatus,
-            reward.GetStatusRequest(),
-            name="RewardService/GetStatus",
-            peer=_PEER,
-            phase="asking for its status",
-        )
+        request = reward.GetStatusRequest()
+        return await self._call(self._stub.GetStatus, request, "asking for its status")
 
-    async def _progress(self) -> str:
-        """Something that differs whenever the service got on; empty when it cannot be asked."""
+    async def _progress(self) -> str | None:
+        """Return a text that changes whenever the service made progress; None without an answer.
+
+        A service that has restarted knows no policy and can do nothing without one, so this
+        announces it again.
+        """
         try:
             status = await self._status()
-            if self._announced is not None and not status.HasField("policy_version"):
-                logger.warning("the reward service has started anew; it is told the policy again")
-                await self._announce(self._announced())
+            if self._announcement is not None and not status.HasField("policy_version"):
+                logger.warning("the reward service has restarted; announcing the policy again")
+                await self._announce(self._announcement())
         except (DeadlineError, PeerError):
-            return ""
+            return None
         ended = sorted(status.prompts_by_end.items())
         return f"{status.prompts_submitted} {ended} {status.groups_kept} {dict(status.statistics)}"
+
+    async def _call(
+        self,
+        method: UnaryMethod[RequestT, ResponseT],
+        request: RequestT,
+        phase: str,
+        deadline_s: float | None = None,
+    ) -> ResponseT:
+        return await unary_call(method, request, peer=_PEER, phase=phase, deadline_s=deadline_s)
+
+
+def _patience(seconds: float) -> RetryPolicy:
+    return RetryPolicy(first_s=_PAUSE_S, most_s=_PAUSE_S, patience_s=seconds)
 
 
 def _decoded(

@@ -1,6 +1,4 @@
-"""The state of the run for status, watch and control calls, and waits that control calls can
-interrupt.
-"""
+"""The state of the run: progress for status calls, and control calls that steer the train loop."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _STEPS_KEPT = 1024
 
 
 class RunPhase(StrEnum):
-    """What the trainer does at the moment."""
+    """The current activity of the trainer."""
 
     STARTING = "starting"
     WAITING_FOR_REPLICAS = "waiting_for_replicas"
@@ -44,19 +42,18 @@ class RunState:
     """Progress and control of one run; used from one event loop.
 
     Args:
-        instance: UUID of this start of the trainer.
+        instance_id: UUID of this start of the trainer.
         total_steps: steps of the whole run.
         step: finished steps (above 0 after a resume).
-        elapsed_s: seconds that starting has taken already.
-
-    `accounts` are the run's books as they were last taken, by the names of `accounts.json`; of
-    their tokens the age is that of the moment at which it is asked for.
+        elapsed_s: seconds since the start of the process.
     """
 
     def __init__(
         self, instance_id: str, total_steps: int, step: int, elapsed_s: float = 0.0
     ) -> None:
-        self.instance_id, self.total_steps, self.step = instance_id, total_steps, step
+        self.instance_id = instance_id
+        self.total_steps = total_steps
+        self.step = step
         self.version: int | None = None
         self.phase = RunPhase.STARTING
         self.stop_reason: str | None = None
@@ -67,12 +64,12 @@ class RunState:
         self._records: deque[StepRecord] = deque(maxlen=_STEPS_KEPT)
         self._advanced = asyncio.Condition()
         self._control = asyncio.Event()
-        # The end of each holder's lease; None: it has no end.
+        # The end of each holder's lease; None: the pause has no end.
         self._holds: dict[str, asyncio.TimerHandle | None] = {}
         self._save_requests: list[asyncio.Future[tuple[int, str]]] = []
 
     def enter(self, phase: RunPhase) -> None:
-        """Notes a change of phase."""
+        """Change the phase."""
         now_s = time.monotonic()
         spent_s = now_s - self._phase_since_s
         self._seconds_by_phase[self.phase] = self._seconds_by_phase.get(self.phase, 0.0) + spent_s
@@ -80,18 +77,21 @@ class RunState:
 
     @property
     def phase_seconds(self) -> float:
-        """Seconds in the present phase."""
+        """Return the seconds in the current phase."""
         return time.monotonic() - self._phase_since_s
 
     def seconds_by_phase(self) -> Mapping[RunPhase, float]:
-        """Seconds spent in each phase so far, the present one included."""
+        """Return the seconds in each phase so far, including the current one."""
         totals = dict(self._seconds_by_phase)
         totals[self.phase] = totals.get(self.phase, 0.0) + self.phase_seconds
         return totals
 
     @property
     def accounts(self) -> Mapping[str, float]:
-        """The books as they were last taken; empty before that."""
+        """Return the newest accounts by their names in `accounts.json`; empty before the first.
+
+        The age of their token counts is as of now.
+        """
         if TOKENS_AGE not in self._accounts:
             return self._accounts
         age_s = self._accounts[TOKENS_AGE] + time.monotonic() - self._accounts_taken_s
@@ -103,34 +103,34 @@ class RunState:
 
     @property
     def is_paused(self) -> bool:
-        """Whether anybody holds the run."""
+        """Return whether any holder pauses the run."""
         return bool(self._holds)
 
     @property
     def holders(self) -> Collection[str]:
-        """Who holds the run; empty: the operator."""
+        """Return the holders that pause the run; an empty name is the operator."""
         return self._holds.keys()
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step is begun."""
+        """Return whether no other step begins."""
         return self.step >= self.total_steps or self.stop_reason is not None
 
     @property
     def last_metrics(self) -> Mapping[str, float]:
-        """Metrics of the last finished step; empty before the first."""
+        """Return metrics of the last finished step; empty before the first."""
         return self._records[-1].metrics if self._records else {}
 
     def pause(self, lease_s: float | None = None, holder: str = "") -> None:
-        """Holds the run after the current step.
+        """Pause the run after the current step.
 
         Args:
-            lease_s: seconds after which this hold ends by itself, unless called again. None:
-                it lasts until `resume`, which no later lease of this holder shortens.
-            holder: whose hold it is; empty: the operator's.
+            lease_s: seconds after which this pause ends, unless the call is repeated. None: it
+                lasts until `resume`, and a later lease of this holder does not shorten it.
+            holder: the name of the holder; empty: the operator.
         """
         if lease_s is not None and holder in self._holds and self._holds[holder] is None:
-            return
+            return  # this pause lasts until `resume`
         self._end(holder)
         self._holds[holder] = (
             None
@@ -140,31 +140,31 @@ class RunState:
         self.wake()
 
     def resume(self, holder: str = "") -> None:
-        """Ends one holder's hold; the run goes on when none is left."""
+        """End one holder's pause; the run continues when no holder is left."""
         self._end(holder)
         self.wake()
 
     def stop(self, reason: str) -> None:
-        """Ends the run after the current step, one that waits or is paused at once."""
+        """End the run after the current step; at once if it waits or is paused."""
         self.stop_reason = reason
         for holder in tuple(self._holds):
             self._end(holder)
         self.wake()
 
     async def control_call(self) -> None:
-        """Waits for the next call that a paused or waiting run has to look at."""
+        """Wait for the next call that a paused or waiting run must handle."""
         self._control.clear()
         await self._control.wait()
 
     def wake(self) -> None:
-        """Ends `control_call`: there is something to look at."""
+        """End `control_call`."""
         self._control.set()
 
     async def saved(self) -> tuple[int, str]:
-        """Asks for a checkpoint and waits for it: its step and folder.
+        """Request a checkpoint and wait for it; return its step and folder.
 
         Raises:
-            NotReadyError: the run ended before.
+            NotReadyError: the run ended first.
         """
         if self.phase is RunPhase.FINISHED:
             raise _ended()
@@ -175,23 +175,23 @@ class RunState:
 
     @property
     def is_save_wanted(self) -> bool:
-        """Whether somebody still waits for a checkpoint."""
+        """Return whether a call still waits for a checkpoint."""
         return any(not request.done() for request in self._save_requests)
 
     def answer_saves(self, step: int, folder: str) -> None:
-        """Tells all who wait for a checkpoint where it is."""
+        """Answer all calls that wait for a checkpoint."""
         for request in self._take_save_requests():
             request.set_result((step, folder))
 
     async def record(self, record: StepRecord) -> None:
-        """Adds a finished step and wakes watchers."""
+        """Add a finished step and wake `records_from`."""
         async with self._advanced:
             self._records.append(record)
             self.step = record.step
             self._advanced.notify_all()
 
     async def finish(self) -> None:
-        """Marks the run as finished: watchers' streams end, waits for a checkpoint fail."""
+        """Mark the run as finished: streams of steps end, and waits for a checkpoint fail."""
         if self.phase is RunPhase.FINISHED:
             return
         async with self._advanced:
@@ -201,7 +201,7 @@ class RunState:
             request.set_exception(_ended())
 
     async def records_from(self, step: int) -> tuple[StepRecord, ...]:
-        """Waits for finished steps numbered `step` or above; empty once the run has finished."""
+        """Wait for finished steps from `step` on; return none once the run has finished."""
         async with self._advanced:
             await self._advanced.wait_for(
                 lambda: self.phase is RunPhase.FINISHED or self.step >= step
@@ -233,23 +233,24 @@ async def under_control(
     gives_way: Callable[[], bool],
     save: Callable[[], Awaitable[None]],
 ) -> ResultT | None:
-    """Waits for `work` and obeys control calls meanwhile.
+    """Wait for `work` and handle control calls meanwhile.
 
     Args:
-        work: what is waited for; cancelled when `gives_way` becomes true before its end.
-        state: where control calls arrive.
-        phase: what the run does while it waits.
-        gives_way: whether a control call ends the wait.
-        save: saves a checkpoint and answers who asked for it; `work` goes on meanwhile.
+        work: cancelled if `gives_way` becomes true before its end.
+        state: gets control calls.
+        phase: the run's phase during the wait.
+        gives_way: returns whether a control call ends the wait.
+        save: saves a checkpoint and answers its requests; `work` continues meanwhile.
 
     Returns:
-        what `work` returned, or None if it had to give way.
+        the result of `work`, or None if it was cancelled.
 
     Raises:
         ExceptionGroup: with the error of `work`.
     """
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(work, name=str(phase))
+        # The loop below waits for control calls only, so the end of `work` must wake it too.
         task.add_done_callback(lambda _: state.wake())
         while not task.done():
             if gives_way():

@@ -1,4 +1,26 @@
-"""What the train loop drives, as it sees them."""
+"""The train loop: batches in, weights out.
+
+                 .------------------------- announce(v) --------------------------.
+                 v                                                                |
+    reward: fill batch --take_batch--> train (learner thread) --snapshot--> publish(v+1)
+                 ^                                                                |
+                 '---- rollout replicas <---- stage, commit (weight transfer) ----'
+
+Consumes: train batches from the reward service, one at a time.
+Waits for: replicas (before the first step), a batch, the learner, the weight transfer, and a
+    validation. A validation must see one version only: it runs while the next batch trains, and the
+    loop awaits it before it publishes the next version.
+Unblocked by: a registration; the reward service's answer or its deadline; the learner's thread;
+    the transfer's deadlines. During the waits for replicas and for a batch the loop obeys `Stop`,
+    `Pause` and `SaveCheckpoint`; after an interrupted wait it asks for the same batch again.
+Produces: one policy version per step (version = finished steps), metrics, checkpoints.
+On failure: the error ends the run with exit code 1; the last checkpoint stands. A validation that
+    fails is recorded and the run continues; if it was the last one, the run fails at its end.
+At the end of the data set: if any step was trained, the run ends as at its last step, else with the
+    error. Kept groups that fill no batch stay pending in the accounts.
+On shutdown: a `Stop` call makes the current step the last one. SIGTERM cancels: an update that
+    runs still ends in the learner's thread, but it is not published, and nothing is saved.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +31,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.fleet.publisher import PublishReport
 from services.trainer.loop.accounting import RunAccountant, acknowledged_groups, settled_accounts
 from services.trainer.loop.batch_check import BatchTerms, check_batch
-from services.trainer.loop.reward_client import ValidationReport
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, under_control
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,
     StepTimes,
+    ValidationReport,
     account_metrics,
     step_metrics,
 )
@@ -38,242 +60,101 @@ from sluice.telemetry.tracing import (
 )
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+CurrentProgress: TypeAlias = Callable[[], DataProgress | None]
+"""Returns the position in the data set, or None before the first batch of a new run."""
+
+AnnounceCall: TypeAlias = Callable[[int, Sequence[ReplicaInfo], CurrentProgress], Awaitable[None]]
+"""Announces a version and the replicas that serve it; see `RewardClient.announce`."""
+
 
 class Policy(Protocol):
-    """The trained model, behind a thread of its own."""
+    """The trained model, behind its own thread."""
 
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
-        """Updates the policy with one batch; metrics by verl's names."""
+        """Update the policy with one batch; return metrics by verl's names."""
         ...
 
     async def freeze(self, version: int) -> None:
-        """Copies the present weights so that `version` can be published while training goes on."""
+        """Copy the weights, so that `version` can be published while training continues."""
         ...
 
     async def save(self, step: int, progress: DataProgress) -> str:
-        """Writes a checkpoint; its folder."""
+        """Write a checkpoint and return its folder."""
         ...
 
 
 class TrainData(Protocol):
-    """The reward service; see `RewardClient` for what each call raises."""
+    """The reward service; see `RewardClient` for the errors of each call."""
 
     async def announce(
-        self,
-        version: int,
-        replicas: Sequence[ReplicaInfo],
-        progress: Callable[[], DataProgress | None],
-        /,
+        self, version: int, replicas: Sequence[ReplicaInfo], progress: CurrentProgress, /
     ) -> None:
-        """Tells the current version, who serves it and where the data set stands by then."""
+        """Announce the current version, its replicas and the position in the data set."""
         ...
 
     async def take_batch(
         self, step: int, version: int, generated_tokens: Callable[[], int], /
     ) -> TrainBatch:
-        """The next batch, as long as there is progress."""
+        """Wait for the next batch, as long as there is progress."""
         ...
 
     async def acknowledge(self, batch_id: str, step: int) -> None:
-        """Reports a batch as trained."""
+        """Report a batch as trained."""
         ...
 
     async def evaluate(
         self, version: int, examples: int, generated_tokens: Callable[[], int], /
     ) -> ValidationReport:
-        """Validates the announced policy, as long as there is progress."""
+        """Validate the announced policy, as long as there is progress."""
         ...
 
     async def accounts(self) -> Mapping[str, float]:
-        """How the run's prompts ended."""
+        """Return how the run's prompts ended."""
         ...
 
 
 class Publisher(Protocol):
-    """Brings weights to replicas; see `WeightPublisher`."""
+    """The transfer of weights to replicas; see `WeightPublisher`."""
 
     async def publish(self, version: int) -> PublishReport:
-        """Sends a frozen version to the fleet."""
+        """Send a frozen version to the fleet."""
         ...
 
     async def seed_newcomers(self) -> None:
-        """Sends the newest version to replicas that have none."""
+        """Send the newest version to replicas that have none."""
         ...
 
 
 class RunReporter(Protocol):
-    """The run's record; see `Reporter`."""
+    """The receiver of the run's numbers; see `Reporter`."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a finished step."""
+        """Record a finished step."""
         ...
 
     def evaluation(self, step: int, evaluation: ValidationReport, seconds: float) -> None:
-        """Records a validation."""
+        """Record a validation."""
         ...
 
     def evaluation_failed(self, step: int, seconds: float) -> None:
-        """Records that a validation gave no numbers."""
+        """Record that a validation gave no numbers."""
         ...
 
     def accounts(self, accounts: Mapping[str, float]) -> None:
-        """Records how prompts and tokens ended."""
+        """Record how prompts and tokens ended."""
         ...
-
-
-# The trace of one train step, and what it adds to the traces of the prompts it trains.
-#
-# A step has a trace of its own, whose first span links to the span of every recorded prompt in
-# its batch. Each of those traces gets the step that trained it, and the publication, as spans
-# below the prompt's; they link back.
-
-
-class StepTrace:
-    """One step; nothing happens where the run is not traced.
-
-    Args:
-        step: from 1.
-        tracer: records it.
-    """
-
-    def __init__(self, step: int, tracer: Tracer = TRACER) -> None:
-        self._step, self._tracer = step, tracer
-        self._span = tracer.trace(SpanName.STEP, is_always=True, attributes={Key.STEP: step})
-        self._prompts: dict[str, TraceContext] = {}
-
-    def __enter__(self) -> Self:
-        self._span.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._span.__exit__(kind, error, trace)
-
-    def takes(self, batch: TrainBatch) -> None:
-        """The batch that it trains."""
-        if not self._tracer.is_on:
-            return
-        found = ((group.prompt_id, parse_traceparent(group.traceparent)) for group in batch.groups)
-        self._prompts = {prompt_id: context for prompt_id, context in found if context is not None}
-        self._span.set({Key.BATCH_ID: batch.batch_id, Key.NUM_GROUPS: len(batch.groups)})
-        self._span.link(tuple(self._prompts.values()))
-
-    @contextmanager
-    def stage(self, name: SpanName) -> Iterator[None]:
-        """A stage of the step, and of the traces of all prompts in its batch."""
-        attributes: Attributes = {Key.STEP: self._step}
-        span = self._tracer.stage(name, attributes)
-        try:
-            with span:
-                yield
-        finally:
-            if isinstance(span, RecordedSpan):
-                for prompt_id, context in self._prompts.items():
-                    span.again_under(context, {**attributes, Key.PROMPT_ID: prompt_id})
-
-
-# Tells the reward service which version is served by whom, once for each change.
-#
-# Announcements have an order: a version only after the batch it was trained from is
-# acknowledged, and never an older version after a newer one.
-
-
-class AnnounceCall(Protocol):
-    """The reward service's end."""
-
-    async def __call__(
-        self,
-        version: int,
-        replicas: Sequence[ReplicaInfo],
-        progress: Callable[[], DataProgress | None],
-        /,
-    ) -> None:
-        """Makes the announcement known, again and with the latest progress to who forgot it."""
-        ...
-
-
-class PolicyAnnouncer:
-    """Announces what `state` and `fleet` say at the moment.
-
-    Args:
-        send: the reward service's end.
-        fleet: who serves.
-        state: which version.
-        progress: where the data set stands, with the batch in hand counted as trained; told every
-            time. A reward service that starts anew goes on from there and draws no prompt of that
-            batch again; any other one ignores it. None before the first batch of a run from the
-            start.
-    """
-
-    def __init__(
-        self,
-        send: AnnounceCall,
-        fleet: Fleet,
-        state: RunState,
-        progress: Callable[[], DataProgress | None],
-    ) -> None:
-        self._send, self._fleet, self._state = send, fleet, state
-        self._progress = progress
-        self._one_at_a_time = asyncio.Lock()
-        self._last: tuple[int, tuple[ReplicaInfo, ...]] | None = None
-
-    async def announce(self, *, after: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Announces if version or serving replicas have changed; nothing before a first version.
-
-        Args:
-            after: done first, while no other announcement can be made.
-        """
-        async with self._one_at_a_time:
-            if after is not None:
-                await after()
-            version = self._state.version
-            if version is None:
-                return
-            current = (version, self._fleet.in_state(MemberState.SERVING))
-            if current == self._last:
-                return
-            await self._send(*current, self._progress)
-            self._last = current
-
-
-# The run: batches in, weights out.
-#
-#                  .------------------------- announce(v) --------------------------.
-#                  v                                                                |
-#     reward: fill batch --take_batch--> train (learner thread) --snapshot--> publish(v+1)
-#                  ^                                                                |
-#                  '---- rollout replicas <---- stage, commit (weight transfer) ----'
-#
-# Consumes: train batches from the reward service, one at a time.
-# Waits for: replicas (before the first step), a batch, the learner, the weight transfer, and a
-#     validation that must see one version only (it runs while the next batch trains, and is awaited
-#     before the next version is published).
-# Unblocked by: a registration; the reward service's answer or its deadline; the learner's thread;
-#     the transfer's deadlines. `Stop`, `Pause` and `SaveCheckpoint` are obeyed during the waits for
-#     replicas and for a batch; a batch whose wait was broken off is asked for again.
-# Produces: one policy version per step (version = finished steps), metrics, checkpoints.
-# On failure: the error ends the run with exit code 1; the last checkpoint stands. A validation that
-#     fails is recorded and the run goes on; if it was the last one, the run fails after its end.
-# At the end of the data set: the run ends like at its last step if any step was trained, else with
-#     the error; kept groups that fill no batch stay pending in the accounts.
-# On shutdown: a `Stop` call lets the step under way end like the last one. SIGTERM cancels: an
-# update
-#     under way still ends in the learner's thread but is not published, and nothing is saved.
-
-logger = logging.getLogger(__name__)
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """What the loop does when. Frequencies are in steps; 0 or less is never.
+    """When the loop validates and saves, and what it waits for.
 
-    `val_only` ends the run after the validation of its first weights.
+    Frequencies are in steps; 0 or less is never. With `val_only` the run ends after the validation
+    of its first weights.
     """
 
     test_freq: int
@@ -288,57 +169,67 @@ class LoopSettings:
     terms: BatchTerms
 
 
-@dataclass(frozen=True, slots=True)
-class LoopParts:
-    """What the loop drives, and what it shares with the service's calls (`fleet`, `state`)."""
-
-    policy: Policy
-    data: TrainData
-    publisher: Publisher
-    record: RunReporter
-    accounting: RunAccountant
-    fleet: Fleet
-    state: RunState
-
-
 class TrainLoop:
-    """Runs all steps of one run.
+    """All steps of one run.
 
     Args:
-        settings: what is done when.
-        parts: what is driven.
-        resume_from: the checkpoint's data progress; ``None`` for a run from the start.
+        settings: when the loop validates and saves.
+        policy: the trained model.
+        data: the reward service.
+        publisher: sends weights to replicas.
+        reporter: gets metrics and accounts.
+        accounting: counts tokens and seconds of the run.
+        fleet: the replicas; shared with the service's calls.
+        state: progress and control; shared with the service's calls.
+        resume_from: data progress of the checkpoint; None for a new run.
     """
 
-    def __init__(
-        self, settings: LoopSettings, parts: LoopParts, resume_from: DataProgress | None
+    def __init__(  # noqa: PLR0913 - everything that a run touches
+        self,
+        settings: LoopSettings,
+        *,
+        policy: Policy,
+        data: TrainData,
+        publisher: Publisher,
+        reporter: RunReporter,
+        accounting: RunAccountant,
+        fleet: Fleet,
+        state: RunState,
+        resume_from: DataProgress | None,
     ) -> None:
         self._settings = settings
-        self._policy, self._data, self._record = parts.policy, parts.data, parts.record
-        self._publisher, self._fleet, self._state = parts.publisher, parts.fleet, parts.state
-        self._accounting = parts.accounting
-        # Of finished steps, for checkpoints; and with the batch in hand, for the reward service.
-        self._progress = self._progress_in_hand = resume_from
+        self._policy = policy
+        self._data = data
+        self._publisher = publisher
+        self._reporter = reporter
+        self._accounting = accounting
+        self._fleet = fleet
+        self._state = state
+        # A checkpoint gets the progress of finished steps; the reward service's also counts the
+        # batch that is being trained, so that a restarted service does not sample it again.
+        self._progress = resume_from
+        self._progress_in_hand = resume_from
         self._announcer = PolicyAnnouncer(
-            parts.data.announce, parts.fleet, parts.state, lambda: self._progress_in_hand
+            data.announce, fleet, state, lambda: self._progress_in_hand
         )
         self._evaluation: asyncio.Task[None] | None = None
         self._evaluation_error: SluiceError | None = None
-        self._saved_step = self._evaluated_step = parts.state.step
+        self._saved_step = state.step
+        self._evaluated_step = state.step
         self._groups_trained = 0
         self._acknowledged_before: float | None = None
         self._accounts: Mapping[str, float] = {}
 
     @property
     def accounts(self) -> Mapping[str, float]:
-        """What was recorded as the run's accounts; empty before its end."""
+        """Return the accounts recorded at the end of the run; empty before."""
         return self._accounts
 
     async def run(self) -> None:
-        """From the first announcement to the last checkpoint.
+        """Run from the first announcement to the last checkpoint.
 
         Raises:
-            ExceptionGroup: with what ended the run, or with why its last validation failed.
+            ExceptionGroup: holds the error that ended the run, or that of its last validation.
         """
         async with asyncio.TaskGroup() as tasks:
             await self._under_control(
@@ -356,7 +247,8 @@ class TrainLoop:
     async def _begin(self, tasks: asyncio.TaskGroup) -> asyncio.Task[None]:
         await self._publish(self._state.step)
         await self._announcer.announce()
-        # Only now: a trainer that takes over from another one settles that one's batches first.
+        # Only now: the announcement makes the reward service settle the batches of an earlier
+        # trainer, which do not count as this one's.
         self._acknowledged_before = acknowledged_groups(await self._data.accounts())
         validates_first = self._settings.val_before_train or self._settings.val_only
         if self._settings.validates and validates_first:
@@ -364,7 +256,7 @@ class TrainLoop:
         return tasks.create_task(self._watch_fleet(), name="fleet")
 
     async def _is_over(self) -> bool:
-        """Whether no step follows; holds a paused run, which still saves when asked."""
+        """Return whether no step follows. While the run is paused, wait and save on request."""
         while self._state.is_paused and not self._state.is_over:
             if self._state.is_save_wanted:
                 await self._save_now()
@@ -383,26 +275,29 @@ class TrainLoop:
         trace.takes(batch)
         self._progress_in_hand = batch.progress
         taken_s = time.monotonic()
-        # Beside training, so that a step does not wait for the answers.
-        accounting = tasks.create_task(self._accounting.take(), name=f"books-{step}")
+        # Concurrent with training, so that a step does not wait for the answers.
+        accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
         self._state.enter(RunPhase.TRAINING)
         with trace.stage(SpanName.TRAIN_STEP):
             learner = await self._policy.train(batch, step)
         trained_s = time.monotonic()
+        # A running validation must end first: publishing changes the version that replicas serve.
         await self._await_evaluation()
         published_from_s = time.monotonic()
         with trace.stage(SpanName.PUBLISH):
             report = await self._publish(step)
+        # In one turn, so that no other announcement of the new version comes before the
+        # acknowledgement of the batch that made it.
         await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
         published_s = time.monotonic()
         await self._save_if_due(step)
         ended_s = time.monotonic()
         times = StepTimes(
-            taken_s - began_s,
-            trained_s - taken_s,
-            published_s - published_from_s,
-            ended_s - published_s,
-            ended_s - began_s,
+            wait_batch_s=taken_s - began_s,
+            train_s=trained_s - taken_s,
+            update_weights_s=published_s - published_from_s,
+            save_checkpoint_s=ended_s - published_s,
+            step_s=ended_s - began_s,
         )
         metrics = {
             **step_metrics(
@@ -417,7 +312,7 @@ class TrainLoop:
             **report.traffic,
             **account_metrics(await accounting),
         }
-        self._record.step(step, metrics)
+        self._reporter.step(step, metrics)
         await self._state.record(StepRecord(step, metrics))
         if self._settings.validates and _is_due(
             step, self._settings.test_freq, self._state.is_over
@@ -425,7 +320,7 @@ class TrainLoop:
             self._start_evaluation(tasks, step)
 
     async def _next_batch(self, step: int) -> TrainBatch | None:
-        """The batch of `step`; None if a control call or the end of the data set came first."""
+        """Return the batch of `step`; None if a control call or the end of the data came first."""
         batch = None
         try:
             batch = await self._under_control(
@@ -434,7 +329,7 @@ class TrainLoop:
                 lambda: self._is_stopped() or self._state.is_paused,
             )
         except* DataExhaustedError as ended:
-            if self._state.step == 0:
+            if self._state.step == 0:  # a run that cannot train one step is an error
                 raise
             logger.info("no batch for step %d: %s", step, ended.exceptions[0])
             self._state.stop(f"the data set has ended after {self._state.step} steps")
@@ -478,11 +373,11 @@ class TrainLoop:
         return report
 
     async def _watch_fleet(self) -> None:
-        """Seeds newcomers and tells the reward service whenever the fleet has changed."""
+        """Seed newcomers and notify the reward service whenever the fleet has changed."""
         while True:
             await self._fleet.changed.wait()
             self._fleet.changed.clear()
-            # Those who left first: a newcomer may take long.
+            # Report lost replicas first: seeding a newcomer may take long.
             await self._announcer.announce()
             await self._publisher.seed_newcomers()
             await self._announcer.announce()
@@ -502,9 +397,9 @@ class TrainLoop:
         except SluiceError as error:
             logger.error("no validation of version %d: %s", step, error)  # noqa: TRY400 - no bug
             self._evaluation_error = error
-            self._record.evaluation_failed(step, time.monotonic() - began_s)
+            self._reporter.evaluation_failed(step, time.monotonic() - began_s)
             return
-        self._record.evaluation(step, evaluation, time.monotonic() - began_s)
+        self._reporter.evaluation(step, evaluation, time.monotonic() - began_s)
 
     async def _await_evaluation(self) -> None:
         if self._evaluation is not None:
@@ -538,7 +433,7 @@ class TrainLoop:
         if self._state.is_save_wanted or (self._settings.save_freq > 0 and step > self._saved_step):
             await self._save(step)
         self._accounts = await self._final_accounts()
-        self._record.accounts(self._accounts)
+        self._reporter.accounts(self._accounts)
         logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")
         await self._state.finish()
         if self._evaluation_error is not None:
@@ -582,5 +477,106 @@ class TrainLoop:
 
 
 def _is_due(step: int, every: int, last: bool) -> bool:
-    """Every `every` steps and at the last one; `every` <= 0 is never, even then (verl §12.8)."""
+    """Return whether `step` is a multiple of `every` or the last one; never if `every` <= 0.
+
+    As in verl, a frequency of 0 or less excludes the last step too
+    (`verl/trainer/ppo/ray_trainer.py`, `fit`).
+    """
     return every > 0 and (last or step % every == 0)
+
+
+class PolicyAnnouncer:
+    """The reward service's knowledge of the current version and its replicas.
+
+    A version is announced only after the batch that it was trained on is acknowledged, and never an
+    older version after a newer one.
+
+    Args:
+        send: the call to the reward service.
+        fleet: the replicas.
+        state: has the current version.
+        progress: the position in the data set, with the batch in hand counted as trained; read for
+            each announcement. A restarted reward service continues there and samples no prompt of
+            that batch again; a service that did not restart ignores it.
+    """
+
+    def __init__(
+        self, send: AnnounceCall, fleet: Fleet, state: RunState, progress: CurrentProgress
+    ) -> None:
+        self._send = send
+        self._fleet = fleet
+        self._state = state
+        self._progress = progress
+        self._one_at_a_time = asyncio.Lock()
+        self._last: tuple[int, tuple[ReplicaInfo, ...]] | None = None
+
+    async def announce(self, *, after: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Announce a changed version or set of replicas; do nothing before the first version.
+
+        Args:
+            after: awaited first, while no other announcement can be made.
+        """
+        async with self._one_at_a_time:
+            if after is not None:
+                await after()
+            # Read under the lock: an announcement that had to wait reports the newest version.
+            version = self._state.version
+            if version is None:
+                return
+            current = (version, self._fleet.in_state(MemberState.SERVING))
+            if current == self._last:
+                return
+            await self._send(*current, self._progress)
+            self._last = current
+
+
+class StepTrace:
+    """The trace of one train step; without effect in a run that is not traced.
+
+    The first span of the step's trace links to the span of every recorded prompt in its batch. The
+    traces of these prompts get the training and the publication as spans, which link back.
+
+    Args:
+        step: from 1.
+        tracer: records the spans.
+    """
+
+    def __init__(self, step: int, tracer: Tracer = TRACER) -> None:
+        self._step = step
+        self._tracer = tracer
+        self._span = tracer.trace(SpanName.STEP, is_always=True, attributes={Key.STEP: step})
+        self._prompts: dict[str, TraceContext] = {}
+
+    def __enter__(self) -> Self:
+        self._span.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._span.__exit__(kind, error, trace)
+
+    def takes(self, batch: TrainBatch) -> None:
+        """Link the step's span to the prompts of its batch."""
+        if not self._tracer.is_on:
+            return
+        found = ((group.prompt_id, parse_traceparent(group.traceparent)) for group in batch.groups)
+        self._prompts = {prompt_id: context for prompt_id, context in found if context is not None}
+        self._span.set({Key.BATCH_ID: batch.batch_id, Key.NUM_GROUPS: len(batch.groups)})
+        self._span.link(tuple(self._prompts.values()))
+
+    @contextmanager
+    def stage(self, name: SpanName) -> Iterator[None]:
+        """Record the block as a stage of the step, and in the traces of the batch's prompts."""
+        attributes: Attributes = {Key.STEP: self._step}
+        span = self._tracer.stage(name, attributes)
+        try:
+            with span:
+                yield
+        finally:
+            if isinstance(span, RecordedSpan):
+                for prompt_id, context in self._prompts.items():
+                    span.again_under(context, {**attributes, Key.PROMPT_ID: prompt_id})

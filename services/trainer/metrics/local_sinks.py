@@ -1,4 +1,4 @@
-"""Metrics and validation samples as JSON lines, and a log line a step."""
+"""Sinks without a vendor: JSON lines on disk, and one log line per step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.trainer.metrics.sinks import ValidationSample
-
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
+    from services.trainer.metrics.step_metrics import Example
 
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 GENERATIONS_FILE = "generations.jsonl"
 
 
 class JsonlSink:
-    """``metrics.jsonl`` and ``generations.jsonl``; a line is on disk when written.
+    """The files ``metrics.jsonl`` and ``generations.jsonl``, written without buffering.
 
-    What is no number becomes null, so that every reader can parse the line.
+    NaN and infinity become null, so that every reader can parse the lines.
     """
 
     def __init__(self, target: SinkTarget) -> None:
@@ -30,32 +31,32 @@ class JsonlSink:
         self._generations = target.run_dir / GENERATIONS_FILE
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends a line."""
+        """Append a line."""
         finite = {k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}
         self._metrics.append({"step": step, **finite})
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Appends a line a sample."""
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Append a line per response."""
         file = LineFile(self._generations)
         try:
-            for one in generations:
+            for one in examples:
                 score = one.score if math.isfinite(one.score) else None
                 file.append(
-                    {"step": step, "input": one.input, "output": one.output, "score": score}
+                    {"step": step, "input": one.prompt, "output": one.response, "score": score}
                 )
         finally:
             file.close()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._metrics.close()
 
 
 class LineFile:
-    """Appends whole lines; a line torn by a full disk or a kill never runs into the next one.
+    """A file of whole lines: one that a full disk or a kill cut off never joins the next one.
 
     Args:
-        path: made with its folder if missing.
+        path: created with its folder if missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,21 +65,21 @@ class LineFile:
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Writes one object.
+        """Append one object as a line.
 
         Raises:
-            OSError: the line is not, or not completely, on disk.
+            OSError: the line is not completely on disk.
         """
         line = json.dumps(row).encode() + b"\n"
         payload = b"\n" + line if self._is_torn else line
-        self._is_torn = True
+        self._is_torn = True  # until the whole line is written
         written = self._file.write(payload)
         if written != len(payload):
             raise OSError(f"{self._file.name}: only {written} of {len(payload)} bytes written")
         self._is_torn = False
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -90,26 +91,27 @@ def _ends_within_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-logger = logging.getLogger(__name__)
-
-
 class ConsoleSink:
-    """verl's form: ``step:N - key:value - ...``."""
+    """Log lines in verl's form: ``step:N - key:value - ...``."""
 
     def __init__(self, target: SinkTarget | None = None) -> None:
-        del target  # the same for every run
+        del target  # only files and vendors need it
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the line."""
+        """Log one line."""
         parts = [f"{name}:{value:.6g}" for name, value in sorted(metrics.items())]
         logger.info("%s", " - ".join([f"step:{step}", *parts]))
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Logs a line a sample, with line ends written as ``\\n``."""
-        for one in generations:
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Log a line per response, with line ends written as ``\\n``."""
+        for one in examples:
             logger.info(
-                "step:%d - input:%r - output:%r - score:%g", step, one.input, one.output, one.score
+                "step:%d - input:%r - output:%r - score:%g",
+                step,
+                one.prompt,
+                one.response,
+                one.score,
             )
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no file is open."""

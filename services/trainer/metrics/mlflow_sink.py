@@ -1,4 +1,4 @@
-"""Metrics to an MLflow server, or to its local files."""
+"""Sink for an MLflow server, or for MLflow's local files."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from typing import TYPE_CHECKING
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from services.trainer.metrics.sinks import TABLE_COLUMNS, ValidationSample, mlflow_name
+from services.trainer.metrics.sinks import TABLE_COLUMNS, mlflow_name
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
+    from services.trainer.metrics.step_metrics import Example
 
-_METRICS_A_CALL, _PARAMS_A_CALL = 1000, 100
+# MLflow's limits for one call and one value.
+_METRICS_A_CALL = 1000
+_PARAMS_A_CALL = 100
 _LONGEST_PARAM = 500
 
 
 class MlflowSink:
     """One run in the experiment named after the project, at ``MLFLOW_TRACKING_URI``.
 
-    Without that variable files are written to ``<run dir>/mlruns``.
+    Without that variable, MLflow writes files to ``<run dir>/mlruns``.
     """
 
     def __init__(self, target: SinkTarget) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # The store of plain files needs no database, and MLflow wants it confirmed.
+            # MLflow asks for this confirmation before it uses plain files instead of a database.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (target.run_dir.absolute() / "mlruns").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
@@ -48,18 +51,18 @@ class MlflowSink:
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS_A_CALL])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the step; ``@`` in a name becomes ``_at_`` as under verl."""
+        """Log the step; as under verl, ``@`` in a name becomes ``_at_``."""
         now_ms = int(time.time() * 1000)
         rows = [Metric(mlflow_name(n), float(v), now_ms, step) for n, v in metrics.items()]
         for start in range(0, len(rows), _METRICS_A_CALL):
             self._client.log_batch(self._run_id, metrics=rows[start : start + _METRICS_A_CALL])
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Keeps a table as the artifact ``val_generations/<step>.json``."""
-        rows = [[step, one.input, one.output, one.score] for one in generations]
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Log a table as the artifact ``val_generations/<step>.json``."""
+        rows = [[step, one.prompt, one.response, one.score] for one in examples]
         table = {"columns": list(TABLE_COLUMNS), "data": rows}
         self._client.log_dict(self._run_id, table, f"val_generations/{step}.json")
 
     def close(self) -> None:
-        """Marks the run as finished."""
+        """Mark the run as finished."""
         self._client.set_terminated(self._run_id)

@@ -1,5 +1,8 @@
 """Metric sinks: open those that `trainer.logger` names, contain their failures, and send them
 the run's numbers.
+
+A vendor's sink may raise or hang; neither may stop the run. `GuardedSink` turns failures into one
+warning. `BackgroundSink` moves a sink that talks to a server into its own thread.
 """
 
 from __future__ import annotations
@@ -21,91 +24,62 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from services.trainer.loop.reward_client import ValidationReport
+from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import ConfigError
 
-TABLE_COLUMNS = ("step", "input", "output", "score")
-_SEED = 42
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationSample:
-    """A validation prompt, the response to it and its score."""
-
-    input: str
-    output: str
-    score: float
-
-
-def choose_validation_samples(
-    generations: Iterable[ValidationSample], count: int
-) -> list[ValidationSample]:
-    """`count` of them, or all if there are fewer; the same prompts at every validation.
-
-    verl's choice: sorted by input, shuffled by a generator of a fixed seed, the first ones.
-    """
-    ordered = sorted(generations, key=lambda generation: generation.input)
-    order = np.arange(len(ordered))
-    np.random.RandomState(_SEED).shuffle(order)
-    return [ordered[index] for index in order[: max(count, 0)]]
-
-
-_REFUSED = re.compile(r"[^\w\-. /]", re.ASCII)
-_LONGEST = 250
-
-
-def mlflow_name(name: str) -> str:
-    """`name` with ``@`` as ``_at_`` and every other refused character as ``_``.
-
-    MLflow reads names as paths: empty, ``.`` and ``..`` parts go. At most 250 characters are kept.
-    """
-    mapped = _REFUSED.sub("_", name.replace("@", "_at_"))
-    parts = [part for part in mapped.split("/") if part not in {"", ".", ".."}]
-    return "/".join(parts)[:_LONGEST].rstrip("/") or "_"
-
-
 logger = logging.getLogger(__name__)
+
+JSONL = "jsonl"
+TABLE_COLUMNS = ("step", "input", "output", "score")
+
+_SEED = 42
+_MAX_QUEUED_WRITES = 256
+_OPEN_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 60.0
+_REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. /]", re.ASCII)
+_LONGEST_MLFLOW_NAME = 250
 
 
 class MetricSink(Protocol):
-    """Takes metrics and keeps or shows them."""
+    """A place that keeps or shows metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's numbers by metric name."""
+        """Write one step's numbers by metric name."""
         ...
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Validation samples of the version after `step`, for reading along."""
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Write validation responses of the version after `step`, for readers."""
         ...
 
     def close(self) -> None:
-        """Everything written is on disk afterwards."""
+        """Put everything on disk, or send it."""
         ...
 
 
 class GuardedSink:
-    """Passes on to `sink`; the first failure is a warning, later ones are counted.
+    """A sink whose failures are counted: the first one is a warning.
 
     Args:
-        name: the logger's, for the warning.
+        name: the sink's name in ``trainer.logger``, for warnings.
         sink: may raise anything.
     """
 
     def __init__(self, name: str, sink: MetricSink) -> None:
-        self._name, self._sink = name, sink
+        self._name = name
+        self._sink = sink
         self.num_dropped = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Passes a step on."""
+        """Write a step."""
         self._attempt(lambda: self._sink.write(step, metrics))
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Passes samples on."""
-        self._attempt(lambda: self._sink.write_generations(step, generations))
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Write validation responses."""
+        self._attempt(lambda: self._sink.write_generations(step, examples))
 
     def close(self) -> None:
-        """Closes, and says how much was lost."""
+        """Close the sink and log the number of failed writes."""
         self._attempt(self._sink.close)
         if self.num_dropped:
             logger.warning("logger %s: %d writes failed", self._name, self.num_dropped)
@@ -113,59 +87,61 @@ class GuardedSink:
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - the boundary to vendors: a curve is no run
+        except Exception as error:  # noqa: BLE001 - vendors raise anything; a lost curve ends no run
             self.num_dropped += 1
             if self.num_dropped == 1:
                 logger.warning(
-                    "logger %s failed and the run goes on without what it drops: %s: %s",
+                    "logger %s failed; the run continues without what it drops: %s: %s",
                     self._name,
                     type(error).__name__,
                     error,
                 )
 
 
-_WAITING_WRITES = 256
-
-
 class BackgroundSink:
-    """Passes on in order; what finds the queue full is dropped and counted.
+    """A sink in its own thread. Writes keep their order; a full queue drops and counts them.
 
     Args:
-        name: the logger's, for warnings.
-        open_sink: called once, in the thread; may raise. The sink never raises.
-        close_timeout_s: how long `close` waits for what is queued.
+        name: the sink's name in ``trainer.logger``, for warnings.
+        open_sink: called once, in the thread; may raise. The sink that it returns never raises.
+        close_timeout_s: how long `close` waits for queued writes.
 
     Attributes:
-        opening: done when the sink is open, with the error of `open_sink` if it failed. Until then
-            writes are queued, after a failure they are dropped.
+        opening: done when the sink is open, or holds the error of `open_sink`. Writes are queued
+            until then, and dropped after an error.
     """
 
     def __init__(
-        self, name: str, open_sink: Callable[[], GuardedSink], close_timeout_s: float = 60.0
+        self,
+        name: str,
+        open_sink: Callable[[], GuardedSink],
+        close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
-        self._name, self._open_sink, self._close_timeout_s = name, open_sink, close_timeout_s
+        self._name = name
+        self._open_sink = open_sink
+        self._close_timeout_s = close_timeout_s
         self.opening: Future[None] = Future()
         self.opening.set_running_or_notify_cancel()
         self._queue: queue.Queue[Callable[[GuardedSink], None] | None] = queue.Queue(
-            _WAITING_WRITES
+            _MAX_QUEUED_WRITES
         )
         self.num_dropped = 0
-        # A daemon: a server that never answers must not keep the process.
+        # A daemon: a server that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues a step."""
+        """Queue a step."""
         numbers = dict(metrics)
         self._put(lambda sink: sink.write(step, numbers))
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Queues samples."""
-        samples = tuple(generations)
-        self._put(lambda sink: sink.write_generations(step, samples))
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Queue validation responses."""
+        kept = tuple(examples)
+        self._put(lambda sink: sink.write_generations(step, kept))
 
     def close(self) -> None:
-        """Waits for what is queued, then closes; gives up after `close_timeout_s`."""
+        """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
         ends_s = time.monotonic() + self._close_timeout_s
         try:
             self._queue.put(None, timeout=self._close_timeout_s)
@@ -194,7 +170,7 @@ class BackgroundSink:
     def _work(self) -> None:
         try:
             sink = self._open_sink()
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for `opening`
+        except Exception as error:  # noqa: BLE001 - `open_sinks` raises it from `opening`
             self.opening.set_exception(error)
             return
         self.opening.set_result(None)
@@ -205,15 +181,15 @@ class BackgroundSink:
 
 @dataclass(frozen=True, slots=True)
 class SinkTarget:
-    """What a sink writes for.
+    """The run that a sink writes for.
 
     Args:
         run_dir: files go below it.
         project: ``trainer.project_name``, the vendor's project or experiment.
         experiment: ``trainer.experiment_name``, the vendor's run.
         settings: the run's configuration by dotted key, shown beside the curves.
-        replaces_after: steps above this one may be on record already and are recorded anew; None:
-            none are.
+        replaces_after: an earlier process may have recorded steps above this one, which are
+            recorded again now; None: there was no earlier process.
     """
 
     run_dir: Path
@@ -229,9 +205,9 @@ class _SinkType(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """`sink` is ``module:class`` beside this file; `package` and `extra` are what it needs.
+    """One kind of sink: its ``module:class`` in this package, and the package and extra it needs.
 
-    `is_remote` sinks may talk to a server, so they live in a thread.
+    Sinks that are `is_remote` may talk to a server.
     """
 
     sink: str
@@ -240,8 +216,6 @@ class _Kind:
     is_remote: bool = False
 
 
-_OPEN_TIMEOUT_S = 60.0
-JSONL = "jsonl"
 _KINDS: Mapping[str, _Kind] = {
     "console": _Kind("local_sinks:ConsoleSink"),
     JSONL: _Kind("local_sinks:JsonlSink"),
@@ -254,18 +228,11 @@ _KINDS: Mapping[str, _Kind] = {
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuse loggers that are unknown or whose package is missing; nothing is imported.
+    """Refuse sinks that are unknown or whose package is missing; import nothing.
 
     Raises:
-        ConfigError: naming all of them and what to install.
+        ConfigError: names all of them and what to install.
     """
-    problems = sink_problems(names)
-    if problems:
-        raise ConfigError("; ".join(problems))
-
-
-def sink_problems(names: Sequence[str]) -> list[str]:
-    """A sentence for every logger that cannot be opened here."""
     problems = []
     for name in dict.fromkeys(names):
         kind = _KINDS.get(name)
@@ -273,38 +240,44 @@ def sink_problems(names: Sequence[str]) -> list[str]:
             problems.append(f"trainer.logger: {name!r} is unknown; choose from {', '.join(_KINDS)}")
         elif kind.package is not None and not _is_installed(kind.package):
             problems.append(_remedy(name, kind))
-    return problems
+    if problems:
+        raise ConfigError("; ".join(problems))
 
 
 async def open_sinks(
     names: Sequence[str],
-    target: SinkTarget | Path,
+    target: SinkTarget,
     *,
     open_timeout_s: float = _OPEN_TIMEOUT_S,
-    close_timeout_s: float = 60.0,
+    close_timeout_s: float = _CLOSE_TIMEOUT_S,
 ) -> tuple[MetricSink, ...]:
-    """The sinks that `trainer.logger` names, once each. A sink that fails later only warns.
+    """Open the sinks that `trainer.logger` names, once each. Later failures are only warnings.
 
     Args:
         names: by ``trainer.logger``.
-        target: of the run; a path alone is its folder.
-        open_timeout_s: seconds a server has to answer each of them; they are opened at once.
-        close_timeout_s: seconds each of them has to send what is queued when it is closed.
+        target: the run.
+        open_timeout_s: seconds each server has to answer; all sinks are opened at once.
+        close_timeout_s: seconds a closing sink has to send its queued writes.
 
     Raises:
-        ConfigError: a name is unknown, the package is not installed or does not import, or it
+        ConfigError: a name is unknown, or its package is not installed, cannot be imported or
             refuses to start.
         DeadlineError: a server does not answer.
     """
     check_sinks(names)
-    place = SinkTarget(target) if isinstance(target, Path) else target
     sinks = {
-        name: _start(name, _KINDS[name], place, close_timeout_s) for name in dict.fromkeys(names)
+        name: _start(name, _KINDS[name], target, close_timeout_s) for name in dict.fromkeys(names)
     }
     remote = {name: sink for name, sink in sinks.items() if isinstance(sink, BackgroundSink)}
     try:
         for name, sink in remote.items():
-            await _opened(name, sink, open_timeout_s)
+            async with deadline(
+                open_timeout_s,
+                peer=f"logger {name}",
+                phase="opening it",
+                remedy=f"look after its server and its key, or remove {name} from trainer.logger",
+            ):
+                await asyncio.wrap_future(sink.opening)
     except BaseException:
         for name in sinks.keys() - remote.keys():
             sinks[name].close()
@@ -316,16 +289,6 @@ def _start(name: str, kind: _Kind, target: SinkTarget, close_timeout_s: float) -
     if not kind.is_remote:
         return _open(name, kind, target)
     return BackgroundSink(name, lambda: _open(name, kind, target), close_timeout_s)
-
-
-async def _opened(name: str, sink: BackgroundSink, seconds: float) -> None:
-    async with deadline(
-        seconds,
-        peer=f"logger {name}",
-        phase="opening it",
-        remedy=f"look after its server and its key, or remove {name} from trainer.logger",
-    ):
-        await asyncio.wrap_future(sink.opening)
 
 
 def _open(name: str, kind: _Kind, target: SinkTarget) -> GuardedSink:
@@ -352,7 +315,7 @@ def _is_installed(package: str) -> bool:
         spec = find_spec(package)
     except (ImportError, ValueError):
         return False
-    # A folder of that name (wandb leaves one behind) is found as a namespace without a file.
+    # wandb leaves a folder of its name behind, which is found as a namespace without a file.
     return spec is not None and spec.origin is not None
 
 
@@ -364,28 +327,29 @@ def _remedy(name: str, kind: _Kind) -> str:
 
 
 class Reporter:
-    """The run's record on disk. A file that cannot be written is a warning, not the run's end.
+    """The run's numbers, in all sinks and on disk. A file that cannot be written is a warning.
 
     Args:
-        sinks: take every metric.
+        sinks: get every metric.
         run_dir: gets `validation/<step>.jsonl` and `accounts.json`.
-        shown_generations: validation samples that sinks show (``trainer.log_val_generations``).
+        shown_generations: validation responses that sinks show (``trainer.log_val_generations``).
     """
 
     def __init__(
         self, sinks: Sequence[MetricSink], run_dir: Path, shown_generations: int = 0
     ) -> None:
-        self._sinks, self._run_dir = tuple(sinks), run_dir
+        self._sinks = tuple(sinks)
+        self._run_dir = run_dir
         self._shown_generations = shown_generations
         self._has_warned = False
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a finished step."""
+        """Record a finished step."""
         for sink in self._sinks:
             sink.write(step, metrics)
 
     def evaluation(self, step: int, evaluation: ValidationReport, seconds: float) -> None:
-        """Records validation numbers of the version after `step`, and its examples."""
+        """Record validation numbers of the version after `step`, and its examples."""
         metrics = {**evaluation.metrics, "timing_s/testing": seconds, "val/failed": 0.0}
         metrics["val/generated_tokens"] = float(evaluation.generated_tokens)
         self.step(step, metrics)
@@ -394,35 +358,54 @@ class Reporter:
             for e in evaluation.examples
         ]
         lines = "".join(json.dumps({**row, "step": step}) + "\n" for row in rows)
-        self._keep(self._run_dir / "validation" / f"{step}.jsonl", lines)
-        self._show(step, evaluation)
-
-    def _show(self, step: int, evaluation: ValidationReport) -> None:
-        samples = [ValidationSample(e.prompt, e.response, e.score) for e in evaluation.examples]
-        shown = choose_validation_samples(samples, self._shown_generations)
+        self._write_file(self._run_dir / "validation" / f"{step}.jsonl", lines)
+        shown = choose_examples(evaluation.examples, self._shown_generations)
         for sink in self._sinks if shown else ():
             sink.write_generations(step, shown)
 
     def evaluation_failed(self, step: int, seconds: float) -> None:
-        """Records that the version after `step` could not be validated."""
+        """Record that the version after `step` could not be validated."""
         self.step(step, {"val/failed": 1.0, "timing_s/testing": seconds})
 
     def accounts(self, accounts: Mapping[str, float]) -> None:
-        """Records how the run's prompts and tokens ended."""
+        """Record how the run's prompts and tokens ended."""
         text = json.dumps(dict(accounts), indent=2, sort_keys=True)
-        self._keep(self._run_dir / "accounts.json", text + "\n")
+        self._write_file(self._run_dir / "accounts.json", text + "\n")
 
     async def close(self) -> None:
-        """Closes all sinks at once and beside the event loop; each gives up by its own limit."""
+        """Close all sinks concurrently, outside the event loop; each has its own time limit."""
         async with asyncio.TaskGroup() as tasks:
             for sink in self._sinks:
                 tasks.create_task(asyncio.to_thread(sink.close), name="closing a logger")
 
-    def _keep(self, file: Path, text: str) -> None:
+    def _write_file(self, file: Path, text: str) -> None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         except OSError as error:
             if not self._has_warned:
-                logger.warning("%s is not written and the run goes on: %s", file, error)
+                logger.warning("%s is not written; the run continues: %s", file, error)
             self._has_warned = True
+
+
+def choose_examples(examples: Iterable[Example], count: int) -> list[Example]:
+    """Choose up to `count` examples, of the same prompts at every validation.
+
+    verl's choice: sort by input, shuffle with a fixed seed, take the first
+    (`verl/trainer/ppo/ray_trainer.py`, `_maybe_log_val_generations`).
+    """
+    ordered = sorted(examples, key=lambda example: example.prompt)
+    order = np.arange(len(ordered))
+    np.random.RandomState(_SEED).shuffle(order)
+    return [ordered[index] for index in order[: max(count, 0)]]
+
+
+def mlflow_name(name: str) -> str:
+    """Map a metric's name to one that MLflow accepts: ``@`` to ``_at_``, the rest to ``_``.
+
+    MLflow reads names as paths, so empty, ``.`` and ``..`` parts are dropped. At most 250
+    characters are kept.
+    """
+    mapped = _REFUSED_BY_MLFLOW.sub("_", name.replace("@", "_at_"))
+    parts = [part for part in mapped.split("/") if part not in {"", ".", ".."}]
+    return "/".join(parts)[:_LONGEST_MLFLOW_NAME].rstrip("/") or "_"

@@ -1,4 +1,4 @@
-"""One step's numbers by verl's names, and the balance of its tokens over ranks."""
+"""Metrics of one step by verl's names, and the balance of its tokens over ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,34 @@ from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.config.run import RunConfig
 from sluice.types import TrainBatch
 
+_WAIT_GROUPS = "timing_s/wait_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One validation response for readers."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Validation numbers of one version."""
+
+    metrics: Mapping[str, float]
+    examples: tuple[Example, ...]
+    generated_tokens: int
+
 
 @dataclass(frozen=True, slots=True)
 class RankCut:
-    """How batches are cut: what `learner.mini_batch.split_batch` is given.
+    """The way a train batch is cut, as in `learner.batch.mini_batch.split_batch`.
 
-    `shuffle_seed` is None where groups keep their order; with `whole_groups` a prompt's rows are
-    never split between ranks.
+    With `shuffle_seed` None, groups keep their order; with `whole_groups`, all rows of a prompt go
+    to one rank.
     """
 
     mini_batch_groups: int
@@ -34,7 +55,7 @@ class RankCut:
 
 
 def rank_cut(config: RunConfig, num_ranks: int) -> RankCut:
-    """The cut that the configuration asks for."""
+    """Return the configured cut."""
     actor = config.actor_rollout_ref.actor
     seed = actor.data_loader_seed if actor.shuffle else None
     whole_groups = actor.policy_loss.loss_mode in GROUP_LOSSES
@@ -42,7 +63,7 @@ def rank_cut(config: RunConfig, num_ranks: int) -> RankCut:
 
 
 def row_tokens(batch: TrainBatch) -> IntRows:
-    """Prompt and response tokens of each row, int64 [rows], in the order of the batch."""
+    """Return prompt plus response tokens of each row, int64 [rows], in batch order."""
     return np.array(
         [
             group.prompt_token_ids.size + rollout.num_tokens
@@ -54,7 +75,10 @@ def row_tokens(batch: TrainBatch) -> IntRows:
 
 
 def rank_rows(batch: TrainBatch, step: int, cut: RankCut) -> list[list[int]]:
-    """Rows that each rank trains in `step`, over all mini-batches of one pass."""
+    """Return the rows that each rank trains in `step`, over all mini-batches of one pass.
+
+    This repeats the learner's cut on rank 0 without tensors; both use the same planning functions.
+    """
     ends = np.cumsum([len(group.rollouts) for group in batch.groups])
     rows_of = [range(end - len(g.rollouts), end) for g, end in zip(batch.groups, ends, strict=True)]
     order = np.arange(len(batch.groups))
@@ -76,16 +100,13 @@ def rank_rows(batch: TrainBatch, step: int, cut: RankCut) -> list[list[int]]:
 
 
 def balance_metrics(batch: TrainBatch, step: int, cut: RankCut) -> dict[str, float]:
-    """``global_seqlen/*`` of one step."""
+    """Return ``global_seqlen/*`` of one step."""
     return sequence_balance_metrics(row_tokens(batch), rank_rows(batch, step, cut))
-
-
-_WAIT_GROUPS = "timing_s/wait_groups"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step's parts, in the order they happen."""
+    """Seconds of one step's parts, in order."""
 
     wait_batch_s: float
     train_s: float
@@ -96,7 +117,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class FleetInterval:
-    """What the fleet did during a step."""
+    """The fleet's work during a step."""
 
     generated_tokens: int
     busy_s: float
@@ -105,7 +126,7 @@ class FleetInterval:
 
 @dataclass(frozen=True, slots=True)
 class RunScale:
-    """Trainer ranks, and rows of the training set (0: only clients submit prompts)."""
+    """Number of trainer ranks, and rows of the training set (0: only clients submit prompts)."""
 
     ranks: int
     dataset_rows: int
@@ -121,10 +142,10 @@ def step_metrics(
     scale: RunScale,
     stall_s: float,
 ) -> dict[str, float]:
-    """Everything that is logged for one step; `docs/metrics.md` defines each name.
+    """Return all metrics of one step; `docs/metrics.md` defines each name.
 
-    `timing_s/gen` is the wait for the batch: generation goes on beside training, and what the
-    trainer waits for it is all that it costs a step.
+    `timing_s/gen` is the wait for the batch: generation runs concurrently with training, so this
+    wait is all that it costs a step.
     """
     step_s = max(times.step_s, 1e-9)
     replica_s = max(times.step_s * max(fleet.replicas, 1), 1e-9)
@@ -146,12 +167,16 @@ def step_metrics(
 
 
 def account_metrics(accounts: Mapping[str, float]) -> dict[str, float]:
-    """The run's books by the names of `accounts.json`, as metrics of a step."""
+    """Return the accounts, by their names in `accounts.json`, as metrics of a step."""
     return {f"accounts/{name}": value for name, value in accounts.items()}
 
 
 def _wait_groups(batch: TrainBatch, wait_batch_s: float) -> dict[str, float]:
-    """The reward service counts on when a trainer dies while it waits; its heir waits less."""
+    """Return the batch's wait for groups, at most this trainer's own wait.
+
+    The reward service keeps counting when a trainer dies while it waits; the next trainer waits
+    less than that.
+    """
     found = batch.statistics.get(_WAIT_GROUPS)
     return {} if found is None else {_WAIT_GROUPS: min(found, wait_batch_s)}
 
@@ -173,7 +198,7 @@ def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:
 
 
 def _epoch(batch: TrainBatch, dataset_rows: int) -> dict[str, float]:
-    """The pass, from 0, that the last draw belongs to before which every draw has ended."""
+    """Return the epoch, from 0, of the last row before which every row has ended."""
     if not dataset_rows:
         return {}
     return {"training/epoch": float(max(batch.progress.low_water - 1, 0) // dataset_rows)}

@@ -1,4 +1,4 @@
-"""Metrics to SwanLab, or to its offline files."""
+"""Sink for SwanLab, or for its offline files."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING
 
 import swanlab
 
-from services.trainer.metrics.sinks import ValidationSample
-
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
+    from services.trainer.metrics.step_metrics import Example
 
 _REFUSED_IN_PROJECTS = re.compile(r"[^0-9a-zA-Z_\-+.]+")
-_LONGEST_PROJECT, _LONGEST_EXPERIMENT, _LONGEST_KEY = 100, 250, 255
+_LONGEST_PROJECT = 100
+_LONGEST_EXPERIMENT = 250
+_LONGEST_KEY = 255
 
 
 class SwanlabSink:
-    """One experiment in the project, by ``SWANLAB_MODE``.
+    """One experiment in the project, in the mode of ``SWANLAB_MODE``.
 
-    Without that variable and without a key it writes offline to ``<run dir>/swanlog`` (or
-    ``SWANLAB_LOG_DIR``), for ``swanlab sync``; it never asks for a login.
+    Without that variable and without a key, SwanLab writes offline to ``<run dir>/swanlog`` (or
+    ``SWANLAB_LOG_DIR``), for ``swanlab sync``. It never asks for a login.
     """
 
     def __init__(self, target: SinkTarget) -> None:
@@ -39,28 +40,28 @@ class SwanlabSink:
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the step."""
+        """Log the step."""
         self._run.log({_key(name): value for name, value in metrics.items()}, step=step)
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Logs a list of texts ``val/generations``, captioned with the score."""
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Log the texts as ``val/generations``, each with its score as caption."""
         texts = [
-            swanlab.Text(f"input: {one.input}\n\noutput: {one.output}", caption=f"{one.score:g}")
-            for one in generations
+            swanlab.Text(f"input: {one.prompt}\n\noutput: {one.response}", caption=f"{one.score:g}")
+            for one in examples
         ]
         self._run.log({"val/generations": texts}, step=step)
 
     def close(self) -> None:
-        """Sends or writes what is left."""
+        """Send or write the rest."""
         self._run.finish()
 
 
 def _key(name: str) -> str:
-    """SwanLab takes no leading dot or slash and 255 characters."""
+    """Return a name that SwanLab accepts: no leading dot or slash, at most 255 characters."""
     return name.lstrip("./")[:_LONGEST_KEY]
 
 
 def _has_key() -> bool:
-    """Whether SwanLab would find a key without asking."""
+    """Return whether SwanLab finds a key without asking."""
     login = Path(os.environ.get("SWANLAB_SAVE_DIR", "~/.swanlab")).expanduser() / ".netrc"
     return bool(os.environ.get("SWANLAB_API_KEY")) or login.is_file()

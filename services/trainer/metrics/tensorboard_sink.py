@@ -1,4 +1,4 @@
-"""Metrics as event files for TensorBoard."""
+"""Sink for TensorBoard: event files."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 
-from services.trainer.metrics.sinks import TABLE_COLUMNS, ValidationSample
+from services.trainer.metrics.sinks import TABLE_COLUMNS
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
+    from services.trainer.metrics.step_metrics import Example
 
 FOLDER_VARIABLE = "TENSORBOARD_DIR"
 
 
 class TensorBoardSink:
-    """Writes to ``<run dir>/tensorboard``, or to ``TENSORBOARD_DIR`` as under verl.
+    """Event files in ``<run dir>/tensorboard`` or, as under verl, in ``TENSORBOARD_DIR``.
 
-    Of steps that are recorded anew TensorBoard shows only the later record.
+    If a step is recorded twice, TensorBoard shows only the later record.
     """
 
     def __init__(self, target: SinkTarget) -> None:
@@ -29,24 +30,24 @@ class TensorBoardSink:
         self._writer = SummaryWriter(log_dir=str(Path(folder)), purge_step=first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one scalar per metric."""
+        """Add one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Adds them as one Markdown table."""
-        rows = [(str(step), _cell(g.input), _cell(g.output), f"{g.score:g}") for g in generations]
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Add the responses as one Markdown table."""
+        rows = [(str(step), _cell(g.prompt), _cell(g.response), f"{g.score:g}") for g in examples]
         lines = [TABLE_COLUMNS, ("---",) * len(TABLE_COLUMNS), *rows]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         self._writer.add_text("val/generations", table, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close."""
         self._writer.close()
 
 
 def _cell(text: str) -> str:
-    """Keeps `text` within a cell of a Markdown table."""
+    """Escape `text` for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\r", "").replace("\n", "<br>")

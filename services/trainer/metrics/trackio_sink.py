@@ -1,4 +1,4 @@
-"""Metrics to Trackio: a local database that ``trackio show`` draws."""
+"""Sink for Trackio: a local database that ``trackio show`` plots."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from services.trainer.metrics.sinks import TABLE_COLUMNS, ValidationSample
+from services.trainer.metrics.sinks import TABLE_COLUMNS
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
+    from services.trainer.metrics.step_metrics import Example
 
 FOLDER_VARIABLE = "TRACKIO_DIR"
 _REFUSED_IN_PROJECTS = re.compile(r"[^\w\-]+", re.ASCII)  # the file is named after the project
@@ -22,7 +23,7 @@ class TrackioSink:
     """One run in the project, in ``TRACKIO_DIR`` or else ``<run dir>/trackio``."""
 
     def __init__(self, target: SinkTarget) -> None:
-        # Trackio reads the variable while it is imported.
+        # Trackio reads this variable at import, so it is imported only now.
         os.environ.setdefault(FOLDER_VARIABLE, str((target.run_dir / "trackio").absolute()))
         self._trackio = importlib.import_module("trackio")
         self._run = self._trackio.init(
@@ -33,15 +34,15 @@ class TrackioSink:
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the step; Trackio's own column names get an underscore."""
+        """Log the step; names that Trackio reserves get an underscore."""
         self._run.log({f"{n}_" if n in _RESERVED else n: v for n, v in metrics.items()}, step=step)
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Logs a table ``val/generations``."""
-        rows = [[step, one.input, one.output, one.score] for one in generations]
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Log a table ``val/generations``."""
+        rows = [[step, one.prompt, one.response, one.score] for one in examples]
         table = self._trackio.Table(columns=list(TABLE_COLUMNS), data=rows)
         self._run.log({"val/generations": table}, step=step)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the rest."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, or to its offline files."""
+"""Sink for Weights & Biases, or for its offline files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from urllib.parse import urlparse
 
 import wandb
 
-from services.trainer.metrics.sinks import TABLE_COLUMNS, ValidationSample
+from services.trainer.metrics.sinks import TABLE_COLUMNS
 
 if TYPE_CHECKING:
     from services.trainer.metrics.sinks import SinkTarget
+    from services.trainer.metrics.step_metrics import Example
 
 logger = logging.getLogger(__name__)
 
@@ -25,43 +26,46 @@ _HOST = "https://api.wandb.ai"
 
 
 class WandbSink:
-    """One run in the project. Never asks for a login: without ``WANDB_MODE`` and without a key it
-    writes offline below the run's folder, for ``wandb sync``.
+    """One run in the project.
+
+    It never asks for a login: without ``WANDB_MODE`` and without a key, wandb writes offline below
+    the run's folder, for ``wandb sync``.
     """
 
     def __init__(self, target: SinkTarget) -> None:
-        asks = not os.environ.get("WANDB_MODE") and not _has_key()
-        if asks:
+        would_ask = not os.environ.get("WANDB_MODE") and not _has_key()
+        if would_ask:
             logger.info(
-                "no key for wandb: it writes offline to %s; send it with wandb sync", target.run_dir
+                "no key for wandb: it writes offline to %s; send the run with wandb sync",
+                target.run_dir,
             )
         target.run_dir.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=_REFUSED_IN_PROJECTS.sub("-", target.project)[:_LONGEST_NAME],
             name=target.experiment[:_LONGEST_NAME],
             dir=str(target.run_dir),
-            mode="offline" if asks else None,  # None: as WANDB_MODE says, or online
+            mode="offline" if would_ask else None,  # None: WANDB_MODE, else online
             config=dict(target.settings),
             settings=wandb.Settings(console="off"),
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the step; several writes of one step become one row."""
+        """Log the step; several writes of one step become one row."""
         self._run.log(dict(metrics), step=step)
 
-    def write_generations(self, step: int, generations: Sequence[ValidationSample]) -> None:
-        """Logs a table ``val/generations``."""
-        rows = [[step, one.input, one.output, one.score] for one in generations]
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Log a table ``val/generations``."""
+        rows = [[step, one.prompt, one.response, one.score] for one in examples]
         table = wandb.Table(columns=list(TABLE_COLUMNS), data=rows)
         self._run.log({"val/generations": table}, step=step)
 
     def close(self) -> None:
-        """Sends or writes what is left."""
+        """Send or write the rest."""
         self._run.finish()
 
 
 def _has_key() -> bool:
-    """Whether wandb would find a key without asking."""
+    """Return whether wandb finds a key without asking."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", _HOST)).hostname

@@ -10,8 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from sluice.cli.running_run import ask_run
-from sluice.client.policy_client import PolicyClient, ValidationResult
-from sluice.client.run_monitor import RunMonitor
+from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
 from sluice.errors import NotReadyError
 
@@ -54,13 +53,11 @@ async def _evaluate(
     run: Path, n: int | None, temperature: float | None, wait_s: float
 ) -> tuple[int, ValidationResult]:
     location, _ = await ask_run(run)
-    credentials = location.credentials
-    monitor = RunMonitor(location.trainer, location.reward, credentials=credentials)
-    client = PolicyClient(location.reward, credentials=credentials)
-    async with monitor, client, monitor.held(wait_s) as held:
+    monitor = RunMonitor(location.trainer, location.reward, credentials=location.credentials)
+    async with monitor, monitor.held(wait_s) as held:
         if held.version is None:
             raise NotReadyError("no policy version was published yet; try again in a moment")
-        return held.step, await client.evaluate(held.version, n=n, temperature=temperature)
+        return held.step, await monitor.evaluate(held.version, n=n, temperature=temperature)
 
 
 async def until_signal(work: Coroutine[None, None, ResultT]) -> ResultT | None:

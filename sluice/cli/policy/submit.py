@@ -21,7 +21,7 @@ from sluice.cli.running_run import ask_run
 from sluice.cli.terminal import print_line, printable, progress_bars
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import Image
-from sluice.client.policy_client import NewPrompt, PromptEvent
+from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.data.image_sources import image_source
 from sluice.errors import DataError
 from sluice.types import ChatMessage

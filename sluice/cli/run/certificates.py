@@ -325,12 +325,12 @@ def _why_invalid(
     """Name the first file that is not a certificate, or is valid for `needed` at most."""
     if not _can_read_certificates():
         return None
-    from sluice.security.development_ca import end_of_validity
+    from sluice.security.certificates import ends_of_validity
 
     now = datetime.datetime.now(datetime.UTC)
     for name in names:
         try:
-            end = end_of_validity(files[name] or b"")
+            end = ends_of_validity(files[name] or b"")[0]
         except ValueError as error:
             return f"{folder / name} is not a certificate ({error})"
         if end - now <= needed:

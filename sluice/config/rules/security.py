@@ -14,13 +14,20 @@ from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
 from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
 from sluice.errors import ConfigError
-from sluice.security.certificates import CertificateError, TlsFiles, check_pair, check_served_name
+from sluice.security.certificates import (
+    DATES_PACKAGE,
+    DATES_REMEDY,
+    CertificateError,
+    TlsFiles,
+    can_read_dates,
+    check_pair,
+    check_served_name,
+)
 from sluice.security.token_file import Role, read_tokens
 
 SECURITY_KEY = "sluice.security"
 TOKEN_KEY = f"{SECURITY_KEY}.token_file"
 _TEXT_FIELDS = (*FILE_FIELDS, "server_name")
-_FILE_BY_SUBJECT = {"cert": "cert_file", "key": "key_file", "ca": "ca_file"}
 
 
 def run_security_problems(config: RunConfig) -> list[Problem]:
@@ -114,6 +121,10 @@ def _missing(security: SecurityConfig, *, for_server: bool) -> list[Problem]:
             found.append(
                 Problem(key, path, "cannot be read by this user", "give the user that right")
             )
+    if for_server and security.tls != "off" and not can_read_dates():
+        found.append(
+            Problem(f"{SECURITY_KEY}.tls", security.tls, f"needs {DATES_PACKAGE}", DATES_REMEDY)
+        )
     if security.tls == "off":
         found += [
             Problem(
@@ -146,8 +157,8 @@ def _certificate_problems(security: SecurityConfig, host: str | None) -> Iterato
             name = security.server_name or host
             check_served_name(files, name, mutual=security.tls == "mtls")
     except CertificateError as error:
-        field = _FILE_BY_SUBJECT[error.is_about]
-        yield Problem(f"{SECURITY_KEY}.{field}", getattr(security, field), str(error))
+        path = getattr(security, error.field)
+        yield Problem(f"{SECURITY_KEY}.{error.field}", path, str(error))
 
 
 def _token_problems(security: SecurityConfig, *, for_server: bool) -> Iterator[Problem]:

@@ -22,7 +22,8 @@ from sluice.config.loading.loader import load_config
 from sluice.config.rules.security import server_problems
 from sluice.errors import ConfigError
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.security.development_ca import DevelopmentCa, end_of_validity, was_issued_by
+from sluice.security.certificates import ends_of_validity
+from sluice.security.development_ca import DevelopmentCa, was_issued_by
 from tests.unit.cli.test_prepare_command import model_and_data, prepare
 
 FOR_CLIENTS = ("ca.pem", "client.pem", "client.key", "client.token")
@@ -118,7 +119,7 @@ def test_certificates_that_end_within_a_month_are_all_made_again(tmp_path: Path,
     after = contents(folder)
     assert set(after) == set(before)
     assert not [name for name in after if after[name] == before[name]]
-    ends = end_of_validity(after["service.pem"])
+    ends = ends_of_validity(after["service.pem"])[0]
     assert ends > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=300)
     assert "service.pem" in reported
     assert "client.token" in reported

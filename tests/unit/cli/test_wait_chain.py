@@ -92,7 +92,7 @@ def test_silence_lasts_since_the_last_heartbeat_where_nobody_waits_longer() -> N
 
 
 def test_a_service_that_refuses_the_caller_is_the_cause_and_not_silent() -> None:
-    reported = "trainer: refused while saying what it waits for: the bearer token is unknown"
+    reported = "trainer: refused while reporting what it waits for: the bearer token is unknown"
     found = explain(
         [
             trainer(failure=reported, is_refused=True),

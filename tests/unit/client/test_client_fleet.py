@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.api.common.v1 import common_pb2
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from sluice.client import RunAddress
+from sluice.client import AsyncClient, GenerateOptions, RetryPolicy, RunAddress
 from sluice.client.channels import ServiceChannels
 from sluice.client.fleet import ClientFleet, FleetLookup, FleetReplica, choose_replica
-from sluice.errors import NotReadyError
+from sluice.client.generation import ResumableGeneration
+from sluice.errors import DeadlineError, ExhaustedError, NotReadyError, PeerError
+from sluice.rpc.policy import CALL_POLICIES, CallPolicy
+from sluice.rpc.status import CLASS_KEY
 from tests.support.rpc_server import serving
+from tests.support.threaded_run import FleetTrainer
+from tests.support.token_replica import TokenReplica, token_replicas
 
 REPLICAS = st.lists(
     st.builds(FleetReplica, st.sampled_from("abcdef"), st.integers(1, 64), st.integers(0, 200)),
@@ -70,7 +78,7 @@ class Lookup:
         return self.replicas
 
 
-async def test_a_failed_replica_comes_last_for_a_while_and_the_fleet_is_asked_for_anew() -> None:
+async def test_a_failed_replica_comes_last_for_a_while_after_a_fresh_look_up() -> None:
     clock, lookup = Clock(), Lookup([FleetReplica("a", 8, 0), FleetReplica("b", 8, 5)])
     fleet = ClientFleet(lookup, clock)
     assert (await fleet.choose()).address == "a"
@@ -125,3 +133,119 @@ async def test_samples_that_wait_at_a_replica_for_a_slot_are_part_of_its_load() 
                 assert chosen.address == "b:1"
         finally:
             await channels.close()
+
+
+QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=20.0)
+
+
+class FrozenTrainer(FleetTrainer):
+    """Answers no status call but those after `num_lost`."""
+
+    def __init__(self, num_lost: int) -> None:
+        super().__init__()
+        self.num_lost = num_lost
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        self.num_lost -= 1
+        if self.num_lost >= 0:
+            await asyncio.Event().wait()
+        return await super().GetStatus(request, context)
+
+
+@pytest.fixture(autouse=True)
+def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CALL_POLICIES, "TrainerService/GetStatus", CallPolicy(deadline_s=0.2))
+
+
+async def test_a_trainer_that_is_late_with_the_fleet_is_asked_again_within_the_patience() -> None:
+    trainer = FrozenTrainer(num_lost=2)
+    async with token_replicas(TokenReplica()) as addresses, serving(trainer=trainer) as server:
+        trainer.address = addresses[0]
+        async with (
+            AsyncClient(RunAddress(trainer=server.address), policy=QUICK) as client,
+            asyncio.timeout(20),
+        ):
+            assert (await client.generate("text")).rollouts[0].num_tokens == 6
+    assert trainer.num_lost < 0
+
+
+async def test_a_trainer_that_stays_late_is_a_failed_peer() -> None:
+    async with (
+        serving(trainer=FrozenTrainer(num_lost=100)) as server,
+        AsyncClient(RunAddress(trainer=server.address)) as client,
+    ):
+        with pytest.raises(PeerError, match=r"trainer: .*own deadline of 0\.2 s passed"):
+            await client.replicas()
+
+
+class FullReplica(TokenReplica):
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        self.requests.append(request)
+        kind = ((CLASS_KEY, "ExhaustedError"),)
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        await context.abort(code, "the queue is full", trailing_metadata=kind)
+
+
+@dataclass
+class Client:
+    """Generates on replicas that come in their order, by a clock that stands still."""
+
+    addresses: Sequence[str]
+    policy: RetryPolicy = QUICK
+    looks: int = 0
+    channels: ServiceChannels = field(default_factory=lambda: ServiceChannels(RunAddress(), "test"))
+
+    def __post_init__(self) -> None:
+        fleet = ClientFleet(self._look_up, lambda: 0.0)
+        self._generation = ResumableGeneration(fleet, self.channels, self.policy)
+
+    async def _look_up(self) -> Sequence[FleetReplica]:
+        self.looks += 1
+        return [FleetReplica(each, 8, place) for place, each in enumerate(self.addresses)]
+
+    async def generate(self, deadline_s: float | None = None) -> None:
+        options = GenerateOptions(deadline_s=deadline_s)
+        async for _ in self._generation.run("text", options, every_token=False):
+            pass
+
+
+async def test_a_full_replica_is_passed_over_by_the_request_that_it_refused_and_by_no_other() -> (
+    None
+):
+    full, free = FullReplica(), TokenReplica()
+    async with token_replicas(full, free) as addresses:
+        client = Client(addresses)
+        for _ in range(2):
+            await client.generate()
+        await client.channels.close()
+    assert (len(full.requests), len(free.requests)) == (2, 2)
+    assert client.looks == 1  # what was heard of the fleet holds
+
+
+async def test_replicas_that_are_all_full_are_asked_in_turn() -> None:
+    replicas = [FullReplica() for _ in range(3)]
+    async with token_replicas(*replicas) as addresses:
+        client = Client(addresses, RetryPolicy(first_s=0.01, most_s=0.01, patience_s=0.3))
+        with pytest.raises(ExhaustedError):
+            await client.generate()
+        await client.channels.close()
+    tries = [len(replica.requests) for replica in replicas]
+    assert sum(tries) > 3
+    assert max(tries) - min(tries) <= 1
+
+
+async def test_a_passed_deadline_of_the_caller_does_not_mark_the_replica_as_failed() -> None:
+    slow, other = TokenReplica(hangs_after=2), TokenReplica()
+    async with token_replicas(slow, other) as addresses:
+        client = Client(addresses)
+        for _ in range(2):
+            with pytest.raises(DeadlineError):
+                await client.generate(deadline_s=0.5)
+        await client.channels.close()
+    assert (len(slow.requests), len(other.requests)) == (2, 0)
+    assert client.looks == 1
+
+
+def test_a_failed_replica_comes_after_a_full_one() -> None:
+    failed, full = FleetReplica("failed", 8, 0), FleetReplica("full", 8, 8)
+    assert choose_replica([failed, full], {}, {}, {"failed"}, ["full"]) == full

@@ -49,7 +49,7 @@ async def test_samples_come_whole_in_order_of_index_with_the_prompt_as_the_model
 
 @pytest.mark.parametrize("failure", ["breaks", "aborts"])
 @pytest.mark.parametrize("every_token", [True, False])
-async def test_a_broken_generation_goes_on_elsewhere_from_the_tokens_that_came(
+async def test_another_replica_continues_a_broken_generation_from_its_tokens(
     failure: str, every_token: bool
 ) -> None:
     broken = TokenReplica(

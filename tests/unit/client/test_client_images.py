@@ -23,7 +23,7 @@ from sluice.client import (
     submission,
 )
 from sluice.client.generation_types import encoded_images
-from sluice.client.policy_client import prompt_to_proto
+from sluice.client.prompts import prompt_to_proto
 from sluice.client.submission import OpenPrompts
 from sluice.errors import DataError, InvalidRequestError
 from tests.support.image_files import png
@@ -89,7 +89,7 @@ async def sent_and_accepted(under_way: OpenPrompts) -> list[reward_pb2.SubmitPro
     return sent
 
 
-async def test_a_prompt_too_large_for_a_message_is_told_and_never_sent() -> None:
+async def test_a_prompt_too_large_for_a_message_is_an_error_and_never_sent() -> None:
     def check_size(name: str, message: Message) -> None:
         if message.ByteSize() > 1000:
             raise InvalidRequestError(f"{name}: too large")
@@ -124,7 +124,7 @@ async def test_files_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
     assert threading.main_thread() not in threads
 
 
-async def test_no_further_images_are_sent_than_there_is_room_for(
+async def test_the_images_of_open_prompts_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(submission, "_IMAGE_WINDOW_BYTES", 2 * len(png()))

@@ -1,4 +1,4 @@
-"""What counts as getting on: failures far apart end no call that went on in between."""
+"""What counts as progress: failures far apart end no call that made progress in between."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_call_that_was_taken_up_for_long_is_no_failure_in_a_row() -> Non
     retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
     await retries.wait_after(GONE)
     clock.now_s = 1.0
-    retries.answered()
+    retries.note_accepted()
     clock.now_s = 3600.0
     await retries.wait_after(GONE)
 
@@ -55,15 +55,15 @@ async def test_a_call_that_breaks_as_soon_as_it_is_taken_up_is_one() -> None:
     clock = Clock()
     retries = Retries(RetryPolicy(first_s=0.0, patience_s=10.0), clock=clock)
     for clock.now_s in range(10):
-        retries.answered()
+        retries.note_accepted()
         await retries.wait_after(GONE)
     clock.now_s = 10.0
-    retries.answered()
+    retries.note_accepted()
     with pytest.raises(PeerError, match="gone"):
         await retries.wait_after(GONE)
 
 
-async def test_tokens_of_samples_that_are_told_of_whole_count_as_getting_on() -> None:
+async def test_tokens_of_samples_that_come_whole_count_as_progress() -> None:
     # One token a call: the failures together last longer than the patience, none of them does.
     replica = TokenReplica(breaks_after=1, length=12)
     policy = RetryPolicy(first_s=0.1, most_s=0.1, patience_s=0.2)
@@ -166,7 +166,7 @@ async def test_a_replica_whose_engine_hangs_is_left_for_another_one(every_token:
     assert isinstance(finished, SampleFinished)
     assert finished.rollout.num_tokens == 6
     (rest,) = sound.requests
-    assert len(rest.partials) == 1  # what came before is not drawn again
+    assert len(rest.partials) == 1  # known tokens are not generated again
     starts = [event for event in events if isinstance(event, GenerationStarted)]
     assert "neither tokens nor a sign of life for 0.2 s" in starts[-1].moved_because
 

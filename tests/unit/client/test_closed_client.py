@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from sluice.client import AsyncClient, NewPrompt, PromptEvent, RetryPolicy, RunAddress, ScoreItem
-from sluice.errors import ConfigError
+from sluice.client import (
+    AsyncClient,
+    Client,
+    NewPrompt,
+    PromptEvent,
+    RetryPolicy,
+    RunAddress,
+    ScoreItem,
+)
+from sluice.errors import ConfigError, SluiceError
 from sluice.types import ChatMessage
 from tests.support.rpc_server import serving
+from tests.support.threaded_run import threaded_run
+from tests.support.token_replica import TokenReplica
 
 PROMPTS = [NewPrompt("a", (ChatMessage("user", "2 + 2?"),), "math_dapo", "4")]
 QUICK = RetryPolicy(first_s=0.01, most_s=0.02, patience_s=1.0)
@@ -28,7 +40,7 @@ class LastingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 class LastingReward(reward_pb2_grpc.RewardServiceServicer):
-    """Accepts prompts, none of which ends."""
+    """Accepts prompts and ends none."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -116,3 +128,38 @@ async def test_a_closed_client_says_so() -> None:
         await anext(client.steps())
     with pytest.raises(ConfigError, match="client: it is closed; open another one"):
         await client.score([ScoreItem("math_dapo", "4", "4")])
+
+
+PATIENT = RetryPolicy(first_s=600.0, most_s=600.0, patience_s=3600.0)
+
+
+@pytest.mark.parametrize("waits_for", ["tokens", "another try"])
+def test_a_closed_client_ends_the_calls_of_other_threads(waits_for: str) -> None:
+    replica = TokenReplica(hangs_after=0) if waits_for == "tokens" else TokenReplica(breaks_after=0)
+    ended: list[BaseException] = []
+    with threaded_run(replica) as address:
+        client = Client(address, policy=PATIENT)
+
+        def generate() -> None:
+            try:
+                client.generate("text")
+            except (CancelledError, SluiceError) as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=generate, daemon=True)
+        thread.start()
+        for _ in range(2000):
+            if replica.requests:
+                break
+            threading.Event().wait(0.01)
+        client.close()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(ended) == 1
+
+
+def test_a_closed_synchronous_client_says_so() -> None:
+    client = Client(RunAddress())
+    client.close()
+    with pytest.raises(SluiceError, match="client: it is closed"):
+        client.generate("text")

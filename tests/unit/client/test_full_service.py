@@ -1,4 +1,4 @@
-"""Prompts submitted to a service that has room for a few at a time."""
+"""Prompts submitted to a service with capacity for a few at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = RetryPolicy(first_s=0.01, most_s=0.05, patience_s=0.3)
 
 @dataclass
 class SmallReward(reward_pb2_grpc.RewardServiceServicer):
-    """Takes `room` prompts at a time; each ends `ends_after_s` later, or never.
+    """Takes `capacity` prompts at a time; each ends `ends_after_s` later, or never.
 
     Attributes:
         tells: whether its receipts say that a prompt may be sent again, as older ones do not.
@@ -106,7 +106,7 @@ def reported(events: list[PromptEvent]) -> Counter[tuple[str, str]]:
     return Counter((event.prompt_id, event.event) for event in events)
 
 
-async def test_prompts_beyond_the_room_wait_and_each_is_told_of_once() -> None:
+async def test_prompts_beyond_the_capacity_wait_and_each_is_reported_once() -> None:
     reward = SmallReward(capacity=5)
     events = await submitted(reward, 60)
     assert reported(events) == Counter(
@@ -142,7 +142,7 @@ async def test_without_outcomes_prompts_are_refused_with_the_reason_when_patienc
     assert sum(reward.sent.values()) < 60 + 40
 
 
-async def test_a_service_that_does_not_tell_refuses_for_good() -> None:
+async def test_a_refusal_without_retryable_is_final() -> None:
     reward = SmallReward(capacity=5, tells=False)
     events = await submitted(reward, 60)
     refused = [event for event in events if event.event == "refused"]
@@ -158,7 +158,7 @@ async def test_held_prompts_outlive_a_broken_call() -> None:
     )
 
 
-async def test_a_prompt_whose_id_is_too_long_to_be_echoed_is_told_of() -> None:
+async def test_a_prompt_whose_id_is_too_long_to_be_echoed_is_reported() -> None:
     class Refusing(SmallReward):
         async def SubmitPrompts(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
             async for request in request_iterator:

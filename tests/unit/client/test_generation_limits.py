@@ -99,10 +99,10 @@ async def test_what_is_no_text_is_refused_with_its_place_and_not_tried_again() -
     address = RunAddress(reward="127.0.0.1:1")
     odd, good = "\ud800", ScoreItem("math_dapo", "4", "4")
     async with AsyncClient(address, policy=RetryPolicy(patience_s=600.0)) as client:
-        with pytest.raises(InvalidRequestError, match=r"^items\[1\]: no text of Unicode"):
+        with pytest.raises(InvalidRequestError, match=r"^items\[1\]: not valid Unicode"):
             await client.score([good, ScoreItem("math_dapo", odd, "4")])
         prompt = NewPrompt("odd", (ChatMessage("user", odd),), "math_dapo", "4")
-        with pytest.raises(InvalidRequestError, match=r"^prompt odd: no text of Unicode"):
+        with pytest.raises(InvalidRequestError, match=r"^prompt odd: not valid Unicode"):
             async for _ in client.submit([prompt]):
                 pass
 

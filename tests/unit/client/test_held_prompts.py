@@ -1,4 +1,4 @@
-"""Prompts that there was no room for: when each is sent again, and when it is given up."""
+"""Prompts that a full service refused: when each is sent again, and when it is given up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POLICY = RetryPolicy(first_s=1.0, most_s=4.0, patience_s=60.0)
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """Time that passes on demand."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -21,7 +21,7 @@ class Clock:
 
 
 def refusal(prompt_id: str) -> PromptEvent:
-    return PromptEvent(prompt_id, "refused", None, (), f"no room for {prompt_id}", True)
+    return PromptEvent(prompt_id, "refused", None, (), f"no capacity for {prompt_id}", True)
 
 
 def holding(
@@ -67,7 +67,7 @@ def test_each_outcome_lets_one_follow() -> None:
     assert due(held) == "ab"
 
 
-def test_room_that_nobody_waited_for_is_not_kept_for_later() -> None:
+def test_capacity_without_a_held_prompt_is_not_kept_for_later() -> None:
     held, _ = holding("")
     held.ended()
     assert due(held) == ""
@@ -80,7 +80,7 @@ def test_room_that_nobody_waited_for_is_not_kept_for_later() -> None:
     assert due(held) == ""
 
 
-def test_room_found_after_a_pause_is_taken_at_once() -> None:
+def test_capacity_found_after_a_pause_is_used_at_once() -> None:
     held, clock = holding("abcdefg")
     clock.now_s += 1.0
     assert due(held) == "a"
@@ -116,21 +116,21 @@ def test_prompts_are_given_up_together_when_nothing_got_on_for_the_patience() ->
     clock.now_s += 50.0
     assert due(held) == "a"
     assert not held.hold(refusal("a"))
-    held.ended()  # patience starts anew
+    held.ended()  # patience starts again
     assert due(held) == "b"
     clock.now_s += 50.0
     assert not held.hold(refusal("b"))
     clock.now_s += 60.0
     assert due(held) == "a"
     assert [given_up.detail for given_up in held.hold(refusal("a"))] == [
-        "no room for b",
-        "no room for a",
+        "no capacity for b",
+        "no capacity for a",
     ]
     assert len(held) == 0
     assert list(held.hold(refusal("c"))) == [refusal("c")]  # those that follow wait no more
 
 
-def test_patience_starts_anew_when_all_are_sent_again_for_another_reason() -> None:
+def test_patience_starts_again_when_all_are_sent_again_for_another_reason() -> None:
     held, clock = holding("a", gives_up=True)
     clock.now_s += 59.0
     held.forget()
@@ -172,14 +172,14 @@ def test_a_wait_is_warned_of_at_first_and_then_ever_more_rarely(
 
 def test_a_warning_tells_how_many_wait_how_long_and_why(caplog: pytest.LogCaptureFixture) -> None:
     held, clock = holding("ab")
-    assert "room: 1; nothing got on for 0 s; the service says: no room for a" in caplog.text
+    assert "capacity: 1; no progress for 0 s; the service: no capacity for a" in caplog.text
     clock.now_s += 40.0
     held.hold(PromptEvent("c", "refused", None, (), "full\n\x1b[2J", True))
-    assert "room: 3; nothing got on for 40 s; the service says: full  [2J" in caplog.text
+    assert "capacity: 3; no progress for 40 s; the service: full  [2J" in caplog.text
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_what_is_given_up_is_told_as_an_event_and_not_warned_of(
+def test_a_prompt_given_up_is_an_event_and_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     RefusedPrompts(RetryPolicy(patience_s=0.0), gives_up=True).hold(refusal("a"))

@@ -14,8 +14,9 @@ from sluice.client import run_monitor
 from sluice.client.run_monitor import RunMonitor
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.policy import CALL_POLICIES, CallPolicy
+from tests.support.rpc_server import serving
 from tests.support.run_folder import ACCOUNTING
-from tests.support.scripted_trainer import PAUSED, ScriptedTrainer, monitored
+from tests.support.scripted_trainer import PAUSED, ScriptedReward, ScriptedTrainer, monitored
 
 
 async def test_a_snapshot_joins_what_trainer_and_reward_service_say() -> None:
@@ -54,7 +55,7 @@ class SlowTrainer(ScriptedTrainer):
             await asyncio.Event().wait()
 
 
-async def test_steps_go_on_after_the_last_when_a_call_reaches_its_own_deadline(
+async def test_steps_continue_after_the_last_when_a_call_reaches_its_own_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(CALL_POLICIES, "TrainerService/WatchSteps", CallPolicy(deadline_s=2.0))
@@ -122,10 +123,10 @@ async def test_two_who_hold_a_run_at_once_have_a_hold_each() -> None:
     assert trainer.phase != PAUSED
 
 
-async def test_a_step_that_does_not_end_is_a_deadline_and_the_run_goes_on() -> None:
+async def test_a_step_that_does_not_end_is_a_deadline_and_the_run_resumes() -> None:
     trainer = ScriptedTrainer(step=1, steps_to_hold=10**9)
     async with monitored(trainer) as monitor:
-        with pytest.raises(DeadlineError, match=r"trainer: .* waiting for the step under way"):
+        with pytest.raises(DeadlineError, match=r"trainer: .* waiting for the present step"):
             async with monitor.held(0.3):
                 pass
     assert trainer.controls == ["pause", "resume"]
@@ -136,3 +137,31 @@ async def test_a_run_that_is_ending_cannot_be_held() -> None:
         with pytest.raises(NotReadyError, match="the run is ending"):
             async with monitor.held(20):
                 pass
+
+
+async def test_a_validation_is_of_the_version_that_was_asked_for() -> None:
+    async with serving(reward=ScriptedReward()) as server, evaluator(server.address) as monitor:
+        result = await monitor.evaluate(7, n=None, temperature=None)
+    assert result.metrics == {"version": 7.0}
+
+
+async def test_a_validation_may_take_any_time_while_groups_are_validated() -> None:
+    reward = ScriptedReward(looks_to_evaluate=12)
+    async with serving(reward=reward) as server, evaluator(server.address) as monitor:
+        # A look every quarter: three times as long as it may stand still.
+        result = await monitor.evaluate(7, n=None, temperature=None, stall_s=1.0)
+    assert result.metrics == {"version": 7.0}
+
+
+async def test_a_validation_that_stands_still_is_ended_with_an_error_that_names_it() -> None:
+    reward = ScriptedReward(looks_to_evaluate=10**9, moves=False)
+    async with serving(reward=reward) as server, evaluator(server.address) as monitor:
+        with pytest.raises(DeadlineError, match=r"no answer within 0\.4 s while evaluating .* 7"):
+            await monitor.evaluate(7, n=None, temperature=None, stall_s=0.4)
+        async with asyncio.timeout(20):
+            while not reward.was_cancelled:
+                await asyncio.sleep(0.01)
+
+
+def evaluator(reward: str) -> RunMonitor:
+    return RunMonitor("127.0.0.1:1", reward)

@@ -31,10 +31,10 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
         takes_s: seconds that any other lasts.
         hangs: it answers nothing but that it takes calls.
         num_away: times that it is away when asked for its status.
-        room: calls at once; further ones are refused.
+        capacity: calls at once; further ones are refused.
         sizes: items of each call.
         num_cancelled: calls that were cancelled.
-        num_refused: calls that there was no room for.
+        num_refused: calls beyond the capacity.
         num_open, most_open: calls under way, now and at most.
     """
 
@@ -94,7 +94,7 @@ def scores(outcomes: list[Scored | Failed]) -> list[float]:
 
 @pytest.fixture
 def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that have 1.5 s unless they are told otherwise."""
+    """Calls with 1.5 s unless they set another deadline."""
     monkeypatch.setitem(CALL_POLICIES, "RewardService/Score", CallPolicy(deadline_s=1.5))
 
 
@@ -121,7 +121,7 @@ async def test_scores_come_in_order_from_several_calls_at_once() -> None:
     assert service.most_open == 4
 
 
-async def test_a_service_without_room_gets_fewer_calls_at_once_and_grades_all() -> None:
+async def test_a_full_service_gets_fewer_calls_at_once_and_grades_all() -> None:
     service = Scorers(capacity=1, takes_s=0.1)
     async with client_of(service) as client:
         assert scores(await client.score(items(320))) == list(range(320))

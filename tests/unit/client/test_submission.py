@@ -78,7 +78,7 @@ async def submitted(
         return [(event.prompt_id, event.event) async for event in events]
 
 
-async def test_a_broken_call_is_made_again_and_every_prompt_is_told_of_once() -> None:
+async def test_a_broken_call_is_repeated_and_every_prompt_is_reported_once() -> None:
     reward = MovingReward(breaks_after=[2, 1])
     events = await submitted(reward, [prompt(name) for name in "abcd"])
     assert sorted(events) == sorted(
@@ -124,7 +124,7 @@ async def test_the_input_stays_open_until_every_prompt_has_a_receipt_that_is_fin
         await asyncio.sleep(0.01)
         assert not following.done()
         assert not under_way.news(PromptEvent("a", "refused", None, (), "full", True))
-        under_way.news(PromptEvent("another call's", "trained", 1, (), ""))  # made room
+        under_way.news(PromptEvent("another call's", "trained", 1, (), ""))  # freed capacity
     sent_again = following.result()
     assert sent_again is not None
     assert sent_again.prompt_id == "a"
@@ -142,7 +142,7 @@ async def test_a_held_second_prompt_of_an_id_is_not_sent_once_the_first_has_ende
     assert (await anext(requests)).prompt_id == "b"
 
 
-async def test_a_call_that_grpc_cancels_by_itself_is_made_again(
+async def test_a_call_that_grpc_cancels_is_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []

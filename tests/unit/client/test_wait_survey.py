@@ -92,7 +92,7 @@ async def running(replicas: dict[str, str]) -> AsyncIterator[tuple[str, str]]:
         yield one, two
 
 
-async def test_every_service_tells_its_waits_and_a_silent_one_is_told_of(tmp_path: Path) -> None:
+async def test_every_service_reports_its_waits_and_a_silent_one_is_listed(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # takes connections, says nothing
         silent = f"127.0.0.1:{frozen.getsockname()[1]}"
         add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
@@ -148,4 +148,6 @@ async def test_a_service_that_refuses_our_token_is_not_called_silent(tmp_path: P
     refused, silent = services
     assert (refused.name, refused.is_refused, silent.is_refused) == (TRAINER, True, False)
     assert "no bearer token came" in refused.failure
-    assert explain(services).cause.startswith("trainer: refused while saying what it waits for: no")
+    assert explain(services).cause.startswith(
+        "trainer: refused while reporting what it waits for: no"
+    )

@@ -14,7 +14,10 @@ from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.codec import fields as arrays
-from sluice.codec import messages, reward, rollout
+from sluice.codec import messages, reward, rollout, weights
+from sluice.codec.fields import logprobs_to_bytes, token_ids_to_bytes
+from sluice.codec.rollout import new_tokens_from_proto
+from sluice.errors import InvalidRequestError
 from sluice.types import (
     ChatMessage,
     PromptEnd,
@@ -82,7 +85,7 @@ def test_a_replica_comes_back(value: ReplicaInfo, version: int) -> None:
 
 @given(transfer_groups())
 def test_a_transfer_group_comes_back(value: TransferGroupSpec) -> None:
-    assert messages.group_spec_from_proto(messages.group_spec_to_proto(value)) == value
+    assert weights.group_spec_from_proto(weights.group_spec_to_proto(value)) == value
 
 
 @given(st.lists(st.builds(ChatMessage, st.sampled_from(["system", "user"]), words), min_size=1))
@@ -101,6 +104,34 @@ def test_arrays_travel_as_little_endian_32_bit_values_and_are_read_only() -> Non
     assert data == bytes([1, 0, 0, 0, 2, 1, 0, 0])
     assert not arrays.token_ids_from_bytes(data, "x").flags.writeable
     assert arrays.logprobs_to_bytes(np.array([-0.5], np.float32)) == bytes([0, 0, 0, 0xBF])
+
+
+def message(num_tokens: int, num_logprobs: int) -> rollout_pb2.TokenDelta:
+    return rollout_pb2.TokenDelta(
+        sample_index=3,
+        token_ids_u32=token_ids_to_bytes(np.arange(num_tokens, dtype=np.uint32)),
+        behavior_logprobs_f32=logprobs_to_bytes(-np.arange(num_logprobs, dtype=np.float32)),
+        policy_version=7,
+    )
+
+
+def test_tokens_come_with_their_logprobs_sample_and_version() -> None:
+    tokens = new_tokens_from_proto(message(2, 2))
+    assert (tokens.sample_index, tokens.version) == (3, 7)
+    assert tokens.token_ids.tolist() == [0, 1]
+    assert tokens.behavior_logprobs.tolist() == [0, -1]
+
+
+@pytest.mark.parametrize("num_logprobs", [1, 3])
+def test_tokens_without_as_many_logprobs_are_refused(num_logprobs: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"sample 3: 2 token ids against {num_logprobs}"):
+        new_tokens_from_proto(message(2, num_logprobs))
+
+
+def test_half_a_token_is_refused() -> None:
+    broken = rollout_pb2.TokenDelta(token_ids_u32=b"\0\0\0")
+    with pytest.raises(InvalidRequestError, match=r"delta\.token_ids_u32"):
+        new_tokens_from_proto(broken)
 
 
 @pytest.mark.parametrize("message", [trainer_pb2.HeartbeatRequest, rollout_pb2.GetStatusResponse])

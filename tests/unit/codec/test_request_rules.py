@@ -1,9 +1,10 @@
-"""Every request with a value that cannot be is refused by the name of its field."""
+"""Wrong values, and the field that each refusal names: one table for all requests and messages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,24 +18,18 @@ from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.weights.v1 import weights_pb2 as weights
-from sluice.codec import (
-    reward as reward_rules,
-)
-from sluice.codec import (
-    rollout as rollout_rules,
-)
-from sluice.codec import (
-    trainer as trainer_rules,
-)
-from sluice.codec import (
-    weights as weights_rules,
-)
-from sluice.codec.fields import check_text, shortened
+from sluice.codec import reward as reward_rules
+from sluice.codec import rollout as rollout_rules
+from sluice.codec import trainer as trainer_rules
+from sluice.codec import weights as weights_rules
+from sluice.codec.fields import check_text, logprobs_from_bytes, shortened, token_ids_from_bytes
+from sluice.codec.messages import replica_from_proto
 from sluice.errors import ExhaustedError, InvalidRequestError
-from sluice.types import FinishReason, Rollout, TensorSpec, VersionSpan
+from sluice.types import FinishReason, Rollout, SamplingParams, TensorSpec, VersionSpan
 
 LAYOUT = (TensorSpec("w", "float32", (2, 3)), TensorSpec("b", "float32", ()))
 HUGE, NAN = 2**62, math.nan
+STOP = common.FINISH_REASON_STOP
 
 
 def replica(**changes: Any) -> common.Replica:
@@ -102,8 +97,26 @@ def check_prompt(request: reward.SubmitPromptsRequest) -> None:
     reward_rules.check_prompt(request, 4)
 
 
+def decode_sampling(message: common.SamplingParams) -> SamplingParams:
+    return rollout_rules.sampling_from_proto(message, default_seed=7, longest=99)
+
+
+def stopped(**changes: Any) -> common.Rollout:
+    return common.Rollout(**{"finish_reason": STOP, **changes})
+
+
+def two_tokens(start: int, end: int) -> common.Rollout:
+    span = common.VersionSpan(version=1, start=start, end=end)
+    arrays = {"token_ids_u32": bytes(8), "behavior_logprobs_f32": bytes(8)}
+    return stopped(sample_index=3, version_spans=[span], **arrays)
+
+
+def batch_of(*groups: reward.TrainGroup) -> reward.TrainBatch:
+    return reward.TrainBatch(groups=groups)
+
+
 TURN = common.ChatMessage(role="user", content="1")
-Check = Callable[[Any], None]
+Check = Callable[[Any], object]
 VALID: list[tuple[Check, Any]] = [
     (trainer_rules.check_register, register()),
     (trainer_rules.check_register, register(address="[fd00::1]:7001")),
@@ -125,6 +138,8 @@ VALID: list[tuple[Check, Any]] = [
     (weights_rules.check_stage, weights.StageUpdateRequest(epoch=1)),
     (weights_rules.check_commit, weights.CommitUpdateRequest(epoch=1, digest="ab")),
     (weights_rules.check_abort, weights.AbortUpdateRequest(reason="a\nb")),
+    *((decode_sampling, common.SamplingParams(temperature=t)) for t in (0.0, 100.0)),
+    *((decode_sampling, common.SamplingParams(top_p=1.0, top_k=k)) for k in (-1, 1)),
 ]
 REFUSED: list[tuple[Check, Any, str]] = [
     *(
@@ -226,6 +241,54 @@ REFUSED: list[tuple[Check, Any, str]] = [
     (weights_rules.check_stage, weights.StageUpdateRequest(epoch=-1), "epoch"),
     (weights_rules.check_commit, weights.CommitUpdateRequest(epoch=1), "digest"),
     (weights_rules.check_abort, weights.AbortUpdateRequest(reason="x" * 4001), "reason"),
+    # messages that cannot be decoded
+    (rollout_rules.rollout_from_proto, common.Rollout(), "rollout.finish_reason: 0 is unknown"),
+    (rollout_rules.rollout_from_proto, stopped(finish_reason=77), "rollout.finish_reason: 77"),
+    (rollout_rules.rollout_from_proto, stopped(token_ids_u32=b"123"), "rollout.token_ids_u32"),
+    (
+        rollout_rules.rollout_from_proto,
+        stopped(behavior_logprobs_f32=b"12345"),
+        "rollout.behavior_logprobs_f32",
+    ),
+    (rollout_rules.rollout_from_proto, stopped(token_ids_u32=bytes(4)), "behavior logprobs"),
+    (
+        rollout_rules.rollout_from_proto,
+        two_tokens(0, 1),
+        "rollout 3: version spans cover 1 of 2 tokens",
+    ),
+    (rollout_rules.rollout_from_proto, two_tokens(1, 2), "version spans leave gaps"),
+    *(
+        (decode_sampling, common.SamplingParams(**{field: value}), f"sampling.{field}: {value}")
+        for field, values in (
+            ("temperature", (-0.5, 100.5, NAN)),
+            ("top_p", (0.0, 1.5, NAN)),
+            ("top_k", (0, -2)),
+        )
+        for value in values
+    ),
+    (
+        reward_rules.train_batch_from_proto,
+        batch_of(reward.TrainGroup(prompt_id="p7", rollouts=[stopped()])),
+        "group p7: 0 scores for 1 rollouts",
+    ),
+    *(
+        (replica_from_proto, replica(**{field: value}), f"replica.{field}: missing")
+        for field, value in (("name", ""), ("instance_id", ""), ("address", ""), ("slots", 0))
+    ),
+    *(
+        (
+            weights_rules.group_spec_from_proto,
+            weights.JoinGroupRequest(rank=rank, world_size=world_size),
+            f"rank {rank} of {world_size}",
+        )
+        for rank, world_size in ((0, 2), (2, 2), (5, 2), (0, 0))
+    ),
+    (rollout_rules.chat_messages_from_proto, [], "messages: empty"),
+    (
+        rollout_rules.chat_messages_from_proto,
+        [TURN, common.ChatMessage()],
+        "messages[1].role: empty",
+    ),
 ]
 
 
@@ -303,3 +366,25 @@ def test_the_length_of_a_text_counts_in_bytes(value: str) -> None:
     if size:
         with pytest.raises(InvalidRequestError, match="field"):
             check_text("field", value, size - 1)
+
+
+@pytest.mark.parametrize("decode", [token_ids_from_bytes, logprobs_from_bytes])
+@given(st.binary(max_size=40).filter(lambda data: len(data) % 4))
+def test_a_torn_array_is_refused_by_name(decode: Callable[[bytes, str], Any], data: bytes) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=rf"batch\.x: {len(data)} bytes are not a multiple of 4"
+    ):
+        decode(data, "batch.x")
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_batch_are_refused_and_nothing_else_happens(data: bytes) -> None:
+    with suppress(InvalidRequestError):
+        reward_rules.train_batch_from_bytes(data)
+
+
+def test_absent_parameters_take_the_protocols_defaults() -> None:
+    value = decode_sampling(common.SamplingParams())
+    assert (value.temperature, value.top_p, value.top_k) == (1.0, 1.0, -1)
+    assert (value.seed, value.max_tokens) == (7, 99)
+    assert decode_sampling(common.SamplingParams(seed=0)).seed == 0

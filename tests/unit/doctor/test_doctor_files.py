@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,9 +25,8 @@ from sluice.doctor.files import (
     read_shard,
     row_findings,
 )
-from sluice.security.certificates import validities
 from sluice.security.development_ca import DevelopmentCa
-from tests.support.certified import authority, service_key, write_pair, write_security
+from tests.support.certified import authority, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, severities, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
@@ -167,27 +165,6 @@ def test_rules_of_the_configuration_are_told_but_not_those_of_other_checks() -> 
     assert any("actor_rollout_ref.rollout.n = 1" in text for text in texts)
     assert not any(text.startswith(KEY) for text in texts)
     only(configuration_findings([f"{KEY} is empty; set it"]), "ok")
-
-
-@pytest.mark.parametrize("days", [-1, 5, 30, 9000])
-def test_dates_are_those_that_a_library_reads(days: int) -> None:
-    pem = authority("ours").service(("sluice",), days).certificate
-    expected = x509.load_pem_x509_certificate(pem)
-    (found,) = validities(pem)
-    assert found.begins == expected.not_valid_before_utc
-    assert found.ends == expected.not_valid_after_utc
-
-
-def test_every_certificate_of_a_chain_has_its_dates() -> None:
-    chain = service_key().certificate + authority("ours").itself.certificate
-    assert len(validities(chain)) == 2
-    assert validities(b"no certificate") == []
-
-
-def test_a_certificate_that_is_cut_is_an_error() -> None:
-    lines = service_key().certificate.splitlines(keepends=True)
-    with pytest.raises(ValueError):
-        validities(b"".join([*lines[:3], lines[-1]]))
 
 
 def secured(folder: Path, *more: str) -> tuple[str, ...]:

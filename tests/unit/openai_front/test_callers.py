@@ -1,4 +1,4 @@
-"""Callers of the front are told apart by their keys, and none of them takes all there is."""
+"""Keys identify the callers of the front, and no caller takes all capacity."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> b
     return await reader.readuntil(b"}")
 
 
-async def test_connections_beyond_the_limit_are_told_so_and_closed() -> None:
+async def test_connections_beyond_the_limit_get_503_and_are_closed() -> None:
     settings = FrontSettings(max_connections=2)
     async with http_front("127.0.0.1:1", settings=settings) as front, asyncio.timeout(20):
         async with connected(front) as first, connected(front) as second:
@@ -136,7 +136,7 @@ class FullReplica(TokenReplica):
         await context.abort(code, "the queue is full", trailing_metadata=kind)
 
 
-async def test_a_deadline_that_passed_while_all_was_full_is_told_as_full() -> None:
+async def test_a_deadline_that_passed_while_all_was_full_is_reported_as_full() -> None:
     replica = FullReplica()
     settings = FrontSettings(deadline_s=0.5)
     async with (

@@ -209,7 +209,7 @@ async def test_tokens_are_asked_for_one_by_one_only_where_the_answer_tells_their
         assert body["choices"][0]["token_ids"] == list(range(6))
 
 
-async def test_more_choices_than_a_replica_takes_in_one_call_are_drawn_in_several() -> None:
+async def test_more_choices_than_a_replica_accepts_in_one_call_take_several() -> None:
     replica = TokenReplica(length=1)
     async with token_replicas(replica) as addresses, http_front(*addresses) as front:
         asked = {"n": 600, "token_budget": 1205}

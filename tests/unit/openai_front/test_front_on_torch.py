@@ -55,7 +55,7 @@ async def front_on_torch(folder: Path) -> AsyncIterator[tuple[HttpFront, TorchEn
             await server.stop(0)
 
 
-async def test_a_real_engine_answers_the_same_streamed_or_not_and_stops_where_it_is_told(
+async def test_a_real_engine_answers_the_same_streamed_or_not_and_obeys_stops(
     tmp_path: Path,
 ) -> None:
     async with front_on_torch(tmp_path) as (front, engine):

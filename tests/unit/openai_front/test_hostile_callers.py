@@ -95,7 +95,7 @@ async def test_choices_of_all_prompts_are_bounded_together() -> None:
     assert (status, answer["error"]["param"]) == (400, "n")
 
 
-async def test_choices_that_are_never_drawn_at_once_are_no_reason_to_come_back() -> None:
+async def test_more_choices_than_the_server_ever_samples_are_no_reason_to_retry() -> None:
     async with http_front("127.0.0.1:1", settings=FrontSettings(max_choices=3)) as front:
         status, answer = await front.post(COMPLETION, model="policy", prompt=["a", "b"], n=2)
     assert (status, answer["error"]["param"]) == (400, "n")
@@ -147,7 +147,7 @@ async def test_a_stream_that_nobody_reads_frees_its_slots(monkeypatch: pytest.Mo
                 await replica.cancelled.wait()
 
 
-async def test_more_choices_than_are_drawn_at_once_are_told_to_come_back() -> None:
+async def test_more_choices_than_are_sampled_at_once_get_429() -> None:
     replica = TokenReplica(hangs_after=0)
     settings = FrontSettings(max_choices=3)
     async with (

@@ -18,7 +18,7 @@ from services.rollout.engines.protocol import EngineLoad
 from services.rollout.registration import EngineHeartbeat, Registration, report_weights
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.errors import EngineError, InvalidRequestError, NotFoundError, SluiceError
-from sluice.rpc import client
+from sluice.rpc import client, retries
 from sluice.rpc.client import open_channel
 from sluice.rpc.status import status_of
 from sluice.service_contract import WEIGHTS_HEALTH
@@ -82,8 +82,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(registration, "time", clock)
-    for module in (registration, client):
+    monkeypatch.setattr(retries, "time", clock)
+    for module in (registration, retries, client):
         monkeypatch.setattr(module, "asyncio", clock)
     return clock
 
@@ -117,7 +117,7 @@ async def play(trainer: Trainer, *script: tuple[str, Any]) -> None:
         running.cancel()
 
 
-async def test_a_replica_registers_and_then_sends_its_load_in_the_interval_it_was_given(
+async def test_a_replica_registers_and_then_sends_its_load_in_the_trainers_interval(
     clock: Clock,
 ) -> None:
     trainer = Trainer()
@@ -146,7 +146,7 @@ async def test_a_trainer_that_does_not_know_the_replica_gets_a_new_registration(
     assert clock.slept == []
 
 
-async def test_a_lost_trainer_gets_a_new_registration_when_it_is_back(clock: Clock) -> None:
+async def test_a_replica_registers_again_when_a_lost_trainer_is_back(clock: Clock) -> None:
     trainer = Trainer()
     away = [("register", AWAY)] * 9
     await play(trainer, ("register", True), ("heartbeat", AWAY), *away, ("register", True))
@@ -164,13 +164,15 @@ async def test_a_trainer_that_starts_a_little_later_is_no_news(
 async def test_a_long_absence_is_logged_once_and_so_is_its_end(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Each registration is tried three times on its own.
+    # Each registration makes three tries.
     with caplog.at_level(logging.INFO):
         await play(Trainer(), *[("register", AWAY)] * 120, ("register", True))
     reported = [record.message for record in caplog.records]
     assert len(reported) == 3
-    assert reported[0].startswith("trainer out of reach for 10 s, trying on: trainer: failed while")
-    assert sorted(reported[1:]) == ["registered as rollout-0", "the trainer is back"]
+    assert reported[0].startswith(
+        "trainer out of reach for 10 s, trying again: trainer: failed while"
+    )
+    assert sorted(reported[1:]) == ["registered as rollout-0", "trainer is back"]
 
 
 async def test_a_refused_replica_ends_with_the_trainers_reason(clock: Clock) -> None:

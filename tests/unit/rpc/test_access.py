@@ -1,4 +1,4 @@
-"""Who is let in by a real server, and what the others are told."""
+"""Callers that a real server accepts, and the errors that the others get."""
 
 from __future__ import annotations
 
@@ -239,9 +239,7 @@ async def test_a_stream_both_ways_bears_the_token(encrypted: bool) -> None:
         (bearing("an-unknown-token-0123"), "the bearer token is unknown; set sluice.security"),
     ],
 )
-async def test_a_caller_without_a_valid_token_is_told_what_to_set(
-    tokens: Any, reported: str
-) -> None:
+async def test_a_caller_without_a_valid_token_reads_what_to_set(tokens: Any, reported: str) -> None:
     async with Serving(mutual(service_key(), tokens=ACCEPTED)) as address:
         with pytest.raises(AccessDeniedError, match=f"^reward service: refused while .*{reported}"):
             await status(address, mutual(service_key(), tokens=tokens))
@@ -284,7 +282,7 @@ async def test_mtls_refuses_and_says_where_to_look(caller: Credentials, reported
     assert refused.match(reported)
 
 
-async def test_a_caller_with_tls_is_told_that_the_server_has_none() -> None:
+async def test_a_caller_with_tls_reads_that_the_server_has_none() -> None:
     async with Serving(OPEN) as address:
         with pytest.raises(HandshakeError, match=r"it speaks no TLS; set sluice\.security\.tls"):
             await status(address, mutual(client_key()))

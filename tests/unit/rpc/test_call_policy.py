@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from sluice.api.launch.v1 import launch_pb2
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.api.weights.v1 import weights_pb2
-from sluice.rpc.policy import CALL_POLICIES
+from sluice.rpc.policy import CALL_POLICIES, policy_key
 
 # What the protos promise to be harmless when it is repeated.
 IDEMPOTENT = {
@@ -40,6 +41,11 @@ def methods() -> dict[str, MethodDescriptor]:
 
 def test_every_method_of_the_protos_has_a_policy_and_no_other_has() -> None:
     assert set(CALL_POLICIES) == set(methods())
+
+
+def test_the_type_of_a_request_names_its_method() -> None:
+    for name, method in methods().items():
+        assert policy_key(GetMessageClass(method.input_type)()) == name
 
 
 def test_only_idempotent_methods_are_retried() -> None:

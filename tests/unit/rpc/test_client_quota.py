@@ -97,7 +97,7 @@ def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:
     assert quota.in_use("a") == 0
 
 
-def test_a_client_that_asks_for_more_than_it_may_ever_have_is_not_told_to_wait() -> None:
+def test_waiting_is_no_remedy_for_more_than_a_client_may_ever_have() -> None:
     quota = ClientQuota(4, "samples", "sluice.limits.max_client_samples")
     reported = r"client 'a': 5 samples .* sluice\.limits\.max_client_samples allows 4"
     with pytest.raises(InvalidRequestError, match=reported), quota.held("a", 5):

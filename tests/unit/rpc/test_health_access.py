@@ -115,7 +115,7 @@ async def note_end(call: Any, ended: asyncio.Queue[grpc.StatusCode]) -> None:
     ended.put_nowait(await call.code())
 
 
-async def test_checks_that_only_hold_places_make_room_for_honest_ones(
+async def test_idle_checks_end_when_honest_ones_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits(monkeypatch, 4, 600.0)
@@ -132,7 +132,7 @@ async def test_checks_that_only_hold_places_make_room_for_honest_ones(
                 call.cancel()
 
 
-async def test_a_check_that_never_comes_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_check_that_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     limits(monkeypatch, 64, 0.05)
     async with serving() as server, opened(server.address) as stranger:
         assert await refusal(stranger.stream_unary(HEALTH_CHECK)(never(), timeout=60)) is EXHAUSTED

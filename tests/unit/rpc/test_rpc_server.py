@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -13,8 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from sluice.api.trainer.v1 import trainer_pb2
 from sluice.errors import ConfigError, ExhaustedError, InvalidRequestError
 from sluice.rpc.client import open_channel, reward_stub
+from sluice.rpc.ports import bound_socket, check_bindable
+from sluice.rpc.server import RpcServer
 from tests.support.loopback import needs_ipv6
 from tests.support.rpc_server import LIMIT_BYTES, REWARD, TRAINER, connected, rpc_server, serving
 
@@ -56,7 +60,7 @@ async def test_a_long_error_in_other_letters_arrives_as_what_it_was() -> None:
     assert (error.details() or "").startswith("é日本")
 
 
-async def test_a_defect_beside_an_error_of_ours_is_logged_and_not_told(
+async def test_a_defect_beside_an_error_of_ours_is_logged_and_not_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     both = Failing(ExhaustedError("queue: 9 of 9"), KeyError("secret"), grouped=True)
@@ -178,3 +182,85 @@ async def test_reflection_lists_the_services_and_describes_them() -> None:
     names = {service.name for service in answers[0].list_services_response.service}
     assert {REWARD, TRAINER, "grpc.health.v1.Health"} <= names
     assert answers[1].file_descriptor_response.file_descriptor_proto
+
+
+NO_MESSAGE = b"\xff\xff\xff"
+
+
+async def unary(request: Any, context: Any) -> Any:
+    return trainer_pb2.PauseResponse(step=request.ByteSize())
+
+
+async def stream(requests: Any, context: Any) -> None:
+    async for request in requests:
+        await context.write(trainer_pb2.PauseResponse(step=request.ByteSize()))
+
+
+def register(server: Any) -> None:
+    coders = {
+        "request_deserializer": trainer_pb2.PauseRequest.FromString,
+        "response_serializer": trainer_pb2.PauseResponse.SerializeToString,
+    }
+    handlers = {
+        "Unary": grpc.unary_unary_rpc_method_handler(unary, **coders),
+        "Stream": grpc.stream_stream_rpc_method_handler(stream, **coders),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.T", handlers),))
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[Any]:
+    server = RpcServer([register], ["test.T"], host="127.0.0.1", port=0, max_message_bytes=1 << 20)
+    await server.start()
+    async with grpc.aio.insecure_channel(server.address) as opened:
+        yield opened
+    await server.stop(0)
+
+
+async def test_a_call_with_bytes_that_are_no_message_is_refused(channel: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="no message of this method") as caught:
+        await channel.unary_unary("/test.T/Unary")(NO_MESSAGE)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await channel.unary_unary("/test.T/Unary")(b"") == b""
+
+
+async def test_a_stream_with_bytes_that_are_no_message_is_refused(channel: Any) -> None:
+    async def sent() -> AsyncIterator[bytes]:
+        yield b""
+        yield NO_MESSAGE
+
+    call = channel.stream_stream("/test.T/Stream")(sent())
+    with pytest.raises(grpc.aio.AioRpcError, match="no message of this method") as caught:
+        [answer async for answer in call]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_a_bound_socket_keeps_its_port_from_others(host: str) -> None:
+    with bound_socket(host, 0) as held:
+        port = held.getsockname()[1]
+        with held.__class__(held.family) as other, pytest.raises(OSError, match="in use"):
+            other.bind(held.getsockname())
+    assert port
+
+
+@needs_ipv6
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_is_bound_with_and_without_brackets(host: str) -> None:
+    with bound_socket(host, 0) as held:
+        assert held.family is socket.AF_INET6
+        assert held.getsockname()[0] == "::1"
+
+
+@needs_ipv6
+def test_a_port_in_use_on_ipv6_is_named() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on ::1 is in use; .* set another"):
+            check_bindable("::1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
+def test_a_foreign_interface_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"host {host}, port 0: cannot listen there"):
+        check_bindable(host, 0)

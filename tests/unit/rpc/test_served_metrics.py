@@ -21,7 +21,8 @@ from sluice.rpc import metrics as module
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.credentials import CERTIFICATE_ENDS, service_credentials
 from sluice.rpc.metrics import ProcessName, process_readings, served_metrics
-from sluice.security.development_ca import DevelopmentCa, end_of_validity
+from sluice.security.certificates import ends_of_validity
+from sluice.security.development_ca import DevelopmentCa
 from sluice.telemetry import process
 from sluice.telemetry.metrics import InstrumentReading, gauge
 from sluice.telemetry.process import DiskSpace
@@ -96,7 +97,7 @@ def test_services_without_a_port_load_no_client_of_prometheus() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-async def test_a_port_that_is_taken_is_told_with_the_remedy(tmp_path: Path) -> None:
+async def test_the_error_for_a_taken_port_names_the_remedy(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     first = EndpointConfig(metrics_port=0)
     with served_metrics(settings(tmp_path), first, WHO, level):
@@ -145,17 +146,17 @@ async def test_a_file_system_that_hangs_silences_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("prometheus_client")
-    go_on = threading.Event()
+    resume = threading.Event()
 
     def hangs(folder: Path) -> None:
-        go_on.wait(60)
+        resume.wait(60)
         raise OSError
 
     monkeypatch.setattr(process.os, "statvfs", hangs)
     with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
         (address,) = targets(tmp_path).values()
         page = parsed(await asyncio.to_thread(fetch, address))
-        go_on.set()
+        resume.set()
     assert value(page, "sluice_level") == 3.0
     assert "sluice_run_folder_free_bytes" not in names(page)
 
@@ -183,7 +184,7 @@ def test_counters_of_spans_are_there_before_the_first_span(tmp_path: Path) -> No
     }
 
 
-def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path: Path) -> None:
+def test_the_longest_wait_is_a_metric_and_a_folder_elsewhere_is_not(tmp_path: Path) -> None:
     from sluice.concurrency.waits import WAITS, Wait
 
     before = Wait("peer", "something", time.monotonic() - 100.0, WAITS._open)
@@ -193,7 +194,7 @@ def test_the_longest_wait_is_told_and_a_folder_that_is_elsewhere_is_not(tmp_path
     assert ("sluice_run_folder_free_bytes",) not in found
 
 
-def test_the_end_of_the_certificates_that_a_service_has_loaded_is_told(
+def test_the_end_of_loaded_certificates_is_a_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CERTIFICATE_ENDS, "by_file", {})
@@ -209,5 +210,5 @@ def test_the_end_of_the_certificates_that_a_service_has_loaded_is_told(
         Path(given[file]).unlink()
     found = reported(tmp_path)
     signer = authority("ours").itself.certificate
-    assert found[name, "cert_file"] == end_of_validity(signed).timestamp()
-    assert found[name, "ca_file"] == end_of_validity(signer).timestamp()
+    assert found[name, "cert_file"] == ends_of_validity(signed)[0].timestamp()
+    assert found[name, "ca_file"] == ends_of_validity(signer)[0].timestamp()

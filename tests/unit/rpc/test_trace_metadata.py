@@ -58,7 +58,7 @@ async def listen(channel: Any) -> None:
         assert [answer.prompt_id async for answer in answers] == ["p"]
 
 
-async def test_calls_tell_the_present_span_and_who_serves_goes_on_with_it() -> None:
+async def test_calls_send_the_present_span_and_the_server_continues_it() -> None:
     peer = Listener()
     async with connected(reward=peer) as channel:
         with traced() as kept, TRACER.trace(SpanName.ATTEMPT) as attempt:

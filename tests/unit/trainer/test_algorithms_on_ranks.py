@@ -1,4 +1,4 @@
-"""Whatever the algorithm, several ranks train like one."""
+"""Several ranks train like one, with every algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which train batches are refused, and how the refusal names what is wrong."""
+"""Refused train batches, and the problems that the refusals name."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_group_may_have_lost_samples_and_a_response_may_be_empty() -> None:
     check_batch(with_sample(rollout(1)), TERMS, STEP)
 
 
-def test_a_group_of_one_sample_is_whole_where_one_is_drawn() -> None:
+def test_a_group_of_one_sample_is_whole_if_one_is_sampled() -> None:
     alone = group("p", rollout(0, 5))
     check_batch(batch(alone), BatchTerms(1, samples_per_group=1, max_staleness=0), STEP)
 

@@ -1,4 +1,4 @@
-"""Who is asked for counters when, and what stands if somebody does not answer."""
+"""Accounting: the order of requests for counters, and counts of peers that do not answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reported(**tokens: float) -> dict[str, float]:
 
 
 class ScriptedCounters:
-    """A bookkeeper whose replicas and reward service answer by script; the last answer stays."""
+    """Accounting whose replicas and reward service answer by script; the last answer repeats."""
 
     def __init__(self) -> None:
         self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 5, 0, elapsed_s=10.0)
@@ -77,7 +77,7 @@ def accounting(monkeypatch: pytest.MonkeyPatch) -> ScriptedCounters:
     return ScriptedCounters()
 
 
-async def test_the_books_hold_all_three_accounts_and_are_told_to_status_calls(
+async def test_there_are_three_accounts_and_status_calls_report_them(
     accounting: ScriptedCounters,
 ) -> None:
     accounting.register("a", load(100, unsent=10, running=20, wall_s=4.0))
@@ -184,7 +184,7 @@ async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
 async def test_the_reward_services_answers_are_taken_in_their_order(
     accounting: ScriptedCounters,
 ) -> None:
-    """An older answer that came in later would look like a service that started anew."""
+    """An older answer that came in later would look like a restarted service."""
     num_open, answers = 0, iter(range(1, 100))
 
     async def ask_reward() -> Mapping[str, float]:
@@ -236,7 +236,7 @@ async def test_without_token_counts_of_the_reward_service_there_is_no_such_accou
     assert "rollout_seconds_residual" in named
 
 
-async def test_the_last_books_wait_until_all_that_was_sent_has_been_received(
+async def test_the_last_accounts_wait_until_every_sent_token_is_received(
     accounting: ScriptedCounters,
 ) -> None:
     accounting.register("a", load(50), load(70), load(90), load(100))
@@ -246,7 +246,7 @@ async def test_the_last_books_wait_until_all_that_was_sent_has_been_received(
     assert named["tokens_residual"] == 0
 
 
-async def test_books_that_never_agree_stand_in_which_least_was_sent_meanwhile(
+async def test_of_accounts_that_never_agree_those_with_the_fewest_sent_tokens_stay(
     accounting: ScriptedCounters,
 ) -> None:
     """As when another client generates all the time."""
@@ -258,7 +258,7 @@ async def test_books_that_never_agree_stand_in_which_least_was_sent_meanwhile(
     assert (await accounting.run_accounting.settle())["generated_tokens"] == 70
 
 
-async def test_the_closed_books_hold_the_seconds_of_shutting_down(
+async def test_the_closed_accounts_include_the_seconds_of_shutting_down(
     accounting: ScriptedCounters,
 ) -> None:
     accounting.reported = [reported(trained=0.0)]
@@ -274,7 +274,7 @@ async def test_the_closed_books_hold_the_seconds_of_shutting_down(
     }
 
 
-def test_a_service_that_starts_anew_counts_on_where_the_one_before_stopped() -> None:
+def test_counts_of_a_restarted_service_are_added_to_those_before() -> None:
     received = TokensAcrossRestarts()
     assert received.by_use() is None
     received.update({"reward/other": 1.0})
@@ -288,7 +288,7 @@ def test_a_service_that_starts_anew_counts_on_where_the_one_before_stopped() -> 
     assert sum(found.values()) == 22.0 + 5.0
 
 
-def test_counters_of_those_who_left_stay_in_the_books() -> None:
+def test_counters_of_replicas_that_left_stay_in_the_accounts() -> None:
     fleet = Fleet("layout", 6.0)
     for instance_id in ("a-1", "a-2"):
         info = ReplicaInfo("a", instance_id, "a:1", 8)

@@ -1,25 +1,39 @@
-"""A checkpoint is there completely or not at all, and the latest complete one is found again."""
+"""Checkpoints on disk: whole or absent, after a crash too; each model has its own count to keep."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.trainer.learner import checkpoint
-from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore, resume_point
+from services.trainer.learner.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    StoredCheckpoint,
+    read_checkpoint,
+    resume_point,
+    resume_remedy,
+    superfluous_roles,
+)
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import DataProgress
+from tests.support import crashing_saver
+from tests.support.source_tree import ROOT
 
 PROGRESS = DataProgress(7, (9, 12))
 
 
 class Crash(BaseException):
-    """The process dies here: nothing may catch it."""
+    """The death of the process: nothing may catch it."""
 
 
 def write_actor(folder: Path) -> None:
@@ -122,7 +136,9 @@ def test_an_incomplete_checkpoint_is_never_picked(tmp_path: Path, damage: str) -
         weights.write_bytes(b"weigh")
     else:
         (folder / "data.json").unlink()
-    with pytest.raises(CheckpointError, match=r"global_step_5 is (no complete|incomplete).*resume"):
+    with pytest.raises(
+        CheckpointError, match=r"global_step_5 is (not a complete|incomplete).*resume"
+    ):
         store.latest()
 
 
@@ -154,11 +170,11 @@ def test_the_newest_stays_although_an_abandoned_run_left_higher_steps(tmp_path: 
     assert latest(store).step == 2
 
 
-def test_auto_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
+def test_auto_without_a_checkpoint_starts_at_step_0(tmp_path: Path) -> None:
     assert resume_point(TrainerConfig(), CheckpointStore(tmp_path / "none")) is None
 
 
-def test_auto_goes_on_from_the_latest(tmp_path: Path) -> None:
+def test_auto_resumes_from_the_latest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
     save(store, 2)
@@ -194,7 +210,7 @@ def test_resume_path_to_nothing_is_an_error(tmp_path: Path) -> None:
     trainer = TrainerConfig(
         resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_4")
     )
-    with pytest.raises(CheckpointError, match="global_step_4 is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="global_step_4 is not a complete checkpoint"):
         resume_point(trainer, CheckpointStore(tmp_path))
 
 
@@ -261,3 +277,115 @@ def test_a_full_disk_leaves_the_former_checkpoint_and_no_half_one(tmp_path: Path
         store.save(2, fill, PROGRESS, {})
     assert latest(store).step == 1
     assert steps_on_disk(tmp_path) == ["global_step_1"]
+
+
+CONTENTS = {1: {"first"}, 2: {"second", "third"}, 3: {"third"}}
+
+
+def copies_of(scenario: str, folder: Path) -> list[Path]:
+    """Return one folder of checkpoints per operation at which a process died; the last survived."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.crashing_saver", str(folder), scenario],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Path(copy) for copy in json.loads(done.stdout)]
+
+
+@pytest.mark.parametrize("scenario", crashing_saver.SCENARIOS)
+def test_wherever_a_save_dies_resume_finds_a_whole_checkpoint(
+    scenario: str, tmp_path: Path
+) -> None:
+    copies = copies_of(scenario, tmp_path)
+    assert len(copies) > 15
+    steps = []
+    for root in copies:
+        found = CheckpointStore(root).latest()  # raises if what the tracker names is not whole
+        assert found is not None, root.name
+        steps.append(found.step)
+        text = (found.actor / "model.safetensors").read_text(encoding="utf-8")
+        assert text in CONTENTS[found.step], root.name
+        moments = (found.actor / "optimizer.safetensors").read_text(encoding="utf-8")
+        assert moments == f"{text} moments", root.name
+        assert (found.actor.parent / "critic" / "model.safetensors").read_text() == text
+        assert found.progress == DataProgress(found.step)
+    assert steps == sorted(steps), "once the new one is found, it stays found"
+    assert steps[0] == 2
+    assert steps[-1] == (2 if scenario == "same step again" else 3)
+
+
+def test_the_next_save_clears_away_what_a_killed_one_left(tmp_path: Path) -> None:
+    for root in copies_of("same step again", tmp_path):
+        crashing_saver.save(root, 9, "last", keep=2, keep_critic=2)
+        names = {path.name for path in root.iterdir()}
+        expected = {"latest_checkpointed_iteration.txt", "global_step_2", "global_step_9"}
+        assert names == expected, root.name
+
+
+ROLES = ("actor", "critic")
+counts = st.none() | st.integers(1, 4)
+
+
+@given(
+    roles=st.lists(st.frozensets(st.sampled_from(ROLES), min_size=1), max_size=6),
+    keep=st.fixed_dictionaries({"actor": counts, "critic": counts}),
+)
+def test_of_each_role_exactly_the_newest_stay(
+    roles: list[frozenset[str]], keep: dict[str, int | None]
+) -> None:
+    stored = [StoredCheckpoint(Path(f"{i}"), held) for i, held in enumerate(roles)]
+    gone = superfluous_roles(stored, keep)
+    for role in ROLES:
+        before = [one.folder for one in stored if role in one.roles]
+        after = [folder for folder in before if role not in gone.get(folder, frozenset())]
+        assert after == before[: keep[role]]
+
+
+def saved(root: Path, steps: int, **keep: int) -> None:
+    for step in range(1, steps + 1):
+        crashing_saver.save(root, step, f"{step}", **keep)
+        os.utime(root / f"global_step_{step}" / "data.json", (step, step))
+
+
+def holders(root: Path, role: str) -> list[str]:
+    return sorted(path.parent.name for path in root.glob(f"global_step_*/{role}"))
+
+
+def test_a_folder_goes_when_nothing_is_left_in_it(tmp_path: Path) -> None:
+    saved(tmp_path, 4, keep=2, keep_critic=2)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
+        "global_step_3",
+        "global_step_4",
+    ]
+
+
+def test_critics_may_be_kept_longer_and_cannot_be_resumed_from(tmp_path: Path) -> None:
+    saved(tmp_path, 4, keep=1)
+    assert holders(tmp_path, "actor") == ["global_step_4"]
+    assert holders(tmp_path, "critic") == [f"global_step_{step}" for step in (1, 2, 3, 4)]
+    with pytest.raises(CheckpointError, match="holds no policy any more"):
+        read_checkpoint(tmp_path / "global_step_2")
+
+
+def test_policies_may_be_kept_longer_and_stay_whole(tmp_path: Path) -> None:
+    saved(tmp_path, 3, keep_critic=1)
+    assert holders(tmp_path, "critic") == ["global_step_3"]
+    assert [read_checkpoint(tmp_path / f"global_step_{s}").step for s in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_restarted_run_deletes_what_the_former_one_left(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    saved_by_another_process = CheckpointStore(tmp_path).latest()
+    assert saved_by_another_process is not None
+    crashing_saver.save(tmp_path, 4, "4", keep=2, keep_critic=2)
+    assert holders(tmp_path, "actor") == ["global_step_3", "global_step_4"]
+
+
+def test_the_remedy_names_the_newest_whole_checkpoint_with_a_policy(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    (tmp_path / "global_step_3" / "actor" / "model.safetensors").write_text("torn")
+    remedy = resume_remedy(tmp_path / "global_step_4")
+    assert f"trainer.resume_from_path={tmp_path / 'global_step_2'}" in remedy

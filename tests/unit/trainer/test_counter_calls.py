@@ -1,4 +1,4 @@
-"""Counters as replicas and the reward service tell them over the wire."""
+"""Requests for counters of replicas and the reward service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from services.trainer.fleet.replica_client import ReplicaCounterCalls, RewardCounterCalls
+from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
+from services.trainer.loop.reward_client import RewardClient
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
@@ -21,7 +22,7 @@ from tests.support.rpc_server import connected
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
-    """Tells its counters."""
+    """A replica that reports its counters."""
 
     num_asked = 0
     asked_without_engine = False
@@ -54,15 +55,15 @@ async def serving(replica: Replica) -> AsyncIterator[ReplicaInfo]:
 
 
 @pytest.fixture
-async def calls() -> AsyncIterator[ReplicaCounterCalls]:
-    calls = ReplicaCounterCalls()
+async def calls() -> AsyncIterator[ReplicaChannels]:
+    calls = ReplicaChannels(1 << 20)
     yield calls
     await calls.close()
 
 
-async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCalls) -> None:
+async def test_a_replica_reports_all_counters_of_the_accounting(calls: ReplicaChannels) -> None:
     async with serving(Replica()) as info:
-        reported = await calls.ask(info)
+        reported = await calls.counters(info)
     seconds = {"idle": 1.5, "generating": 2.5}
     assert reported == ReplicaCounters(
         generated_tokens=100,
@@ -75,40 +76,53 @@ async def test_a_replica_tells_all_that_enters_the_books(calls: ReplicaCounterCa
     )
 
 
-async def test_the_books_do_not_wait_for_an_engines_step(calls: ReplicaCounterCalls) -> None:
+async def test_counters_do_not_wait_for_an_engines_step(calls: ReplicaChannels) -> None:
     replica = Replica()
     async with serving(replica) as info:
-        await calls.ask(info)
+        await calls.counters(info)
     assert replica.asked_without_engine
 
 
 async def test_the_counters_of_another_process_at_the_same_address_are_not_taken(
-    calls: ReplicaCounterCalls,
+    calls: ReplicaChannels,
 ) -> None:
     async with serving(Replica()) as info:
         with pytest.raises(PeerError, match="process a-1 answers there"):
-            await calls.ask(replace(info, instance_id="a-0"))
+            await calls.counters(replace(info, instance_id="a-0"))
 
 
-async def test_a_replica_that_is_gone_is_an_error(calls: ReplicaCounterCalls) -> None:
+async def test_a_replica_that_is_gone_is_an_error(calls: ReplicaChannels) -> None:
     async with serving(Replica()) as info:
-        await calls.ask(info)
+        await calls.counters(info)
     with pytest.raises(SluiceError):
-        await calls.ask(info)
+        await calls.counters(info)
 
 
 async def test_a_replica_that_has_left_is_forgotten_and_can_come_back(
-    calls: ReplicaCounterCalls,
+    calls: ReplicaChannels,
 ) -> None:
     replica = Replica()
     async with serving(replica) as info:
-        await calls.ask(info)
+        await calls.counters(info)
+        first = calls.to(info)
         await calls.forget_others([])
-        assert not calls._channels
-        await calls.ask(info)
+        await calls.counters(info)
+        second = calls.to(info)
         await calls.forget_others([info])
-        assert set(calls._channels) == {"a-1"}
+        assert calls.to(info) is second is not first
     assert replica.num_asked == 2
+
+
+async def test_the_channel_of_a_delivery_outlives_the_membership(calls: ReplicaChannels) -> None:
+    async with serving(Replica()) as info:
+        steering = ReplicaClient(info, calls, timeout_s=5.0, transfer_timeout_s=5.0)
+        channel = calls.to(info)
+        await calls.forget_others([])
+        await steering.probe(5.0)
+        assert calls.to(info) is channel
+        await steering.close()
+        await calls.forget_others([])
+        assert calls.to(info) is not channel
 
 
 async def test_the_reward_service_tells_its_statistics() -> None:
@@ -117,5 +131,5 @@ async def test_the_reward_service_tells_its_statistics() -> None:
             return reward_pb2.GetStatusResponse(statistics={"reward/tokens/received": 3.0})
 
     async with connected(reward=Reward()) as channel:
-        reported = await RewardCounterCalls(reward_stub(channel)).ask()
+        reported = await RewardClient(reward_stub(channel), "trainer-1", 60.0).counters()
     assert reported == {"reward/tokens/received": 3.0}

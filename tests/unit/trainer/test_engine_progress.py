@@ -1,4 +1,4 @@
-"""An engine is judged by what it draws, and one that was put out of use by what it answers."""
+"""An engine's progress: by its tokens, and for a stalled engine by its answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_an_engine_with_work_that_draws_nothing_is_stalled_after_its_time() -> N
     assert followed((0, sign(5)), (10.1, sign(5, turns=9))).is_stalled
 
 
-def test_every_token_begins_the_time_anew() -> None:
+def test_every_token_restarts_the_time() -> None:
     assert not followed((0, sign(5)), (9, sign(6)), (18, sign(6))).is_stalled
 
 

@@ -259,7 +259,7 @@ def test_remax_gives_nothing_for_a_reward_on_a_rejected_token(model_folder: Path
     assert metrics["critic/advantages/mean"] == pytest.approx(-0.5)
 
 
-def test_a_batch_of_which_every_token_is_rejected_trains_nothing_and_ends_nothing(
+def test_a_batch_whose_tokens_are_all_rejected_trains_nothing_and_ends_no_run(
     model_folder: Path,
 ) -> None:
     config = configured(
@@ -366,7 +366,7 @@ _REJECTS_FAR_TOKENS: dict[str, object] = {
 
 
 def _far_tails(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """The same responses; of each only the last token is rejected."""
+    """Return the same responses; in each, only the last token is rejected."""
     found = []
     for rollout in rollouts:
         logprobs = rollout.behavior_logprobs.copy()

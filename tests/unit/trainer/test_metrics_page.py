@@ -93,7 +93,7 @@ def test_every_name_of_a_step_is_in_the_page(tmp_path: Path) -> None:
     assert [name for name in emitted if not is_documented(name)] == []
 
 
-def test_every_name_of_the_books_is_in_the_page() -> None:
+def test_every_name_of_the_accounts_is_in_the_page() -> None:
     fleet = ReplicaCounters(
         generated_tokens=8,
         unsent_tokens=4,

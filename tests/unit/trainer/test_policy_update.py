@@ -1,4 +1,4 @@
-"""One train batch: how it is cut does not matter, and old logprobs are of the incoming policy."""
+"""One update: its cut does not matter, and old logprobs are those of the policy before it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_close(found: Weights, expected: Weights) -> None:
 
 
 class Forwards:
-    """Counts forward passes by whether they will be differentiated, and keeps what they gave."""
+    """Counts of forward passes with and without gradients, and their results."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.differentiated: list[torch.Tensor] = []
@@ -171,7 +171,7 @@ def test_rollout_logprobs_as_old_ones_save_all_recomputation(
 
 
 def test_importance_weights_are_those_of_old_against_behaviour(model_folder: Path) -> None:
-    """With behaviour logprobs far below the trainer's every weight is the threshold."""
+    """With behavior logprobs far below the trainer's, every weight is the threshold."""
     config = make_config(model_folder, ppo_mini_batch_size=6)
     correction = {"rollout_is": "token", "rollout_is_threshold": 1.5}
     weighted = structs.replace(

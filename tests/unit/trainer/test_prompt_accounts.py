@@ -1,4 +1,4 @@
-"""When the two services' counts add up, and what is lost when they do not."""
+"""Settled accounts: the two services' counts add up, or prompts are lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the trainer's ranks meet, and what is said when they do not."""
+"""The meeting of the trainer's ranks, and its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def free_port(host: str = HOST) -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_rank_is_told_its_place_by_the_environment() -> None:
+def test_the_environment_gives_a_rank_its_place() -> None:
     assert rank_place(ENVIRONMENT) == RankPlace(1, 2, "node-0", 7)
     assert rank_place(ENVIRONMENT | {"MASTER_ADDR": "[::1]"}) == RankPlace(1, 2, "::1", 7)
 
@@ -88,7 +88,7 @@ def test_a_rank_0_that_does_not_come_is_named_with_its_address_and_what_came_ins
         RankRendezvous(place, 0.2)
 
 
-def test_a_port_in_use_is_told_at_once() -> None:
+def test_a_port_in_use_is_reported_at_once() -> None:
     with socket.create_server((HOST, 0)) as server:
         place = RankPlace(0, 2, HOST, server.getsockname()[1])
         with pytest.raises(ConfigError, match="in use"):

@@ -1,4 +1,4 @@
-"""The trainer's calls to the reward service: what is waited out and what is not."""
+"""The trainer's calls to the reward service: which failures are waited out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from services.trainer.loop import reward_client
 from services.trainer.loop.reward_client import RewardClient
 from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2
@@ -22,6 +21,7 @@ from sluice.errors import (
     SluiceError,
 )
 from sluice.rpc import client as call
+from sluice.rpc import retries
 from sluice.rpc.status import status_of
 from sluice.types import DataProgress
 
@@ -30,7 +30,7 @@ INTERNAL = grpc.StatusCode.INTERNAL
 
 
 class Clock:
-    """Stands for `time` and `asyncio`: time passes only while somebody sleeps."""
+    """Replacement of `time` and `asyncio`: time passes only during sleeps."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -55,6 +55,9 @@ class Stub:
             self.requests.setdefault(method, []).append(request)
             answers = self.answers[method]
             given = answers.pop(0) if len(answers) > 1 else answers[0]
+            if isinstance(given, float):  # the call fails after so many seconds
+                self._clock.now_s += given
+                given = UNAVAILABLE
             if isinstance(given, SluiceError):
                 code, details, trailer = status_of(given)
                 trailing = grpc.aio.Metadata(*trailer)
@@ -72,8 +75,8 @@ class Stub:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(reward_client, "time", clock)
-    for module in (reward_client, call):
+    monkeypatch.setattr(retries, "time", clock)
+    for module in (retries, call):
         monkeypatch.setattr(module, "asyncio", clock)
     return clock
 
@@ -94,7 +97,7 @@ async def test_a_short_absence_is_waited_out_when_a_policy_is_announced(
     stub.answers["AnnouncePolicy"] = [UNAVAILABLE] * 20 + [reward_pb2.AnnouncePolicyResponse()]
     with caplog.at_level(logging.WARNING):
         await client.announce(3, [])
-    assert caplog.text.count("trying on for 30 s") == 1
+    assert caplog.text.count("reward service out of reach") == 1
     assert stub.requests["AnnouncePolicy"][-1].policy_version == 3
 
 
@@ -121,7 +124,7 @@ async def test_a_long_absence_is_an_error_that_names_the_call(
     assert 30.0 <= clock.now_s - began_s <= 35.0
 
 
-async def test_a_lease_that_is_gone_is_told_and_no_error(
+async def test_a_lease_that_is_gone_is_logged_and_not_an_error(
     client: RewardClient, stub: Stub, caplog: pytest.LogCaptureFixture
 ) -> None:
     stub.answers["AcknowledgeBatch"] = [NotFoundError("never leased")]
@@ -187,7 +190,7 @@ async def test_a_service_that_fails_at_once_is_not_asked_without_a_pause(
     stub.answers["GetStatus"] = [status(prompts_submitted=5)]
     with pytest.raises(DeadlineError, match="while filling the batch of step 4"):
         await client.take_batch(4, 3, no_tokens)
-    assert len(stub.requests["TakeBatch"]) <= 125  # 60 s, twice a second
+    assert len(stub.requests["TakeBatch"]) <= 250  # 60 s, four times a second
 
 
 async def test_a_service_that_says_three_times_in_a_row_that_it_is_broken_ends_the_wait(
@@ -212,7 +215,7 @@ async def test_a_defect_now_and_then_is_waited_out(
     assert (await client.take_batch(4, 3, no_tokens)).batch_id == "b"
 
 
-async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_policy_again(
+async def test_a_service_that_restarts_while_a_batch_is_awaited_gets_the_policy_again(
     client: RewardClient, stub: Stub
 ) -> None:
     stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
@@ -229,7 +232,7 @@ async def test_a_service_that_started_anew_while_a_batch_is_awaited_is_told_the_
     assert again.resume_from.low_water == 40
 
 
-async def test_a_service_that_started_anew_is_told_where_the_data_set_stands_by_then(
+async def test_a_restarted_service_gets_the_current_position_in_the_data_set(
     client: RewardClient, stub: Stub
 ) -> None:
     stands_at = DataProgress(40)
@@ -287,7 +290,7 @@ async def test_a_service_that_is_broken_at_its_start_is_asked_three_times_with_p
     stub.answers["GetStatus"] = [grpc.StatusCode.CANCELLED]
     with pytest.raises(DeadlineError, match="while starting"):
         await client.wait_until_up(10.0)
-    assert len(stub.requests["GetStatus"]) <= 25  # 10 s, twice a second
+    assert len(stub.requests["GetStatus"]) <= 50  # 10 s, four times a second
     stub.answers["GetStatus"], stub.requests["GetStatus"] = [INTERNAL], []
     with pytest.raises(PeerDefectError, match="INTERNAL: scripted"):
         await client.wait_until_up(10.0)
@@ -328,7 +331,7 @@ async def test_accounts_hold_what_the_service_counts_as_acknowledged_and_lost(
     }
 
 
-async def test_a_service_that_is_back_is_told_the_policy_before_it_is_asked_for_a_batch(
+async def test_a_service_that_is_back_gets_the_policy_before_a_request_for_a_batch(
     client: RewardClient, stub: Stub, clock: Clock
 ) -> None:
     stub.answers["AnnouncePolicy"] = [reward_pb2.AnnouncePolicyResponse()]
@@ -359,6 +362,15 @@ async def test_an_evaluation_whose_service_has_died_is_asked_for_again_once_it_i
     assert len(stub.requests["AnnouncePolicy"]) == 2
 
 
+async def test_an_evaluation_that_ran_for_long_is_asked_for_again_whenever_the_service_dies(
+    client: RewardClient, stub: Stub
+) -> None:
+    stub.answers["Evaluate"] = [0.0, 900.0, 900.0, reward_pb2.EvaluateResponse()]
+    stub.answers["GetStatus"] = [status(policy_version=3)]
+    await client.evaluate(3, 0, no_tokens)
+    assert len(stub.requests["Evaluate"]) == 4
+
+
 async def test_an_evaluation_that_kills_the_service_every_time_is_an_error(
     client: RewardClient, stub: Stub
 ) -> None:
@@ -373,6 +385,6 @@ async def test_a_service_that_stays_away_ends_an_evaluation(
     client: RewardClient, stub: Stub
 ) -> None:
     stub.answers["Evaluate"] = stub.answers["GetStatus"] = [UNAVAILABLE]
-    with pytest.raises(PeerError, match="evaluating version 3"):
+    with pytest.raises(DeadlineError, match="evaluating version 3"):
         await client.evaluate(3, 0, no_tokens)
     assert len(stub.requests["Evaluate"]) == 1

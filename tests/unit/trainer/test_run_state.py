@@ -1,4 +1,4 @@
-"""What status calls, watchers and control calls see of a run."""
+"""The state of a run, as status calls, streams of steps and control calls see it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def state() -> RunState:
 
 
 async def settle() -> None:
-    """Lets every task that can run do so."""
+    """Let every task that can run do so."""
     for _ in range(5):
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""Where metrics go, and the run's record."""
+"""Metric sinks, and the run's record on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 
-from services.trainer.loop.reward_client import Example, ValidationReport
 from services.trainer.metrics import sinks as sinks_module
 from services.trainer.metrics.local_sinks import ConsoleSink, JsonlSink
 from services.trainer.metrics.sinks import (
@@ -22,12 +21,11 @@ from services.trainer.metrics.sinks import (
     MetricSink,
     Reporter,
     SinkTarget,
-    ValidationSample,
     check_sinks,
-    choose_validation_samples,
+    choose_examples,
     open_sinks,
-    sink_problems,
 )
+from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.errors import ConfigError, DeadlineError
 
 
@@ -69,7 +67,7 @@ def test_the_console_gets_one_line_a_step_in_verls_form(
 
 
 async def test_sinks_are_opened_once_each_below_the_run_folder(tmp_path: Path) -> None:
-    sinks = await open_sinks(["jsonl", "console", "jsonl"], tmp_path)
+    sinks = await open_sinks(["jsonl", "console", "jsonl"], SinkTarget(tmp_path))
     assert len(sinks) == 2
     for sink in sinks:
         sink.write(1, {"m": 1.0})
@@ -86,8 +84,8 @@ async def test_a_missing_package_is_an_error_that_says_what_to_install(
     with pytest.raises(ConfigError, match=rf"trainer\.logger: .*pip install 'sluice\[{extra}\]'"):
         check_sinks(["console", name])
     with pytest.raises(ConfigError, match=r"trainer\.logger"):
-        await open_sinks([name], tmp_path)
-    assert sink_problems(["console", "jsonl"]) == []
+        await open_sinks([name], SinkTarget(tmp_path))
+    check_sinks(["console", "jsonl"])
 
 
 def test_a_folder_that_a_vendor_left_behind_is_not_taken_for_its_package(
@@ -96,7 +94,8 @@ def test_a_folder_that_a_vendor_left_behind_is_not_taken_for_its_package(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (tmp_path / "wandb" / "offline-run").mkdir(parents=True)
-    assert len(sink_problems(["wandb"])) == 1
+    with pytest.raises(ConfigError, match="wandb needs the package wandb"):
+        check_sinks(["wandb"])
 
 
 def test_an_unknown_logger_is_refused_with_the_known_ones() -> None:
@@ -118,7 +117,7 @@ async def test_a_full_disk_is_one_warning_and_not_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    (sink,) = await open_sinks(["jsonl"], tmp_path)
+    (sink,) = await open_sinks(["jsonl"], SinkTarget(tmp_path))
     for step in range(3):
         sink.write(step, {"m": 1.0})
     sink.close()
@@ -129,26 +128,26 @@ async def test_a_full_disk_is_one_warning_and_not_the_end(
 
 
 async def test_validation_samples_are_lines_too(tmp_path: Path) -> None:
-    (sink,) = await open_sinks(["jsonl"], tmp_path)
-    sink.write_generations(5, [ValidationSample("1 + 1", "2\n", 1.0)])
+    (sink,) = await open_sinks(["jsonl"], SinkTarget(tmp_path))
+    sink.write_generations(5, [Example("1 + 1", "2\n", "2", 1.0)])
     sink.close()
     found = lines(tmp_path / "generations.jsonl")
     assert found == [{"step": 5, "input": "1 + 1", "output": "2\n", "score": 1.0}]
 
 
 def test_the_same_prompts_are_shown_at_every_validation() -> None:
-    first = [ValidationSample(f"prompt {i}", "a", 0.0) for i in range(20)]
-    later = [ValidationSample(f"prompt {i}", "b", 1.0) for i in reversed(range(20))]
-    shown = [one.input for one in choose_validation_samples(first, 5)]
+    first = [Example(f"prompt {i}", "a", "", 0.0) for i in range(20)]
+    later = [Example(f"prompt {i}", "b", "", 1.0) for i in reversed(range(20))]
+    shown = [one.prompt for one in choose_examples(first, 5)]
     assert len(set(shown)) == 5
-    assert shown == [one.input for one in choose_validation_samples(later, 5)]
+    assert shown == [one.prompt for one in choose_examples(later, 5)]
     assert shown != [f"prompt {i}" for i in range(5)]
-    assert len(choose_validation_samples(first, 50)) == 20
-    assert choose_validation_samples(first, 0) == []
+    assert len(choose_examples(first, 50)) == 20
+    assert choose_examples(first, 0) == []
 
 
 class Kept:
-    """Keeps what it gets."""
+    """A sink that keeps its writes."""
 
     def __init__(self) -> None:
         self.written: list[tuple[int, Mapping[str, float]]] = []
@@ -158,14 +157,14 @@ class Kept:
         self.written.append((step, metrics))
 
     def write_generations(self, step: int, generations: object) -> None:
-        """Not looked at here."""
+        """Do nothing."""
 
     def close(self) -> None:
         self.is_closed = True
 
 
 class Failing(Kept):
-    """Refuses everything."""
+    """A sink that refuses every write."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         raise ConnectionError("network gone")
@@ -227,27 +226,27 @@ async def test_every_sink_gets_every_step_and_is_closed(tmp_path: Path) -> None:
 
 
 async def test_loggers_that_hang_are_closed_at_once_and_beside_the_loop(tmp_path: Path) -> None:
-    all_closing, went_on = threading.Barrier(3), threading.Event()
+    all_closing, loop_runs = threading.Barrier(3), threading.Event()
 
     class Hanging(Kept):
         def close(self) -> None:
             all_closing.wait(30)
-            assert went_on.wait(30)
+            assert loop_runs.wait(30)
             self.is_closed = True
 
-    async def go_on() -> None:
+    async def run_loop() -> None:
         await asyncio.to_thread(all_closing.wait, 30)
-        went_on.set()
+        loop_runs.set()
 
     sinks = [Hanging(), Hanging()]
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(Reporter(sinks, tmp_path).close())
-        tasks.create_task(go_on())
+        tasks.create_task(run_loop())
     assert [sink.is_closed for sink in sinks] == [True, True]
 
 
 def remote(monkeypatch: pytest.MonkeyPatch, opening: Callable[[SinkTarget], MetricSink]) -> None:
-    """Makes wandb a logger that opens as told."""
+    """Make wandb a logger that `opening` opens."""
     monkeypatch.setattr(sinks_module, "_is_installed", lambda _: True)
     module = ModuleType("wandb_sink")
     vars(module)["WandbSink"] = opening
@@ -265,7 +264,7 @@ async def test_a_server_that_does_not_answer_when_it_is_opened_ends_the_start_wi
 
     remote(monkeypatch, hang)
     with pytest.raises(DeadlineError, match=r"logger wandb: .*remove wandb from trainer\.logger"):
-        await open_sinks(["jsonl", "wandb"], tmp_path, open_timeout_s=0.05)
+        await open_sinks(["jsonl", "wandb"], SinkTarget(tmp_path), open_timeout_s=0.05)
     released.set()
 
 
@@ -277,7 +276,7 @@ async def test_a_server_that_refuses_ends_the_start_with_a_remedy(
 
     remote(monkeypatch, refuse)
     with pytest.raises(ConfigError, match=r"wandb cannot be opened .*no key.*remove wandb"):
-        await open_sinks(["wandb"], tmp_path)
+        await open_sinks(["wandb"], SinkTarget(tmp_path))
 
 
 async def test_a_logger_is_opened_fed_and_closed_in_one_thread_that_is_not_the_loops(
@@ -297,7 +296,7 @@ async def test_a_logger_is_opened_fed_and_closed_in_one_thread_that_is_not_the_l
             seen.append(threading.get_ident())
 
     remote(monkeypatch, Noting)
-    (sink,) = await open_sinks(["wandb"], tmp_path)
+    (sink,) = await open_sinks(["wandb"], SinkTarget(tmp_path))
     sink.write(1, {})
     sink.close()
     assert len(seen) == 3
@@ -317,7 +316,7 @@ def test_a_record_that_cannot_be_written_is_one_warning_and_not_the_end(
     record.accounts({"submitted": 3.0})
     assert [step for step, _ in sink.written] == [1, 2]
     (reported,) = caplog.records
-    assert "1.jsonl is not written and the run goes on" in reported.message
+    assert "1.jsonl is not written; the run continues" in reported.message
 
 
 def test_a_validation_leaves_its_numbers_and_its_examples(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def train_alone(config: RunConfig, *batches: TrainBatch) -> tuple[torch.Tensor, 
 def test_skipping_samples_without_an_advantage_changes_no_weight(
     model_folder: Path, groups: tuple[int, ...], mode: str, epochs: int
 ) -> None:
-    # The first batch fills AdamW's moments: weights go on moving where the second has no gradient.
+    # The first batch fills AdamW's moments: weights still move where the second has no gradient.
     batches = make_batch(), uniform(make_batch(seed=1), groups)
     config = make_config(model_folder, loss_agg_mode=mode, ppo_epochs=epochs)
     expected, whole = train_alone(config, *batches)

@@ -1,4 +1,4 @@
-"""When the fleet gets what changed, and when it gets all weights."""
+"""Updates that carry changes only, and updates that carry all weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.weight_digest import plain_digest
 
 
 def _version(number: int) -> dict[str, torch.Tensor]:
-    """Versions differ in one element of a hundred."""
+    """Return a version that differs from the others in one element of a hundred."""
     changing = weights(0)
     changing["a"].view(-1)[number::100] = 3.5
     return changing
@@ -35,7 +35,7 @@ async def trainer(sends_changes: bool) -> AsyncIterator[Trainer]:
 
 
 async def _publish(trainer: Trainer, number: int) -> tuple[bool, int]:
-    """Whether the version went out whole, and the attempts it took."""
+    """Publish; return whether all weights were sent, and the number of attempts."""
     trainer.snapshots.write(_version(number).items(), number, 1.0)
     report = await trainer.publisher.publish(number)
     expected = plain_digest(_version(number))
@@ -130,7 +130,7 @@ async def test_a_base_that_was_overwritten_is_not_used(trainer: Trainer) -> None
     assert await _publish(trainer, 3) == (True, 1)
 
 
-async def test_a_version_written_twice_is_told_apart(trainer: Trainer) -> None:
+async def test_two_snapshots_of_one_version_are_distinguished(trainer: Trainer) -> None:
     """After a resumed run the same number may stand for other weights."""
     replica = trainer.add("a")
     await _publish(trainer, 1)

@@ -1,4 +1,4 @@
-"""Members whose engines do not get on: out of use, and back as newcomers."""
+"""Members whose engines make no progress: out of use, then back as newcomers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer exports are its state, its fleet, its books and its last rows."""
+"""The trainer's Prometheus readings: its state, fleet, accounts and newest metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_run_tells_its_phase_and_how_far_it_is() -> None:
     assert phases == {str(phase): float(phase is RunPhase.TRAINING) for phase in RunPhase}
 
 
-def test_the_books_are_told_by_fate_and_what_is_open_is_no_counter() -> None:
+def test_tokens_are_exported_by_use_and_open_ones_are_no_counter() -> None:
     run = metrics()
     assert not [name for name, *_ in reported(run) if name.startswith("sluice_tokens")]
     received = {"trained": 60.0, "stale": 10.0, "pending": 20.0}
@@ -74,7 +74,7 @@ def test_the_books_are_told_by_fate_and_what_is_open_is_no_counter() -> None:
     assert sum(value for value in ends if isinstance(value, float)) == 130.0 - 20.0 - 6.0
 
 
-def test_replicas_are_told_by_state_and_one_by_one() -> None:
+def test_replicas_are_exported_by_state_and_one_by_one() -> None:
     run = metrics()
     info = ReplicaInfo("a", "a-1", "host:1", 8)
     run.fleet.register(info, "layout", 0.0)
@@ -104,7 +104,7 @@ def test_replicas_are_told_by_state_and_one_by_one() -> None:
     assert ("sluice_fleet_replica_version", "a") not in after
 
 
-def test_the_last_step_and_the_last_validation_are_told() -> None:
+def test_the_last_step_and_the_last_validation_are_exported() -> None:
     run = metrics()
     run.history.write(3, {**STEP, "actor/lr": 1e-4, "actor/skipped_updates": 2.0})
     run.history.write(4, {**STEP, "actor/lr": 5e-5, "actor/skipped_updates": 1.0})
@@ -119,7 +119,7 @@ def test_the_last_step_and_the_last_validation_are_told() -> None:
     assert (waits.count, waits.total) == (2, pytest.approx(0.4))
 
 
-def test_weight_updates_are_told_by_encoding_and_phase() -> None:
+def test_weight_updates_are_exported_by_encoding_and_phase() -> None:
     run = metrics()
     run.sync.arrived("fleet", 100, 100, 0.5)
     run.sync.arrived("newcomers", 10, 100, 0.25)

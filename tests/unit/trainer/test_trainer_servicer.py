@@ -1,4 +1,4 @@
-"""TrainerService: what each call does to fleet and run, and what it answers."""
+"""TrainerService: the effect of each call on fleet and run, and its answer."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_a_stop_ends_every_hold(service: Service) -> None:
     assert not service.state.is_paused
 
 
-async def test_a_pause_on_lease_ends_by_itself_and_needs_a_time_above_0(service: Service) -> None:
+async def test_a_pause_on_lease_ends_and_needs_a_time_above_0(service: Service) -> None:
     await service.Pause(trainer.PauseRequest(lease_seconds=0.01), CONTEXT)
     assert service.state.is_paused
     async with asyncio.timeout(5):

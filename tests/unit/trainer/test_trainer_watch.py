@@ -1,4 +1,4 @@
-"""What the trainer's watchdog sees, and whom the run waits for in each phase."""
+"""The progress that the trainer's watchdog sees, and the peer awaited in each phase."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_checkpoint_that_grows_is_progress_and_one_that_does_not_is_none
     trainer.state.enter(RunPhase.SAVING)
 
     async def settled() -> object:
-        """The progress that no further look changes."""
+        """Return the progress after all measurements have ended."""
         for _ in range(5):
             trainer.work.work_state()
             await asyncio.sleep(0.05)

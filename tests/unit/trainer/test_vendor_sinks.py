@@ -1,4 +1,4 @@
-"""What each vendor's sink wrote is read back; a vendor that is not installed is skipped."""
+"""Each vendor's sink is read back; vendors that are not installed are skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from services.trainer.metrics.sinks import SinkTarget, ValidationSample, mlflow_name, open_sinks
+from services.trainer.metrics.sinks import SinkTarget, mlflow_name, open_sinks
+from services.trainer.metrics.step_metrics import Example
 
 METRICS = {"actor/pg_loss": 0.25, "val-core/math_dapo/acc/mean@1": 0.5}
 SETTINGS = {"trainer.project_name": "dapo/qwen3", "data.train_batch_size": 64}
@@ -45,12 +46,12 @@ def no_settings_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 async def write_run(name: str, run_dir: Path) -> None:
-    """Two steps, with a name that vendors refuse, and one validation sample."""
+    """Write two steps, with a name that vendors refuse, and one validation example."""
     target = SinkTarget(run_dir, "dapo/qwen3 math", "run/1", SETTINGS)
     (sink,) = await open_sinks([name], target)
     sink.write(1, METRICS)
     sink.write(2, {**METRICS, "actor/pg_loss": float("nan")})
-    sink.write_generations(2, [ValidationSample("1 + 1 | 2\nx", "out 2", 1.0)])
+    sink.write_generations(2, [Example("1 + 1 | 2\nx", "out 2", "2", 1.0)])
     sink.close()
 
 
@@ -69,7 +70,7 @@ async def test_tensorboard_reads_the_scalars_back(tmp_path: Path) -> None:
 
 
 def leveldb_records(file: Path) -> Iterator[bytes]:
-    """The records of wandb's offline file: LevelDB's log format after a header of 7 bytes."""
+    """Yield the records of wandb's offline file: LevelDB's log format after a header of 7 bytes."""
     data, block, whole = file.read_bytes(), 32768, b""
     position = 7
     while position + 7 <= len(data):
@@ -85,7 +86,7 @@ def leveldb_records(file: Path) -> Iterator[bytes]:
 
 
 async def settled(file: Path) -> None:
-    """wandb's own process may go on writing for a moment after the run has been finished."""
+    """wandb's own process may still write for a moment after the run has finished."""
     async with asyncio.timeout(20.0):
         before = -1
         while (size := file.stat().st_size) != before or size <= 7:

@@ -39,7 +39,7 @@ def raising(error: Exception) -> Callable[[], Any]:
 
 
 def dead(name: str) -> dict[str, Callable[[], Any]]:
-    """Every call to it fails, as those to a killed process do."""
+    """A replica whose calls all fail, like those to a killed process."""
     faults: dict[str, Callable[[], Any]] = defaultdict(
         lambda: raising(PeerError(name, "calling", "UNAVAILABLE"))
     )
@@ -200,7 +200,7 @@ async def test_a_member_that_cannot_commit_is_dropped_and_nothing_is_sent_again(
     assert trainer.serving() == {"good": 0}
 
 
-async def test_a_member_that_refuses_the_weights_is_dropped_at_once_and_for_good(
+async def test_a_member_that_refuses_the_weights_is_dropped_at_once_and_permanently(
     trainer: Trainer,
 ) -> None:
     trainer.add("good")
@@ -258,7 +258,7 @@ async def test_nothing_is_seeded_before_a_first_version_or_to_those_who_serve(
     assert replica.calls == calls
 
 
-async def test_publishing_goes_on_while_a_newcomer_is_seeded_and_the_newcomer_catches_up(
+async def test_publishing_continues_while_a_newcomer_is_seeded_and_the_newcomer_catches_up(
     trainer: Trainer,
 ) -> None:
     trainer.add("old")
@@ -314,8 +314,8 @@ async def test_a_newcomer_that_cannot_be_seeded_is_dropped_and_may_register_agai
     assert trainer.serving() == {"old": 0, "new": 0}
 
 
-@pytest.mark.parametrize("goes_on", [False, True], ids=["leaves no thread", "can be repeated"])
-async def test_a_cancelled_publish(trainer: Trainer, goes_on: bool) -> None:
+@pytest.mark.parametrize("repeats", [False, True], ids=["leaves no thread", "can be repeated"])
+async def test_a_cancelled_publish(trainer: Trainer, repeats: bool) -> None:
     replica = trainer.add("a")
     replica.faults = {"stage": asyncio.Event().wait}
     trainer.freeze(0)
@@ -326,7 +326,7 @@ async def test_a_cancelled_publish(trainer: Trainer, goes_on: bool) -> None:
         publishing.cancel()
     assert publishing.cancelled()
     async with asyncio.timeout(TIMEOUT_S / 2):  # sooner than the collective's own deadline
-        if goes_on:
+        if repeats:
             replica.faults = {}
             assert (await trainer.publisher.publish(0)).replicas == 1
             assert held(replica, 0)

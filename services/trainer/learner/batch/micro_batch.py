@@ -27,8 +27,7 @@ from sluice.vision.image_prompts import ImagePrompt
 class TrainingRow:
     """One response to train on.
 
-    `number` is the row's place in the train batch; `group` numbers the prompt within the
-    mini-batch.
+    `number` is the row's index in the train batch, `group` the prompt's index in the mini-batch.
     """
 
     number: int
@@ -39,7 +38,7 @@ class TrainingRow:
 
     @property
     def size(self) -> RowSize:
-        """What packing needs to know."""
+        """Return the row's size for packing."""
         return RowSize(self.group, int(self.prompt_token_ids.size), int(self.token_ids.size))
 
 
@@ -47,10 +46,10 @@ class TrainingRow:
 class MicroBatch:
     """T input tokens and N response tokens (labels) of R rows, in the order of `row_indices`.
 
-    The last token of a row is only a label: nothing is predicted after it, so it is no input.
-    Logits are needed at `predecessors`: for a row's first token the prompt's last position. An
-    empty response is a row without tokens. `batch_rows` and `columns` are each token's place in a
-    table [rows of the train batch, longest response].
+    The last token of a row is only a label: nothing is predicted after it, so it is not an input.
+    Logits are needed at `predecessors`: for a row's first token at the prompt's last position. An
+    empty response is a row without tokens. `batch_rows` and `columns` locate each token in a table
+    [rows of the train batch, longest response].
     """
 
     row_indices: tuple[int, ...]  # [R] into the mini-batch's rows
@@ -68,19 +67,19 @@ class MicroBatch:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """Return R."""
         return len(self.row_indices)
 
 
 def training_rows(
     groups: Sequence[TrainGroup], numbers: Sequence[Sequence[int]]
 ) -> list[TrainingRow]:
-    """Lay groups out by rows, in order; `numbers` are each group's rows in the train batch."""
+    """Return all rows of the groups, in order; `numbers` are their indices in the train batch."""
     return [
         TrainingRow(
-            number, place, group.prompt_token_ids, rollout.token_ids, rollout.behavior_logprobs
+            number, index, group.prompt_token_ids, rollout.token_ids, rollout.behavior_logprobs
         )
-        for place, (group, own) in enumerate(zip(groups, numbers, strict=True))
+        for index, (group, own) in enumerate(zip(groups, numbers, strict=True))
         for rollout, number in zip(group.rollouts, own, strict=True)
     ]
 
@@ -94,11 +93,12 @@ def build_micro_batch(
     """Pack the plan's rows; ``None`` if none of them holds a token.
 
     Args:
-        rows: of the mini-batch.
-        plan: which of them.
-        device: where the tensors go.
-        images: of the prompts that have any, by `TrainingRow.group`.
+        rows: all rows of the mini-batch.
+        plan: the rows of this micro-batch.
+        device: gets the tensors.
+        images: images of prompts, by `TrainingRow.group`.
     """
+    # Empty responses count as rows, but have no tokens to pack.
     pieces = [piece for piece in map(_without_empty(rows), plan.pieces) if piece.row_indices]
     if not pieces:
         return None
@@ -106,7 +106,8 @@ def build_micro_batch(
     members = [rows[index] for index in plan.row_indices]
     lengths = [row.token_ids.size for row in members]
     input_ids, position_ids = _inputs(rows, pieces, images)
-    seen = [
+    # Rows of a prompt share its images, which are packed once like its tokens.
+    prompt_images = [
         (piece.start, images.get(rows[own.row_indices[0]].group))
         for piece, own in zip(packed, pieces, strict=True)
     ]
@@ -117,6 +118,7 @@ def build_micro_batch(
         input_ids=_tensor(input_ids[None], device),
         position_ids=_tensor(position_ids[..., None, :], device),
         predecessors=_tensor(_predecessors(packed), device),
+        # One entry per response token: its id, its row here and in the batch, its index in the row.
         labels=_tensor(np.concatenate([row.token_ids for row in members]), device),
         rows=_tensor(np.repeat(np.arange(len(members)), lengths), device),
         batch_rows=_tensor(np.repeat([row.number for row in members], lengths), device),
@@ -124,7 +126,7 @@ def build_micro_batch(
         behavior_logprobs=torch.from_numpy(
             np.concatenate([row.behavior_logprobs for row in members])
         ).to(device),
-        images=pack_images(seen, input_ids.size, device),
+        images=pack_images(prompt_images, input_ids.size, device),
     )
 
 
@@ -137,13 +139,15 @@ def _without_empty(rows: Sequence[TrainingRow]) -> Callable[[GroupPiece], GroupP
 
 
 def _place(rows: Sequence[TrainingRow], pieces: Sequence[GroupPiece]) -> Iterator[PackedPiece]:
+    """Yield packed positions: each prompt once, then its rows without their last tokens."""
     cursor = 0
     for piece in pieces:
-        start, prompt_length = cursor, int(rows[piece.row_indices[0]].prompt_token_ids.size)
+        start = cursor
+        prompt_length = int(rows[piece.row_indices[0]].prompt_token_ids.size)
         cursor += prompt_length
         packed_rows = []
         for index in piece.row_indices:
-            length = int(rows[index].token_ids.size) - 1
+            length = int(rows[index].token_ids.size) - 1  # the last token is only a label
             packed_rows.append(PackedRow(cursor, length))
             cursor += length
         yield PackedPiece(start, prompt_length, tuple(packed_rows))
@@ -154,16 +158,20 @@ def _inputs(
     pieces: Sequence[GroupPiece],
     images: Mapping[int, ImagePrompt],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Token ids [T] and positions [T] in packed order, int64; positions [3, T] with images."""
+    """Return token ids [T] and positions [T] in packed order, int64; [3, T] with images.
+
+    Every row of a prompt counts its positions from the prompt's end.
+    """
     tokens: list[TokenIds] = []
     positions: list[npt.NDArray[np.int64]] = []
     for piece in pieces:
         first = rows[piece.row_indices[0]]
-        prompt, responses = first.prompt_token_ids, [rows[i].token_ids for i in piece.row_indices]
+        prompt = first.prompt_token_ids
+        responses = [rows[i].token_ids for i in piece.row_indices]
         tokens += [prompt, *(response[:-1] for response in responses)]
         longest = prompt.size + max(response.size for response in responses) - 1
         own = np.arange(longest)
-        if images:
+        if images:  # three positions per token: time, height and width
             image = images.get(first.group)
             own = np.tile(own, (3, 1)) if image is None else image.positions.extended(longest)
         positions.append(own[..., : prompt.size])
@@ -172,11 +180,13 @@ def _inputs(
 
 
 def _predecessors(packed: Sequence[PackedPiece]) -> npt.NDArray[np.int64]:
-    """Packed positions whose logits predict the response tokens, int64 [N]."""
+    """Return the packed positions whose logits predict the response tokens, int64 [N]."""
     parts: list[npt.NDArray[np.int64]] = []
     for piece in packed:
         last_of_prompt = np.array([piece.start + piece.length - 1])
         for row in piece.rows:
+            # The prompt's last token predicts a row's first one; each later token follows its own
+            # predecessor.
             parts += [last_of_prompt, np.arange(row.start, row.start + row.length)]
     return np.concatenate(parts)
 

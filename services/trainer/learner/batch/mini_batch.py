@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
     training_rows,
 )
+from services.trainer.learner.ranks.parallel import DataParallel
 from sluice.algorithm.packing import (
     MicroBatchPlan,
     assign_groups_to_ranks,
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
-    """`micro_batches` are this rank's; the counts are the mini-batch's over all ranks.
+    """This rank's micro-batches of one optimizer step, and the step's counts over all ranks.
 
-    `global_rows` counts empty responses too, `global_tokens` response tokens, and both count what
-    is skipped.
+    `global_rows` includes empty responses; `global_tokens` are response tokens. Both include
+    skipped rows, since these have a loss of 0 and stay in the denominators.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -47,18 +48,27 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which share of the rows is this rank's."""
+    """The part of each mini-batch's rows that this rank trains.
+
+    Today every rank trains different rows. Ranks that hold parts of one layer or of one pipeline
+    will have the same share.
+    """
 
     rank: int
     world_size: int
 
+    @classmethod
+    def of(cls, parallel: DataParallel) -> Self:
+        """Return this rank's share."""
+        return cls(parallel.rank, parallel.world_size)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchCut:
-    """How a train batch is cut; one of `token_budget` and `rows_per_micro` is given.
+    """The way a train batch is cut; either `token_budget` or `rows_per_micro` is set.
 
     `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them.
-    With a `shuffle_seed` groups are permuted first.
+    With a `shuffle_seed`, groups are permuted first.
     """
 
     mini_batch_groups: int
@@ -80,17 +90,18 @@ def split_batch(
 ) -> list[MiniBatch]:
     """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
 
-    Groups are shuffled by a generator of the seed and `step`; the mini-batches stay the same in
-    all ``ppo_epochs`` passes. Images are decoded for this rank's rows only, once a mini-batch.
-    Rows whose place in the batch is in `skipped` are in no micro-batch.
+    Seed and `step` determine the shuffle, so all ranks agree without communication. Mini-batches
+    stay the same in all ``ppo_epochs`` passes. Images are decoded only for this rank's rows, once
+    per mini-batch. Rows of the batch in `skipped` are in no micro-batch.
 
     Raises:
-        ConfigError: the groups do not divide into mini-batches; or one has images, and there is
-            nothing that reads them.
+        ConfigError: the groups do not divide into mini-batches, or a group has images and
+            `image_prompts` is missing.
     """
     order = np.arange(len(groups))
     if cut.shuffle_seed is not None:
         order = np.random.default_rng([cut.shuffle_seed, step]).permutation(len(groups))
+    # Rows keep their indices in the whole batch, by which tables find their tokens.
     ends = list(accumulate(len(group.rollouts) for group in groups))
     numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
     return [
@@ -121,6 +132,7 @@ def _mini_batch(
     sizes = [row.size for row in rows]
     assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
+    # Every rank computes the assignment of all ranks and takes its own part.
     plans = plan(
         sizes,
         assign(sizes, share.world_size)[share.rank],
@@ -129,6 +141,7 @@ def _mini_batch(
     )
     images = _images(groups, rows, plans, image_prompts)
     micro_batches = (build_micro_batch(rows, planned, device, images) for planned in plans)
+    # Counts of all rows: the loss must not depend on which rank computes or skips a row.
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
         global_groups=len(groups),
@@ -143,17 +156,17 @@ def _images(
     plans: Sequence[MicroBatchPlan],
     image_prompts: ImagePromptReader | None,
 ) -> dict[int, ImagePrompt]:
-    """Of the planned rows' prompts, by their place in the mini-batch."""
+    """Return the images of the planned rows' prompts, by index in the mini-batch."""
     own = sorted({rows[index].group for plan in plans for index in plan.row_indices})
-    seen = [place for place in own if groups[place].images]
-    if seen and image_prompts is None:
+    with_images = [index for index in own if groups[index].images]
+    if with_images and image_prompts is None:
         raise ConfigError(
-            f"prompt {groups[seen[0]].prompt_id} comes with images, which the model to be trained "
-            "does not read; train a vision-language model (actor_rollout_ref.model.path), without "
-            "a critic"
+            f"prompt {groups[with_images[0]].prompt_id} comes with images, which the model to be "
+            "trained does not read; train a vision-language model (actor_rollout_ref.model.path), "
+            "without a critic"
         )
     return {
-        place: image_prompts.read(groups[place].prompt_token_ids, groups[place].images)
-        for place in seen
+        index: image_prompts.read(groups[index].prompt_token_ids, groups[index].images)
+        for index in with_images
         if image_prompts is not None
     }

@@ -1,28 +1,20 @@
-"""Where each sequence and image of a packed micro-batch lies, and the blocks in which attention
-runs.
+"""The layout of a packed micro-batch: positions of sequences and images, and attention blocks.
+
+A prompt is packed once, followed by its rows. Attention runs over two kinds of blocks: prompts,
+each seeing itself, and rows, each seeing its prompt and itself.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MethodType
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import register_fsdp_forward_method
 
 from sluice.vision.image_prompts import ImagePrompt
-from sluice.vision.torch_inputs import encode_images, forward_with_images
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 Positions = npt.NDArray[np.int64]
 
@@ -30,10 +22,10 @@ LENGTH_RATIO = 0.85
 """A block's shortest sequence is at least this share of its longest."""
 
 MIN_BLOCK_TOKENS = 1024
-"""Up to so many padded tokens a block may mix any lengths: small blocks cost more in calls."""
+"""Blocks up to this many padded tokens mix any lengths: more calls would cost more than padding."""
 
 MAX_MASK_ELEMENTS = 1 << 24
-"""Above this size a row block repeats its prompts' queries, which makes it plainly causal."""
+"""Above this size a block of rows includes its prompts' queries, which makes it plainly causal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +49,7 @@ class PackedPiece:
 class AttentionBlock:
     """Sequences attended together; padding repeats packed position 0 and is never read back.
 
-    `mask` is True where a query may look, bool [1 or B, 1, queries, keys]; ``None`` means causal,
+    `mask` is True where a query sees a key, bool [1 or B, 1, queries, keys]; ``None`` means causal,
     with keys and queries at the same positions.
     """
 
@@ -68,7 +60,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """All blocks, and for each packed token its place in their outputs, one after the other."""
+    """All blocks, and for each packed token its index in the concatenated outputs of the blocks."""
 
     blocks: tuple[AttentionBlock, ...]
     output_index: torch.Tensor  # int64 [T]
@@ -86,7 +78,7 @@ class _Sequence:
 def build_layout(
     pieces: Sequence[PackedPiece], num_tokens: int, device: torch.device
 ) -> PackedLayout:
-    """Lay out attention for `num_tokens` packed tokens; every one is in a prompt or a row."""
+    """Lay out attention for `num_tokens` packed tokens; each belongs to a prompt or a row."""
     output = np.zeros(num_tokens, dtype=np.int64)
     blocks: list[AttentionBlock] = []
     offset = 0
@@ -95,8 +87,9 @@ def build_layout(
         _Sequence(piece.start, piece.length, row.start, row.length)
         for piece in pieces
         for row in piece.rows
-        if row.length
+        if row.length  # a response of one token is only a label
     ]
+    # The blocks' outputs are concatenated. `output` records where each packed token's is.
     for members in (*_similar_lengths(prompts), *_similar_lengths(rows)):
         block, places = _block(members, device)
         for sequence, place in zip(members, places, strict=True):
@@ -109,10 +102,12 @@ def build_layout(
 
 
 def _similar_lengths(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
-    """Cut into blocks, longest first."""
+    """Cut into blocks of similar lengths, longest first."""
     block: list[_Sequence] = []
     for sequence in sorted(sequences, key=lambda s: (-s.length, s.start)):
         longest = block[0].length if block else 0
+        # A much shorter sequence would be mostly padding: it starts a new block, unless this block
+        # is so small that another call would cost more.
         mixed = sequence.length < LENGTH_RATIO * longest
         if mixed and longest * len(block) >= MIN_BLOCK_TOKENS:
             yield block
@@ -125,15 +120,17 @@ def _similar_lengths(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]
 def _block(
     members: Sequence[_Sequence], device: torch.device
 ) -> tuple[AttentionBlock, Sequence[int]]:
-    """The block, and where each member's first token lies in its flattened output."""
+    """Return the block, and each member's first index in its flattened output."""
     longest = members[0].length
     prompt_longest = max(member.prompt_length for member in members)
     own = _right_padded([member.start for member in members], [m.length for m in members], longest)
-    if prompt_longest == 0:
+    if prompt_longest == 0:  # prompts: plainly causal
         index = torch.from_numpy(own).to(device)
         return AttentionBlock(index, index, None), range(0, own.size, longest)
+    # The mask has an element per query and key, so its size is quadratic in the length.
     if len(members) * longest * (prompt_longest + longest) > MAX_MASK_ELEMENTS:
         return _causal_block(members, device)
+    # Prompts are padded on the left, rows on the right, so that real tokens stay adjacent.
     pads = prompt_longest - np.array([member.prompt_length for member in members])
     starts = np.array([member.prompt_start for member in members])
     columns = np.arange(prompt_longest)
@@ -150,7 +147,7 @@ def _block(
 def _causal_block(
     members: Sequence[_Sequence], device: torch.device
 ) -> tuple[AttentionBlock, Sequence[int]]:
-    """Prompt and row in one sequence: no mask in memory, the prompts' queries run once a row."""
+    """Return a block of prompt plus row: it needs no mask, but runs prompts' queries per row."""
     width = max(member.prompt_length + member.length for member in members)
     index = np.zeros((len(members), width), dtype=np.int64)
     for line, member in zip(index, members, strict=True):
@@ -158,6 +155,7 @@ def _causal_block(
         line[:prompt] = member.prompt_start + np.arange(prompt)
         line[prompt : prompt + member.length] = member.start + np.arange(member.length)
     positions = torch.from_numpy(index).to(device)
+    # Only the rows' outputs are read; the prompts' own block has computed the prompts'.
     places = [number * width + member.prompt_length for number, member in enumerate(members)]
     return AttentionBlock(positions, positions, None), places
 
@@ -169,9 +167,10 @@ def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> 
 
 
 def _row_mask(prompt_visible: torch.Tensor, longest: int) -> torch.Tensor:
-    """Own tokens causally, prompt tokens but for padding; bool [B, 1, L, P + L]."""
+    """Return the mask [B, 1, L, P + L]: a row sees its prompt, and its own tokens causally."""
     num_rows, prompt_longest = prompt_visible.shape
     causal = torch.ones(longest, longest, dtype=torch.bool, device=prompt_visible.device).tril()
+    # Both parts are views until `cat` writes the mask once.
     return torch.cat(
         [
             prompt_visible[:, None, None, :].expand(num_rows, 1, longest, prompt_longest),
@@ -181,17 +180,14 @@ def _row_mask(prompt_visible: torch.Tensor, longest: int) -> torch.Tensor:
     )
 
 
-_GATHERING_PASS = "sluice_logits_with_images"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedImages:
     """Images in the order of their tokens.
 
-    Pixels wait in the host's memory: they take far more of it than the tokens they become.
+    Pixels stay in host memory until the pass: they take far more memory than their tokens.
 
     Attributes:
-        pixel_values: [patches, numbers a patch] float32, on the CPU.
+        pixel_values: [patches, numbers per patch] float32, on the CPU.
         grid_thw: [images, 3] int64, on the CPU.
         is_image: [1, T] bool, on the device.
     """
@@ -204,16 +200,17 @@ class PackedImages:
 def pack_images(
     prompts: Sequence[tuple[int, ImagePrompt | None]], num_tokens: int, device: torch.device
 ) -> PackedImages | None:
-    """``None`` if no prompt has images.
+    """Pack the images of all prompts; ``None`` if there are none.
 
     Args:
         prompts: packed position of each prompt's first token, and its images.
         num_tokens: T.
-        device: of `PackedImages.is_image`.
+        device: gets `PackedImages.is_image`.
     """
     seen = [(start, image) for start, image in prompts if image is not None]
     if not seen:
         return None
+    # `image.places` count from the prompt's start; packed positions count from the first prompt's.
     is_image = np.zeros((1, num_tokens), dtype=np.bool_)
     for start, image in seen:
         is_image[0, start + image.places] = True
@@ -221,71 +218,4 @@ def pack_images(
         torch.from_numpy(np.concatenate([image.pixel_values for _, image in seen])),
         torch.from_numpy(np.concatenate([image.grid_thw for _, image in seen])),
         torch.from_numpy(is_image).to(device),
-    )
-
-
-def logits_with_images(
-    model: PreTrainedModel,
-    images: PackedImages,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    kept: Tensor,
-    **arguments: object,
-) -> Tensor:
-    """Logits [1, N, vocab] at the packed positions `kept`, int64 [N].
-
-    Args:
-        model: a vision-language model; if it is sharded, by `gathers_for_images`.
-        images: of the micro-batch.
-        token_ids: [1, T] int64.
-        position_ids: [3, 1, T] int64; [1, T] if no token is an image's.
-        kept: packed positions.
-        arguments: handed down to the attention.
-    """
-    compute: Any = getattr(model, _GATHERING_PASS, None) or partial(_logits, model)
-    logits: Tensor = compute(images, token_ids, position_ids, kept, **arguments)
-    return logits
-
-
-def _logits(
-    model: PreTrainedModel,
-    images: PackedImages,
-    token_ids: Tensor,
-    position_ids: Tensor,
-    kept: Tensor,
-    **arguments: object,
-) -> Tensor:
-    device = token_ids.device
-    features = encode_images(model, images.pixel_values.to(device), images.grid_thw.to(device))
-    hidden = forward_with_images(
-        model, token_ids, position_ids, images.is_image, features, **arguments
-    )
-    head: Any = model.get_output_embeddings()
-    logits: Tensor = head(hidden.index_select(1, kept))
-    return logits
-
-
-def gathers_for_images(model: PreTrainedModel) -> None:
-    """Has `logits_with_images` gather the shards of a sharded model, as its own forward does.
-
-    From then on every pass must have images: what one rank gathers, all do.
-    """
-    setattr(model, _GATHERING_PASS, MethodType(_logits, model))
-    register_fsdp_forward_method(model, _GATHERING_PASS)
-
-
-def image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedImages | None:
-    """For a pass without images: one that no token shows, if the model is sharded.
-
-    The vision tower then runs on every rank, and its gradients are 0 and not missing.
-    """
-    if not hasattr(model, _GATHERING_PASS):
-        return None
-    tower: Any = model.base_model.visual
-    side = int(tower.spatial_merge_size)
-    numbers = math.prod(tower.patch_embed.proj.weight.shape[1:])
-    return PackedImages(
-        torch.zeros(side * side, numbers),
-        torch.tensor([[1, side, side]]),
-        torch.zeros_like(token_ids, dtype=torch.bool),
     )

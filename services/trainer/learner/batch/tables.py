@@ -1,7 +1,7 @@
-"""A train batch as tables [rows, longest response], and the way between them and micro-batches.
+"""A train batch as tables [rows, longest response], and the conversion from and to micro-batches.
 
-Advantages are worked out over the whole batch, forward passes run on packed micro-batches of one
-rank; a table brings what the passes found together again.
+Advantages need the whole batch, while forward passes run on packed micro-batches of one rank;
+tables collect the results of all ranks' passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sluice.types import TrainBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchTable:
-    """The batch's rows in the order of its groups and their rollouts, W the longest response."""
+    """The batch's rows in the order of its groups and their rollouts; W is the longest response."""
 
     scores: Tensor  # float32 [rows], shaped rewards
     group_index: Tensor  # int64 [rows]
@@ -30,12 +30,12 @@ class BatchTable:
 
     @property
     def width(self) -> int:
-        """W, at least 1."""
+        """Return W, at least 1."""
         return self.mask.shape[1]
 
 
 def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
-    """Lay a batch out."""
+    """Return the batch as a table."""
     rows = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
     lengths = torch.tensor([batch.groups[g].rollouts[i].num_tokens for g, i in rows], device=device)
     width = max(1, int(lengths.max()))
@@ -57,9 +57,9 @@ def _group_without_baseline(batch: TrainBatch) -> str | None:
 
 
 def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
-    nothing = float("nan")
+    missing = float("nan")
     found = [
-        nothing if group.baseline_reward is None else group.baseline_reward
+        missing if group.baseline_reward is None else group.baseline_reward
         for group in batch.groups
         for _ in group.rollouts
     ]
@@ -69,10 +69,10 @@ def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
 def reward_components(
     batch: TrainBatch, names: Sequence[str], device: torch.device
 ) -> Mapping[str, Tensor]:
-    """Named values of the scorer, float32 [rows] each.
+    """Return named values of the scorer, float32 [rows] each.
 
     Raises:
-        ConfigError: a sample lacks one.
+        ConfigError: a sample lacks a value.
     """
     scores = [scored for group in batch.groups for scored in group.scores]
     for name in names:
@@ -94,7 +94,10 @@ def gather_tokens(
     parallel: DataParallel,
     phase: str,
 ) -> Tensor:
-    """A table [rows, W] of values [N] of every rank's micro-batches, 0 off the mask. Collective."""
+    """Return a table [rows, W] of the values [N] of all ranks' micro-batches. Collective.
+
+    Each token is one rank's, so a sum over ranks puts the table together; it is 0 off the mask.
+    """
     values = torch.zeros(table.mask.shape, dtype=torch.float32, device=table.mask.device)
     for micro_batch, tokens in found:
         values[micro_batch.batch_rows, micro_batch.columns] = tokens.detach().float()
@@ -103,5 +106,5 @@ def gather_tokens(
 
 
 def tokens_of(values: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """The values [N] of a micro-batch's tokens in a table."""
+    """Return the values [N] of a micro-batch's tokens from a table."""
     return values[micro_batch.batch_rows, micro_batch.columns]

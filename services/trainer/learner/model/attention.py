@@ -1,7 +1,7 @@
-"""Attention over a packed micro-batch, as an implementation transformers models can be told to use.
+"""Attention over a packed micro-batch, registered as an implementation for transformers models.
 
-Linear layers, norms and embeddings of the model run on the packed tokens; only here are they
-gathered into the blocks of a `PackedLayout`, attended, and brought back into packed order.
+Linear layers, norms and embeddings of the model run on the packed tokens. Only attention gathers
+them into the blocks of a `PackedLayout` and brings the results back into packed order.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ def packed_attention(
         query: [1, heads, T, head dim].
         key: [1, kv heads, T, head dim]; heads are a multiple of kv heads.
         value: [1, kv heads, T, value dim].
-        attention_mask: must be ``None``; the layout says who sees whom.
+        attention_mask: must be ``None``; the layout defines which token sees which.
         scaling: factor on the scores; ``None``: 1 / sqrt(head dim).
         dropout: attention dropout, 0 in this trainer.
-        packed_layout: passed to the model's forward and handed down by it.
+        packed_layout: passed to the model's forward, which passes it on.
 
     Returns:
         [1, T, heads, value dim], and no weights.
 
     Raises:
-        ConfigError: the model does not hand the layout down, or its attention needs what is not
-            honoured here (sliding window, soft capping, sinks, position bias).
+        ConfigError: the model does not pass the layout on, or its attention needs a feature that
+            is missing here (sliding window, soft capping, sinks, position bias).
     """
     if packed_layout is None:
         raise ConfigError(
-            f"model.path: {type(module).__name__} does not hand keyword arguments of the model's "
-            "forward to its attention, which packing needs; choose another model family"
+            f"model.path: {type(module).__name__} does not pass keyword arguments of the model's "
+            "forward on to its attention, which packing needs; choose another model family"
         )
     window = kwargs.get("sliding_window")
     if isinstance(window, int) and window >= packed_layout.longest:
-        del kwargs["sliding_window"]  # reaches over every sequence, hides nothing
+        del kwargs["sliding_window"]  # longer than every sequence: it hides nothing
     _refuse(module, attention_mask, kwargs)
     heads, kv_heads = query.shape[1], key.shape[1]
     blocks = packed_layout.blocks
@@ -78,9 +78,9 @@ def packed_attention(
 
 
 def register_packed_attention() -> None:
-    """Make `PACKED_ATTENTION` known to transformers.
+    """Register `PACKED_ATTENTION` with transformers.
 
-    No mask function is registered under the name: transformers then builds no mask at all.
+    It registers no mask function under that name, so transformers builds no mask at all.
     """
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
@@ -91,7 +91,7 @@ def _refuse(
     where = type(module).__name__
     if attention_mask is not None:
         raise ConfigError(
-            f"model.path: {where} builds an attention mask of its own, which packing would ignore; "
+            f"model.path: {where} builds its own attention mask, which packing would ignore; "
             "choose another model family"
         )
     for name in _UNSUPPORTED_ARGUMENTS:
@@ -103,12 +103,12 @@ def _refuse(
 
 
 def _gather(states: Tensor, indexes: Sequence[Tensor], heads: int) -> list[Tensor]:
-    """[1, heads, T, dim] by blocks of indexes [B, L], each as [B, heads, L, dim].
+    """Gather states [1, heads, T, dim] into blocks with indexes [B, L]: [B, heads, L, dim] each.
 
-    All blocks are gathered by one call, and their gradients brought back by one. Without gradients
-    that holds more memory than block after block would: all of a layer's at once.
+    One call gathers all blocks, and one scatters their gradients. In a pass without gradients this
+    holds more memory than block after block would: all blocks of a layer at once.
     """
-    packed = states.squeeze(0).transpose(0, 1).flatten(1)  # no copy where a projection made it
+    packed = states.squeeze(0).transpose(0, 1).flatten(1)  # a view of what a projection made
     rows = packed.index_select(0, torch.cat([index.flatten() for index in indexes]))
     parts = rows.split([index.numel() for index in indexes])
     return [
@@ -126,7 +126,7 @@ def _attend(
     dropout: float,
 ) -> Tensor:
     if block.mask is not None and query.device.type != "cpu":
-        # With a mask, accelerators leave the fused kernels unless the heads agree in number.
+        # With a mask, accelerators use fused kernels only for equal numbers of heads.
         repeats = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)

@@ -1,4 +1,4 @@
-"""Logprobs and entropy of a micro-batch under the current weights, and a check that packing
+"""Forward passes over a micro-batch: logprobs, entropy and values, and the check that packing
 does not change them.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
-from services.trainer.learner.batch.packing import image_for_all_ranks, logits_with_images
+from services.trainer.learner.model.image_pass import image_for_all_ranks, logits_with_images
 from services.trainer.learner.model.sharding import plain_class
 from sluice.algorithm.entropy import (
     entropy_from_logits,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EntropyUse(StrEnum):
-    """What the entropy of a forward pass is for; a bonus costs a pass over the logits."""
+    """The use of a pass's entropy; a bonus costs another pass over the logits."""
 
     NONE = "none"
     METRIC = "metric"
@@ -39,8 +39,11 @@ class EntropyUse(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenOutputs:
-    """Per response token, float32 [N]. `entropy` is there if used, with a gradient for a bonus;
-    `sum_pi_squared`, the sum of all squared probabilities, if asked for."""
+    """Results of one pass per response token, float32 [N].
+
+    `entropy` has a gradient if it is a bonus. `sum_pi_squared` is the sum of all squared
+    probabilities. Both are ``None`` unless requested.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -55,18 +58,19 @@ def token_outputs(
     entropy: EntropyUse = EntropyUse.NONE,
     with_sum_pi_squared: bool = False,
 ) -> TokenOutputs:
-    """Run the model once over the packed tokens; logits exist at predecessors only.
+    """Run the model once over the packed tokens; compute logits at predecessors only.
 
     Args:
-        model: loaded by `model.load_policy`.
+        model: loaded by `load_policy`.
         micro_batch: on the model's device.
         temperature: sampling temperature; logits are divided by it.
-        entropy: whether to compute the entropies, and whether they are differentiated.
-        with_sum_pi_squared: compute them, without a gradient.
+        entropy: whether to compute entropies, and whether with a gradient.
+        with_sum_pi_squared: whether to compute squared probabilities, without a gradient.
     """
     advance()
     logits = response_logits(model, micro_batch)
     labels, entropies = micro_batch.labels, None
+    # For a metric, one pass over the logits gives both; its entropy has no gradient.
     if entropy is EntropyUse.METRIC:
         logprobs, entropies = logprobs_and_entropy(logits, labels, temperature)
     else:
@@ -79,16 +83,17 @@ def token_outputs(
 
 @torch.no_grad()
 def sum_pi_squared(logits: Tensor, temperature: float) -> Tensor:
-    """Sum over the vocabulary of ``softmax(logits / temperature)`` squared, float32 [N].
+    """Return the sum over the vocabulary of ``softmax(logits / temperature)`` squared, [N].
 
-    ``exp(logsumexp(2 z) - 2 logsumexp(z))`` for scaled logits z: no probability is stored.
+    Computed as ``exp(logsumexp(2 z) - 2 logsumexp(z))`` for scaled logits z, in float32, so that no
+    probabilities [N, vocab] are stored.
     """
     scaled = logits.float() / temperature
     return torch.exp(torch.logsumexp(2 * scaled, -1) - 2 * torch.logsumexp(scaled, -1))
 
 
 def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Values [N], float32, that a critic gives the state before each response token."""
+    """Return a critic's values [N], float32, of the state before each response token."""
     advance()
     outputs = model(
         input_ids=micro_batch.input_ids,
@@ -101,7 +106,7 @@ def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
 
 
 def response_logits(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Logits [N, vocab] that predict each response token, in the dtype of the forward pass."""
+    """Return logits [N, vocab] that predict each response token, in the pass's dtype."""
     images = micro_batch.images or image_for_all_ranks(model, micro_batch.input_ids)
     if images is not None:
         return logits_with_images(
@@ -120,14 +125,8 @@ def response_logits(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         packed_layout=micro_batch.layout,
     )
     logits: Tensor = outputs.logits
-    return logits.squeeze(0)  # the gradient of logits[0] would be a second tensor of their size
+    return logits.squeeze(0)  # logits[0] would make a second gradient tensor of this size
 
-
-# A trial at start: packing must not change what the model says.
-#
-# Some model families keep an attention of their own, or carry state from token to token; they
-# would run on packed tokens without any error and learn nonsense. So a few made-up rows are
-# computed packed together and each alone, which must agree.
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PROMPT_TOKENS = (5, 8)
@@ -137,11 +136,14 @@ _ROW_TOKENS = (6, 9)
 def check_packing(
     model: PreTrainedModel, naming_failures: AbstractContextManager[object] | None = None
 ) -> None:
-    """Compare mean logprobs of packed and single rows. Collective if the model is sharded.
+    """Compare logprobs of a few made-up rows, packed together and each alone.
+
+    Some model families use their own attention, or carry state from token to token. They would run
+    on packed tokens without any error and learn nonsense. Collective if the model is sharded.
 
     Args:
-        model: to be trained.
-        naming_failures: tells what other ranks did wrong from what the model did.
+        model: the model that will be trained.
+        naming_failures: names errors of other ranks, as opposed to errors of the model.
 
     Raises:
         ConfigError: they differ by more than rounding.
@@ -154,6 +156,7 @@ def check_packing(
             alone = torch.cat([_logprobs(model, [row]) for row in rows])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise _refusal(model, repr(error)) from error
+    # `not <=` also refuses NaN.
     gap = float((together - alone).abs().mean())
     if not gap <= _TOLERANCE[model.dtype]:
         raise _refusal(model, f"logprobs of packed and single rows differ by {gap:.2g} on average")
@@ -162,8 +165,7 @@ def check_packing(
 def _refusal(model: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(
         f"actor_rollout_ref.model.path: {plain_class(model).__name__} cannot be trained on packed "
-        f"tokens ({reason}); choose a model family whose attention transformers lets others "
-        "implement"
+        f"tokens ({reason}); choose a model family whose attention can be replaced in transformers"
     )
 
 
@@ -180,7 +182,7 @@ def _made_up_rows(vocabulary: int) -> list[TrainingRow]:
 
 
 def _logprobs(model: PreTrainedModel, rows: list[TrainingRow]) -> torch.Tensor:
-    """In order of the rows; they are given by group, so packing keeps it."""
+    """Return logprobs in the order of the rows: they are given by group, so packing keeps it."""
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )

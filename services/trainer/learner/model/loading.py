@@ -1,6 +1,7 @@
-"""Loading the policy: a Hugging Face language model that trains on packed tokens.
+"""Load a Hugging Face model for training on packed tokens.
 
-A vision-language model's language model does; its vision tower attends as transformers has it.
+In a vision-language model, the language model attends to packed tokens; the vision tower keeps the
+attention of transformers.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_policy(
     model: ModelConfig, precision: FsdpConfig, device: torch.device, max_tokens: int
 ) -> PreTrainedModel:
-    """Read the model from disk, never from a network, with master weights on `device`.
+    """Load the policy from disk, never from a network, with master weights on `device`.
 
-    The model stays in evaluation mode: dropout would make the logprobs of the update differ from
-    those of the same weights elsewhere.
+    The model stays in evaluation mode: with dropout, logprobs in the update would differ from those
+    of the same weights elsewhere.
 
     Args:
         model: path and options.
-        precision: master dtype and the dtype of forward and backward.
-        device: where weights live.
-        max_tokens: longest prompt plus response, for checking sliding windows.
+        precision: master dtype, and dtype of forward and backward.
+        device: gets the weights.
+        max_tokens: longest prompt plus response, to check sliding windows.
 
     Raises:
-        ConfigError: the path holds no complete causal language model, or one whose attention the
-            trainer does not compute; the message names the key and the remedy.
+        ConfigError: the path holds no complete causal language model, or the trainer does not
+            compute its attention; names the key and the remedy.
     """
     if precision.model_dtype == "bfloat16" and precision.dtype == "float32":
         raise ConfigError(
             "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
-            "more precisely than the weights are kept; set model_dtype=float32 or dtype=bfloat16"
+            "more precisely than the weights are stored; set model_dtype=float32 or dtype=bfloat16"
         )
     loaded = _read(model, DTYPES[precision.model_dtype])
     return _prepared(loaded, model, device, max_tokens)
@@ -63,9 +64,9 @@ def load_policy(
 def load_critic(
     model: ModelConfig, precision: FsdpConfig, device: torch.device, max_tokens: int
 ) -> PreTrainedModel:
-    """Like `load_policy`, but with a value head of one output instead of the vocabulary's.
+    """Load a critic like a policy, with a value head of one output instead of the vocabulary's.
 
-    The head is drawn from torch's global generator unless the files hold one.
+    If the files hold no such head, torch's global generator initializes it.
     """
     loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
     return _prepared(loaded, model, device, max_tokens)
@@ -83,10 +84,10 @@ def _prepared(
 
 
 def freeze_vision_tower(model: PreTrainedModel) -> None:
-    """Leave what encodes images as it is, its merger into the language model included.
+    """Freeze the weights that encode images, including their merger into the language model.
 
     Raises:
-        ConfigError: the model has nothing of the kind.
+        ConfigError: the model has no vision tower.
     """
     tower: object = getattr(model.base_model, "visual", None)
     if not isinstance(tower, torch.nn.Module):
@@ -98,7 +99,7 @@ def freeze_vision_tower(model: PreTrainedModel) -> None:
 
 
 def compute_context(precision: FsdpConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Autocast where compute and master dtype differ; enter it anew each time."""
+    """Return autocast if compute and master dtype differ; make one for each use."""
     if precision.dtype == precision.model_dtype:
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[precision.dtype])
@@ -107,10 +108,10 @@ def compute_context(precision: FsdpConfig, device: torch.device) -> AbstractCont
 def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
     """Refuse attention that is not plainly causal over `max_tokens` tokens.
 
-    A sliding window at least that long never hides anything and is accepted.
+    A sliding window of at least that length hides nothing and is accepted.
 
     Raises:
-        ConfigError: naming what the model's configuration asks for.
+        ConfigError: names the unsupported settings of the model's configuration.
     """
     text = config.get_text_config()
     settings = text.to_dict()
@@ -139,7 +140,7 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
 
 def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) -> PreTrainedModel:
     register_packed_attention()
-    own = {"num_labels": 1} if is_critic else {}
+    head = {"num_labels": 1} if is_critic else {}
     key = f"actor_rollout_ref.model.path='{model.path}'"
     remedy = (
         "give the directory of a Hugging Face causal language model (config.json, *.safetensors)"
@@ -151,12 +152,12 @@ def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) ->
     if is_critic:
         family = AutoModelForTokenClassification
     kind = "" if shape is None else shape.model_type
-    # transformers would draw a progress bar over the console of every rank.
+    # Otherwise every rank shows a progress bar on the console.
     transformers_logging.disable_progress_bar()
     try:
         loading: object = family.from_pretrained(
             model.path,
-            **own,
+            **head,
             dtype=dtype,
             attn_implementation=text_attention(kind, FAMILIES, PACKED_ATTENTION),
             local_files_only=True,
@@ -178,15 +179,15 @@ def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) ->
 
 
 def _is_value_head(name: str) -> bool:
-    """A critic starts from a language model, whose files have no such weights."""
+    """Return whether a weight is a value head's, which a language model's files do not have."""
     return name.split(".", 1)[0] in {"score", "classifier"}
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
     """Recompute decoder layers in the backward pass.
 
-    transformers does so for layers in training mode only; the flag is set on the layers themselves
-    and not on what they contain, so that dropout stays off.
+    transformers does this only for layers in training mode. So the flag is set on the layers, but
+    not on the modules inside them, whose dropout stays off.
     """
     if not model.supports_gradient_checkpointing:
         raise ConfigError(

@@ -21,9 +21,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class FlatGradients:
-    """All gradients in one buffer a dtype; each parameter's `grad` is a view into it.
+    """Gradients of parameters that each rank holds whole: one buffer per dtype.
 
-    Summing over ranks is then one collective, and clearing one write.
+    Each parameter's `grad` is a view into it, so that one collective sums over ranks and one write
+    clears.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -43,7 +44,7 @@ class FlatGradients:
         self.buffers.append(buffer)
 
     def complete(self) -> None:
-        """Every parameter has its view."""
+        """Do nothing: every parameter has its view."""
 
     def zero(self) -> None:
         """Set all gradients to 0 in place."""
@@ -51,7 +52,7 @@ class FlatGradients:
             buffer.zero_()
 
     def norm(self) -> float:
-        """Global L2 norm, in float32 whatever the dtype."""
+        """Return the global L2 norm, in float32 for every dtype."""
         squares = [torch.linalg.vector_norm(b, dtype=torch.float32).square() for b in self.buffers]
         return math.sqrt(float(sum(squares)))
 
@@ -62,13 +63,14 @@ class FlatGradients:
 
 
 class PolicyOptimizer:
-    """One optimizer step per mini-batch.
+    """AdamW, stepped once per mini-batch.
 
     Args:
-        named_parameters: trained parameters by name, tied ones once.
+        named_parameters: trained parameters by name, tied ones once. Frozen ones are not among
+            them and get neither moments nor gradients.
         config: AdamW and schedule.
-        total_steps: train batches of the run, the schedule's length unless the config gives one.
-        gradients: of sharded parameters; by default one buffer for parameters held whole.
+        total_steps: train batches of the run: the schedule's length, unless `config` sets it.
+        gradients: gradients of sharded parameters; by default flat buffers of whole ones.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class PolicyOptimizer:
         total_steps: int,
         gradients: Gradients | None = None,
     ) -> None:
-        self._named, self._config = dict(named_parameters), config
+        self._named = dict(named_parameters)
+        self._config = config
         own = config.total_training_steps
         self._total_steps = own if own > 0 else total_steps
         self._warmup_steps = resolve_warmup_steps(
@@ -91,7 +94,7 @@ class PolicyOptimizer:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            fused=True,
+            fused=True,  # fewer passes over memory, also on the CPU
         )
         self.skipped_updates = 0
 
@@ -113,16 +116,17 @@ class PolicyOptimizer:
         """Clip and apply the accumulated gradients, then clear them.
 
         Returns:
-            the gradient norm before clipping. If it is not finite, no weight changes and
+            the gradient norm before clipping. If it is not finite, no weight changes, and
             `skipped_updates` counts the step.
         """
         self.gradients.complete()
         norm = self.gradients.norm()
         if math.isfinite(norm):
             if norm > self._config.clip_grad:
+                # The same epsilon as torch's clip_grad_norm_.
                 self.gradients.scale(self._config.clip_grad / (norm + 1e-6))
             self._adamw.step()
-        else:
+        else:  # one bad batch must not destroy the weights
             self.skipped_updates += 1
             logger.warning(
                 "optimizer step skipped: gradient norm is %s (%d skipped so far)",
@@ -133,9 +137,9 @@ class PolicyOptimizer:
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """AdamW's moments and counts as ``<parameter name>.<moment>``; empty before any step.
+        """Return AdamW's moments and counts as ``<parameter name>.<moment>``; empty before a step.
 
-        A sharded parameter's moments are sharded like it.
+        A sharded parameter has equally sharded moments.
         """
         return {
             f"{name}.{moment}": self._adamw.state[parameter][moment]
@@ -145,7 +149,7 @@ class PolicyOptimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Inverse of `state_tensors`, from whole tensors.
+        """Load what `state_tensors` returned, from whole tensors.
 
         Raises:
             CheckpointError: a parameter's state is missing, of another shape or unknown.
@@ -173,7 +177,7 @@ class PolicyOptimizer:
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
         if moment == "step":
-            return tensor.to(parameter.device).clone()
+            return tensor.to(parameter.device).clone()  # AdamW changes it in place
         own = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
         assign(own, tensor)
         return own

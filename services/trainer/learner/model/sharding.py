@@ -1,5 +1,5 @@
-"""Cut one model's weights into shards over ranks (FSDP2), sum their gradients, and keep ranks
-in step.
+"""Shard one model's weights over ranks (FSDP2), sum their gradients, and let every rank make the
+same number of passes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
-from services.trainer.learner.batch.packing import gathers_for_images
+from services.trainer.learner.model.image_pass import gather_for_images
 from services.trainer.learner.ranks.parallel import SHARD_DIM, DataParallel
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Shards:
     """A sharded model.
 
-    `parameters` are this rank's, by the model's names, tied ones once. `sums_once` says whether
-    gradients are summed over ranks by the last pass of a mini-batch only.
+    `parameters` are this rank's shards by the model's names, tied ones once. With `sums_once`, only
+    the last pass of a mini-batch sums gradients over ranks.
     """
 
     model: PreTrainedModel
@@ -42,19 +42,22 @@ class Shards:
 
     @property
     def num_copies(self) -> int:
-        """Ranks that hold the same shard."""
+        """Return how many ranks hold the same shard."""
         return self.mesh.size(0) if self.mesh.ndim > 1 else 1
 
     def sum_gradients(self, wanted: bool) -> None:
-        """Whether the next backward pass sums gradients over ranks or leaves them to a later one.
+        """Set whether the next backward pass sums gradients over ranks, or a later one does.
 
-        What is left stays whole on the rank until then.
+        Until then each rank holds whole gradients, which takes memory but saves communication.
         """
         for module in _sharded_modules(self.model):
             module.set_requires_gradient_sync(wanted or not self.sums_once, recurse=False)
 
     def reshard(self) -> None:
-        """Drop gathered weights that a pass without a backward left; they would become stale."""
+        """Drop gathered weights after a forward pass without a backward pass.
+
+        Otherwise the next pass would use them, although a step has changed the shards.
+        """
         for module in _sharded_modules(self.model):
             module.reshard()
 
@@ -62,33 +65,35 @@ class Shards:
 def shard_model(
     model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bool, sums_once: bool
 ) -> Shards:
-    """Cut a whole model, equal on all ranks, in place; collective.
+    """Shard a whole model in place; it must be equal on all ranks. Collective.
 
-    The layers are the classes that the model family says not to split; what is outside of them
-    (embedding, head, last norm) is one more unit, which stays whole from forward to backward.
+    One unit is a layer: a module of a class that the model family lists as not to be split.
+    The rest (embedding, head, last norm) is one more unit, whole from forward to backward.
 
     Args:
-        model: anywhere; moves to the mesh's device layer by layer.
-        mesh: dimensions ``copy`` (if there are several) and ``shard``.
+        model: on any device; moves to the mesh's device layer by layer.
+        mesh: dimensions ``copy`` (if there are several copies) and ``shard``.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
     """
+    # None is FSDP2's default: reshard all units but the outermost.
     kept_whole: bool | None = None if reshard_after_forward else False
     layers = set(model._no_split_modules or ())
     for module in [m for m in model.modules() if type(m).__name__ in layers]:
         fully_shard(module, mesh=mesh, reshard_after_forward=kept_whole)
+    # After its layers: the outer unit takes the parameters that are left.
     fully_shard(model, mesh=mesh, reshard_after_forward=kept_whole)
     for sharded in _sharded_modules(model):
-        # A micro-batch's loss is divided by global counts: gradients are added up, not averaged.
+        # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     if model.config.model_type in FAMILIES:
-        gathers_for_images(model)
+        gather_for_images(model)
     return Shards(model, mesh, dict(model.named_parameters()), sums_once)
 
 
 def shard_size(fsdp_size: int, world_size: int, key: str) -> int:
-    """Ranks that share one copy of the model: all for a size below 1 or above their number.
+    """Return how many ranks share one copy of the model: all for a size below 1 or too large.
 
     Raises:
         ConfigError: the size does not divide the number of ranks.
@@ -106,11 +111,12 @@ def shard_size(fsdp_size: int, world_size: int, key: str) -> int:
 
 @torch.no_grad()
 def assign(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor, or this rank's shard of it, into `target`, which has its shape."""
+    """Copy `whole`, or this rank's shard of it, into `target` of the same global shape."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
     mesh = target.device_mesh
+    # Shards are along the first dimension of a tensor, and along the last one of the mesh.
     start, stop = shard_rows(
         whole.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(SHARD_DIM)
     )
@@ -118,13 +124,15 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 
 def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
-    """First row of a shard and the one after its last: shards of ``ceil(rows / shards)`` rows."""
+    """Return a shard's first row and the one after its last, as FSDP2 cuts: ``ceil(rows / shards)``
+    rows each, the last shards shorter or empty.
+    """
     length = -(-rows // shards)
     return min(rows, index * length), min(rows, (index + 1) * length)
 
 
 def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The model's class as transformers knows it; sharding derives one of its own from it."""
+    """Return the model's class in transformers; sharding replaces it by a derived class."""
     family: type[PreTrainedModel] = type(model)
     return family.__mro__[2] if isinstance(model, FSDPModule) else family
 
@@ -134,11 +142,11 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 class Gradients(Protocol):
-    """The gradients that one optimizer steps with."""
+    """The gradients of one optimizer."""
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """What must still be summed over ranks before a step."""
+        """Return the buffers that must still be summed over ranks before a step."""
         ...
 
     def complete(self) -> None:
@@ -150,7 +158,7 @@ class Gradients(Protocol):
         ...
 
     def norm(self) -> float:
-        """Global L2 norm over all ranks' parts, the same bits on each."""
+        """Return the global L2 norm over all ranks' parts, the same bits on each rank."""
         ...
 
     def scale(self, factor: float) -> None:
@@ -159,12 +167,12 @@ class Gradients(Protocol):
 
 
 class ShardedGradients:
-    """FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
+    """Gradients of sharded parameters. `norm` is collective.
 
-    `norm` is collective.
+    FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
 
     Args:
-        parameters: sharded.
+        parameters: sharded ones.
         parallel: all ranks.
         num_copies: ranks that hold the same shard.
     """
@@ -172,30 +180,32 @@ class ShardedGradients:
     def __init__(
         self, parameters: Sequence[nn.Parameter], parallel: DataParallel, num_copies: int
     ) -> None:
-        self._parameters, self._parallel = list(parameters), parallel
+        self._parameters = list(parameters)
+        self._parallel = parallel
         self._num_copies = num_copies
         self.buffers: tuple[Tensor, ...] = ()
 
     def complete(self) -> None:
-        """Zeros for parameters that no backward pass reached."""
+        """Set 0 for parameters that no backward pass reached."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def zero(self) -> None:
-        """Drop them; the next backward pass makes them again."""
+        """Drop the gradients; the next backward pass makes new ones."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def norm(self) -> float:
-        """In float32 on the rank, summed over ranks in float64; a shard held twice counts once."""
+        """Return the norm: float32 on each rank, float64 over ranks, each shard counted once."""
         squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._local()]
+        # Every rank adds the same numbers in the same order, so all ranks clip alike.
         own = float(sum(squares)) if squares else 0.0
         gathered = self._parallel.all_gather([own], "summing the gradients' norms")
         return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)
 
     def scale(self, factor: float) -> None:
-        """Each rank its shards."""
+        """Multiply this rank's shards."""
         for gradient in self._local():
             gradient.mul_(factor)
 
@@ -204,22 +214,20 @@ class ShardedGradients:
         return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
 
 
-# Ranks of a sharded model make equally many passes, whatever their shares of the rows.
-#
-# Each pass gathers the layers' weights from all ranks. A rank whose rows fill fewer micro-
-# batches than another's makes up for it with passes over a made-up row whose gradient is 0.
-
-
 class EvenPasses:
-    """Counts one model's passes; does nothing for a model that each rank holds whole.
+    """The same number of passes of one sharded model on every rank.
+
+    Each pass gathers the layers' weights from all ranks, so all ranks must make equally many. A
+    rank with fewer micro-batches than the busiest one adds idle passes: over a made-up row, with
+    gradient 0. Does nothing for a model that each rank holds whole.
 
     Every method but `before_backward` is collective.
 
     Args:
         shards: the model; ``None`` if it is not sharded.
         parallel: all ranks.
-        idle_pass: runs the model forward over a micro-batch; a value per token.
-        device: where its inputs are.
+        idle_pass: runs the model forward over a micro-batch; returns a value per token.
+        device: gets the inputs of idle passes.
     """
 
     def __init__(
@@ -229,18 +237,22 @@ class EvenPasses:
         idle_pass: Callable[[MicroBatch], Tensor],
         device: torch.device,
     ) -> None:
-        self._shards, self._parallel, self._device = shards, parallel, device
+        self._shards = shards
+        self._parallel = parallel
+        self._device = device
         self._idle_pass = idle_pass
-        self._own = self._left = 0
+        self._own = 0
+        self._left = 0
 
     def begin(self, own: int) -> None:
-        """In front of `own` passes, without gradients or of one optimizer step."""
+        """Prepare for `own` passes: either without gradients, or those of one optimizer step."""
+        # `_left` counts down to the pass that sums gradients; the busiest rank sets the number.
         self._own = own
         self._left = 0 if self._shards is None else self._most(own)
 
     @torch.no_grad()
     def end_forward_only(self) -> None:
-        """After passes without gradients: as many more as the busiest rank makes."""
+        """After passes without gradients: add passes up to the busiest rank's number."""
         if self._shards is None:
             return
         for _ in range(self._left - self._own):
@@ -248,14 +260,15 @@ class EvenPasses:
         self._shards.reshard()
 
     def before_backward(self) -> None:
-        """In front of each backward pass: the last one sums the gradients over ranks."""
+        """Before each backward pass: let only the last one sum gradients over ranks."""
         if self._shards is not None:
             self._left -= 1
             self._shards.sum_gradients(self._left == 0)
 
     def end_step(self) -> None:
-        """The passes that the busiest rank makes and this one has no rows for."""
+        """After the passes of a step: add passes up to the busiest rank's number."""
         while self._left > 0:
+            # Times 0: the pass takes part in the sum over ranks and adds nothing to it.
             idle = self._idle_pass(idle_micro_batch(self._device)).sum() * 0.0
             self.before_backward()
             idle.backward()
@@ -266,7 +279,7 @@ class EvenPasses:
 
 
 def idle_micro_batch(device: torch.device) -> MicroBatch:
-    """One row of one token after a prompt of one."""
+    """Return a micro-batch of one row: a prompt of one token and a response of one token."""
     token = np.zeros(1, np.uint32)
     row = TrainingRow(0, 0, token, token, np.zeros(1, np.float32))
     (plan,) = plan_micro_batches([row.size], range(1), rows_per_micro=1)

@@ -1,4 +1,11 @@
-"""One model of this rank with its optimizer, whole or in shards, and its files in a checkpoint."""
+"""One model of this rank with its optimizer, whole or in shards, and its files in a checkpoint.
+
+A checkpoint's ``actor`` or ``critic`` folder holds:
+
+    huggingface/           config, weights and tokenizer; any Hugging Face tool loads it
+    optimizer.safetensors  AdamW's moments and counts by parameter name
+    extra_state.json       random generators, number of skipped optimizer steps
+"""
 
 from __future__ import annotations
 
@@ -39,7 +46,7 @@ _CPU = "cpu"
 
 
 def random_state(device: torch.device) -> dict[str, str]:
-    """States of the CPU's generator and of the device's own as hex, by device type."""
+    """Return the states of the CPU's and the device's random generators as hex, by device type."""
     states = {_CPU: torch.get_rng_state()}
     if device.type != _CPU:
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -47,7 +54,7 @@ def random_state(device: torch.device) -> dict[str, str]:
 
 
 def restore_random_state(states: Mapping[str, str], device: torch.device) -> None:
-    """Go on from what `random_state` returned; that of another type of device is left out.
+    """Restore what `random_state` returned; ignore states of other device types.
 
     Raises:
         ValueError: a state is not hex.
@@ -64,14 +71,8 @@ def _from_hex(state: str) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytes.fromhex(state), dtype=np.uint8).copy())
 
 
-# What is in a checkpoint's ``actor`` folder: the model, the optimizer, the random state.
-#
-# huggingface/ config, weights and tokenizer; any Hugging Face tool loads it
-# optimizer.safetensors AdamW's moments and counts by parameter name extra_state.json random
-# generators, count of skipped optimizer steps
-
 WholeTensors: TypeAlias = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
-"""Opens a stream of named tensors, whole whatever this rank holds of them."""
+"""Opens a stream of named whole tensors, even if this rank holds only shards of them."""
 
 HUGGINGFACE_FOLDER = "huggingface"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -99,15 +100,15 @@ def save_policy_state(
     weights: WholeTensors | None,
     moments: WholeTensors,
 ) -> None:
-    """Write all three into `directory`, which is made.
+    """Write model, optimizer and random state into `directory`; create it.
 
     Args:
         directory: new or empty.
-        model: what the weights belong to; they are written in their dtype.
-        optimizer: of that model.
-        model_path: where the model was first read from; the tokenizer's files are copied.
+        model: its weights are written in their dtype.
+        optimizer: the model's.
+        model_path: the folder that the run's model came from; its tokenizer files are copied.
         weights: all parameters by the model's names, tied ones once; ``None``: the model is whole.
-        moments: what `PolicyOptimizer.state_tensors` holds.
+        moments: the tensors of `PolicyOptimizer.state_tensors`, whole.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -118,8 +119,9 @@ def save_policy_state(
         advance()
         save_file(_on_host(moments), directory / OPTIMIZER_FILE)
         advance()
-    except SafetensorError as error:  # its own form of a full disk
+    except SafetensorError as error:  # safetensors reports a full disk like this
         raise OSError(f"{directory}: {error}") from error
+    # Copied, not saved again: transformers might write them in another form.
     for pattern in TOKENIZER_FILES:
         for file in Path(model_path).glob(pattern):
             shutil.copyfile(file, huggingface / file.name)
@@ -138,16 +140,16 @@ def load_policy_state(
     parameters: Mapping[str, nn.Parameter],
     optimizer: PolicyOptimizer,
 ) -> float:
-    """Replace weights, optimizer state and random state in place; sharded ones by this rank's part.
+    """Replace weights, optimizer state and random state in place; in shards this rank's part.
 
     Args:
-        directory: what `save_policy_state` wrote, whatever was sharded then.
+        directory: written by `save_policy_state`, with any sharding.
         model: sharded or whole.
-        parameters: of the model, all of them.
-        optimizer: of the model.
+        parameters: all of the model's.
+        optimizer: the model's.
 
     Returns:
-        `weight_sum` of the weights read.
+        `weight_sum` of the loaded weights.
 
     Raises:
         CheckpointError: a file is missing or unreadable, or belongs to another model.
@@ -167,7 +169,7 @@ def load_policy_state(
 
 
 def weight_sum(model: nn.Module) -> float:
-    """Sum of all weights of a model that is not sharded; differs where the weights do."""
+    """Return the sum of all weights of a whole model, to compare ranks by one number."""
     return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
 
 
@@ -176,24 +178,25 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _save_model(folder: Path, model: PreTrainedModel, weights: WholeTensors | None) -> None:
-    """Holds whole weights only until it returns: the moments, twice as many, come next."""
+    """Write the weights. They are released on return: the moments, twice their size, come next."""
     state = None if weights is None else {**_on_host(weights), **_buffers(model)}
     model.save_pretrained(folder, state_dict=state)
 
 
 def _on_host(tensors: WholeTensors) -> dict[str, Tensor]:
-    """As they are one after the other; what comes from a bucket must not keep it alive."""
+    """Copy the tensors to the host one by one, without keeping whole buckets alive."""
     with tensors() as stream:
         return {name: _own_copy(tensor.detach().cpu()) for name, tensor in stream}
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
+    # A view of a larger storage would keep all of that storage alive.
     own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if own and tensor.is_contiguous() else tensor.contiguous().clone()
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What the model's files hold beside parameters."""
+    """Return the tensors of the model's files that are not parameters."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {n: t.detach().cpu() for n, t in model.state_dict().items() if n not in parameters}
 
@@ -201,7 +204,7 @@ def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 def _load_weights(
     folder: Path, model: PreTrainedModel, trained: Mapping[str, nn.Parameter]
 ) -> float:
-    """Reload through transformers, which knows about shards and renamed or fused weights."""
+    """Load through transformers, which handles file shards and renamed or fused weights."""
     _refuse_another_family(folder, model)
     try:
         loading: object = plain_class(model).from_pretrained(
@@ -219,6 +222,7 @@ def _load_weights(
     saved, report = cast("tuple[PreTrainedModel, Mapping[str, Collection[str]]]", loading)
     loaded = dict(saved.named_parameters())
     differing = sorted(set(trained).symmetric_difference(loaded) | set(report["missing_keys"]))
+    # The folder has its own config.json: a model of another size has the same names.
     differing += [n for n in trained if n in loaded and trained[n].shape != loaded[n].shape]
     if differing:
         raise CheckpointError(
@@ -232,7 +236,7 @@ def _load_weights(
 
 
 def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
-    """transformers would try to squeeze one family's weights into another's layers."""
+    """Refuse weights of another model family, which transformers would try to fit in."""
     file = folder / "config.json"
     try:
         family = json.loads(file.read_text(encoding="utf-8"))["model_type"]
@@ -243,13 +247,13 @@ def _refuse_another_family(folder: Path, model: PreTrainedModel) -> None:
     if family != model.config.model_type:
         raise CheckpointError(
             f"{folder} holds a {family} model and actor_rollout_ref.model.path a "
-            f"{model.config.model_type}; resume with the model that was trained, or start anew "
-            "with trainer.resume_mode=disable"
+            f"{model.config.model_type}; resume with the model that was trained, or restart "
+            "from step 0 with trainer.resume_mode=disable"
         )
 
 
 def _damaged_file(folder: Path) -> Path | None:
-    """The first weights file whose header or length is wrong."""
+    """Return the first weights file with a wrong header or length."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -260,7 +264,7 @@ def _damaged_file(folder: Path) -> Path | None:
 
 
 class _TensorFile(Mapping[str, Tensor]):
-    """A safetensors file; a tensor is read when it is asked for."""
+    """A safetensors file that reads each tensor on access."""
 
     def __init__(self, file: Path) -> None:
         self._opened = safe_open(file, framework="pt")
@@ -288,8 +292,12 @@ def _read_tensors(file: Path) -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedModel:
-    """`parameters` are this rank's, whole or sharded, tied ones once; the optimizer has those that
-    are trained. `initial_sum` is `weight_sum` of what was loaded."""
+    """A model of this rank and its optimizer.
+
+    `parameters` are all of the model's, whole or sharded, tied ones once; the optimizer has those
+    that are trained. `shards` is ``None`` for a whole model. `initial_sum` is `weight_sum` of the
+    loaded weights.
+    """
 
     model: PreTrainedModel
     parameters: Mapping[str, nn.Parameter]
@@ -308,7 +316,7 @@ def trained_model(
     key: str,
     device: torch.device,
 ) -> TrainedModel:
-    """Spread a whole model over the ranks, if they share it, and give it an optimizer. Collective.
+    """Shard a whole model over the ranks, if configured, and make its optimizer. Collective.
 
     Args:
         model: the same on every rank.
@@ -316,20 +324,20 @@ def trained_model(
         optim: AdamW and schedule.
         parallel: all ranks.
         total_steps: train batches of the run.
-        key: where `sharding` is in the configuration.
-        device: where a model that is held whole goes.
+        key: the section of `sharding` in the configuration.
+        device: gets a model that stays whole.
 
     Raises:
-        ConfigError: the ranks cannot be divided so.
+        ConfigError: the number of ranks is not divisible by the shard size.
     """
-    total = weight_sum(model)
+    total = weight_sum(model)  # before sharding, which leaves a part of each weight
     shards = share_model(model, sharding, parallel, key=key, device=device)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
-    learnt = {name: one for name, one in parameters.items() if one.requires_grad}
+    trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
     if shards is not None:
-        gradients = ShardedGradients(list(learnt.values()), parallel, shards.num_copies)
-    optimizer = PolicyOptimizer(learnt, optim, total_steps, gradients)
+        gradients = ShardedGradients(list(trained.values()), parallel, shards.num_copies)
+    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients)
     return TrainedModel(model, parameters, optimizer, shards, total)
 
 
@@ -341,10 +349,10 @@ def share_model(
     key: str,
     device: torch.device,
 ) -> Shards | None:
-    """Cut a model over the ranks; ``None``: it is whole, on `device`. Collective.
+    """Shard a model over the ranks; ``None``: it stays whole, on `device`. Collective.
 
     Raises:
-        ConfigError: the ranks cannot be divided so.
+        ConfigError: the number of ranks is not divisible by the shard size.
     """
     size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
     mesh = parallel.shard_mesh(size)

@@ -1,4 +1,8 @@
-"""What rank 0 needs whole of the tensors that ranks hold in shards."""
+"""Whole tensors on rank 0 from shards of all ranks, one bucket at a time.
+
+Besides the tensors that its reader keeps, rank 0 holds one bucket, or one tensor if that is larger;
+another rank holds one shard of it.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +21,22 @@ from sluice.concurrency.deadlines import advance
 
 
 class TensorSet(StrEnum):
-    """A set of named tensors; moments are what AdamW keeps of the parameters."""
+    """A set of named tensors; moments are AdamW's state."""
 
     WIRE_WEIGHTS = "wire_weights"
-    """The policy's weights as they travel, in ``actor_rollout_ref.rollout.dtype``."""
+    """The policy's weights for replicas, in ``actor_rollout_ref.rollout.dtype``."""
     WEIGHTS = "weights"
     MOMENTS = "moments"
     CRITIC_WEIGHTS = "critic_weights"
     CRITIC_MOMENTS = "critic_moments"
 
 
-# Whole tensors from shards, on rank 0 only, a bucket of them at a time.
-#
-# Beside what its reader keeps, rank 0 holds one bucket, or one tensor if that is larger; another
-# rank one shard of it.
-
 BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShardPart:
-    """One rank's shard of a tensor; `dtype` is what it travels as."""
+    """One rank's shard of a tensor; `dtype` is its dtype on the wire."""
 
     name: str
     tensor: DTensor
@@ -50,21 +49,21 @@ class _ShardPart:
 
     @property
     def rows(self) -> int:
-        """Of the longest shard."""
+        """Return the rows of the longest shard."""
         return -(-self.tensor.shape[0] // self.num_shards)
 
     @property
     def numel(self) -> int:
-        """Elements of the longest shard."""
+        """Return the elements of the longest shard."""
         return self.rows * math.prod(self.tensor.shape[1:])
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Return the bytes of the whole tensor, with padding."""
         return self.num_shards * self.numel * self.dtype.itemsize
 
     def whole(self, shards: Tensor) -> Tensor:
-        """The tensor from ``[shards, numel]``, a view where that is contiguous."""
+        """Return the tensor from ``[shards, numel]``, a view if that is contiguous."""
         rows = shards.reshape(self.num_shards * self.rows, *self.tensor.shape[1:])
         return rows[: self.tensor.shape[0]]
 
@@ -78,14 +77,14 @@ def gather_whole(
     dtype: torch.dtype | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor whole on rank 0, and nothing on the others. Collective to its end.
+    """Yield each whole tensor on rank 0, and nothing on the others. Collective to its end.
 
     Args:
         named_tensors: sharded or not, in the same order on every rank.
         parallel: all ranks.
         phase: named in errors.
-        dtype: what sharded floating-point tensors are converted to before they travel.
-        bucket_bytes: whole tensors gathered by one collective, unless one is larger.
+        dtype: dtype on the wire of sharded floating-point tensors.
+        bucket_bytes: bytes of whole tensors per collective, unless one tensor is larger.
 
     Raises:
         DeadlineError: a rank did not take part in time.
@@ -114,13 +113,14 @@ def _gather(
     advance()
     mesh = bucket[0].tensor.device_mesh
     if mesh.ndim > 1:
-        # The other copies have nothing to send. They wait here, a bucket at a time: the deadline
-        # of the next command is not meant for a whole gather.
+        # Only the first copy sends. The other copies wait here for each bucket: the deadline of the
+        # next command is too short for the whole gather.
         parallel.all_gather([0.0], phase)
         if mesh.get_local_rank(COPY_DIM) != 0:
-            return  # the first copy is rank 0's
+            return  # rank 0 is in the first copy
     ends = list(accumulate(part.numel for part in bucket))
     local = [part.tensor.to_local() for part in bucket]
+    # Shards are padded to the longest, so that all ranks send equally many elements.
     own = torch.zeros(ends[-1], dtype=bucket[0].dtype, device=local[0].device)
     for shard, part, end in zip(local, bucket, ends, strict=True):
         start = end - part.numel

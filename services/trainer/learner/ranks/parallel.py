@@ -1,8 +1,8 @@
-"""What the trainer's ranks say to each other: a few collectives, each with a deadline.
+"""Collectives between the trainer's ranks, each with a deadline.
 
-Gradients are summed on the device they live on. Commands and metrics always travel between CPUs
-over Gloo, so that they never queue behind kernels. A collective that fails is never repeated: the
-group is broken, and the rank that notices ends the run with an error naming itself and the phase.
+Gradients are summed on their device. Commands and metrics always travel between CPUs over Gloo, so
+that they never queue behind kernels. A failed collective is never repeated: the group is broken,
+and the rank that notices it ends the run with an error that names itself and the phase.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 
 
 SHARD_DIM, COPY_DIM = "shard", "copy"
-"""Dimensions of the mesh that a model is sharded over."""
+"""Dimensions of the mesh over which a model is sharded."""
 
-_GLOO, _LATE = "gloo", "timed out"
+# Texts in the errors of torch's backends.
+_GLOO = "gloo"
+_LATE = "timed out"
 
 
 class DataParallel(Protocol):
@@ -55,12 +57,12 @@ class DataParallel(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process, 0-based."""
+        """Return this process's number, 0-based."""
         ...
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         ...
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
@@ -68,27 +70,27 @@ class DataParallel(Protocol):
         ...
 
     def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
-        """The numbers of every rank (as float64), in order of rank; equally many on each."""
+        """Return every rank's numbers (as float64), in order of rank; equally many on each."""
         ...
 
     def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
-        """Rank 0's bytes on every rank; the others pass ``None``."""
+        """Return rank 0's bytes on every rank; the others pass ``None``."""
         ...
 
     def shard_mesh(self, size: int) -> DeviceMesh | None:
-        """Groups of `size` neighbouring ranks that share one model.
+        """Return groups of `size` neighboring ranks that share one model.
 
         Args:
             size: a divisor of the number of ranks.
 
         Returns:
-            dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` where each
-            rank holds the whole model: `size` is 1, or these ranks cannot share.
+            dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` if each rank
+            holds the whole model: `size` is 1, or these ranks cannot share.
         """
         ...
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
-        """Equally long tensors ``[n]`` of a group of ranks that rank 0 is in.
+        """Gather equally long tensors ``[n]`` of a group of ranks that includes rank 0.
 
         Returns:
             ``[ranks, n]`` on rank 0, ``None`` on the others.
@@ -96,7 +98,7 @@ class DataParallel(Protocol):
         ...
 
     def naming_failures(self, phase: str) -> AbstractContextManager[object]:
-        """A block in which torch calls collectives itself: what fails in them is named."""
+        """Name failures of collectives that torch itself calls in the block."""
         ...
 
     def close(self) -> None:
@@ -105,65 +107,65 @@ class DataParallel(Protocol):
 
 
 class SingleProcess:
-    """The only rank: nothing to exchange."""
+    """The only rank of a run: it has nothing to exchange."""
 
     rank = 0
     world_size = 1
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
-        """The sum over one rank is what is there."""
+        """Do nothing: the sum over one rank is already there."""
 
     def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
-        """One rank's numbers."""
+        """Return this rank's numbers."""
         return [list(values)]
 
     def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
-        """The payload itself."""
+        """Return the payload."""
         assert payload is not None
         return payload
 
     def shard_mesh(self, size: int) -> DeviceMesh | None:
-        """Nobody to share with."""
+        """Return None: there is no other rank."""
         return None
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
-        """One rank's tensor."""
+        """Return this rank's tensor."""
         return own[None]
 
     def naming_failures(self, phase: str) -> AbstractContextManager[object]:
-        """There is nobody who could fail."""
+        """Return a context without effect: no other rank can fail."""
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no group exists."""
 
 
 class TorchDistributed:
-    """Ranks that are told RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT by whoever starts them.
+    """Ranks that a launcher starts with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    They meet at a store that rank 0 opens there (`rank_rendezvous`). A torchrun that has a store of
-    its own at that address (TORCHELASTIC_USE_AGENT_STORE) offers this one instead: torch's
-    ``env://``.
+    They meet at a store that rank 0 opens at that address (`ranks.rendezvous`). If torchrun's agent
+    already has a store there (TORCHELASTIC_USE_AGENT_STORE), they use that one: torch's ``env://``.
 
     Args:
-        device: where gradients live; decides the backend.
+        device: holds the gradients; determines the backend.
         timeout_s: deadline of every collective.
         forming_timeout_s: deadline of meeting the other ranks; by default `timeout_s`.
 
     Raises:
-        ConfigError: the environment variables are not there, or rank 0 cannot listen.
-        DeadlineError: a rank did not come in time.
+        ConfigError: an environment variable is missing, or rank 0 cannot listen.
+        DeadlineError: a rank did not arrive in time.
         PeerError: the group did not form.
     """
 
     def __init__(
         self, device: Device, timeout_s: float, forming_timeout_s: float | None = None
     ) -> None:
-        self._timeout_s, self._device_type = timeout_s, device.torch_device.type
+        self._timeout_s = timeout_s
+        self._device_type = device.torch_device.type
         self._meshes: dict[int, DeviceMesh] = {}
         backend = rank_backends(device.torch_device.type)
         self._has_gather = device.collective_backend not in WITHOUT_GATHER
-        device.set_device()
+        device.set_device()  # before the group exists: its backend binds to the current device
         place = rank_place(os.environ)
         self._rendezvous: RankRendezvous | None = None
         if not _has_agent_store(os.environ):
@@ -177,19 +179,19 @@ class TorchDistributed:
         self.world_size: int = dist.get_world_size()
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
-        """Sums on the tensors' device, one collective a tensor."""
+        """Sum on the tensors' device, one collective per tensor."""
         for tensor in tensors:
             self._run(partial(dist.all_reduce, tensor, async_op=True), phase)
 
     def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
-        """Over Gloo as float64."""
+        """Gather over Gloo as float64."""
         own = torch.tensor(values, dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         self._run(partial(dist.all_gather, gathered, own, async_op=True), phase)
         return [part.tolist() for part in gathered]
 
     def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
-        """Length, then content, over Gloo."""
+        """Broadcast the length, then the content, over Gloo."""
         length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
         self._run(partial(dist.broadcast, length, src=0, async_op=True), phase)
         content = torch.empty(int(length), dtype=torch.uint8)
@@ -200,7 +202,7 @@ class TorchDistributed:
         return content.numpy().tobytes()
 
     def shard_mesh(self, size: int) -> DeviceMesh | None:
-        """Made once a size; all ranks ask for the same sizes in the same order."""
+        """Return the mesh of this size, made once; all ranks ask for sizes in the same order."""
         if size == 1:
             return None
         if size not in self._meshes:
@@ -209,11 +211,12 @@ class TorchDistributed:
         return self._meshes[size]
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
-        """On the tensor's device."""
+        """Gather on the tensor's device; all-gather if the backend has no gather."""
         parts: Tensor | None = None
         if self.rank == 0 or not self._has_gather:
             parts = own.new_empty((dist.get_world_size(group), own.numel()))
         into = None if parts is None else list(parts.unbind())
+        # With all-gather every rank needs memory for all parts, although only rank 0 reads them.
         if self._has_gather:
             gather = partial(dist.gather, own, into, dst=0, group=group, async_op=True)
         else:
@@ -223,7 +226,7 @@ class TorchDistributed:
 
     @contextmanager
     def naming_failures(self, phase: str) -> Iterator[None]:
-        """Tells what a backend raised from other errors by its type or, for Gloo, its text."""
+        """Name a backend's errors, recognized by type or, for Gloo, by text; pass on others."""
         try:
             yield
         except RuntimeError as error:
@@ -264,7 +267,8 @@ class TorchDistributed:
             with waiting_for("trainer ranks", phase):
                 work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            # Gloo tells a deadline from a lost connection by its text alone, the clock for sure.
+            # Gloo's text is the only difference between a deadline and a lost connection, and it
+            # is not reliable. The clock is.
             is_late = time.monotonic() - began_s >= 0.9 * self._timeout_s
             self._fail(error, phase, is_late=is_late)
 
@@ -275,26 +279,27 @@ class TorchDistributed:
         raise PeerError(peer, phase, str(error)) from error
 
     def _make_mesh(self, size: int) -> DeviceMesh:
-        """Groups are made here, for those that a mesh makes do not take over the deadline."""
+        """Make the groups here: those that DeviceMesh makes do not get the deadline."""
         if size == self.world_size:
             world = dist.group.WORLD
             assert world is not None
             return DeviceMesh.from_group(world, self._device_type, mesh_dim_names=(SHARD_DIM,))
-        places = torch.arange(self.world_size).view(-1, size)
-        within = [self._new_group(row) for row in places]
-        across = [self._new_group(column) for column in places.T]
+        # Neighboring ranks share a copy: they are likely on one machine, with fast links.
+        ranks = torch.arange(self.world_size).view(-1, size)
+        within = [self._new_group(row) for row in ranks]
+        across = [self._new_group(column) for column in ranks.T]
         own = [across[self.rank % size], within[self.rank // size]]
         return DeviceMesh.from_group(
-            own, self._device_type, mesh=places, mesh_dim_names=(COPY_DIM, SHARD_DIM)
+            own, self._device_type, mesh=ranks, mesh_dim_names=(COPY_DIM, SHARD_DIM)
         )
 
     def _new_group(self, ranks: Tensor) -> ProcessGroup:
-        """All ranks make every group; those outside one get a stand-in."""
+        """Make a group. All ranks make every group; ranks outside it get a placeholder."""
         deadline = timedelta(seconds=self._timeout_s)
         group: ProcessGroup = dist.new_group(ranks.tolist(), timeout=deadline)
         return group
 
 
 def _has_agent_store(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent listens at MASTER_ADDR:MASTER_PORT, so that no rank can."""
+    """Return whether torchrun's agent listens at MASTER_ADDR:MASTER_PORT, so that no rank can."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

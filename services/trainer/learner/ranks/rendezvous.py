@@ -1,8 +1,8 @@
-"""Where the trainer's ranks find each other: a store of keys at rank 0.
+"""The meeting of the trainer's ranks at a key store of rank 0.
 
-Torch's own store (``env://``) asks a name server for the name of each address that connects, and
-an answer that is lost costs 5 s. The store of the weight transfers does not; it is opened at
-MASTER_ADDR:MASTER_PORT, for one epoch, as long as the ranks live.
+Torch's own store (``env://``) looks up the name of each address that connects; a lost answer of
+the name server costs 5 s. The store of the weight transfers does no such look-up. Rank 0 opens it
+at MASTER_ADDR:MASTER_PORT, for one epoch, until the ranks end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RETRY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """This process among the ranks, and where rank 0 has its store."""
+    """This process's rank, and the address of rank 0's store."""
 
     rank: int
     world_size: int
@@ -36,21 +36,21 @@ class RankPlace:
 
     @property
     def store_name(self) -> str:
-        """For errors."""
+        """Return the store's name for errors."""
         return f"trainer rank 0 at {join_host_port(self.host, self.port)}"
 
 
 class RankRendezvous:
-    """A store that all ranks have reached. Keep it as long as their group lives.
+    """A store that all ranks have reached. Keep it as long as their group exists.
 
     Args:
         place: this rank's.
-        timeout_s: seconds until all ranks are there; also for each later wait of torch.
+        timeout_s: seconds until all ranks have arrived; also for each later wait of torch.
 
     Raises:
         ConfigError: rank 0 cannot listen at its address.
-        DeadlineError: rank 0 or other ranks did not come; names them.
-        PeerError: the store answered with a refusal, or went away.
+        DeadlineError: rank 0 or other ranks did not arrive; names them.
+        PeerError: the store refused a request, or its connection was lost.
     """
 
     def __init__(self, place: RankPlace, timeout_s: float) -> None:
@@ -64,16 +64,16 @@ class RankRendezvous:
             raise
 
     def close(self) -> None:
-        """Closes the store, at rank 0. The group's end comes first."""
+        """Close rank 0's store; the group must have ended."""
         if self._server is not None:
             self._server.close()
 
 
 def rank_place(environment: Mapping[str, str]) -> RankPlace:
-    """The place that torchrun's variables give.
+    """Return the place from torchrun's variables.
 
     Raises:
-        ConfigError: one of them is missing or makes no sense; names it.
+        ConfigError: a variable is missing or invalid; names it.
     """
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world_size:
@@ -106,7 +106,7 @@ def _no_place(why: str) -> ConfigError:
 
 
 def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
-    """Reaches the store and waits there for all ranks."""
+    """Reach the store and wait there for all ranks."""
     spec = TransferGroupSpec(
         epoch=_EPOCH,
         host=place.host,
@@ -130,7 +130,7 @@ def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
 
 
 def _reached(spec: TransferGroupSpec, place: RankPlace) -> StoreLink:
-    """Asks until the store answers: rank 0 may start later than the others."""
+    """Retry until the store answers: rank 0 may start later than the others."""
     ends_s = time.monotonic() + spec.timeout_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""From a batch's scores to what each token is worth."""
+"""Advantages: from the scores of a batch to the weight of each token's gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sluice.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AdvantageRules:
-    """Which estimator, and whether rewards pay for divergence (`kl_kind`)."""
+    """The estimator with its constants; `kl_kind` is set if rewards include a KL penalty."""
 
     estimator: str
     constants: AdvantageSettings
@@ -28,8 +28,8 @@ class AdvantageRules:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchInputs:
-    """What forward passes found out about a batch, [rows, W] each; ``None``: not asked."""
+class PassTables:
+    """Results of forward passes over a batch, [rows, W] each; ``None``: not needed."""
 
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -40,10 +40,11 @@ class BatchInputs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenAdvantages:
-    """[rows, W] each; metrics by verl's names; `controller` is for the next batch.
+class AdvantageEstimate:
+    """Advantages and returns of a batch, [rows, W] each.
 
-    `mask` is true at the tokens that the advantages are made of.
+    `mask` is true at the tokens that the estimator read. `metrics` have verl's names. `controller`
+    is the KL controller for the next batch.
     """
 
     advantages: Tensor
@@ -55,65 +56,66 @@ class TokenAdvantages:
 
 def token_advantages(
     table: BatchTable,
-    batch_inputs: BatchInputs,
+    passed: PassTables,
     components: Mapping[str, Tensor],
     rules: AdvantageRules,
     controller: KlController,
-) -> TokenAdvantages:
-    """Rewards on the last tokens, less the divergence if asked, through the estimator.
+) -> AdvantageEstimate:
+    """Put rewards on last tokens, subtract the KL penalty if configured, and run the estimator.
 
-    As in verl the divergence counts on all tokens, and rejected tokens leave the mask before the
+    As in verl, the penalty counts on all tokens, and rejected tokens leave the mask before the
     estimator runs (`verl/trainer/ppo/ray_trainer.py`, `fit`).
 
     Args:
         table: the batch.
-        evidence: ``old_logprobs`` and ``ref_logprobs`` with a KL penalty; what else the estimator
-            needs.
+        passed: ``old_logprobs`` and ``ref_logprobs`` for a KL penalty, and the other inputs of the
+            estimator.
         components: reward components (gdpo).
-        rules: of the run.
+        rules: the run's estimator and penalty.
         controller: the weight of the penalty.
 
     Raises:
-        ConfigError: the estimator lacks something; names it.
+        ConfigError: the estimator lacks an input; names it.
     """
     rewards = last_token_rewards(table.scores, table.mask)
     metrics: dict[str, float] = {}
     if rules.kl_kind is not None:
-        assert batch_inputs.old_logprobs is not None
-        assert batch_inputs.ref_logprobs is not None
+        assert passed.old_logprobs is not None
+        assert passed.ref_logprobs is not None
         penalized = penalize_rewards(
             rewards,
-            batch_inputs.old_logprobs,
-            batch_inputs.ref_logprobs,
+            passed.old_logprobs,
+            passed.ref_logprobs,
             table.mask,
             kind=rules.kl_kind,
             controller=controller,
         )
+        # An adaptive controller changes its weight after each batch.
         rewards, controller = penalized.rewards, penalized.controller
         metrics |= penalized.metrics
-    mask = _without_rejected(table.mask, batch_inputs.kept)
+    mask = _without_rejected(table.mask, passed.kept)
     inputs = AdvantageInputs(
         rewards=rewards,
         mask=mask,
         group_index=table.group_index,
-        values=batch_inputs.values,
-        old_logprobs=batch_inputs.old_logprobs,
-        sum_pi_squared=batch_inputs.sum_pi_squared,
-        importance_weights=batch_inputs.importance_weights,
+        values=passed.values,
+        old_logprobs=passed.old_logprobs,
+        sum_pi_squared=passed.sum_pi_squared,
+        importance_weights=passed.importance_weights,
         reward_components=components,
         baselines=_baselines(table, rules.estimator),
     )
     found = batch_estimator(rules.estimator)(inputs, rules.constants)
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
     metrics |= gdpo_metrics(inputs)
-    return TokenAdvantages(found.advantages, found.returns, mask, metrics, controller)
+    return AdvantageEstimate(found.advantages, found.returns, mask, metrics, controller)
 
 
 def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset[int]:
-    """Rows of the batch whose advantages [rows, W] are all 0; one that is not finite is none.
+    """Return the rows whose advantages [rows, W] are all 0; a row with NaN is not among them.
 
-    Collective: what rank 0 finds holds, since ranks that left out other rows would train some rows
-    twice and others never.
+    Collective: all ranks use rank 0's rows. If rounding made ranks leave out different rows, some
+    rows would be trained twice and others never.
     """
     is_zero = (advantages == 0).all(-1).float().tolist()
     of_ranks = parallel.all_gather(is_zero, "agreeing on samples without an advantage")
@@ -121,10 +123,10 @@ def zero_advantage_rows(advantages: Tensor, parallel: DataParallel) -> frozenset
 
 
 def _without_rejected(mask: Tensor, kept: Tensor | None) -> Tensor:
-    """`mask` less the rejected tokens.
+    """Return `mask` without the rejected tokens.
 
-    Where fewer than two tokens are left nothing can be whitened: then it is `mask`, and since the
-    loss leaves rejected tokens out, next to nothing trains.
+    With fewer than two tokens left, an estimator cannot whiten. Then the result is `mask`; the loss
+    leaves rejected tokens out anyway, so at most one token trains.
     """
     if kept is None or int((mask & kept).sum()) < 2:
         return mask
@@ -146,7 +148,7 @@ def _baselines(table: BatchTable, estimator: str) -> Tensor | None:
 def _metrics(
     rewards: Tensor, advantages: Tensor, returns: Tensor, responses: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """``critic/rewards`` over rows with tokens; ``critic/advantages``, ``returns`` over `mask`."""
+    """Return ``critic/rewards`` over rows with tokens, advantages and returns over `mask`."""
     answered = responses.any(-1)
     found = {
         "critic/rewards": rewards.sum(-1, dtype=torch.float64)[answered],

@@ -1,4 +1,4 @@
-"""The part of the run configuration that the critic needs; what is null follows the actor."""
+"""The critic: its settings, its values before the update, and its optimizer steps."""
 
 from __future__ import annotations
 
@@ -29,10 +29,14 @@ from sluice.config.schema.critic import CriticConfig
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
 
+_CPU = torch.device("cpu")
+_LOSS = "critic/vf_loss"
+_TOKEN_MEANS = ("critic/vf_clipfrac", "critic/vpred_mean")
+
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """Model, optimizer, and how a train batch is cut and its losses are aggregated."""
+    """The critic's part of the configuration: model, optimizer, cut of a batch, and loss."""
 
     model: ModelConfig
     precision: FsdpConfig
@@ -46,7 +50,7 @@ class CriticSettings:
 
 
 def critic_settings(config: RunConfig) -> CriticSettings:
-    """Read them."""
+    """Read the settings; a null one follows the actor's."""
     critic, actor = config.critic, config.actor_rollout_ref.actor
     scale = critic.loss_scale_factor or actor.loss_scale_factor or config.data.max_response_length
     return CriticSettings(
@@ -87,11 +91,6 @@ def _cut(critic: CriticConfig, config: RunConfig) -> BatchCut:
     )
 
 
-CPU = torch.device("cpu")
-LOSS = "critic/vf_loss"
-TOKEN_MEANS = ("critic/vf_clipfrac", "critic/vpred_mean")
-
-
 class Critic:
     """A value model with its own optimizer. Collective: every rank runs the same batches.
 
@@ -102,9 +101,12 @@ class Critic:
     def __init__(
         self, settings: CriticSettings, parallel: DataParallel, device: Device, total_steps: int
     ) -> None:
-        self._settings, self._parallel, self._device = settings, parallel, device
+        self._settings = settings
+        self._parallel = parallel
+        self._device = device
         self.trained = trained_model(
-            load_critic(settings.model, settings.precision, CPU, settings.max_tokens),
+            # On the CPU first: a sharded model moves to the device layer by layer.
+            load_critic(settings.model, settings.precision, _CPU, settings.max_tokens),
             settings.precision,
             settings.optim,
             parallel,
@@ -112,21 +114,23 @@ class Critic:
             key="critic.fsdp",
             device=device.torch_device,
         )
-        self.model, self.optimizer = self.trained.model, self.trained.optimizer
+        self._model = self.trained.model
+        self._optimizer = self.trained.optimizer
         self._passes = EvenPasses(self.trained.shards, parallel, self._forward, device.torch_device)
         self._mini_batches: list[MiniBatch] = []
         self._old_values: list[list[Tensor]] = []
 
     @torch.no_grad()
     def values(self, batch: TrainBatch, table: BatchTable, step: int) -> Tensor:
-        """Values [rows, W] before the update; keeps what `update` of the same batch needs."""
+        """Return values [rows, W] before the update; keep the passes' results for `update`."""
         self._mini_batches = split_batch(
             batch.groups,
             self._settings.cut,
-            Share(self._parallel.rank, self._parallel.world_size),
+            Share.of(self._parallel),
             step=step,
             device=self._device.torch_device,
         )
+        # `update` runs over the same micro-batches, so old values stay in their order.
         self._passes.begin(sum(len(one.micro_batches) for one in self._mini_batches))
         self._old_values = [
             [self._forward(micro_batch) for micro_batch in mini_batch.micro_batches]
@@ -144,14 +148,14 @@ class Critic:
         """All optimizer steps of the batch given to `values`.
 
         Args:
-            returns: [rows, W], what the values should become.
-            mask: bool [rows, W], false at tokens that are left out; the loss's denominators stay.
+            returns: [rows, W], the targets of the values.
+            mask: bool [rows, W], false at tokens that are left out; denominators still count them.
             step: number of this train batch in the run, from 1.
 
         Returns:
             ``critic/vf_loss``, ``vf_clipfrac``, ``vpred_mean``, ``grad_norm`` and ``lr``.
         """
-        rate = self.optimizer.begin_batch(step - 1)
+        rate = self._optimizer.begin_batch(step - 1)
         sums: list[Tensor] = []
         num_tokens = 0
         norms = []
@@ -159,11 +163,12 @@ class Critic:
             for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True):
                 losses = self._accumulate(mini_batch, old, returns, mask)
                 self._parallel.all_reduce_sum(
-                    self.optimizer.gradients.buffers, "summing the critic's gradients"
+                    self._optimizer.gradients.buffers, "summing the critic's gradients"
                 )
-                norms.append(self.optimizer.step())
+                norms.append(self._optimizer.step())
+                # Stacked on the device and read once at the end, without waiting for each pass.
                 sums += [
-                    torch.stack([one.loss.detach(), *(one.metric_sums[n] for n in TOKEN_MEANS)])
+                    torch.stack([one.loss.detach(), *(one.metric_sums[n] for n in _TOKEN_MEANS)])
                     for one in losses
                 ]
                 num_tokens += sum(one.num_tokens for one in losses)
@@ -176,6 +181,7 @@ class Critic:
         losses = []
         self._passes.begin(len(mini_batch.micro_batches))
         for micro_batch, old in zip(mini_batch.micro_batches, old_values, strict=True):
+            # Rejected tokens leave the sums; the global counts stay the denominators.
             kept = tokens_of(mask, micro_batch)
             loss = value_loss(
                 self._forward(micro_batch)[kept],
@@ -199,26 +205,27 @@ class Critic:
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
         with compute_context(self._settings.precision, self._device.torch_device):
-            return response_values(self.model, micro_batch)
+            return response_values(self._model, micro_batch)
 
     def _means(self, sums: Sequence[Tensor], num_tokens: int, num_steps: int) -> dict[str, float]:
-        own = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (1 + len(TOKEN_MEANS))
+        own = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (1 + len(_TOKEN_MEANS))
+        # Losses are shares of a step's loss, so they add up; the other metrics are means of tokens.
         vectors = self._parallel.all_gather([*own, num_tokens], "summing the critic's metrics")
         loss, *totals, tokens = (sum(column) for column in zip(*vectors, strict=True))
-        means = {n: t / max(tokens, 1.0) for n, t in zip(TOKEN_MEANS, totals, strict=True)}
-        return {LOSS: loss / max(num_steps, 1), **means}
+        means = {n: t / max(tokens, 1.0) for n, t in zip(_TOKEN_MEANS, totals, strict=True)}
+        return {_LOSS: loss / max(num_steps, 1), **means}
 
 
 def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
-    """``critic/values/*`` and ``critic/vf_explained_var`` over the response tokens of a batch.
+    """Return ``critic/values/*`` and ``critic/vf_explained_var`` over the tokens of `mask`.
 
-    The latter is ``1 - var(returns - values) / (var(returns) + 1e-5)``, variances unbiased; it is
-    left out for fewer than two tokens.
+    The latter is ``1 - var(returns - values) / (var(returns) + 1e-5)`` with unbiased variances, as
+    in verl (`verl/trainer/ppo/metric_utils.py`). Empty for fewer than two tokens.
     """
-    predicted, wanted = values[mask].double(), returns[mask].double()
+    predicted, target = values[mask].double(), returns[mask].double()
     if predicted.numel() < 2:
         return {}
-    explained = 1.0 - (wanted - predicted).var() / (wanted.var() + 1e-5)
+    explained = 1.0 - (target - predicted).var() / (target.var() + 1e-5)
     return {
         "critic/values/mean": float(predicted.mean()),
         "critic/values/max": float(predicted.max()),

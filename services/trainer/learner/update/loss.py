@@ -1,4 +1,4 @@
-"""The configured loss of one micro-batch, and the values that it reads."""
+"""The configured policy loss of one micro-batch, and its inputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from sluice.algorithm.rollout_correction.statistics import Moments, Statistics
 
 @dataclass(slots=True, eq=False)
 class PreparedMicroBatch:
-    """Tensors are [N], a value a response token.
+    """A micro-batch and the inputs of its loss, [N] each: one value per response token.
 
-    `old_logprobs` are ``None`` until a pass of the policy as it came into the batch yields them;
-    `weights` and `kept` stay ``None`` without importance weights and rejections.
+    `old_logprobs` are ``None`` until a pass of the policy before this batch yields them. `weights`
+    and `kept` stay ``None`` without importance weights and without rejections.
     """
 
     micro_batch: MicroBatch
@@ -40,7 +40,7 @@ class PreparedMicroBatch:
     kept: Tensor | None = None
 
     def loss_inputs(self, logprobs: Tensor, *, seed: int) -> LossInputs:
-        """What the policy loss reads, rejected tokens included; old logprobs must be known."""
+        """Return the policy loss's inputs, with rejected tokens; old logprobs must be known."""
         assert self.old_logprobs is not None
         micro_batch = self.micro_batch
         return LossInputs(
@@ -66,7 +66,7 @@ class PreparedMiniBatch:
 
 
 def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:
-    """Nothing is known yet; advantages are 0."""
+    """Return the mini-batch before any pass, with advantages 0."""
     return PreparedMiniBatch(
         tuple(
             PreparedMicroBatch(micro_batch, torch.zeros_like(micro_batch.behavior_logprobs))
@@ -81,7 +81,7 @@ def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:
 
 
 def first_of_rows(values: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """The value of each row's first token, [R]; 0 for a row without tokens."""
+    """Return the value of each row's first token, [R]; 0 for a row without tokens."""
     firsts = torch.zeros(micro_batch.num_rows, dtype=values.dtype, device=values.device)
     is_first = micro_batch.columns == 0
     firsts[micro_batch.rows[is_first]] = values[is_first]
@@ -90,17 +90,18 @@ def first_of_rows(values: Tensor, micro_batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatchLoss:
-    """`total.total` is to be differentiated."""
+    """The loss of a micro-batch; backward runs from `total.total`."""
 
     total: TotalLoss
     objective: PolicyObjective
 
 
 class LossTerms:
-    """The loss as configured; a function of what a micro-batch holds."""
+    """The configured loss, corrections included."""
 
     def __init__(self, settings: UpdateSettings) -> None:
-        self._settings, self._actor = settings, settings.actor
+        self._settings = settings
+        self._actor = settings.actor
         self._objective = policy_objective(settings.loss_mode)
 
     def loss(
@@ -111,12 +112,12 @@ class LossTerms:
         *,
         seed: int,
     ) -> MicroBatchLoss:
-        """This micro-batch's share of the mini-batch's loss.
+        """Return this micro-batch's share of the mini-batch's loss.
 
-        Rejected tokens are left out; the denominators stay those of `counts`.
+        Rejected tokens are left out, but the denominators remain those of `counts`.
         """
         inputs = prepared.loss_inputs(outputs.logprobs, seed=seed)
-        kept = prepared.kept
+        kept = prepared.kept  # the denominators in `counts` do not depend on it
         if kept is not None:
             inputs = inputs.keeping(kept)
         objective = self._objective(inputs, counts, self._settings.loss)
@@ -140,9 +141,9 @@ class LossTerms:
         return MicroBatchLoss(total, objective)
 
     def correct(self, prepared: PreparedMicroBatch) -> Statistics | None:
-        """Set weights and rejections from the old and the behaviour logprobs.
+        """Set weights and rejections from old and behavior logprobs; return the statistics.
 
-        ``None`` where both are the same, or the loss corrects by itself.
+        ``None``: both logprobs are the same, or the loss itself corrects.
         """
         settings = self._settings
         if settings.old_is_behavior or not settings.plan.corrects_old_policy:
@@ -159,12 +160,13 @@ class LossTerms:
         return found.statistics
 
     def normalize(self, prepared: PreparedMicroBatch, batch_statistics: Statistics) -> None:
-        """Divide the weights by their mean over the batch, where configured."""
+        """Divide importance weights, if there are any, by their mean over the batch."""
         if prepared.weights is not None:
             prepared.weights = normalized_weights(prepared.weights, batch_statistics)
 
     def mean_names(self) -> tuple[str, ...]:
-        """Names of the means that the loss reports."""
+        """Return the names of the means that the loss reports, by a trial on made-up tokens."""
+        # One whole group of samples, since some losses compare all samples of a group.
         samples = self._settings.loss.adpo.num_generations
         tokens = torch.zeros(2 * samples)
         inputs = LossInputs(
@@ -181,7 +183,7 @@ class LossTerms:
         return tuple(self._objective(inputs, counts, self._settings.loss).metrics)
 
     def no_corrections(self) -> Statistics:
-        """The statistics that `correct` returns, of no tokens."""
+        """Return the statistics of `correct` for no tokens."""
         if self._settings.old_is_behavior or not self._settings.plan.corrects_old_policy:
             return {}
         found: RolloutCorrection = rollout_correction(

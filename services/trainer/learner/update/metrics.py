@@ -1,8 +1,8 @@
-"""Exact sums over tokens, micro-batches and ranks, and the update's metrics made of them."""
+"""The update's metrics: sums over tokens, micro-batches and ranks, and seconds by phase."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,11 +23,32 @@ LOSSES = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "actor/loss")
 ENTROPY = "actor/entropy"
 
 
-class UpdateSums:
-    """Sums of one train batch on this rank; `metrics` adds up all ranks'.
+class PhaseTimer:
+    """Seconds of an update's phases, by name.
 
     Args:
-        means: names of the means that the policy loss reports, the same on every rank.
+        now_s: a clock, seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._last_s = now_s()
+        self.seconds: dict[str, float] = {}
+
+    def end_phase(self, name: str, *, shown: bool = True) -> None:
+        """Add the seconds since the last call to phase `name`; drop them if not shown."""
+        now_s = self._now_s()
+        if shown:
+            self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+
+class UpdateSums:
+    """Sums of one train batch on this rank; `metrics` adds those of all ranks.
+
+    Args:
+        means: names of the means that the policy loss reports. They are known before the first
+            loss, so that all ranks gather equally long vectors, even a rank without rows.
         corrections: empty statistics with the names that rollout correction reports.
     """
 
@@ -35,14 +56,16 @@ class UpdateSums:
         self._names = tuple(sorted(means))
         self._sums = dict.fromkeys((*self._names, *LOSSES), 0.0)
         self._counts = dict.fromkeys(self._names, 0.0)
-        self._with_entropy, self._with_kl = False, False
-        self._entropy_sum, self._entropy_tokens = 0.0, 0
+        self._with_entropy = False
+        self._with_kl = False
+        self._entropy_sum = 0.0
+        self._entropy_tokens = 0
         self._probs_diff = ProbsDiffSums()
         self._corrections = corrections
         self._unread: list[Tensor] = []
 
     def add_loss(self, total: TotalLoss, means: Mapping[str, MetricMean]) -> None:
-        """A micro-batch's shares of the mini-batch's losses, and its sums."""
+        """Add a micro-batch's shares of the mini-batch's losses, and its sums for the means."""
         zero = torch.zeros_like(total.policy)
         entropy = zero if total.entropy is None else total.entropy
         kl = zero if total.kl is None else total.kl
@@ -50,39 +73,43 @@ class UpdateSums:
         self._with_kl |= total.kl is not None
         values = [means[name].total for name in self._names]
         values += [total.policy, entropy, kl, total.total.detach()]
-        # Not read before the optimizer step: that would stall an accelerator's queue.
+        # Read after the optimizer step: reading now would wait for the accelerator's queue.
         self._unread.append(torch.stack([value.float() for value in values]))
         for name in self._names:
             self._counts[name] += means[name].count
 
     def end_step(self) -> None:
-        """Read what was added since the last optimizer step."""
+        """Read the losses that were added since the last optimizer step."""
         for vector in self._unread:
             for name, value in zip(self._sums, vector.tolist(), strict=True):
                 self._sums[name] += value
         self._unread.clear()
 
     def add_entropy(self, entropy: Tensor) -> None:
-        """Entropies [N] of tokens under the policy as it came into the batch."""
+        """Add entropies [N] of tokens under the policy before this batch."""
         self._entropy_sum += float(entropy.detach().sum(dtype=torch.float32))
         self._entropy_tokens += entropy.numel()
 
     def add_probs_diff(self, trainer_logprobs: Tensor, behavior_logprobs: Tensor) -> None:
-        """The trainer's and the engine's logprobs [N] of the same tokens."""
-        seen = ProbsDiffSums.of_tokens(trainer_logprobs, behavior_logprobs)
-        self._probs_diff = self._probs_diff.merge(seen)
+        """Add the trainer's and the engine's logprobs [N] of the same tokens."""
+        found = ProbsDiffSums.of_tokens(trainer_logprobs, behavior_logprobs)
+        self._probs_diff = self._probs_diff.merge(found)
 
     def add_correction(self, statistics: Statistics) -> None:
-        """What rollout correction says about a micro-batch."""
+        """Add the statistics of rollout correction for a micro-batch."""
         self._corrections = merge_statistics(self._corrections, statistics)
 
     @property
     def corrections(self) -> Statistics:
-        """Of this rank so far."""
+        """Return this rank's statistics of rollout correction so far."""
         return self._corrections
 
     def metrics(self, parallel: DataParallel, num_steps: int) -> dict[str, float]:
-        """Means over all ranks' tokens; losses are means over `num_steps` optimizer steps."""
+        """Return means over all ranks' tokens, and losses as means over `num_steps` steps.
+
+        Collective: one vector of all numbers, so that metrics cost one exchange.
+        """
+        # In a fixed order, which `_losses` and `_means` read back: sums, counts, entropy, flags.
         own = [
             *self._sums.values(),
             *self._counts.values(),
@@ -121,6 +148,7 @@ class UpdateSums:
         }
 
     def _of_ranks(self, vectors: Sequence[Sequence[float]], num_diff: int) -> dict[str, float]:
+        # These are no plain sums (they hold extremes too), so each has its own merge.
         probs_diff, corrections = ProbsDiffSums(), None
         for vector in vectors:
             probs_diff = probs_diff.merge(ProbsDiffSums.from_vector(vector[:num_diff]))

@@ -1,13 +1,16 @@
-"""How long the stages of an update take."""
+"""One update: every optimizer step of one train batch, of the policy and of a critic.
+
+    split -> old logprobs, reference, values -> advantages -> critic steps -> policy steps
+
+Passes run on packed micro-batches of this rank's rows. Advantages need the whole batch, so results
+of passes are gathered into tables [rows, W] and the estimate is spread over micro-batches again.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,12 +27,12 @@ from services.trainer.learner.batch.tables import (
 )
 from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
 from services.trainer.learner.model.loading import compute_context
-from services.trainer.learner.model.optimizer import PolicyOptimizer
-from services.trainer.learner.model.sharding import EvenPasses, Shards
+from services.trainer.learner.model.sharding import EvenPasses
+from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks.parallel import DataParallel
 from services.trainer.learner.update.advantages import (
-    BatchInputs,
-    TokenAdvantages,
+    AdvantageEstimate,
+    PassTables,
     token_advantages,
     zero_advantage_rows,
 )
@@ -40,7 +43,7 @@ from services.trainer.learner.update.loss import (
     PreparedMiniBatch,
     prepare,
 )
-from services.trainer.learner.update.metrics import UpdateSums
+from services.trainer.learner.update.metrics import PhaseTimer, UpdateSums
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.batch_metrics import batch_metrics, batch_rows, throughput_metrics
@@ -54,125 +57,107 @@ from sluice.device.protocol import Device
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import ImagePromptReader
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-class PhaseTimer:
-    """Seconds between laps, by name.
-
-    Args:
-        now_s: a clock, seconds.
-    """
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s, self._last_s = now_s, now_s()
-        self.seconds: dict[str, float] = {}
-
-    def end_phase(self, name: str, *, shown: bool = True) -> None:
-        """Ends a lap, whose seconds are added to others of the name; if not shown it is dropped."""
-        now_s = self._now_s()
-        if shown:
-            self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
-        self._last_s = now_s
-
-
-# One update: every optimizer step of one train batch, of the policy and of a critic.
-#
-# cut -> old logprobs, reference, values -> advantages -> critic steps -> policy steps
-
-_SEEDS_PER_BATCH = 1_000_003  # a prime: seeds of micro-batches of different batches differ
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """What one rank updates: its copy of the models, and where it stands among the ranks."""
-
-    model: PreTrainedModel
-    optimizer: PolicyOptimizer
-    parallel: DataParallel
-    device: Device
-    reference: ReferencePolicy | None = None
-    critic: Critic | None = None
-    shards: Shards | None = None
-    image_prompts: ImagePromptReader | None = None
+_SEEDS_PER_BATCH = 1_000_003  # a prime: micro-batches of different batches have different seeds
 
 
 class PolicyUpdate:
-    """Turns train batches into new weights. Collective: every rank runs the same batches.
+    """The update of one policy. Collective: every rank runs the same batches.
 
-    The gradient of a mini-batch does not depend on how it is cut: each micro-batch's loss is
-    divided by the mini-batch's global counts, gradients are added up over micro-batches by
-    backward and over ranks by one collective before the optimizer step.
+    The gradient of a mini-batch does not depend on how it is cut into micro-batches and over ranks:
+    each micro-batch's loss is divided by the mini-batch's global counts, backward adds gradients up
+    over micro-batches, and one collective adds them up over ranks before the optimizer step.
+
+    Args:
+        settings: losses, advantages and how batches are cut.
+        policy: the model that is trained, with its optimizer.
+        parallel: all ranks.
+        device: computes the passes.
+        reference: frozen policy, if a term measures the divergence from it.
+        critic: value model, if the estimator needs one.
+        image_prompts: decodes the prompts' images for a vision-language model.
 
     Attributes:
         kl_controller: weight of the divergence in the reward; part of a checkpoint.
     """
 
-    def __init__(self, replica: Replica, settings: UpdateSettings) -> None:
-        self._model, self._optimizer = replica.model, replica.optimizer
-        self._parallel, self._device = replica.parallel, replica.device
-        self._reference, self._critic = replica.reference, replica.critic
-        self._image_prompts = replica.image_prompts
-        self._settings, self._actor = settings, settings.actor
+    def __init__(
+        self,
+        settings: UpdateSettings,
+        policy: TrainedModel,
+        parallel: DataParallel,
+        device: Device,
+        *,
+        reference: ReferencePolicy | None = None,
+        critic: Critic | None = None,
+        image_prompts: ImagePromptReader | None = None,
+    ) -> None:
+        self._settings = settings
+        self._actor = settings.actor
+        self._model = policy.model
+        self._optimizer = policy.optimizer
+        self._parallel = parallel
+        self._device = device
+        self._reference = reference
+        self._critic = critic
+        self._image_prompts = image_prompts
         self._terms = LossTerms(settings)
-        self._mean_names, self._no_corrections = (
-            self._terms.mean_names(),
-            self._terms.no_corrections(),
-        )
+        self._mean_names = self._terms.mean_names()
+        self._no_corrections = self._terms.no_corrections()
         self.kl_controller = settings.kl_controller
-        self._passes = EvenPasses(
-            replica.shards, self._parallel, self._idle_pass, self._device.torch_device
-        )
+        self._passes = EvenPasses(policy.shards, parallel, self._idle_pass, device.torch_device)
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Train on one batch.
+        """Train on one batch. Collective.
 
         Args:
             batch: the same on every rank.
             step: number of this train batch in the run, from 1.
 
         Returns:
-            metrics by verl's names, the same on every rank but for timings.
+            metrics by verl's names; except for timings the same on every rank.
 
         Raises:
             ConfigError: the batch's groups do not divide into mini-batches.
             DeadlineError: another rank did not arrive at a collective.
             PeerError: another rank failed.
         """
-        clock = PhaseTimer(self._now_s)
+        timer = PhaseTimer(self._now_s)
         table = batch_table(batch, self._device.torch_device)
-        known, skipped = None, frozenset[int]()
-        if self._settings.skip_zero_advantage:  # no estimator that needs passes goes with it
-            known = self._advantages(batch, table, BatchInputs())
-            skipped = zero_advantage_rows(known.advantages, self._parallel)
-            clock.end_phase("adv")
+        early: AdvantageEstimate | None = None
+        skipped = frozenset[int]()
+        if self._settings.skip_zero_advantage:
+            # Only with estimators that need no forward pass, so the estimate can come first.
+            early = self._estimate(batch, table, PassTables())
+            skipped = zero_advantage_rows(early.advantages, self._parallel)
+            timer.end_phase("adv")
+        # All passes of the policy before this batch come first: the first step changes the weights.
         mini_batches = self._cut(batch, step, skipped)
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
-        clock.end_phase("old_log_prob")
+        timer.end_phase("old_log_prob")
         self._reference_logprobs(mini_batches)
-        clock.end_phase("ref", shown=self._reference is not None)
+        timer.end_phase("ref", shown=self._reference is not None)
         values = self._critic.values(batch, table, step) if self._critic else None
-        clock.end_phase("values", shown=self._critic is not None)
-        batch_inputs = self._batch_inputs(mini_batches, table, values, sum_pi_squared)
-        estimates = known or self._advantages(batch, table, batch_inputs)
+        timer.end_phase("values", shown=self._critic is not None)
+        passed = self._pass_tables(mini_batches, table, values, sum_pi_squared)
+        estimate = early or self._estimate(batch, table, passed)
         for prepared in _micro_batches(mini_batches):
-            prepared.advantages = tokens_of(estimates.advantages, prepared.micro_batch)
-        clock.end_phase("adv")
-        critic_metrics = self._update_critic(values, estimates, step)
-        clock.end_phase("update_critic", shown=self._critic is not None)
+            prepared.advantages = tokens_of(estimate.advantages, prepared.micro_batch)
+        timer.end_phase("adv")
+        critic_metrics = self._update_critic(values, estimate, step)
+        timer.end_phase("update_critic", shown=self._critic is not None)
+        # During the warm-up only the critic trains.
         policy_metrics = {}
         if step >= self._settings.critic_warmup:
             policy_metrics = self._policy_steps(mini_batches, sums, step)
-        clock.end_phase("update_actor")
+        timer.end_phase("update_actor")
         return {
             **self._batch_metrics(batch),
-            **estimates.metrics,
+            **estimate.metrics,
             **critic_metrics,
             **policy_metrics,
-            **({} if known is None else {"actor/skipped_samples": float(len(skipped))}),
-            **self._speed(batch, clock.seconds),
+            **({} if early is None else {"actor/skipped_samples": float(len(skipped))}),
+            **self._speed(batch, timer.seconds),
         }
 
     def _cut(
@@ -181,7 +166,7 @@ class PolicyUpdate:
         mini_batches = split_batch(
             batch.groups,
             self._settings.cut,
-            Share(self._parallel.rank, self._parallel.world_size),
+            Share.of(self._parallel),
             step=step,
             device=self._device.torch_device,
             image_prompts=self._image_prompts,
@@ -192,29 +177,30 @@ class PolicyUpdate:
     def _old_logprobs(
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums, table: BatchTable
     ) -> Tensor | None:
-        """Logprobs of the policy as it came into the batch; returns sums of squares, if needed.
+        """Compute logprobs of the policy before this batch; return sums of squares, if needed.
 
-        Left out are the first mini-batch's: no weight has changed before its first pass, so that
-        pass itself yields them, unless something has to know them before. All others must be
-        computed before the first step.
+        The first mini-batch needs no pass of its own: no weight has changed before its first
+        training pass, which yields the old logprobs, unless an earlier stage needs them. All other
+        mini-batches need them before the first optimizer step.
         """
         if self._settings.old_is_behavior:
             for prepared in _micro_batches(mini_batches):
                 prepared.old_logprobs = prepared.micro_batch.behavior_logprobs
             if not self._settings.needs_sum_pi_squared:
                 return None
+        # Squared probabilities need a pass over every mini-batch, even if the logprobs are known.
         first = 0 if self._settings.needs_old_logprobs_first else 1
         squares: list[tuple[MicroBatch, Tensor]] = []
-        passed = _micro_batches(mini_batches[first:])
-        self._passes.begin(len(passed))
-        for prepared in passed:
+        to_pass = _micro_batches(mini_batches[first:])
+        self._passes.begin(len(to_pass))
+        for prepared in to_pass:
             with torch.no_grad():
                 outputs = self._forward(
                     prepared.micro_batch,
                     EntropyUse.METRIC,
                     with_sum_pi_squared=self._settings.needs_sum_pi_squared,
                 )
-            if outputs.sum_pi_squared is not None:
+            if outputs.sum_pi_squared is not None:  # kept apart: only the estimator reads them
                 squares.append((prepared.micro_batch, outputs.sum_pi_squared))
             self._note_old_policy(prepared, outputs, sums)
         self._passes.end_forward_only()
@@ -227,7 +213,7 @@ class PolicyUpdate:
     def _note_old_policy(
         self, prepared: PreparedMicroBatch, outputs: TokenOutputs, sums: UpdateSums
     ) -> None:
-        """A pass of the policy as it came into the batch has been made."""
+        """Keep the results of a pass of the policy before this batch."""
         if outputs.entropy is not None:
             sums.add_entropy(outputs.entropy)
         if prepared.old_logprobs is None:
@@ -240,6 +226,7 @@ class PolicyUpdate:
     def _normalize_weights(
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums
     ) -> None:
+        """Divide importance weights by their mean over the whole batch, that is over all ranks."""
         own = statistics_to_vector(sums.corrections)
         vectors = self._parallel.all_gather(own, "normalising importance weights")
         merged: Statistics = self._no_corrections
@@ -259,28 +246,30 @@ class PolicyUpdate:
         for one, logprobs in zip(prepared, found, strict=True):
             one.ref_logprobs = logprobs
 
-    def _batch_inputs(
+    def _pass_tables(
         self,
         mini_batches: Sequence[PreparedMiniBatch],
         table: BatchTable,
         values: Tensor | None,
         sum_pi_squared: Tensor | None,
-    ) -> BatchInputs:
-        if not self._settings.needs_old_logprobs_first:
-            return BatchInputs(values=values)
-        prepared, settings = _micro_batches(mini_batches), self._settings
+    ) -> PassTables:
+        settings = self._settings
+        if not settings.needs_old_logprobs_first:
+            return PassTables(values=values)
+        prepared = _micro_batches(mini_batches)
 
         def gathered(of: Callable[[PreparedMicroBatch], Tensor | None], what: str) -> Tensor:
-            known = [(one.micro_batch, found) for one in prepared if (found := of(one)) is not None]
-            return gather_tokens(known, table, self._parallel, f"gathering {what}")
+            found = [(one.micro_batch, own) for one in prepared if (own := of(one)) is not None]
+            return gather_tokens(found, table, self._parallel, f"gathering {what}")
 
-        with_reference = settings.advantages.kl_kind is not None
-        rejects = settings.rejects_before_advantages
-        return BatchInputs(
+        # Each table costs a collective, so only those that the estimator reads are gathered.
+        return PassTables(
             old_logprobs=gathered(lambda one: one.old_logprobs, "old logprobs"),
-            ref_logprobs=gathered(lambda one: one.ref_logprobs, "reference logprobs")
-            if with_reference
-            else None,
+            ref_logprobs=(
+                gathered(lambda one: one.ref_logprobs, "reference logprobs")
+                if settings.advantages.kl_kind is not None
+                else None
+            ),
             values=values,
             sum_pi_squared=sum_pi_squared,
             importance_weights=(
@@ -288,36 +277,41 @@ class PolicyUpdate:
                 if settings.weighs_baselines
                 else None
             ),
-            kept=gathered(lambda one: one.kept, "rejections") > 0 if rejects else None,
+            kept=(
+                gathered(lambda one: one.kept, "rejections") > 0
+                if settings.rejects_before_advantages
+                else None
+            ),
         )
 
-    def _advantages(
-        self, batch: TrainBatch, table: BatchTable, batch_inputs: BatchInputs
-    ) -> TokenAdvantages:
+    def _estimate(
+        self, batch: TrainBatch, table: BatchTable, passed: PassTables
+    ) -> AdvantageEstimate:
         components = reward_components(
             batch, self._settings.component_keys, self._device.torch_device
         )
-        estimates = token_advantages(
-            table, batch_inputs, components, self._settings.advantages, self.kl_controller
+        estimate = token_advantages(
+            table, passed, components, self._settings.advantages, self.kl_controller
         )
-        self.kl_controller = estimates.controller
-        return estimates
+        self.kl_controller = estimate.controller
+        return estimate
 
     def _update_critic(
-        self, values: Tensor | None, estimates: TokenAdvantages, step: int
+        self, values: Tensor | None, estimate: AdvantageEstimate, step: int
     ) -> dict[str, float]:
         if self._critic is None or values is None:
             return {}
         return {
-            **value_metrics(values, estimates.returns, estimates.mask),
-            **self._critic.update(estimates.returns, estimates.mask, step),
+            **value_metrics(values, estimate.returns, estimate.mask),
+            **self._critic.update(estimate.returns, estimate.mask, step),
         }
 
     def _policy_steps(
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums, step: int
     ) -> dict[str, float]:
-        # The schedule begins with the policy's first update, which a warm-up of the critic delays.
+        # The schedule starts at the policy's first update, which critic_warmup delays.
         rate = self._optimizer.begin_batch(step - max(1, self._settings.critic_warmup))
+        # Some losses choose tokens at random: each pass has its own seed, equal in a resumed run.
         norms = [
             self._optimizer_step(mini_batch, sums, seed, first_pass=epoch == 0)
             for epoch in range(self._actor.ppo_epochs)
@@ -325,6 +319,7 @@ class PolicyUpdate:
                 mini_batches, step * _SEEDS_PER_BATCH + epoch * len(mini_batches)
             )
         ]
+        # The optimizer has skipped the steps whose norm is not finite.
         finite = [norm for norm in norms if math.isfinite(norm)]
         return {
             **sums.metrics(self._parallel, len(norms)),
@@ -337,17 +332,20 @@ class PolicyUpdate:
     def _optimizer_step(
         self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
     ) -> float:
-        """Accumulate gradients over the mini-batch, sum them over ranks and step; the norm."""
+        """Accumulate gradients over the mini-batch, sum them over ranks, step; return the norm."""
         self._passes.begin(len(mini_batch.micro_batches))
         for number, prepared in enumerate(mini_batch.micro_batches):
+            # No weight has changed yet, so this pass also yields the old logprobs.
             is_old_policy = prepared.old_logprobs is None
+            # In bypass mode the first epoch's passes are those before any update of their rows, so
+            # they stand for the old policy in the entropy metric.
             bypassed = first_pass and self._settings.old_is_behavior
-            reported = (
+            shows_entropy = (
                 is_old_policy
                 or (bypassed and not self._settings.needs_sum_pi_squared)
                 or self._actor.calculate_entropy
             )
-            outputs = self._forward(prepared.micro_batch, self._entropy_use(reported))
+            outputs = self._forward(prepared.micro_batch, self._entropy_use(shows_entropy))
             if is_old_policy:
                 self._note_old_policy(prepared, outputs, sums)
             elif bypassed and outputs.entropy is not None:
@@ -359,9 +357,10 @@ class PolicyUpdate:
                 seed=(seed * _SEEDS_PER_BATCH + number) % 2**62,
             )
             self._passes.before_backward()
-            loss.total.total.backward()
+            loss.total.total.backward()  # adds to the gradients of earlier micro-batches
             sums.add_loss(loss.total, loss.objective.metrics)
         self._passes.end_step()
+        # Empty for a sharded model, whose last backward pass has summed its gradients.
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
         norm = self._optimizer.step()
         sums.end_step()
@@ -370,7 +369,7 @@ class PolicyUpdate:
     def _forward(
         self, micro_batch: MicroBatch, entropy: EntropyUse, *, with_sum_pi_squared: bool = False
     ) -> TokenOutputs:
-        with self._precision():
+        with compute_context(self._actor.fsdp_config, self._device.torch_device):
             return token_outputs(
                 self._model,
                 micro_batch,
@@ -382,18 +381,15 @@ class PolicyUpdate:
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
         return self._forward(micro_batch, EntropyUse.NONE).logprobs
 
-    def _precision(self) -> AbstractContextManager[object]:
-        return compute_context(self._actor.fsdp_config, self._device.torch_device)
-
-    def _entropy_use(self, reported: bool) -> EntropyUse:
+    def _entropy_use(self, shown: bool) -> EntropyUse:
         if self._actor.entropy_coeff != 0.0:
             return EntropyUse.BONUS
-        return EntropyUse.METRIC if reported else EntropyUse.NONE
+        return EntropyUse.METRIC if shown else EntropyUse.NONE
 
     def _batch_metrics(self, batch: TrainBatch) -> dict[str, float]:
         rows = sum(len(group.rollouts) for group in batch.groups)
         return batch_metrics(
-            batch_rows(batch, np.zeros(rows)),
+            batch_rows(batch, np.zeros(rows)),  # advantages are reported by the estimate
             max_prompt_tokens=self._settings.max_prompt_tokens,
             max_response_tokens=self._settings.max_response_tokens,
         )
@@ -413,6 +409,7 @@ class PolicyUpdate:
         }
 
     def _now_s(self) -> float:
+        # Kernels run asynchronously: without this, a phase's time would go to a later phase.
         self._device.synchronize()
         return time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""The frozen reference policy, which divergences are measured from."""
+"""The frozen reference policy: KL terms measure the divergence from it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CPU = torch.device("cpu")
 
 
 class ReferencePolicy:
-    """The model as the run began with; a resumed run reads it from the same files.
+    """The model at step 0 of the run; a resumed run loads the same files.
 
-    Its weights wait in the CPU's memory and are on the device only during `logprobs`, like verl's.
-    They are shared over ranks like the policy's.
+    As in verl, its weights are on the device only during `logprobs`, else in host memory. They are
+    sharded like the policy's.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -41,14 +41,16 @@ class ReferencePolicy:
     ) -> None:
         self._model = load_policy(model, precision, CPU, max_tokens)
         self._model.requires_grad_(requires_grad=False)
-        self._precision, self._device = precision, device
+        self._precision = precision
+        self._device = device
         shards = share_model(self._model, precision, parallel, key=_SHARDING, device=CPU)
         self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
+        # Sharding moves the shards to the device.
         self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Logprobs [N] of each micro-batch's tokens, at the sampling temperature. Collective."""
+        """Return logprobs [N] of each micro-batch's tokens at `temperature`. Collective."""
         device = self._device.torch_device
         self._passes.begin(len(micro_batches))
         self._model.to(device)  # type: ignore[arg-type]  # transformers narrows the overloads
@@ -58,7 +60,7 @@ class ReferencePolicy:
             return found
         finally:
             self._model.to(CPU)  # type: ignore[arg-type]
-            self._device.empty_cache()  # the update asks for blocks of other sizes
+            self._device.empty_cache()  # the update needs blocks of other sizes
 
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
         return self._one(micro_batch, 1.0)

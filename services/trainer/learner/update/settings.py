@@ -1,4 +1,4 @@
-"""The part of the run configuration that the policy update needs, checked."""
+"""The checked part of the run configuration for the policy update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sluice.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """What one update does; `actor` as configured, the rest taken from other sections."""
+    """Settings of one update: `actor` as configured, the rest from other sections."""
 
     actor: ActorConfig
     cut: BatchCut
@@ -48,22 +48,22 @@ class UpdateSettings:
 
     @property
     def loss_mode(self) -> str:
-        """The policy loss in use."""
+        """Return the policy loss, which the rollout correction may replace."""
         return self.plan.loss_mode
 
     @property
     def old_is_behavior(self) -> bool:
-        """Whether the engine's logprobs are taken for the old ones."""
+        """Return whether the behavior logprobs serve as old logprobs."""
         return self.actor.use_rollout_log_probs or self.plan.old_logprobs is OldLogprobs.ROLLOUT
 
     @property
     def needs_sum_pi_squared(self) -> bool:
-        """Whether the estimator reads squared probabilities."""
+        """Return whether the estimator reads squared probabilities."""
         return self.advantages.estimator in OLD_LOGPROB_ESTIMATORS
 
     @property
     def needs_old_logprobs_first(self) -> bool:
-        """Whether all old logprobs must be known before the first loss is."""
+        """Return whether all old logprobs must be known before the first loss."""
         return (
             self.needs_sum_pi_squared
             or self.advantages.kl_kind is not None
@@ -73,7 +73,7 @@ class UpdateSettings:
 
     @property
     def rejects_before_advantages(self) -> bool:
-        """Whether the estimator reads which tokens are rejected."""
+        """Return whether the estimator reads which tokens are rejected."""
         return (
             self.correction.rollout_rs is not None
             and self.plan.corrects_old_policy
@@ -83,13 +83,13 @@ class UpdateSettings:
 
     @property
     def weighs_baselines(self) -> bool:
-        """Whether the estimator reads importance weights, and there are some."""
+        """Return whether the estimator reads importance weights and there are any."""
         weighs = self.correction.rollout_is is not None and not self.old_is_behavior
         return self.needs_sum_pi_squared and weighs
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a term measures the divergence from a reference model."""
+        """Return whether a term measures the divergence from a reference model."""
         return self.advantages.kl_kind is not None or self.actor.use_kl_loss
 
 
@@ -98,11 +98,11 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
 
     Args:
         config: the run.
-        vocab_size: of the policy.
+        vocab_size: the policy's.
 
     Raises:
         ConfigError: a loss or estimator is unknown or not available here, the batch does not
-            divide into mini-batches, or the size of micro-batches is not given.
+            divide into mini-batches, or the size of micro-batches is missing.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     batch_estimator(algorithm.adv_estimator)

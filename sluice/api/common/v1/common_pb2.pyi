@@ -29,7 +29,7 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Not set; never sent."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """An end or stop token was drawn, or one that completed a stop string; it is the last token."""
+    """An end or stop token was sampled, or one that completed a stop string; it is the last token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """The token limit was reached."""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
@@ -41,7 +41,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not set; never sent."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""An end or stop token was drawn, or one that completed a stop string; it is the last token."""
+"""An end or stop token was sampled, or one that completed a stop string; it is the last token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """The token limit was reached."""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
@@ -72,7 +72,7 @@ global___ChatMessage = ChatMessage
 
 @typing.final
 class ChatPrompt(google.protobuf.message.Message):
-    """A conversation to be rendered with the model's chat template."""
+    """A conversation, rendered with the model's chat template."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -85,15 +85,15 @@ class ChatPrompt(google.protobuf.message.Message):
 
     @property
     def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Encoded image files (PNG, JPEG or WebP), one for each "<image>" in the turns' texts, in the
-        order of these. None: the texts are taken as they stand. Refused where the model reads text
-        alone, and beyond sluice.limits.
+        """Encoded image files (PNG, JPEG or WebP), one for each "<image>" in the turns' texts, in their
+        order. Without images the texts are used unchanged. Refused if the model reads text alone, and
+        beyond sluice.limits.
         """
 
     @property
     def template_kwargs(self) -> google.protobuf.struct_pb2.Struct:
-        """Further arguments of the chat template, such as {"enable_thinking": false}; each goes before
-        the same of the run's data.apply_chat_template_kwargs. At most 64 KiB, 16 levels deep. Default:
+        """Further arguments of the chat template, such as {"enable_thinking": false}. Each replaces the
+        same one of the run's data.apply_chat_template_kwargs. At most 64 KiB, 16 levels deep. Default:
         none.
         """
 
@@ -111,7 +111,7 @@ global___ChatPrompt = ChatPrompt
 
 @typing.final
 class TokenPrompt(google.protobuf.message.Message):
-    """A prompt that is tokenised already."""
+    """A tokenised prompt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -140,9 +140,8 @@ class PromptInput(google.protobuf.message.Message):
     text: builtins.str
     """Tokenised without a chat template."""
     add_special_tokens: builtins.bool
-    """Whether the tokenizer adds the special tokens that it begins or ends texts with, such as a BOS.
-    Absent: it does with a text, and does not with a chat, whose template writes them. Says nothing
-    of token ids.
+    """Whether the tokenizer adds its special tokens to a text, such as a BOS. Absent: yes for a text,
+    no for a chat, whose template writes them. Without effect on token ids.
     """
     @property
     def chat(self) -> global___ChatPrompt:
@@ -150,7 +149,7 @@ class PromptInput(google.protobuf.message.Message):
 
     @property
     def tokens(self) -> global___TokenPrompt:
-        """Used as it stands."""
+        """Used unchanged."""
 
     def __init__(
         self,
@@ -171,7 +170,7 @@ global___PromptInput = PromptInput
 
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -192,7 +191,7 @@ class SamplingParams(google.protobuf.message.Message):
     max_tokens: builtins.int
     """Longest response in tokens, at least 1. 0 or absent: what the model's context leaves."""
     seed: builtins.int
-    """Fixes the randomness of every sample independently of batching. Absent: drawn by the server."""
+    """Fixes the randomness of every sample independently of batching. Absent: the server chooses one."""
     ignore_eos: builtins.bool
     """True: the model's end tokens do not end the response (benchmarks)."""
     @property
@@ -201,8 +200,8 @@ class SamplingParams(google.protobuf.message.Message):
 
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Strings that end a response, which then has the tokens up to the one that completed the string
-        and the text before it. At most 16, each 1 to 128 bytes. Special tokens have no text.
+        """Strings that end a response. Its tokens then end with the one that completed the string, and
+        its text before the string. At most 16, each 1 to 128 bytes. Special tokens have no text.
         """
 
     def __init__(
@@ -232,7 +231,7 @@ global___SamplingParams = SamplingParams
 
 @typing.final
 class VersionSpan(google.protobuf.message.Message):
-    """Consecutive response tokens drawn by one policy version."""
+    """Consecutive response tokens sampled by one policy version."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -273,13 +272,13 @@ class Rollout(google.protobuf.message.Message):
     token_ids_u32: builtins.bytes
     """Response token ids, little-endian uint32; the stop token is included."""
     behavior_logprobs_f32: builtins.bytes
-    """Natural-log probability of each token under the distribution it was drawn from
-    (temperature, top-k and top-p applied), little-endian float32; as many as token ids.
+    """Natural-log probability of each token under the distribution that sampled it (temperature,
+    top-k and top-p applied), little-endian float32; as many as token ids.
     """
     finish_reason: global___FinishReason.ValueType
     """Why the response ended."""
     text: builtins.str
-    """The response decoded, special tokens left out."""
+    """The decoded response without special tokens."""
     @property
     def version_spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VersionSpan]:
         """Spans that tile the response in order."""
@@ -300,7 +299,7 @@ global___Rollout = Rollout
 
 @typing.final
 class Score(google.protobuf.message.Message):
-    """A sample's grade."""
+    """A sample's score."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -327,9 +326,9 @@ class Score(google.protobuf.message.Message):
     score: builtins.float
     """The scorer's number."""
     reward: builtins.float
-    """Score plus shaping (overlong penalty); advantages are computed from it."""
+    """Score plus shaping (overlong penalty). Advantages are computed from it."""
     prediction: builtins.str
-    """The answer the scorer extracted. Absent where it has none."""
+    """The answer that the scorer extracted. Absent without one."""
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """The scorer's further numbers by name, for example "acc" in [0, 1]."""
@@ -363,7 +362,7 @@ class Replica(google.protobuf.message.Message):
     name: builtins.str
     """Stable name, unique in the fleet."""
     instance_id: builtins.str
-    """UUID made new at each start of the process."""
+    """UUID of this start of the process."""
     address: builtins.str
     """gRPC address as host:port."""
     slots: builtins.int
@@ -388,17 +387,17 @@ global___Replica = Replica
 
 @typing.final
 class DataProgress(google.protobuf.message.Message):
-    """Where the stream of data-set draws stands."""
+    """The position in the stream of data-set rows."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LOW_WATER_FIELD_NUMBER: builtins.int
     ENDED_ABOVE_FIELD_NUMBER: builtins.int
     low_water: builtins.int
-    """Every draw at a position below this one ended."""
+    """Every row issued at a position below this one has ended."""
     @property
     def ended_above(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Positions at or above low_water that ended too, ascending."""
+        """Positions at or above low_water whose rows have ended too, ascending."""
 
     def __init__(
         self,
@@ -422,13 +421,13 @@ class Wait(google.protobuf.message.Message):
     COUNT_FIELD_NUMBER: builtins.int
     TASK_FIELD_NUMBER: builtins.int
     peer: builtins.str
-    """Whom it waits for: "trainer", "reward service", a replica's name, or a thing of its own such as
+    """The peer: "trainer", "reward service", a replica's name, or a part of the process such as
     "scorer pool".
     """
     phase: builtins.str
-    """What for."""
+    """The purpose."""
     seconds: builtins.float
-    """How long the longest of them has lasted, seconds, at least 0."""
+    """Duration of the longest of them, seconds, at least 0."""
     count: builtins.int
     """How many there are, at least 1."""
     task: builtins.str
@@ -448,14 +447,14 @@ global___Wait = Wait
 
 @typing.final
 class WaitReport(google.protobuf.message.Message):
-    """What a process waits for, and whether it gets on."""
+    """What a process waits for, and whether it makes progress."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WAITS_FIELD_NUMBER: builtins.int
     STILL_SECONDS_FIELD_NUMBER: builtins.int
     still_seconds: builtins.float
-    """Seconds without progress although there is work. Absent: there is none, or nobody looks."""
+    """Seconds without progress although there is work. Absent: no work, or no watchdog."""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Wait]:
         """The longest first, at most 64."""

@@ -54,15 +54,15 @@ class LaunchServiceServicer(object):
     """
 
     def SetReplicas(self, request, context):
-        """Starts or drains replicas until as many are left as asked for; answers at once. Repeating it
-        is harmless. INVALID_ARGUMENT: below 1. UNAVAILABLE: the run is starting or ending.
+        """Starts or drains replicas until the requested number remains; answers at once. A second call
+        does nothing more. INVALID_ARGUMENT: below 1. UNAVAILABLE: the run is starting or ending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServices(self, request, context):
-        """All processes that run or are going to be started again.
+        """All processes that run or will be restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

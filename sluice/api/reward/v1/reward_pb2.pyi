@@ -38,15 +38,15 @@ class _PromptEndEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     PROMPT_END_FILTERED_UNIFORM: _PromptEnd.ValueType  # 4
     """Every sample had the same metric, neither all right nor all wrong."""
     PROMPT_END_DROPPED_STALE: _PromptEnd.ValueType  # 5
-    """Its oldest token grew older than the staleness bound."""
+    """Its oldest token exceeded the staleness bound."""
     PROMPT_END_DROPPED_FAILED: _PromptEnd.ValueType  # 6
-    """Too many of its samples failed (one is too many where the loss compares whole groups), or its
-    greedy response did, or it is in quarantine.
+    """Too many of its samples failed (one is too many if the loss compares whole groups), or its
+    greedy response failed, or it is in quarantine.
     """
     PROMPT_END_DROPPED_SURPLUS: _PromptEnd.ValueType  # 7
     """Its group was kept, but the batch was full and the sampling strategy carries nothing over."""
     PROMPT_END_SKIPPED: _PromptEnd.ValueType  # 8
-    """Nothing was generated: its earlier visits promise too little. Never a client's prompt."""
+    """Nothing was generated: its earlier attempts promise too little. Never a client's prompt."""
 
 class PromptEnd(_PromptEnd, metaclass=_PromptEndEnumTypeWrapper):
     """How an accepted prompt ended."""
@@ -62,15 +62,15 @@ PROMPT_END_FILTERED_ALL_WRONG: PromptEnd.ValueType  # 3
 PROMPT_END_FILTERED_UNIFORM: PromptEnd.ValueType  # 4
 """Every sample had the same metric, neither all right nor all wrong."""
 PROMPT_END_DROPPED_STALE: PromptEnd.ValueType  # 5
-"""Its oldest token grew older than the staleness bound."""
+"""Its oldest token exceeded the staleness bound."""
 PROMPT_END_DROPPED_FAILED: PromptEnd.ValueType  # 6
-"""Too many of its samples failed (one is too many where the loss compares whole groups), or its
-greedy response did, or it is in quarantine.
+"""Too many of its samples failed (one is too many if the loss compares whole groups), or its
+greedy response failed, or it is in quarantine.
 """
 PROMPT_END_DROPPED_SURPLUS: PromptEnd.ValueType  # 7
 """Its group was kept, but the batch was full and the sampling strategy carries nothing over."""
 PROMPT_END_SKIPPED: PromptEnd.ValueType  # 8
-"""Nothing was generated: its earlier visits promise too little. Never a client's prompt."""
+"""Nothing was generated: its earlier attempts promise too little. Never a client's prompt."""
 global___PromptEnd = PromptEnd
 
 @typing.final
@@ -90,20 +90,20 @@ class SubmitPromptsRequest(google.protobuf.message.Message):
     data_source: builtins.str
     """Routes to a scorer. Required."""
     ground_truth: builtins.str
-    """What the scorer compares with."""
+    """The reference answer for the scorer."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.ChatMessage]:
         """Turns of the prompt. At least one."""
 
     @property
     def extra_info(self) -> google.protobuf.struct_pb2.Struct:
-        """Passed to the scorer as it stands."""
+        """Passed to the scorer unchanged."""
 
     @property
     def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Encoded image files (PNG, JPEG or WebP), one for each "<image>" in the turns' texts, in the
-        order of these. None: the texts are taken as they stand. Refused where the model reads text
-        alone, and beyond sluice.limits.
+        """Encoded image files (PNG, JPEG or WebP), one for each "<image>" in the turns' texts, in their
+        order. Without images the texts are used unchanged. Refused if the model reads text alone, and
+        beyond sluice.limits.
         """
 
     def __init__(
@@ -123,7 +123,7 @@ global___SubmitPromptsRequest = SubmitPromptsRequest
 
 @typing.final
 class PromptReceipt(google.protobuf.message.Message):
-    """The prompt was taken, or not."""
+    """The prompt was accepted, or not."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -138,8 +138,8 @@ class PromptReceipt(google.protobuf.message.Message):
     refused_because: builtins.str
     """Why it was refused; empty when accepted."""
     retryable: builtins.bool
-    """It was refused for want of room, which comes as prompts end: send it again after an outcome, or
-    after a pause that grows. False when accepted, and for what cannot be accepted as it is.
+    """The service was full, and will have capacity as prompts end: send the prompt again after an
+    outcome, or after a growing pause. False when accepted, and for an invalid prompt.
     """
     def __init__(
         self,
@@ -157,7 +157,7 @@ global___PromptReceipt = PromptReceipt
 
 @typing.final
 class PromptOutcome(google.protobuf.message.Message):
-    """What became of an accepted prompt."""
+    """The outcome of an accepted prompt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -190,7 +190,7 @@ class PromptOutcome(google.protobuf.message.Message):
     step: builtins.int
     """The train step that used it. Absent unless trained."""
     detail: builtins.str
-    """Further words on the end, for example the reason of a failure."""
+    """Details of the end, for example the reason of a failure."""
     @property
     def rewards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Reward of each sample, in order of sample index; samples without a score are left out."""
@@ -198,8 +198,8 @@ class PromptOutcome(google.protobuf.message.Message):
     @property
     def samples(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Samples by how they ended: "scored", "unscorable", "scorer_timeout", "scorer_crash",
-        "engine_error" or "aborted". Empty where nothing was graded, and when the outcome is told again
-        to a client that sends its prompt again.
+        "engine_error" or "aborted". Empty if nothing was graded, and when the outcome is repeated to a
+        client that sent its prompt again.
         """
 
     def __init__(
@@ -266,15 +266,15 @@ class TrainGroup(google.protobuf.message.Message):
     prompt_token_ids_u32: builtins.bytes
     """Prompt tokens, little-endian uint32."""
     data_source: builtins.str
-    """Where the prompt came from."""
+    """Source of the prompt."""
     baseline_reward: builtins.float
-    """Reward of one greedy response (temperature 0) to the prompt, graded and shaped as the samples
-    are; finite. Absent unless the run's advantage estimator needs it (remax).
+    """Reward of one greedy response (temperature 0) to the prompt, graded and shaped like the
+    samples; finite. Absent unless the run's advantage estimator needs it (remax).
     """
     num_images: builtins.int
     """How many images the prompt has."""
     traceparent: builtins.str
-    """The prompt's span, as W3C Trace Context writes it ("traceparent"). Empty where the prompt is not
+    """The prompt's span, as W3C Trace Context writes it ("traceparent"). Empty if the prompt is not
     traced.
     """
     @property
@@ -287,8 +287,8 @@ class TrainGroup(google.protobuf.message.Message):
 
     @property
     def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """The prompt's encoded image files, in the order of their tokens. Not in answers of TakeBatch,
-        which a batch's images could make too large: there TakeImages has them.
+        """The prompt's encoded image files, in the order of their tokens. Empty in answers of TakeBatch,
+        which images could make too large: TakeImages sends them.
         """
 
     def __init__(
@@ -347,11 +347,11 @@ class TrainBatch(google.protobuf.message.Message):
 
     @property
     def progress(self) -> sluice.api.common.v1.common_pb2.DataProgress:
-        """Where the data-set stream stands once this batch is trained."""
+        """Position in the data set once this batch is trained."""
 
     @property
     def statistics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Counters and gauges since the batch before, by metric name."""
+        """Counters and gauges since the previous batch, by metric name."""
 
     def __init__(
         self,
@@ -506,9 +506,9 @@ class AnnouncePolicyRequest(google.protobuf.message.Message):
 
     @property
     def resume_from(self) -> sluice.api.common.v1.common_pb2.DataProgress:
-        """Where the data set stands at this version, the batch being trained counted as trained; absent
-        before the first batch of a run from the start. A service that has no position yet continues
-        from here, any other one ignores it.
+        """Position in the data set at this version, with the present batch counted as trained; absent
+        before the first batch of a new run. A service without a position continues from here, any
+        other one ignores it.
         """
 
     def __init__(
@@ -526,7 +526,7 @@ global___AnnouncePolicyRequest = AnnouncePolicyRequest
 
 @typing.final
 class AnnouncePolicyResponse(google.protobuf.message.Message):
-    """The announcement was taken."""
+    """The announcement was accepted."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -551,7 +551,7 @@ class ScoreItem(google.protobuf.message.Message):
     response: builtins.str
     """The response's text."""
     ground_truth: builtins.str
-    """What to compare with."""
+    """The reference answer."""
     @property
     def extra_info(self) -> google.protobuf.struct_pb2.Struct:
         """Passed to the scorer."""
@@ -591,14 +591,14 @@ global___ScoreRequest = ScoreRequest
 
 @typing.final
 class ScoreResult(google.protobuf.message.Message):
-    """Grade or failure of one response."""
+    """Score or failure of one response."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SCORE_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
     failure: builtins.str
-    """It was not: the kind of failure and its detail."""
+    """It was not graded: the kind of failure and its detail."""
     @property
     def score(self) -> sluice.api.common.v1.common_pb2.Score:
         """It was graded."""
@@ -646,7 +646,7 @@ class EvaluateRequest(google.protobuf.message.Message):
     TEMPERATURE_FIELD_NUMBER: builtins.int
     EXAMPLES_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
-    """The version the numbers are for; replicas must not change it meanwhile."""
+    """The version to validate; replicas must not change it meanwhile."""
     n: builtins.int
     """Overrides the configured samples per prompt. Absent: as configured."""
     temperature: builtins.float
@@ -702,7 +702,7 @@ global___EvaluationExample = EvaluationExample
 
 @typing.final
 class EvaluateResponse(google.protobuf.message.Message):
-    """Validation numbers."""
+    """Validation metrics."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -760,7 +760,7 @@ global___GetStatusRequest = GetStatusRequest
 
 @typing.final
 class Awaited(google.protobuf.message.Message):
-    """Something the service waits for."""
+    """A peer that the service waits for."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -768,11 +768,11 @@ class Awaited(google.protobuf.message.Message):
     PHASE_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     peer: builtins.str
-    """Whom it waits for."""
+    """The peer."""
     phase: builtins.str
-    """What for."""
+    """The purpose."""
     seconds: builtins.float
-    """For how long, seconds."""
+    """Seconds so far."""
     def __init__(
         self,
         *,
@@ -786,7 +786,7 @@ global___Awaited = Awaited
 
 @typing.final
 class GetStatusResponse(google.protobuf.message.Message):
-    """Counters and what is being waited for."""
+    """Counters, and what the service waits for."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -858,7 +858,7 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     @property
     def awaited(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Awaited]:
-        """What is being waited for."""
+        """What the service waits for."""
 
     @property
     def statistics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
@@ -866,7 +866,7 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     @property
     def wait_report(self) -> sluice.api.common.v1.common_pb2.WaitReport:
-        """All that it waits for: what `awaited` says, and the waits of its groups."""
+        """All its waits: those of `awaited`, and the waits of its groups."""
 
     def __init__(
         self,

@@ -89,16 +89,16 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def TakeBatch(self, request, context):
-        """Leases the next train batch; waits for it within the deadline. Asking again without an
-        acknowledgement gives the same batch.
+        """Leases the next train batch; waits for it within the deadline. A second call without an
+        acknowledgement returns the same batch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TakeImages(self, request, context):
-        """Sends the images of the leased batch, a message for each group that has any, in the order of
-        the groups. Asking again gives the same. NOT_FOUND: no such batch is leased (any more); take
+        """Sends the images of the leased batch, one message for each group with images, in the order of
+        the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
         the batch again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -106,14 +106,14 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcknowledgeBatch(self, request, context):
-        """Reports a leased batch as trained. Repeating it is harmless.
+        """Reports a leased batch as trained. A second call does nothing more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AnnouncePolicy(self, request, context):
-        """Tells the current policy version and the replicas that serve. Repeating it is harmless.
+        """Announces the current policy version and its replicas. A second call does nothing more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,7 +134,7 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Counters and what is being waited for.
+        """Counters, and what the service waits for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

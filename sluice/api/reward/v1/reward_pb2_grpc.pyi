@@ -31,16 +31,16 @@ class RewardServiceStub:
         sluice.api.reward.v1.reward_pb2.TakeBatchRequest,
         sluice.api.reward.v1.reward_pb2.TakeBatchResponse,
     ]
-    """Leases the next train batch; waits for it within the deadline. Asking again without an
-    acknowledgement gives the same batch.
+    """Leases the next train batch; waits for it within the deadline. A second call without an
+    acknowledgement returns the same batch.
     """
 
     TakeImages: grpc.UnaryStreamMultiCallable[
         sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         sluice.api.reward.v1.reward_pb2.TakeImagesResponse,
     ]
-    """Sends the images of the leased batch, a message for each group that has any, in the order of
-    the groups. Asking again gives the same. NOT_FOUND: no such batch is leased (any more); take
+    """Sends the images of the leased batch, one message for each group with images, in the order of
+    the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
     the batch again.
     """
 
@@ -48,13 +48,13 @@ class RewardServiceStub:
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchResponse,
     ]
-    """Reports a leased batch as trained. Repeating it is harmless."""
+    """Reports a leased batch as trained. A second call does nothing more."""
 
     AnnouncePolicy: grpc.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.AnnouncePolicyRequest,
         sluice.api.reward.v1.reward_pb2.AnnouncePolicyResponse,
     ]
-    """Tells the current policy version and the replicas that serve. Repeating it is harmless."""
+    """Announces the current policy version and its replicas. A second call does nothing more."""
 
     Score: grpc.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.ScoreRequest,
@@ -72,7 +72,7 @@ class RewardServiceStub:
         sluice.api.reward.v1.reward_pb2.GetStatusRequest,
         sluice.api.reward.v1.reward_pb2.GetStatusResponse,
     ]
-    """Counters and what is being waited for."""
+    """Counters, and what the service waits for."""
 
 class RewardServiceAsyncStub:
     """Owns the prompts: admits, dispatches, grades, filters, assembles."""
@@ -87,16 +87,16 @@ class RewardServiceAsyncStub:
         sluice.api.reward.v1.reward_pb2.TakeBatchRequest,
         sluice.api.reward.v1.reward_pb2.TakeBatchResponse,
     ]
-    """Leases the next train batch; waits for it within the deadline. Asking again without an
-    acknowledgement gives the same batch.
+    """Leases the next train batch; waits for it within the deadline. A second call without an
+    acknowledgement returns the same batch.
     """
 
     TakeImages: grpc.aio.UnaryStreamMultiCallable[
         sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         sluice.api.reward.v1.reward_pb2.TakeImagesResponse,
     ]
-    """Sends the images of the leased batch, a message for each group that has any, in the order of
-    the groups. Asking again gives the same. NOT_FOUND: no such batch is leased (any more); take
+    """Sends the images of the leased batch, one message for each group with images, in the order of
+    the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
     the batch again.
     """
 
@@ -104,13 +104,13 @@ class RewardServiceAsyncStub:
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
         sluice.api.reward.v1.reward_pb2.AcknowledgeBatchResponse,
     ]
-    """Reports a leased batch as trained. Repeating it is harmless."""
+    """Reports a leased batch as trained. A second call does nothing more."""
 
     AnnouncePolicy: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.AnnouncePolicyRequest,
         sluice.api.reward.v1.reward_pb2.AnnouncePolicyResponse,
     ]
-    """Tells the current policy version and the replicas that serve. Repeating it is harmless."""
+    """Announces the current policy version and its replicas. A second call does nothing more."""
 
     Score: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.reward.v1.reward_pb2.ScoreRequest,
@@ -128,7 +128,7 @@ class RewardServiceAsyncStub:
         sluice.api.reward.v1.reward_pb2.GetStatusRequest,
         sluice.api.reward.v1.reward_pb2.GetStatusResponse,
     ]
-    """Counters and what is being waited for."""
+    """Counters, and what the service waits for."""
 
 class RewardServiceServicer(metaclass=abc.ABCMeta):
     """Owns the prompts: admits, dispatches, grades, filters, assembles."""
@@ -147,8 +147,8 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.TakeBatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.reward.v1.reward_pb2.TakeBatchResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.TakeBatchResponse]]:
-        """Leases the next train batch; waits for it within the deadline. Asking again without an
-        acknowledgement gives the same batch.
+        """Leases the next train batch; waits for it within the deadline. A second call without an
+        acknowledgement returns the same batch.
         """
 
     @abc.abstractmethod
@@ -157,8 +157,8 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.TakeImagesRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[sluice.api.reward.v1.reward_pb2.TakeImagesResponse], collections.abc.AsyncIterator[sluice.api.reward.v1.reward_pb2.TakeImagesResponse]]:
-        """Sends the images of the leased batch, a message for each group that has any, in the order of
-        the groups. Asking again gives the same. NOT_FOUND: no such batch is leased (any more); take
+        """Sends the images of the leased batch, one message for each group with images, in the order of
+        the groups. A second call returns the same. NOT_FOUND: no such batch is leased (any more); take
         the batch again.
         """
 
@@ -168,7 +168,7 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.AcknowledgeBatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.reward.v1.reward_pb2.AcknowledgeBatchResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.AcknowledgeBatchResponse]]:
-        """Reports a leased batch as trained. Repeating it is harmless."""
+        """Reports a leased batch as trained. A second call does nothing more."""
 
     @abc.abstractmethod
     def AnnouncePolicy(
@@ -176,7 +176,7 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.AnnouncePolicyRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.reward.v1.reward_pb2.AnnouncePolicyResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.AnnouncePolicyResponse]]:
-        """Tells the current policy version and the replicas that serve. Repeating it is harmless."""
+        """Announces the current policy version and its replicas. A second call does nothing more."""
 
     @abc.abstractmethod
     def Score(
@@ -200,6 +200,6 @@ class RewardServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.reward.v1.reward_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.reward.v1.reward_pb2.GetStatusResponse, collections.abc.Awaitable[sluice.api.reward.v1.reward_pb2.GetStatusResponse]]:
-        """Counters and what is being waited for."""
+        """Counters, and what the service waits for."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -46,7 +46,7 @@ global___StreamMode = StreamMode
 
 @typing.final
 class GenerateRequest(google.protobuf.message.Message):
-    """One prompt and what to draw from it."""
+    """One prompt, and the samples to generate."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -65,33 +65,31 @@ class GenerateRequest(google.protobuf.message.Message):
     stream_mode: global___StreamMode.ValueType
     """What to stream. Default SAMPLES."""
     linger_ms: builtins.int
-    """Finished samples may be held up to this long (ms) to travel together. Default 0."""
+    """Finished samples may wait so long (ms) to be sent together. Default 0."""
     partial_interval_ms: builtins.int
-    """Say when the engine works while samples wait for it and nothing came for twice as many ms;
-    with SAMPLES, also send the tokens of unfinished samples, without text, at most every so many
-    ms. 0: never. Default 0.
+    """Send a sign of life (`engine_tokens`) if the engine works for other samples while nothing came
+    of these for twice as many ms. With SAMPLES, also send the tokens of unfinished samples, without
+    text, at most once in so many ms. 0: never. Default 0.
     """
     priority: builtins.int
-    """Samples of higher priority get free slots first; those of training have 0. -100 to 100.
-    Default 0.
-    """
+    """Samples of higher priority get free slots first; training has 0. -100 to 100. Default 0."""
     token_budget: builtins.int
     """Most response tokens of all samples together, at least one a sample. Each gets an equal share,
     rounded down, as its max_tokens unless that is smaller. 0: no bound. Default 0.
     """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
-        """The prompt. One of a client is never cut, and INVALID_ARGUMENT if it leaves no room for a token
-        in the model's context. A chat or text of a reward service is held to data.max_prompt_length.
+        """The prompt. A client's prompt is never cut, and INVALID_ARGUMENT if the model's context then has
+        no space for a token. data.max_prompt_length limits a chat or text of a reward service.
         """
 
     @property
     def sample_indexes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Which samples of the group to draw; each index at most once, at least one, below 1024."""
+        """Which samples of the group to generate; each index at most once, at least one, below 1024."""
 
     @property
     def sampling(self) -> sluice.api.common.v1.common_pb2.SamplingParams:
-        """How to draw. Absent: all defaults."""
+        """How to sample. Absent: all defaults."""
 
     @property
     def partials(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[sluice.api.common.v1.common_pb2.Rollout]:
@@ -156,7 +154,7 @@ class TokenDelta(google.protobuf.message.Message):
     behavior_logprobs_f32: builtins.bytes
     """Their behaviour logprobs, little-endian float32."""
     policy_version: builtins.int
-    """The version that drew them."""
+    """The version that sampled them."""
     text: builtins.str
     """The text these tokens complete; may be empty in the middle of a character, and always is with
     SAMPLES.
@@ -185,8 +183,9 @@ class GenerateResponse(google.protobuf.message.Message):
     ROLLOUTS_FIELD_NUMBER: builtins.int
     ENGINE_TOKENS_FIELD_NUMBER: builtins.int
     engine_tokens: builtins.int
-    """With `partial_interval_ms`, when nothing came of these samples for some time although the
-    engine drew tokens and samples wait for a slot: those it drew since the process started.
+    """With `partial_interval_ms`: the tokens that the engine has generated since the process started.
+    Sent when nothing came of these samples for some time, although the engine generated tokens and
+    samples wait for a slot.
     """
     @property
     def accepted(self) -> global___PromptAccepted:
@@ -224,8 +223,8 @@ class GetStatusRequest(google.protobuf.message.Message):
 
     WITHOUT_ENGINE_FIELD_NUMBER: builtins.int
     without_engine: builtins.bool
-    """True: answers at once with the counters last known, without asking the engine, so that a
-    replica whose engine hangs still says what it waits for. Default false.
+    """True: answers at once with the last known counters, without asking the engine, so that a replica
+    with a hung engine still reports what it waits for. Default false.
     """
     def __init__(
         self,
@@ -296,19 +295,19 @@ class GetStatusResponse(google.protobuf.message.Message):
     engine: builtins.str
     """Name of the engine: "torch", "vllm" or "sglang"."""
     unsent_tokens: builtins.int
-    """Tokens drawn in calls that ended before those tokens were sent to the caller."""
+    """Tokens generated in calls that ended before those tokens were sent to the caller."""
     running_tokens: builtins.int
-    """Tokens drawn and not sent yet, of calls that go on."""
+    """Tokens generated and not sent yet, of open calls."""
     wall_seconds: builtins.float
-    """Seconds since the process started, by another clock than the states' one."""
+    """Seconds since the process started, by another clock than that of the states."""
     direct_sent_tokens: builtins.int
     """Tokens sent to callers that are no service of the run."""
     direct_unsent_tokens: builtins.int
-    """Those of unsent_tokens that were drawn for such callers."""
+    """The part of unsent_tokens that was generated for such callers."""
     @property
     def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
-        "idle" and "swapping" (weights are exchanged). They add up to wall_seconds.
+        "idle" and "swapping" (a new version is swapped in). They add up to wall_seconds.
         """
 
     @property

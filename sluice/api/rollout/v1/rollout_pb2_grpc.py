@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Generates responses with the policy version the replica holds.
+    """Generates responses with the policy version of the replica.
     """
 
     def __init__(self, channel):
@@ -48,15 +48,15 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Generates responses with the policy version the replica holds.
+    """Generates responses with the policy version of the replica.
     """
 
     def Generate(self, request, context):
-        """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
-        follow as they finish. Cancelling the call aborts the samples and frees their slots.
-        A reward service sends the metadata `sluice-service` (any text), or its prompts count as those
-        of a client; where no tokens are used its calls then do, as those of one client of its host,
-        with a client's quotas and priority.
+        """Samples n responses to one prompt. The first message has the prompt's tokens; samples follow as
+        they finish. Cancelling the call aborts the samples and frees their slots.
+        A reward service sends the metadata `sluice-service` (any text). Without it, its prompts count
+        as those of a client. In a run without tokens, its calls then also have the quotas and priority
+        of a client of its host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Generates responses with the policy version the replica holds.
+    """Generates responses with the policy version of the replica.
     """
 
     @staticmethod

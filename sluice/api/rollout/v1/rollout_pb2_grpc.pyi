@@ -18,18 +18,18 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class RolloutServiceStub:
-    """Generates responses with the policy version the replica holds."""
+    """Generates responses with the policy version of the replica."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Generate: grpc.UnaryStreamMultiCallable[
         sluice.api.rollout.v1.rollout_pb2.GenerateRequest,
         sluice.api.rollout.v1.rollout_pb2.GenerateResponse,
     ]
-    """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
-    follow as they finish. Cancelling the call aborts the samples and frees their slots.
-    A reward service sends the metadata `sluice-service` (any text), or its prompts count as those
-    of a client; where no tokens are used its calls then do, as those of one client of its host,
-    with a client's quotas and priority.
+    """Samples n responses to one prompt. The first message has the prompt's tokens; samples follow as
+    they finish. Cancelling the call aborts the samples and frees their slots.
+    A reward service sends the metadata `sluice-service` (any text). Without it, its prompts count
+    as those of a client. In a run without tokens, its calls then also have the quotas and priority
+    of a client of its host.
     """
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
@@ -39,17 +39,17 @@ class RolloutServiceStub:
     """Load, capacity and version."""
 
 class RolloutServiceAsyncStub:
-    """Generates responses with the policy version the replica holds."""
+    """Generates responses with the policy version of the replica."""
 
     Generate: grpc.aio.UnaryStreamMultiCallable[
         sluice.api.rollout.v1.rollout_pb2.GenerateRequest,
         sluice.api.rollout.v1.rollout_pb2.GenerateResponse,
     ]
-    """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
-    follow as they finish. Cancelling the call aborts the samples and frees their slots.
-    A reward service sends the metadata `sluice-service` (any text), or its prompts count as those
-    of a client; where no tokens are used its calls then do, as those of one client of its host,
-    with a client's quotas and priority.
+    """Samples n responses to one prompt. The first message has the prompt's tokens; samples follow as
+    they finish. Cancelling the call aborts the samples and frees their slots.
+    A reward service sends the metadata `sluice-service` (any text). Without it, its prompts count
+    as those of a client. In a run without tokens, its calls then also have the quotas and priority
+    of a client of its host.
     """
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
@@ -59,7 +59,7 @@ class RolloutServiceAsyncStub:
     """Load, capacity and version."""
 
 class RolloutServiceServicer(metaclass=abc.ABCMeta):
-    """Generates responses with the policy version the replica holds."""
+    """Generates responses with the policy version of the replica."""
 
     @abc.abstractmethod
     def Generate(
@@ -67,11 +67,11 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.rollout.v1.rollout_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[sluice.api.rollout.v1.rollout_pb2.GenerateResponse], collections.abc.AsyncIterator[sluice.api.rollout.v1.rollout_pb2.GenerateResponse]]:
-        """Samples n responses to one prompt. The first message carries the prompt's tokens; samples
-        follow as they finish. Cancelling the call aborts the samples and frees their slots.
-        A reward service sends the metadata `sluice-service` (any text), or its prompts count as those
-        of a client; where no tokens are used its calls then do, as those of one client of its host,
-        with a client's quotas and priority.
+        """Samples n responses to one prompt. The first message has the prompt's tokens; samples follow as
+        they finish. Cancelling the call aborts the samples and frees their slots.
+        A reward service sends the metadata `sluice-service` (any text). Without it, its prompts count
+        as those of a client. In a run without tokens, its calls then also have the quotas and priority
+        of a client of its host.
         """
 
     @abc.abstractmethod

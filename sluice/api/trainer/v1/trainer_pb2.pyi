@@ -43,12 +43,12 @@ class _RunPhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     RUN_PHASE_SAVING: _RunPhase.ValueType  # 7
     """Writing a checkpoint."""
     RUN_PHASE_PAUSED: _RunPhase.ValueType  # 8
-    """Held by Pause."""
+    """Paused by Pause."""
     RUN_PHASE_FINISHED: _RunPhase.ValueType  # 9
     """The last step is done."""
 
 class RunPhase(_RunPhase, metaclass=_RunPhaseEnumTypeWrapper):
-    """What the trainer does at the moment."""
+    """What the trainer is doing."""
 
 RUN_PHASE_UNSPECIFIED: RunPhase.ValueType  # 0
 """Not set; never sent."""
@@ -67,7 +67,7 @@ RUN_PHASE_EVALUATING: RunPhase.ValueType  # 6
 RUN_PHASE_SAVING: RunPhase.ValueType  # 7
 """Writing a checkpoint."""
 RUN_PHASE_PAUSED: RunPhase.ValueType  # 8
-"""Held by Pause."""
+"""Paused by Pause."""
 RUN_PHASE_FINISHED: RunPhase.ValueType  # 9
 """The last step is done."""
 global___RunPhase = RunPhase
@@ -106,7 +106,7 @@ class RegisterReplicaResponse(google.protobuf.message.Message):
     HEARTBEAT_INTERVAL_SECONDS_FIELD_NUMBER: builtins.int
     TIME_TO_LIVE_SECONDS_FIELD_NUMBER: builtins.int
     heartbeat_interval_seconds: builtins.float
-    """Seconds between heartbeats the trainer asks for."""
+    """Seconds between heartbeats."""
     time_to_live_seconds: builtins.float
     """Seconds without a heartbeat after which the replica is dropped."""
     def __init__(
@@ -171,25 +171,25 @@ class HeartbeatRequest(google.protobuf.message.Message):
     busy_seconds: builtins.float
     """Seconds spent generating since its start."""
     draining: builtins.bool
-    """True: it is going away and takes no more prompts."""
+    """True: it leaves and takes no more prompts."""
     unsent_tokens: builtins.int
-    """Tokens drawn in calls that ended before those tokens were sent to the caller."""
+    """Tokens generated in calls that ended before those tokens were sent to the caller."""
     running_tokens: builtins.int
-    """Tokens drawn and not sent yet, of calls that go on."""
+    """Tokens generated and not sent yet, of open calls."""
     wall_seconds: builtins.float
-    """Seconds since the process started, by another clock than the states' one."""
+    """Seconds since the process started, by another clock than that of the states."""
     engine_turns: builtins.int
-    """Questions that the engine's own loop has answered since the process started; stands still while
-    the engine hangs, though heartbeats go on. 0 or absent: not counted.
+    """Probes that the engine's own loop has answered since the process started. The count stands still
+    while the engine hangs, although heartbeats continue. 0 or absent: not counted.
     """
     direct_sent_tokens: builtins.int
     """Tokens sent to callers that are no service of the run."""
     direct_unsent_tokens: builtins.int
-    """Those of unsent_tokens that were drawn for such callers."""
+    """The part of unsent_tokens that was generated for such callers."""
     @property
     def seconds_by_state(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Seconds of the process in each state: "starting" (until the first weights serve), "generating",
-        "idle" and "swapping" (weights are exchanged). They add up to wall_seconds.
+        "idle" and "swapping" (a new version is swapped in). They add up to wall_seconds.
         """
 
     def __init__(
@@ -219,7 +219,7 @@ global___HeartbeatRequest = HeartbeatRequest
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):
-    """Noted."""
+    """The heartbeat was noted."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -255,8 +255,8 @@ class ReplicaStatus(google.protobuf.message.Message):
     IDLE_SHARE_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
     state: builtins.str
-    """"pending", "serving", "draining", or "stalled": it lives and has work, and its engine draws
-    nothing.
+    """"pending", "serving", "draining", or "stalled": it is alive and has work, but its engine
+    generates nothing.
     """
     heartbeat_age_seconds: builtins.float
     """Seconds since its last heartbeat."""
@@ -339,7 +339,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     instance_id: builtins.str
     """UUID of this start of the trainer."""
     phase: global___RunPhase.ValueType
-    """What it does."""
+    """What the trainer is doing."""
     phase_seconds: builtins.float
     """Seconds in this phase."""
     step: builtins.int
@@ -358,10 +358,9 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     @property
     def accounts(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """The run's books, some seconds old at most: response tokens by what became of them, seconds of
-        trainer and replicas by what they did, and what is left over, by the names of accounts.json.
-        The tokens are of one moment, tokens_age_s seconds ago.
-        Empty before they were first taken.
+        """The run's accounting, at most some seconds old: response tokens by use, seconds of trainer and
+        replicas by use, and the residuals, by the names of accounts.json. The tokens are of one moment,
+        tokens_age_s seconds ago. Empty before it was first taken.
         """
 
     @property
@@ -396,8 +395,8 @@ class WatchStepsRequest(google.protobuf.message.Message):
 
     FROM_STEP_FIELD_NUMBER: builtins.int
     from_step: builtins.int
-    """First step to send; steps already finished are sent at once as far as they are kept
-    (the last 1024). 0 or absent: from now on.
+    """First step to send. Finished steps are sent at once if they are among the last 1024. 0 or
+    absent: from now on.
     """
     def __init__(
         self,
@@ -462,7 +461,7 @@ global___SaveCheckpointRequest = SaveCheckpointRequest
 
 @typing.final
 class SaveCheckpointResponse(google.protobuf.message.Message):
-    """It is complete."""
+    """The checkpoint is complete."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -484,19 +483,19 @@ global___SaveCheckpointResponse = SaveCheckpointResponse
 
 @typing.final
 class PauseRequest(google.protobuf.message.Message):
-    """Holds training."""
+    """Pauses training."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     lease_seconds: builtins.float
-    """Seconds after which training goes on by itself unless Pause is called again before; above 0.
-    Absent: until Resume, which no later lease shortens.
+    """Seconds after which training resumes unless Pause is called again before; above 0. Absent:
+    until Resume, which no later lease shortens.
     """
     holder: builtins.str
-    """Who holds it, a name that no other caller uses: everybody's hold ends by itself. Empty or
-    absent: the operator.
+    """A name that no other caller uses, since each holder's pause ends separately. Empty or absent:
+    the operator.
     """
     def __init__(
         self,
@@ -512,7 +511,7 @@ global___PauseRequest = PauseRequest
 
 @typing.final
 class PauseResponse(google.protobuf.message.Message):
-    """Training is held."""
+    """Training is paused."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -530,13 +529,13 @@ global___PauseResponse = PauseResponse
 
 @typing.final
 class ResumeRequest(google.protobuf.message.Message):
-    """Ends one hold."""
+    """Ends one pause."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HOLDER_FIELD_NUMBER: builtins.int
     holder: builtins.str
-    """Whose hold ends, as in PauseRequest."""
+    """The holder of the pause, as in PauseRequest."""
     def __init__(
         self,
         *,
@@ -548,7 +547,7 @@ global___ResumeRequest = ResumeRequest
 
 @typing.final
 class ResumeResponse(google.protobuf.message.Message):
-    """The hold has ended; training goes on unless somebody else holds it."""
+    """The pause has ended. Training continues unless another holder pauses it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -572,7 +571,7 @@ class StopRequest(google.protobuf.message.Message):
 
     REASON_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Why, for the log."""
+    """The reason, for the log."""
     def __init__(
         self,
         *,

@@ -82,14 +82,14 @@ class TrainerServiceServicer(object):
     """
 
     def RegisterReplica(self, request, context):
-        """A replica reports for duty; weights follow through its WeightSyncService.
+        """Registers a replica. Its weights follow through its WeightSyncService.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """A registered replica is alive and generating. NOT_FOUND: register again.
+        """Reports the state of a registered replica. NOT_FOUND: register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,7 +110,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Saves a checkpoint after the current step (at once while it waits for a batch) and answers when
+        """Saves a checkpoint after the current step (at once while it waits for a batch), and answers when
         it is complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -118,22 +118,22 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Holds training after the current step; at once while it waits for a batch.
+        """Pauses training after the current step; at once while it waits for a batch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Ends the caller's hold; training goes on when nobody holds it any more.
+        """Ends the caller's pause. Training continues when no other holder pauses it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Ends the run after the current step (at once while it waits for replicas or a batch) as if its
-        last step were reached.
+        """Ends the run after the current step (at once while it waits for replicas or a batch), as after
+        its last step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,13 +25,13 @@ class TrainerServiceStub:
         sluice.api.trainer.v1.trainer_pb2.RegisterReplicaRequest,
         sluice.api.trainer.v1.trainer_pb2.RegisterReplicaResponse,
     ]
-    """A replica reports for duty; weights follow through its WeightSyncService."""
+    """Registers a replica. Its weights follow through its WeightSyncService."""
 
     Heartbeat: grpc.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.HeartbeatRequest,
         sluice.api.trainer.v1.trainer_pb2.HeartbeatResponse,
     ]
-    """A registered replica is alive and generating. NOT_FOUND: register again."""
+    """Reports the state of a registered replica. NOT_FOUND: register again."""
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.GetStatusRequest,
@@ -49,7 +49,7 @@ class TrainerServiceStub:
         sluice.api.trainer.v1.trainer_pb2.SaveCheckpointRequest,
         sluice.api.trainer.v1.trainer_pb2.SaveCheckpointResponse,
     ]
-    """Saves a checkpoint after the current step (at once while it waits for a batch) and answers when
+    """Saves a checkpoint after the current step (at once while it waits for a batch), and answers when
     it is complete.
     """
 
@@ -57,20 +57,20 @@ class TrainerServiceStub:
         sluice.api.trainer.v1.trainer_pb2.PauseRequest,
         sluice.api.trainer.v1.trainer_pb2.PauseResponse,
     ]
-    """Holds training after the current step; at once while it waits for a batch."""
+    """Pauses training after the current step; at once while it waits for a batch."""
 
     Resume: grpc.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         sluice.api.trainer.v1.trainer_pb2.ResumeResponse,
     ]
-    """Ends the caller's hold; training goes on when nobody holds it any more."""
+    """Ends the caller's pause. Training continues when no other holder pauses it."""
 
     Stop: grpc.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.StopRequest,
         sluice.api.trainer.v1.trainer_pb2.StopResponse,
     ]
-    """Ends the run after the current step (at once while it waits for replicas or a batch) as if its
-    last step were reached.
+    """Ends the run after the current step (at once while it waits for replicas or a batch), as after
+    its last step.
     """
 
 class TrainerServiceAsyncStub:
@@ -80,13 +80,13 @@ class TrainerServiceAsyncStub:
         sluice.api.trainer.v1.trainer_pb2.RegisterReplicaRequest,
         sluice.api.trainer.v1.trainer_pb2.RegisterReplicaResponse,
     ]
-    """A replica reports for duty; weights follow through its WeightSyncService."""
+    """Registers a replica. Its weights follow through its WeightSyncService."""
 
     Heartbeat: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.HeartbeatRequest,
         sluice.api.trainer.v1.trainer_pb2.HeartbeatResponse,
     ]
-    """A registered replica is alive and generating. NOT_FOUND: register again."""
+    """Reports the state of a registered replica. NOT_FOUND: register again."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.GetStatusRequest,
@@ -104,7 +104,7 @@ class TrainerServiceAsyncStub:
         sluice.api.trainer.v1.trainer_pb2.SaveCheckpointRequest,
         sluice.api.trainer.v1.trainer_pb2.SaveCheckpointResponse,
     ]
-    """Saves a checkpoint after the current step (at once while it waits for a batch) and answers when
+    """Saves a checkpoint after the current step (at once while it waits for a batch), and answers when
     it is complete.
     """
 
@@ -112,20 +112,20 @@ class TrainerServiceAsyncStub:
         sluice.api.trainer.v1.trainer_pb2.PauseRequest,
         sluice.api.trainer.v1.trainer_pb2.PauseResponse,
     ]
-    """Holds training after the current step; at once while it waits for a batch."""
+    """Pauses training after the current step; at once while it waits for a batch."""
 
     Resume: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         sluice.api.trainer.v1.trainer_pb2.ResumeResponse,
     ]
-    """Ends the caller's hold; training goes on when nobody holds it any more."""
+    """Ends the caller's pause. Training continues when no other holder pauses it."""
 
     Stop: grpc.aio.UnaryUnaryMultiCallable[
         sluice.api.trainer.v1.trainer_pb2.StopRequest,
         sluice.api.trainer.v1.trainer_pb2.StopResponse,
     ]
-    """Ends the run after the current step (at once while it waits for replicas or a batch) as if its
-    last step were reached.
+    """Ends the run after the current step (at once while it waits for replicas or a batch), as after
+    its last step.
     """
 
 class TrainerServiceServicer(metaclass=abc.ABCMeta):
@@ -137,7 +137,7 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.RegisterReplicaRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.RegisterReplicaResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.RegisterReplicaResponse]]:
-        """A replica reports for duty; weights follow through its WeightSyncService."""
+        """Registers a replica. Its weights follow through its WeightSyncService."""
 
     @abc.abstractmethod
     def Heartbeat(
@@ -145,7 +145,7 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.HeartbeatResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.HeartbeatResponse]]:
-        """A registered replica is alive and generating. NOT_FOUND: register again."""
+        """Reports the state of a registered replica. NOT_FOUND: register again."""
 
     @abc.abstractmethod
     def GetStatus(
@@ -169,7 +169,7 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.SaveCheckpointResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.SaveCheckpointResponse]]:
-        """Saves a checkpoint after the current step (at once while it waits for a batch) and answers when
+        """Saves a checkpoint after the current step (at once while it waits for a batch), and answers when
         it is complete.
         """
 
@@ -179,7 +179,7 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.PauseResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.PauseResponse]]:
-        """Holds training after the current step; at once while it waits for a batch."""
+        """Pauses training after the current step; at once while it waits for a batch."""
 
     @abc.abstractmethod
     def Resume(
@@ -187,7 +187,7 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.ResumeResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.ResumeResponse]]:
-        """Ends the caller's hold; training goes on when nobody holds it any more."""
+        """Ends the caller's pause. Training continues when no other holder pauses it."""
 
     @abc.abstractmethod
     def Stop(
@@ -195,8 +195,8 @@ class TrainerServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.trainer.v1.trainer_pb2.StopRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.trainer.v1.trainer_pb2.StopResponse, collections.abc.Awaitable[sluice.api.trainer.v1.trainer_pb2.StopResponse]]:
-        """Ends the run after the current step (at once while it waits for replicas or a batch) as if its
-        last step were reached.
+        """Ends the run after the current step (at once while it waits for replicas or a batch), as after
+        its last step.
         """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

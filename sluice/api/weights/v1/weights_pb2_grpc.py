@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WeightSyncServiceStub(object):
-    """Receives weights: join a group, stage a version while generation goes on, swap it in.
+    """Receives weights: join a group, stage a version during generation, swap it in.
     """
 
     def __init__(self, channel):
@@ -58,18 +58,18 @@ class WeightSyncServiceStub(object):
 
 
 class WeightSyncServiceServicer(object):
-    """Receives weights: join a group, stage a version while generation goes on, swap it in.
+    """Receives weights: join a group, stage a version during generation, swap it in.
     """
 
     def JoinGroup(self, request, context):
-        """Joins the transfer group of one epoch; leaves any earlier one. Answers once it is formed.
+        """Joins the transfer group of one epoch and leaves any earlier one. Answers once it is formed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StageUpdate(self, request, context):
-        """Receives one version into staging memory. Answers once every byte is there and digested.
+        """Receives one version into staging memory. Answers once every byte has arrived and is digested.
         Never retried: it enters a collective.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -77,14 +77,14 @@ class WeightSyncServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Swaps the staged version in between two decode steps. Repeating it is harmless.
+        """Swaps the staged version in between two decode steps. A second call does nothing more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpdate(self, request, context):
-        """Throws away what is staged and leaves the epoch's group. Repeating it is harmless.
+        """Throws the staged version away and leaves the epoch's group. A second call does nothing more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +122,7 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService(object):
-    """Receives weights: join a group, stage a version while generation goes on, swap it in.
+    """Receives weights: join a group, stage a version during generation, swap it in.
     """
 
     @staticmethod

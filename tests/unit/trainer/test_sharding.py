@@ -1,4 +1,4 @@
-"""Whole tensors from shards, a bucket at a time, seen from one rank whose peers only pretend."""
+"""Shards of a model: how many ranks share it, which rows each holds, and how they join."""
 
 from __future__ import annotations
 
@@ -8,13 +8,40 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from services.trainer.learner.model.sharding import shard_rows, shard_size
 from services.trainer.learner.ranks.gathering import gather_whole
 from services.trainer.learner.ranks.parallel import COPY_DIM, SHARD_DIM
+from sluice.errors import ConfigError
 from tests.support.threaded_ranks import ThreadedRank
+
+
+@given(rows=st.integers(0, 40), shards=st.integers(1, 9))
+def test_shards_are_cut_as_torch_cuts_them(rows: int, shards: int) -> None:
+    whole = torch.arange(rows)
+    cut = [whole[slice(*shard_rows(rows, shards, index))] for index in range(shards)]
+    assert torch.equal(torch.cat(cut), whole)
+    for ours, theirs in zip(cut, whole.chunk(shards), strict=False):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("fsdp_size", "world_size", "expected"),
+    [(-1, 4, 4), (0, 4, 4), (1, 4, 1), (2, 4, 2), (4, 4, 4), (16, 4, 4), (-1, 1, 1)],
+)
+def test_ranks_share_by_fsdp_size(fsdp_size: int, world_size: int, expected: int) -> None:
+    assert shard_size(fsdp_size, world_size, "fsdp_size") == expected
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"critic\.fsdp\.fsdp_size=3 does not divide the 4"):
+        shard_size(3, 4, "critic.fsdp.fsdp_size")
+
 
 Weights = dict[str, torch.Tensor]
 WEIGHTS: Weights = {
@@ -28,7 +55,7 @@ BUCKET_BYTES = 100  # "even" and "uneven" in two shards of 3 rows are 96
 
 
 class Peers(ThreadedRank):
-    """Notes collectives; the other shards are cut from the whole weights."""
+    """Ranks that record collectives; the other shards are cut from the whole weights."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -46,7 +73,7 @@ class Peers(ThreadedRank):
 
 @contextmanager
 def _mesh(rank: int, places: list[list[int]]) -> Iterator[DeviceMesh]:
-    """Two shards a copy; nothing is ever sent."""
+    """Return a mesh of two shards per copy; nothing is ever sent."""
     size = sum(map(len, places))
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:

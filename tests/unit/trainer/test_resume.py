@@ -1,20 +1,32 @@
-"""A resumed learner goes on bit for bit, and other tools can load what it saved."""
+"""A resumed learner continues bit for bit, on other ranks and with its random generators."""
 
 from __future__ import annotations
 
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.checkpoint import CheckpointStore
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.model.optimizer import PolicyOptimizer
+from services.trainer.learner.model.trained_model import (
+    random_state,
+    restore_random_state,
+    save_policy_state,
+)
+from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess
 from services.trainer.learner.worker import Learner
+from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress
-from tests.support.tiny_policy import make_batch, make_config, save_model
+from tests.support.threaded_ranks import on_ranks
+from tests.support.tiny_policy import make_batch, make_config, make_model, save_model
 
 PRECISIONS: list[dict[str, object]] = [
     {"dtype": "float32"},
@@ -143,3 +155,133 @@ def test_a_truncated_file_is_named_with_the_checkpoint_to_use_instead(
         store.latest()  # by its size
     with pytest.raises(CheckpointError, match=rf"{file} cannot be .*resume_from_path=.*_step_1"):
         learner.load(tmp_path / "global_step_2" / "actor")  # and by its content
+
+
+Numbers = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
+
+
+def make_learner_ranks(parallel: DataParallel, model: Path, actor: Path | None) -> Learner:
+    config = make_config(model, optim={"lr": 1e-2, "lr_warmup_steps": 2, "eps": 1e-2})
+    learner = Learner(config, parallel, total_steps=6)
+    if actor is not None:
+        learner.load(actor)
+    return learner
+
+
+def train(learner: Learner, steps: range) -> Numbers:
+    metrics = [learner.train_step(make_batch(seed=step), step) for step in steps]
+    return metrics, {name: weight.clone() for name, weight in learner.named_weights()}
+
+
+def save_after_two(learner: Learner, folder: Path) -> None:
+    train(learner, range(1, 3))
+    if learner._parallel.rank == 0:
+        learner.save(folder)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_a_run_resumes_with_another_number_of_ranks(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    model, actor = save_model(tmp_path / "model"), tmp_path / "global_step_2" / "actor"
+    ((expected, weights),) = on_ranks(
+        1, partial(make_learner_ranks, model=model, actor=None), partial(train, steps=range(1, 5))
+    )
+    on_ranks(
+        before,
+        partial(make_learner_ranks, model=model, actor=None),
+        partial(save_after_two, folder=actor),
+    )
+    resumed = on_ranks(
+        after,
+        partial(make_learner_ranks, model=model, actor=actor),
+        partial(train, steps=range(3, 5)),
+    )
+    for found, found_weights in resumed:
+        for name in ("actor/pg_loss", "actor/grad_norm", "actor/lr", "actor/entropy"):
+            assert [one[name] for one in found] == pytest.approx(
+                [one[name] for one in expected[2:]], rel=1e-4, abs=1e-5
+            ), name
+        for name, weight in weights.items():
+            torch.testing.assert_close(found_weights[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
+CPU, XPU, CUDA = torch.device("cpu"), torch.device("xpu", 1), torch.device("cuda", 0)
+
+
+class FakeGenerators:
+    """``torch.xpu`` or its like: a state of each device."""
+
+    def __init__(self) -> None:
+        self.states: dict[torch.device, torch.Tensor] = {}
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        """Return a device's state."""
+        return self.states[device]
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        """Replace a device's state."""
+        self.states[device] = state
+
+
+@pytest.fixture
+def generators(monkeypatch: pytest.MonkeyPatch) -> FakeGenerators:
+    fake = FakeGenerators()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    return fake
+
+
+def test_any_accelerators_generator_continues_from_its_state(generators: FakeGenerators) -> None:
+    generators.states[XPU] = torch.tensor([3, 0, 255], dtype=torch.uint8)
+    saved = random_state(XPU)
+    sampled = torch.rand(3)
+    assert (set(saved), saved["xpu"]) == ({"cpu", "xpu"}, "0300ff")
+    generators.states[XPU] = torch.zeros(3, dtype=torch.uint8)
+    restore_random_state(saved, XPU)
+    assert generators.states[XPU].tolist() == [3, 0, 255]
+    assert torch.equal(torch.rand(3), sampled)
+
+
+def test_a_checkpoint_of_another_type_of_device_gives_the_cpus_state_alone(
+    generators: FakeGenerators,
+) -> None:
+    generators.states[CUDA] = torch.tensor([1], dtype=torch.uint8)
+    saved = random_state(CUDA)
+    sampled = torch.rand(3)
+    generators.states.clear()
+    for device in (XPU, CPU):
+        restore_random_state(saved, device)
+        assert torch.equal(torch.rand(3), sampled)
+    assert not generators.states
+
+
+def test_on_the_cpu_no_other_generator_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "get_device_module")
+    assert set(random_state(CPU)) == {"cpu"}
+
+
+def test_whole_weights_are_given_up_before_the_moments_come(tmp_path: Path) -> None:
+    model = make_model()
+    parameters = dict(model.named_parameters())
+    optimizer = PolicyOptimizer(parameters, OptimConfig(), total_steps=1)
+    held: list[StorageWeakRef] = []
+    alive: list[bool] = []
+
+    @contextmanager
+    def weights() -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        def whole() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, parameter in parameters.items():
+                copy = parameter.detach().clone()
+                held.append(StorageWeakRef(copy.untyped_storage()))
+                yield name, copy
+
+        yield whole()
+
+    @contextmanager
+    def moments() -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        alive.extend(not one.expired() for one in held)
+        yield iter(optimizer.state_tensors().items())
+
+    save_policy_state(tmp_path, model, optimizer, "", weights=weights, moments=moments)
+    assert len(alive) == len(parameters)
+    assert not any(alive)

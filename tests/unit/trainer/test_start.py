@@ -1,0 +1,194 @@
+"""The start of rank 0: its port, its checkpoint, and the warning about truncated sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+
+from services.trainer import leader
+from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.start import sampling_notice, start_point
+from sluice.config.loading.loader import load_config
+from sluice.config.schema.trainer import TrainerConfig
+from sluice.errors import CheckpointError, ConfigError
+from sluice.rpc.ports import bound_socket
+from sluice.service_contract import (
+    MARK_VARIABLE,
+    RESTARTS_VARIABLE,
+    TRACKER_NAME,
+    checkpoint_mark,
+)
+from sluice.types import DataProgress
+
+WAIT_S = 20.0
+HOST = "127.0.0.1"
+ROLLOUT = "actor_rollout_ref.rollout"
+WEIGHTS = "algorithm.rollout_correction.rollout_is=token"
+BEHAVIOR = "actor_rollout_ref.actor.use_rollout_log_probs=true"
+
+
+def test_a_reserved_port_answers_no_peer_and_is_served_once_it_is_released() -> None:
+    with socket.create_server((HOST, 0)) as server:
+        port = int(server.getsockname()[1])
+    with bound_socket(HOST, port) as reserved:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((HOST, port), timeout=5)
+        reserved.close()
+        with socket.create_server((HOST, port)):
+            pass
+
+
+async def test_a_taken_port_is_found_before_anything_is_awaited_or_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr(leader, "_load", lambda *given: loaded.append(given))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        config = load_config(
+            None,
+            [
+                f"sluice.trainer.endpoint.port={port}",
+                "sluice.reward.endpoint.port=1",  # nobody answers there
+                "actor_rollout_ref.rollout.top_p=0.9",
+            ],
+        )
+        with (
+            caplog.at_level(logging.WARNING),
+            pytest.raises(ExceptionGroup) as caught,
+        ):
+            async with asyncio.timeout(WAIT_S):
+                await leader.run_leader(config)
+    assert caught.group_contains(ConfigError, match=f"port {port} on 127.0.0.1 is in use")
+    assert loaded == []
+    assert "top_p = 0.9 truncate sampling" in caplog.text
+
+
+def notice(*overrides: str) -> str | None:
+    return sampling_notice(load_config(None, overrides))
+
+
+@pytest.mark.parametrize("correction", [(), (WEIGHTS,), (BEHAVIOR,)])
+def test_whole_sampling_needs_no_warning(correction: tuple[str, ...]) -> None:
+    assert notice(*correction) is None
+
+
+def test_truncated_validation_needs_no_warning() -> None:
+    assert notice(WEIGHTS, f"{ROLLOUT}.val_kwargs.top_p=0.7") is None
+
+
+@pytest.mark.parametrize(
+    ("cut", "named"), [("top_p=0.9", "top_p = 0.9"), ("top_k=20", "top_k = 20")]
+)
+@pytest.mark.parametrize(
+    ("correction", "effect"),
+    [
+        (WEIGHTS, "importance weights (rollout_correction.rollout_is = token) are below 1"),
+        (BEHAVIOR, "ratio (use_rollout_log_probs = true) starts below 1"),
+        ("trainer.seed=0", "old logprobs are recomputed over all tokens"),
+    ],
+)
+def test_truncated_training_sampling_is_reported_with_its_effect_and_a_remedy(
+    cut: str, named: str, correction: str, effect: str
+) -> None:
+    text = notice(f"{ROLLOUT}.{cut}", correction) or ""
+    assert named in text
+    assert effect in text
+    assert "set top_p=1 and top_k=-1" in text
+
+
+def test_both_cuts_are_named() -> None:
+    text = notice(f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5") or ""
+    assert "top_p = 0.9 and top_k = 5" in text
+
+
+def write_actor(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"1234")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path)
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    store.save(step, write_actor, DataProgress(step), {})
+
+
+def settings(*overrides: str) -> TrainerConfig:
+    return load_config(None, overrides).trainer
+
+
+def environment(folder: Path, restarts: int) -> dict[str, str]:
+    return {MARK_VARIABLE: checkpoint_mark(folder), RESTARTS_VARIABLE: str(restarts)}
+
+
+def begins_at(
+    store: CheckpointStore, folder: Path, given: dict[str, str], *overrides: str
+) -> tuple[int | None, int | None]:
+    """Return the step of the checkpoint and the last step whose metrics stay."""
+    found = start_point(settings(*overrides), store, folder, given)
+    return (found.checkpoint.step if found.checkpoint else None, found.replaces_after)
+
+
+def test_the_first_start_does_what_resume_mode_says(store: CheckpointStore, tmp_path: Path) -> None:
+    first = environment(tmp_path, 0)
+    assert begins_at(store, tmp_path, first) == (None, None)
+    save(store, 4)
+    first = environment(tmp_path, 0)
+    assert begins_at(store, tmp_path, first) == (4, 4)
+    assert begins_at(store, tmp_path, first, "trainer.resume_mode=disable") == (None, None)
+    assert begins_at(store, tmp_path, {}, "trainer.resume_mode=disable") == (None, None)
+
+
+def test_a_restart_continues_from_the_runs_own_checkpoint_in_every_resume_mode(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    save(store, 700)
+    again = environment(tmp_path, 1)
+    save(store, 2)
+    path = f"trainer.resume_from_path={tmp_path / 'global_step_700'}"
+    for mode in (["auto"], ["disable"], ["resume_path", path]):
+        overrides = [f"trainer.resume_mode={mode[0]}", *mode[1:]]
+        assert begins_at(store, tmp_path, again, *overrides) == (2, 2)
+
+
+def test_a_restart_before_the_first_save_begins_where_the_run_began(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    assert begins_at(store, tmp_path, environment(tmp_path, 2)) == (None, 0)
+    save(store, 700)
+    again = environment(tmp_path, 1)
+    assert begins_at(store, tmp_path, again, "trainer.resume_mode=disable") == (None, 0)
+    assert begins_at(store, tmp_path, again) == (700, 700)
+
+
+def test_a_checkpoint_of_the_same_step_saved_again_counts_as_the_runs_own(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    save(store, 2)
+    again = environment(tmp_path, 1)
+    save(store, 2)
+    assert begins_at(store, tmp_path, again, "trainer.resume_mode=disable") == (2, 2)
+
+
+def test_an_own_checkpoint_that_is_damaged_is_an_error_and_not_a_start_from_nothing(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    again = environment(tmp_path, 1)
+    save(store, 2)
+    (tmp_path / "global_step_2" / "actor" / "weights").unlink()
+    with pytest.raises(CheckpointError, match="incomplete"):
+        begins_at(store, tmp_path, again)
+
+
+def test_the_tracker_file_is_the_one_that_checkpoints_replace(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    save(store, 2)
+    assert (tmp_path / TRACKER_NAME).read_text(encoding="ascii") == "2"
