@@ -16,7 +16,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	nodejs npm" >&2; exit 1; }; } && cd tests/support/node_client && \
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
-.PHONY: help quickstart test test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
+.PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
 	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz chaos \
 	compose-quickstart compose-test ray-test dashboard-test helm-test docs observability-test clean
 .DEFAULT_GOAL := help
@@ -29,6 +29,9 @@ quickstart: $(VENV)/.installed-train  ## Train a tiny model on this machine's CP
 
 test: $(VENV)/.installed-dev  ## Run every check and every test
 	@$(PY) tools/run_checks.py
+
+test-fast: $(VENV)/.installed-dev  ## Run the checks that read only, and the quick tests of units and parity
+	@$(PY) tools/run_checks.py --fast
 
 test-loggers:  ## Test the loggers of other vendors, in an environment of its own (VENV-loggers)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-loggers $(VENV)-loggers/.installed-dev,loggers
@@ -75,27 +78,27 @@ protos: $(VENV)/.installed-dev  ## Generate sluice/api and its reference from pr
 	@$(PY) tools/generate_api_reference.py
 
 bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three seeds and against TRL
-	@$(PY) benchmarks/bench_quickstart.py $(ARGS)
+	@$(PY) -m benchmarks.quickstart $(ARGS)
 
 bench-algorithms: $(VENV)/.installed-train  ## Measure PPO with a critic and GRPO with a KL loss on the quickstart job
-	@$(PY) benchmarks/bench_algorithms.py $(ARGS)
+	@$(PY) -m benchmarks.algorithms $(ARGS)
 
 bench-sampling: $(VENV)/.installed-train  ## Measure the strategies of over-generation, simulated and real
-	@$(PY) benchmarks/bench_sampling.py $(ARGS)
+	@$(PY) -m benchmarks.sampling $(ARGS)
 
 bench-sync: $(VENV)/.installed-train  ## Measure what bringing new weights to the replicas costs
-	@$(PY) benchmarks/bench_sync.py $(ARGS)
+	@$(PY) -m benchmarks.sync $(ARGS)
 
 # Engines of other environments take part where their python is given; that of test-vllm is found.
 VLLM_PYTHON ?= $(wildcard $(VENV)-vllm/bin/python)
 SGLANG_PYTHON ?= $(wildcard $(VENV)-sglang/bin/python)
 
 bench-engine: $(VENV)/.installed-train  ## Measure each engine's tokens/s, against vLLM on the CPU and transformers
-	@$(PY) benchmarks/bench_engine.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
+	@$(PY) -m benchmarks.engine $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 		$(if $(SGLANG_PYTHON),--sglang-python $(SGLANG_PYTHON)) $(ARGS)
 
 bench-telemetry: $(VENV)/.installed-dev  ## Measure what traces and metrics cost a run that trains
-	@$(PY) benchmarks/bench_telemetry.py $(ARGS)
+	@$(PY) -m benchmarks.telemetry $(ARGS)
 
 fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
 	@$(PY) -m tools.fuzz $(ARGS)
@@ -107,7 +110,6 @@ docs:  ## Build the documentation site into build/site, in an environment of its
 	@$(MAKE) --no-print-directory VENV=$(VENV)-docs $(VENV)-docs/.installed-docs
 	@$(VENV)-docs/bin/python -m tools.docs_site.fetch_mermaid
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --clean --site-dir build/site
-	@$(VENV)-docs/bin/python -m tools.docs_site.built_site build/site
 
 compose-quickstart:  ## The quickstart's job in containers: engine, base image, build, training
 	@$(PYTHON) -m tools.compose_test --quickstart $(ARGS)
@@ -121,7 +123,7 @@ compose-test:  ## Train in containers, scale them and kill them while they train
 
 helm-test:  ## Render the Helm chart and check it, without a cluster, in an environment of its own (VENV-helm)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-helm $(VENV)-helm/.installed-helm
-	@$(VENV)-helm/bin/python -m tools.helm_test
+	@$(VENV)-helm/bin/python -m tools.helm_test $(ARGS)
 
 dashboard-test: $(VENV)/.installed-dev  ## Use the live page of a run that trains in headless Chromium (VENV-browser)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-browser $(VENV)-browser/.installed-browser

@@ -1,4 +1,4 @@
-"""What every test runs under: no network, one thread, a time limit by tier."""
+"""What every test runs under: no network, one thread, a time limit by tier, a mark if slow."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ settings.load_profile("sluice")
 # Seconds; a mark on the test itself wins. They end what hangs and say nothing about speed.
 TIME_LIMIT_S = {"multiprocess": 300, "architecture": 180}
 DEFAULT_TIME_LIMIT_S = 60
+SLOW_MODULES = frozenset(
+    line
+    for line in (TESTS / "slow_modules.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +39,8 @@ def _no_service_has_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.path.relative_to(TESTS).as_posix() in SLOW_MODULES:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("timeout") is None:
             tier = item.path.relative_to(TESTS).parts[0]
             item.add_marker(pytest.mark.timeout(TIME_LIMIT_S.get(tier, DEFAULT_TIME_LIMIT_S)))

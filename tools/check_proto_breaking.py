@@ -48,7 +48,7 @@ def _buf() -> str:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     commit = base_commit()
     if commit is None:
         sys.stdout.write("skipped: no earlier commit holds protos, so nothing can break\n")

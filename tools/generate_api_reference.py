@@ -1,4 +1,4 @@
-"""Writes docs/reference/protos.md from proto/: services, calls, messages, with their comments.
+"""Write docs/reference/protos.md from proto/: services, calls, messages, with their comments.
 
 `python tools/generate_api_reference.py` writes the page; run it after every change of a proto.
 `python tools/generate_api_reference.py --check` writes nothing and fails if it is not current.
@@ -40,7 +40,7 @@ A field of proto3 that is not sent has its type's zero; where that differs from 
 is `optional` and its comment says what absence means. Bytes whose name ends in `_u32` or `_f32` are
 arrays of little-endian numbers of that type.
 """
-# Numbers of descriptor.proto's fields, of which the paths of comments are made.
+# Numbers of descriptor.proto's fields: paths of comments consist of them.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
 _FIELDS, _NESTED, _NESTED_ENUMS = 2, 3, 4
 _METHODS = _VALUES = 2
@@ -57,7 +57,7 @@ class Package:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     files = sorted(descriptors(), key=lambda file: (not file.service, file.package))
     maps = {name: entry for file in files for name, entry in _maps(f".{file.package}", file)}
     packages = [Package(file, _comments(file), maps) for file in files]
@@ -211,7 +211,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes or checks the page; 1 if the check failed."""
+    """Write or check the page; return 1 if the check failed."""
     parser = argparse.ArgumentParser(description="Writes docs/reference/protos.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     fresh = page()

@@ -1,4 +1,4 @@
-"""Writes the table of docs/engines.md, which engine kept which rule of the contract, by real runs.
+"""Write the table of docs/engines.md, which engine kept which rule of the contract, by real runs.
 
 .venv/bin/python -m pytest tests/unit/rollout/test_engine_contract_torch.py --junitxml torch.xml
 make test-vllm ARGS="--junitxml vllm.xml"
@@ -84,7 +84,7 @@ def replace_table(page: str, content: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         epilog="example: python tools/generate_engines_table.py torch=torch.xml vllm=vllm.xml",

@@ -1,4 +1,4 @@
-"""Writes what the Helm chart says about the services from sluice/launch, and what watches them.
+"""Write what the Helm chart says about the services from sluice/launch, and what watches them.
 
 `python tools/generate_helm_values.py` writes deploy/helm/sluice/files: services.yaml, and copies of
 the rules, alerts and dashboards of deploy/observability, since a chart reads no file outside of
@@ -104,7 +104,7 @@ def _whole(seconds: float) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes or checks the files; 1 if the check failed."""
+    """Write or check the files; return 1 if the check failed."""
     parser = argparse.ArgumentParser(description="Writes deploy/helm/sluice/files.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     fresh = {FILE: content(), **{MONITORING / name: text for name, text in copies().items()}}

@@ -1,4 +1,4 @@
-"""Generates `sluice/api` from `proto/` with the pinned generator.
+"""Generate `sluice/api` from `proto/` with the pinned generator.
 
 `python tools/generate_protos.py` writes into the repository; run it after every change of a proto.
 `python tools/generate_protos.py --check` writes nothing and fails if the committed code is not
@@ -25,7 +25,7 @@ INIT = '"""Generated from proto/ by tools/generate_protos.py; do not edit."""\n'
 
 
 def generate(output: Path) -> None:
-    """Writes the messages, their type stubs and the gRPC stubs below `output`.
+    """Write the messages, their type stubs and the gRPC stubs below `output`.
 
     Raises:
         SystemExit: protoc found a mistake, which it has printed.
@@ -77,7 +77,7 @@ def _difference(committed: Path, fresh: Path) -> str:
 
 
 def check() -> int:
-    """Compares the committed code with a fresh generation; returns the exit status."""
+    """Compare the committed code with a fresh generation; return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         found = differences(ROOT, Path(folder))
@@ -89,7 +89,7 @@ def check() -> int:
 
 
 def main() -> int:
-    """Command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare only")
     if parser.parse_args().check:

@@ -1,4 +1,4 @@
-"""Runs every check of the repository and closes with a summary; `make test` and `make lint`.
+"""Run every check of the repository and close with a summary; `make test`, `test-fast`, `lint`.
 
 All checks run even if one fails, so that one run shows everything. The last line is one JSON
 object.
@@ -38,8 +38,10 @@ STATIC: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 # Real processes have their own run, so that a leak of one tier cannot colour the other.
 SEPARATE_TIER = "multiprocess"
-# Helpers, and a tier with an environment of its own.
+# Helpers, and tiers with an environment of their own.
 NOT_RUN_HERE = ("support", "engine_vllm", "engine_sglang")
+# The inner loop: pure code and numbers, without the modules of tests/slow_modules.txt.
+FAST_TIERS = ["tests/unit", "tests/parity"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,14 @@ class Result:
 
 
 def _environment() -> dict[str, str]:
-    """No network, and one torch thread: two processes on two cores share them fairly."""
+    """Allow no network and one torch thread, so that processes share the cores fairly."""
     quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     path = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, **quiet, "PATH": path}
 
 
 def run_command(name: str, command: Sequence[str]) -> Result:
-    """Runs one check and keeps what it prints."""
+    """Run one check and keep what it prints."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -80,7 +82,7 @@ def run_command(name: str, command: Sequence[str]) -> Result:
 
 
 def run_static() -> Iterator[Result]:
-    """Runs the checks that only read, two at a time, and yields each as it ends."""
+    """Run the checks that only read, two at a time, and yield each as it ends."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         runs = [pool.submit(run_command, name, command) for name, command in STATIC]
         for run in as_completed(runs):
@@ -88,7 +90,7 @@ def run_static() -> Iterator[Result]:
 
 
 def pytest_runs() -> Iterator[tuple[str, list[str]]]:
-    """Names and folders of the pytest runs."""
+    """Yield names and folders of the pytest runs."""
     folders = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
     tiers = [tier for tier in folders if any((ROOT / "tests" / tier).rglob("test_*.py"))]
     fast = [tier for tier in tiers if tier not in (SEPARATE_TIER, *NOT_RUN_HERE)]
@@ -98,25 +100,32 @@ def pytest_runs() -> Iterator[tuple[str, list[str]]]:
         yield f"tests ({SEPARATE_TIER})", [f"tests/{SEPARATE_TIER}"]
 
 
-def run_tests(name: str, folders: Sequence[str]) -> Result:
-    """Runs pytest with its output passed on as it comes.
+def missing_slow_modules() -> list[str]:
+    """Return modules of tests/slow_modules.txt that moved or went."""
+    lines = (ROOT / "tests" / "slow_modules.txt").read_text(encoding="utf-8").splitlines()
+    names = [line for line in lines if line and not line.startswith("#")]
+    return [name for name in names if not (ROOT / "tests" / name).is_file()]
+
+
+def run_tests(name: str, arguments: Sequence[str]) -> Result:
+    """Run pytest and pass its output on as it comes.
 
     A worker for every core; tests of one file stay with one worker and in order, since they may
-    share what is dear to make.
+    share fixtures that are expensive.
     """
     workers = str(max(2, os.cpu_count() or 1))
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         parallel = ["-n", workers, "--dist", "loadfile"]
-        command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *folders]
+        command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *arguments]
         status = subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
         counts = read_counts(report)
     return Result(name, status == 0, time.monotonic() - start, counts=counts)
 
 
 def read_counts(report: Path) -> dict[str, int]:
-    """Tests by result from pytest's report; a run that left none counts as one failure."""
+    """Count tests by result in pytest's report; a run that left none counts as one failure."""
     if not report.exists():
         return {"passed": 0, "failed": 1, "skipped": 0}
     suites = ElementTree.parse(report).getroot().iter("testsuite")  # noqa: S314 written by pytest
@@ -142,7 +151,7 @@ def _show(result: Result) -> None:
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:
-    """Says how many tests passed, and returns the figures as a JSON object on one line."""
+    """Print how many tests passed; return the figures as a JSON object on one line."""
     totals = {
         key: sum(result.counts.get(key, 0) for result in results)
         for key in ("passed", "failed", "skipped")
@@ -163,18 +172,25 @@ def summary(results: Sequence[Result], seconds: float) -> str:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the chosen checks; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--static", action="store_true", help="leave the tests out")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--static", action="store_true", help="leave the tests out")
+    what.add_argument("--fast", action="store_true", help="leave slow tests and tiers out")
     arguments = parser.parse_args()
     start = time.monotonic()
     results: list[Result] = []
     for result in run_static():
         _show(result)
         results.append(result)
-    for name, folders in () if arguments.static else pytest_runs():
+    runs = list(pytest_runs())
+    if arguments.fast:
+        runs = [("fast tests (unit, parity)", [*FAST_TIERS, "-m", "not slow"])]
+        for gone in missing_slow_modules():
+            _print_line(f"tests/slow_modules.txt names {gone}, which is not there; correct it")
+    for name, selected in () if arguments.static else runs:
         _print_line(f"\n{name}")
-        results.append(run_tests(name, folders))
+        results.append(run_tests(name, selected))
     _print_line("\nsummary")
     for result in results:
         _show(Result(result.name, result.passed, result.seconds))

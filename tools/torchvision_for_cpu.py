@@ -1,4 +1,4 @@
-"""Makes the torchvision of this environment importable beside a torch for the CPU.
+"""Make the torchvision of this environment importable beside a torch for the CPU.
 
 There is no build of torchvision for it: that of the package index registers shapes of kernels that
 its library, made for CUDA, cannot bring, and fails. vLLM's image models need the transforms alone,

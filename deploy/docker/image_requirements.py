@@ -1,4 +1,4 @@
-"""Writes what an image needs, for pip: `image_requirements.py EXTRAS OUTPUT [WITHOUT]`.
+"""Write an image's requirements for pip: `image_requirements.py EXTRAS OUTPUT [WITHOUT]`.
 
 EXTRAS are those of pyproject.toml, separated by commas; extras that name others of the project are
 resolved here, since the project itself is installed later. WITHOUT are packages that the base image
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def requirements(project: dict[str, Any], extras: list[str]) -> Iterator[str]:
-    """The project's dependencies with those of the extras, one after the other."""
+    """Return the project's dependencies with those of the extras."""
     yield from project["dependencies"]
     own = re.compile(re.escape(project["name"]) + r"\[([^\]]+)\]")
     waiting = list(extras)
@@ -31,7 +31,7 @@ def requirements(project: dict[str, Any], extras: list[str]) -> Iterator[str]:
 
 
 def main(extras: str, output: str, without: str = "") -> None:
-    """Writes OUTPUT/requirements.txt and OUTPUT/constraints.txt."""
+    """Write OUTPUT/requirements.txt and OUTPUT/constraints.txt."""
     document = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
     left_out = {_key(name) for name in without.split(",") if name}
     wanted = [

@@ -1,4 +1,4 @@
-"""By which network a machine is a node: `node_network.py HEAD [INTERFACE [NODES]]`.
+"""Print the network by which a machine is a node: `node_network.py HEAD [INTERFACE [NODES]]`.
 
 Prints three words: the head's address, this machine's address on the network that leads there (or
 on INTERFACE), and that network's interface. The machine is the head if the two addresses are one.
@@ -22,7 +22,7 @@ _LOOPBACK = "127."
 
 
 def address_of(interface: str) -> str | None:
-    """An interface's IPv4 address; None if it has none."""
+    """Return an interface's IPv4 address; None if it has none."""
     request = array.array("B", struct.pack("256s", interface.encode()[:_NAME_BYTES]))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
@@ -33,7 +33,7 @@ def address_of(interface: str) -> str | None:
 
 
 def interface_of(address: str) -> str:
-    """The interface with that address; loopback has all of 127.0.0.0/8.
+    """Return the interface with that address; loopback has all of 127.0.0.0/8.
 
     Raises:
         SystemExit: none has it.
@@ -48,10 +48,10 @@ def interface_of(address: str) -> str:
 
 
 def network(head: str, interface: str, num_nodes: int) -> tuple[str, str]:
-    """Addresses of the head and of this machine; the same if this machine is the head.
+    """Return the addresses of the head and of this machine; the same if this machine is the head.
 
-    The head's own name may lead to several addresses there (Debian gives it 127.0.1.1), of which
-    only those that others reach make a cluster of several machines.
+    The head's own name may lead to several addresses there (Debian gives it 127.0.1.1). Only those
+    that others reach make a cluster of several machines.
 
     Raises:
         SystemExit: the head has no such address, or INTERFACE none at all.
@@ -80,7 +80,7 @@ def network(head: str, interface: str, num_nodes: int) -> tuple[str, str]:
 
 
 def main(head: str, interface: str = "", num_nodes: str = "1") -> None:
-    """Prints the three words."""
+    """Print the three words."""
     try:
         head_address, own = network(head, interface, int(num_nodes))
     except (OSError, SluiceError) as error:

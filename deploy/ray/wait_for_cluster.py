@@ -1,4 +1,4 @@
-"""Waits until a Ray cluster is complete.
+"""Wait until a Ray cluster is complete.
 
 `wait_for_cluster.py --address HOST:PORT --nodes 4 --resource NPU=32`: exit code 0 once so many
 nodes have joined with so much of each resource; 1 after --timeout, with what is missing.
@@ -20,7 +20,7 @@ def missing(
     num_nodes: int,
     wanted: Mapping[str, float],
 ) -> list[str]:
-    """What has not joined yet.
+    """Return what has not joined yet.
 
     Args:
         nodes: as `ray.nodes()` gives them.
@@ -40,7 +40,7 @@ def missing(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Waits; the exit code."""
+    """Wait; return the exit code."""
     options = _parse(arguments)
     import ray
 

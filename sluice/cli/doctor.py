@@ -1,4 +1,4 @@
-"""`sluice doctor`: whether this machine is fit for a run, before anything is started."""
+"""`sluice doctor`: check whether this machine is fit for a run, before anything starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INDENT = " " * (_SEVERITY_WIDTH + _NAME_WIDTH + 1)
 
 
 def print_result(console: Console, result: Result) -> None:
-    """A line for each finding, and below it why it matters and what to do."""
+    """Print a line for each finding, and below it why it matters and what to do."""
     for finding in result.findings:
         _print(console, result.check.name, finding)
 
@@ -37,13 +37,13 @@ def _print(console: Console, name: str, finding: Finding) -> None:
 
 
 def verdict(results: Sequence[Result], *, has_run: bool) -> str:
-    """The last line: how many problems and warnings."""
+    """Return the last line: how many problems and warnings."""
     counts = Counter(one.severity for result in results for one in result.findings)
     problems, warnings = counts[Severity.PROBLEM], counts[Severity.WARNING]
     found = f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}.".capitalize()
     if has_run:
         return found
-    return f"{found} Of no run in particular: name its configuration to check what it needs."
+    return f"{found} No run was named: name its configuration to check what it needs."
 
 
 def _number(count: int, what: str) -> str:
@@ -51,12 +51,12 @@ def _number(count: int, what: str) -> str:
 
 
 def has_problem(results: Sequence[Result]) -> bool:
-    """Whether a run would fail."""
+    """Return whether a run would fail."""
     return any(one.severity is Severity.PROBLEM for result in results for one in result.findings)
 
 
 def results_as_json(results: Sequence[Result], *, has_run: bool) -> dict[str, object]:
-    """For machines; a severity is "ok", "warning" or "problem"."""
+    """Return the object of `--json`; a severity is "ok", "warning" or "problem"."""
     counts = Counter(one.severity for result in results for one in result.findings)
     return {
         "ok": not has_problem(results),
@@ -92,8 +92,8 @@ def doctor(
 ) -> None:
     """Check this machine before a run: what is wrong, why it matters, and what to do.
 
-    Looks at versions, devices, networks, the clock, limits and, for a run that is named, at its
-    model, data, reward function, memory, disk, ports and certificates. Starts and changes nothing.
+    Look at versions, devices, networks, limits and, if a run is named, at its
+    model, data, reward function, memory, disk, ports and certificates. Start and change nothing.
     The exit code is 1 if there is a problem; warnings leave it at 0.
 
     \b

@@ -26,38 +26,34 @@ _ELSEWHERE = (
     "reward.custom_reward_function.path",
     "sluice.security",
 )
+REWARD_DEADLINE_S = TIMEOUT_S + 5.0
+_DAY = "%Y-%m-%d %H:%M UTC"
 
 
 def check_configuration(examined: Examined) -> Iterator[Finding]:
-    """What sluice cannot run, with the keys, their values and a remedy."""
+    """Check what sluice cannot run: the keys, their values and a remedy."""
     broken = errors(all_problems(examined.config, examined.settings, shape=examined.shape))
-    sentences = [one.text for one in broken]
-    yield from configuration_findings(sentences)
+    return configuration_findings([one.text for one in broken])
 
 
 def configuration_findings(sentences: list[str]) -> Iterator[Finding]:
-    """One for each rule that is broken."""
+    """Yield a problem for each broken rule that no other check reports."""
     reported = [text for text in sentences if not text.startswith(_ELSEWHERE)]
     for text in reported:
-        what, _, remedy = text.rpartition("; ")
-        yield problem(what or text, "the run refuses to start", remedy if what else "correct it")
+        yield problem_of_sentence(text, "the run refuses to start")
     if not reported:
         yield fine("no rule is broken")
 
 
-REWARD_DEADLINE_S = TIMEOUT_S + 5.0
-
-
 def check_reward(examined: Examined) -> Iterator[Finding]:
-    """Loads it in a process of its own, under a scorer's limits."""
+    """Load the reward function in a process of its own, under a scorer's limits."""
     reward = examined.config.reward
-    function = reward.custom_reward_function
+    function, model = reward.custom_reward_function, reward.reward_model
+    if function.path is None and model.enable:
+        yield fine(f"graded by the model at {model.base_url}")
+        return
     if function.path is None:
-        model = reward.reward_model
-        by = (
-            f"the model at {model.base_url}" if model.enable else "built-in scorers, by data source"
-        )
-        yield fine(f"graded by {by}")
+        yield fine("graded by built-in scorers, by data source")
         return
     try:
         check_reward_function(reward)
@@ -67,9 +63,6 @@ def check_reward(examined: Examined) -> Iterator[Finding]:
         yield fine(f"{function.path} defines {function.name}, and can be loaded")
 
 
-_DAY = "%Y-%m-%d %H:%M UTC"
-
-
 @dataclass(frozen=True, slots=True)
 class SecurityFacts:
     """What secures the run.
@@ -77,7 +70,7 @@ class SecurityFacts:
     Attributes:
         tls: as configured.
         has_tokens: whether callers need one.
-        sentences: what keeps it from being secured so, each with its remedy.
+        sentences: what keeps the run from being secured, each with its remedy.
         exposed: secrets that others on this machine can read, likewise.
         ends: by field, when certificates end: of a chain (`cert_file`) the first, of CAs each.
         now: to compare with.
@@ -94,10 +87,10 @@ class SecurityFacts:
 
 
 def check_certificates(examined: Examined) -> Iterator[Finding]:
-    """As peers will see them, by a handshake in memory; and their dates."""
+    """Check certificates as peers will see them, and their dates; check who can read secrets."""
     config = examined.config
     sentences = tuple(one.text for one in run_security_problems(config))
-    yield from security_findings(
+    return security_findings(
         SecurityFacts(
             config.sluice.security.tls,
             config.sluice.security.token_file is not None,
@@ -110,22 +103,19 @@ def check_certificates(examined: Examined) -> Iterator[Finding]:
 
 
 def security_findings(facts: SecurityFacts) -> Iterator[Finding]:
-    """What peers would refuse, now or soon, and what is open to others."""
+    """Yield what peers would refuse, now or soon, and what is open to others."""
     for sentence in facts.sentences:
         yield problem_of_sentence(sentence, "services refuse to start, or refuse each other")
     for sentence in facts.exposed:
         what, _, remedy = sentence.rpartition("; ")
-        yield warning(what, "whoever has it can steer the run and read its data", remedy)
+        yield warning(what, "anyone who has it can steer the run and read its data", remedy)
     for name, ends in facts.ends.items():
-        if facts.now < max(ends) and len(ends) > 1:
-            yield from _bundle(f"{SECURITY_KEY}.{name}", ends, facts.now)
-        else:
-            yield from _date(f"{SECURITY_KEY}.{name}", max(ends), facts)
+        yield from _date_findings(f"{SECURITY_KEY}.{name}", ends, facts)
     if facts.tls == "off" and facts.has_remote_peers:
         exposed = "tokens and data travel unencrypted" if facts.has_tokens else "anyone may call"
         yield warning(
             f"{SECURITY_KEY}.tls = off, and services are reached from other hosts",
-            f"{exposed}: whoever reaches a port can steer the run and read its data",
+            f"{exposed}: anyone who reaches a port can steer the run and read its data",
             f"set {SECURITY_KEY}.tls=mtls (`sluice certs` makes the files), or keep the "
             "network private",
         )
@@ -133,39 +123,30 @@ def security_findings(facts: SecurityFacts) -> Iterator[Finding]:
         yield fine(f"{SECURITY_KEY}.tls = off, and all services are on this host alone")
 
 
-def _date(key: str, end: datetime, facts: SecurityFacts) -> Iterator[Finding]:
-    day = end.strftime(_DAY)
-    renew = "make others (`sluice certs --force`) and start the run again"
-    if end <= facts.now and facts.sentences:
-        return  # the handshake has told it
-    if end <= facts.now:
-        yield problem(f"{key} expired on {day}", "peers refuse the connection", renew)
-    elif end - facts.now < SOON:
-        days = (end - facts.now).days
-        yield warning(
-            f"{key} expires on {day}, in {days} days",
-            "no connection is made after that, also in a run that goes on",
-            renew,
-        )
-    else:
-        yield fine(f"{key} holds until {day}")
-
-
-def _bundle(key: str, ends: Sequence[datetime], now: datetime) -> Iterator[Finding]:
-    """Of several CAs one that ends harms none of the others; the handshake says if it was ours."""
-    first = min(ends)
-    if first - now >= SOON:
-        yield fine(f"{key} holds until {first.strftime(_DAY)}, all {len(ends)} certificates of it")
+def _date_findings(key: str, ends: Sequence[datetime], facts: SecurityFacts) -> Iterator[Finding]:
+    """Yield expired and soon expiring certificates; of several CAs one that ends harms no other."""
+    last, renew = max(ends), "make others (`sluice certs --force`) and start the run again"
+    if last <= facts.now:
+        if not facts.sentences:  # else the trial handshake has reported it
+            yield problem(
+                f"{key} expired on {last.strftime(_DAY)}", "peers refuse the connection", renew
+            )
         return
-    for number, end in enumerate(ends, start=1):
-        if end - now >= SOON:
-            continue
-        has, refuse = ("expired", "refuse") if end <= now else ("expires", "then refuse")
+    if len(ends) == 1 and last - facts.now < SOON:
+        what = f"{key} expires on {last.strftime(_DAY)}, in {(last - facts.now).days} days"
+        yield warning(what, "peers then refuse new connections, and the run stops", renew)
+        return
+    ending = [end for end in ends if end - facts.now < SOON]
+    for end in ending:
+        has = "expired" if end <= facts.now else "expires"
         yield warning(
-            f"{key}: certificate {number} of {len(ends)} in it {has} on {end.strftime(_DAY)}",
-            f"peers {refuse} whoever still shows a certificate that it signed",
+            f"{key}: certificate {list(ends).index(end) + 1} of {len(ends)} in it {has} on "
+            f"{end.strftime(_DAY)}",
+            "peers refuse the certificates that it signed once it has expired",
             "replace the certificates that it signed, then take it out",
         )
+    if not ending:
+        yield fine(f"{key} holds until {min(ends).strftime(_DAY)}")
 
 
 def _ends(config: RunConfig) -> Iterator[tuple[str, tuple[datetime, ...]]]:
@@ -176,6 +157,6 @@ def _ends(config: RunConfig) -> Iterator[tuple[str, tuple[datetime, ...]]]:
         try:
             ends = tuple(ends_of_validity(Path(path).read_bytes()))
         except (OSError, ValueError, SluiceError):
-            continue  # told by `run_security_problems`
+            continue  # `run_security_problems` reports it
         if ends:
             yield name, ends if name == "ca_file" else (min(ends),)

@@ -18,15 +18,15 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def gib(size: float) -> str:
-    """``1.5 GiB``, or MiB below one tenth."""
+    """Return ``1.5 GiB``, or MiB below one tenth of a GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 
 class Severity(StrEnum):
     """How bad a finding is.
 
-    OK: as it should be. WARNING: a run works, slower or at a risk. PROBLEM: a run fails, or does
-    something else than it was told.
+    OK: as it should be. WARNING: a run works, but slower or at a risk. PROBLEM: a run fails, or
+    does something else than its configuration asks for.
     """
 
     OK = "ok"
@@ -36,12 +36,12 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that a check looked at.
 
     Attributes:
         severity: how bad it is.
         what: the thing and its value.
-        why: what it would lead to; empty if all is well, or if `what` says it.
+        why: what it would lead to; empty if all is well, or if `what` includes it.
         remedy: what to do; empty if all is well.
     """
 
@@ -52,22 +52,22 @@ class Finding:
 
 
 def fine(what: str) -> Finding:
-    """As it should be."""
+    """Return a finding that is as it should be."""
     return Finding(Severity.OK, what)
 
 
 def warning(what: str, why: str, remedy: str) -> Finding:
-    """A run works, slower or at a risk."""
+    """Return a finding that makes a run slower, or puts it at a risk."""
     return Finding(Severity.WARNING, what, why, remedy)
 
 
 def problem(what: str, why: str, remedy: str) -> Finding:
-    """A run fails, or does something else than it was told."""
+    """Return a finding that makes a run fail, or do something else than it should."""
     return Finding(Severity.PROBLEM, what, why, remedy)
 
 
 def problem_of_sentence(sentence: str, why: str) -> Finding:
-    """The problem that a message tells: the thing, and behind its last semicolon the remedy."""
+    """Return the problem of an error message: its remedy stands behind the last semicolon."""
     what, semicolon, remedy = sentence.rpartition("; ")
     return problem(what, why, remedy) if semicolon else problem(sentence, why, "correct it")
 
@@ -77,10 +77,10 @@ class Examined:
     """A machine and a run.
 
     Attributes:
-        config: the run's; all defaults if none was named.
+        config: the run's; all defaults if the user named none.
         settings: its keys as the user set them.
-        has_run: whether one was named.
-        environment: variables of the process that would start it.
+        has_run: whether the user named a run.
+        environment: variables of the process that would start the run.
         read_shape: reads the model's files, and waits as long as their file system does.
     """
 
@@ -92,14 +92,14 @@ class Examined:
 
     @property
     def shape(self) -> ModelShape | None:
-        """The model's, where it is known. Checks ask in their own threads, which have deadlines."""
+        """The model's shape if it is known. Checks read it in threads that have deadlines."""
         return self.read_shape()
 
 
 def examined_run(
     file: Path | None, overrides: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> Examined:
-    """This machine, for the run of a file and overrides; without either for no run in particular.
+    """Return this machine with the run of a file and overrides; without either, with no run.
 
     Raises:
         ConfigError: the configuration cannot be read.
@@ -118,4 +118,4 @@ def _shape(model_path: str) -> ModelShape | None:
     try:
         return find_shape(model_path, None)
     except ConfigError:
-        return None  # the check of the model's folder says what is wrong with it
+        return None  # the check of the model's folder reports what is wrong with it

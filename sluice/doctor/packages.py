@@ -1,13 +1,10 @@
-"""Check the interpreter and its packages: versions, extras, generated code, the builds of torch
-and the engine.
-"""
+"""Check packages: versions of requirements and extras, the builds of torch and of the engine."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -15,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import sluice
 from sluice.config.run import RunConfig
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers
@@ -23,142 +19,6 @@ from sluice.doctor.finding import Examined, Finding, fine, problem, warning
 
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*>=\s*(?P<oldest>[\d.]+)\s*(?P<marker>;.*)?")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
-
-
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """A package, the oldest version that does, and the one that is there.
-
-    Attributes:
-        extra: the extra that asks for it; empty: always needed.
-        installed: ``None`` if it is not.
-    """
-
-    name: str
-    oldest: str
-    extra: str
-    installed: str | None
-
-    @property
-    def is_met(self) -> bool:
-        """Whether what is installed is not older."""
-        return self.installed is not None and not is_older(self.installed, self.oldest)
-
-
-def check_requirements(_: Examined) -> Iterator[Finding]:
-    """What every process needs."""
-    return requirement_findings(tuple(requirements("")))
-
-
-def requirements(extra: str) -> Iterator[Requirement]:
-    """Those of sluice itself with an extra; without one those of every process."""
-    for line in importlib.metadata.requires("sluice") or ():
-        found = _REQUIREMENT.fullmatch(line)
-        if found is None:
-            continue
-        asked_by = _EXTRA.search(found["marker"] or "")
-        if (asked_by[1] if asked_by else "") == extra:
-            name = found["name"]
-            yield Requirement(name, found["oldest"], extra, installed_version(name))
-
-
-def requirement_findings(needed: tuple[Requirement, ...]) -> Iterator[Finding]:
-    """One for each that is not met; else one for all."""
-    for one in needed:
-        if not one.is_met:
-            there = f"{one.name} is not installed"
-            if one.installed is not None:
-                there = f"{one.name} {one.installed} is older than {one.oldest}"
-            extra = f"[{one.extra}]" if one.extra else ""
-            yield problem(there, "processes end where they import it", install(f"sluice{extra}"))
-    if needed and all(one.is_met for one in needed):
-        yield fine(", ".join(f"{one.name} {one.installed}" for one in needed))
-
-
-def install(what: str) -> str:
-    """The command, in words."""
-    return f"pip install '{what}'"
-
-
-def installed_version(distribution: str) -> str | None:
-    """The version in this environment; imports nothing."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def is_older(version: str, than: str) -> bool:
-    """Whether a version's numbers come before another one's; only numbers count."""
-    one, other = numbers(version), numbers(than)
-    length = max(len(one), len(other))
-    return _padded(one, length) < _padded(other, length)
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """``2.13.0rc1+cpu`` as (2, 13, 0)."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def _padded(parts: tuple[int, ...], length: int) -> tuple[int, ...]:
-    return parts + (0,) * (length - len(parts))
-
-
-OLDEST = (3, 11)
-
-
-@dataclass(frozen=True, slots=True)
-class PythonFacts:
-    """`version`: major, minor, patch. `has_own_environment`: it is a virtual one's."""
-
-    version: tuple[int, int, int]
-    implementation: str
-    bits: int
-    has_own_environment: bool
-
-
-def check_python(_: Examined) -> Iterator[Finding]:
-    """The interpreter that runs this command, which is the one that runs the services."""
-    return python_findings(python_facts())
-
-
-def python_facts() -> PythonFacts:
-    """Those of this process."""
-    return PythonFacts(
-        version=sys.version_info[:3],
-        implementation=platform.python_implementation(),
-        bits=64 if sys.maxsize > 1 << 32 else 32,
-        has_own_environment=sys.prefix != sys.base_prefix,
-    )
-
-
-def python_findings(facts: PythonFacts) -> Iterator[Finding]:
-    """What is wrong with it."""
-    version = ".".join(map(str, facts.version))
-    oldest = ".".join(map(str, OLDEST))
-    if facts.version[:2] < OLDEST:
-        yield problem(
-            f"Python {version}",
-            f"sluice uses what came with Python {oldest}",
-            f"make the environment with Python {oldest} or newer",
-        )
-    elif facts.implementation != "CPython" or facts.bits != 64:
-        yield problem(
-            f"{facts.implementation} {version}, {facts.bits} bits",
-            "torch and gRPC are built for 64 bits of CPython",
-            "make the environment with a 64-bit CPython",
-        )
-    else:
-        yield fine(f"CPython {version}, 64 bits")
-    if not facts.has_own_environment:
-        yield warning(
-            f"{sys.executable} is no virtual environment's",
-            "what other programs of the machine install may change versions under a run",
-            "make one (`make` does; in a container it does no harm to have none)",
-        )
-
-
 # tensorboard is of `train`; the others have an extra of their own name.
 _LOGGER_EXTRAS = {
     "tensorboard": "train",
@@ -169,16 +29,85 @@ _LOGGER_EXTRAS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A package, the oldest version that works, and the installed one.
+
+    Attributes:
+        extra: the extra that asks for it; empty: every process needs it.
+        installed: ``None`` if it is not.
+    """
+
+    name: str
+    oldest: str
+    extra: str
+    installed: str | None
+
+    @property
+    def defect(self) -> str:
+        """Why it does not do; empty if it does."""
+        if self.installed is None:
+            return f"{self.name} is not installed"
+        if is_older(self.installed, self.oldest):
+            return f"{self.name} {self.installed} is older than {self.oldest}"
+        return ""
+
+
+def requirements(extra: str) -> Iterator[Requirement]:
+    """Yield sluice's own with an extra, from its metadata; without one those of every process."""
+    for line in importlib.metadata.requires("sluice") or ():
+        found = _REQUIREMENT.fullmatch(line)
+        if found is None:
+            continue
+        asked_by = _EXTRA.search(found["marker"] or "")
+        if (asked_by[1] if asked_by else "") == extra:
+            name = found["name"]
+            yield Requirement(name, found["oldest"], extra, installed_version(name))
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version in this environment; import nothing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return ``2.13.0rc1+cpu`` as (2, 13, 0)."""
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def is_older(version: str, than: str) -> bool:
+    """Return whether a version's numbers come before another one's; only numbers count."""
+    one, other = numbers(version), numbers(than)
+    length = max(len(one), len(other))
+    return one + (0,) * (length - len(one)) < other + (0,) * (length - len(other))
+
+
+def check_requirements(_: Examined) -> Iterator[Finding]:
+    """Check what every process needs."""
+    return requirement_findings(tuple(requirements("")))
+
+
+def requirement_findings(needed: tuple[Requirement, ...]) -> Iterator[Finding]:
+    """Yield a problem for each requirement that is not met; else one finding for all."""
+    unmet = [one for one in needed if one.defect]
+    for one in unmet:
+        yield problem(one.defect, "processes end where they import it", "pip install 'sluice'")
+    if not unmet:
+        yield fine(", ".join(f"{one.name} {one.installed}" for one in needed))
+
+
 def check_extras(examined: Examined) -> Iterator[Finding]:
-    """Each is imported on demand, by the process that needs it."""
+    """Check optional packages: the process that needs one imports it on demand."""
     asked = tuple(asked_extras(examined.config))
-    yield from extra_findings(
-        tuple((key, one) for key, extra in asked for one in requirements(extra))
-    )
+    return extra_findings(tuple((key, one) for key, extra in asked for one in requirements(extra)))
 
 
 def asked_extras(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Keys that are set, and the extra that each needs."""
+    """Yield keys that are set, and the extra that each needs."""
     services = config.sluice
     for name in config.trainer.logger:
         if name in _LOGGER_EXTRAS:
@@ -200,16 +129,16 @@ def asked_extras(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def extra_findings(asked: tuple[tuple[str, Requirement], ...]) -> Iterator[Finding]:
-    """One for each package that is missing or too old, by the first key that asks for it."""
-    unmet = {one.name: (key, one) for key, one in reversed(asked) if not one.is_met}
-    for key, one in reversed(unmet.values()):
-        there = f"{one.name} is not installed"
-        if one.installed is not None:
-            there = f"{one.name} {one.installed} is older than {one.oldest}"
+    """Yield a problem for each package that is missing or too old, with the first key that asks."""
+    unmet: dict[str, tuple[str, Requirement]] = {}
+    for key, one in asked:
+        if one.defect:
+            unmet.setdefault(one.name, (key, one))
+    for key, one in unmet.values():
         yield problem(
-            f"{key} needs a package: {there}",
+            f"{key} needs a package: {one.defect}",
             "the process that it concerns refuses to start",
-            f"{install(f'sluice[{one.extra}]')}, or take the key out",
+            f"pip install 'sluice[{one.extra}]', or take the key out",
         )
     if not unmet:
         names = dict.fromkeys(one.name for _, one in asked)
@@ -218,7 +147,7 @@ def extra_findings(asked: tuple[tuple[str, Requirement], ...]) -> Iterator[Findi
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """An engine's packages, any of which does, and its versions, the last one included."""
+    """An engine's packages (one of them suffices), and its versions, the last one included."""
 
     packages: tuple[str, ...]
     oldest: str
@@ -231,117 +160,42 @@ SUPPORTED: Mapping[str, Supported] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """`name`: of actor_rollout_ref.rollout. `installed`: version of each engine that is there."""
-
-    name: str
-    installed: Mapping[str, str]
-
-
 def check_engine(examined: Examined) -> Iterator[Finding]:
-    """Imports nothing."""
-    found = {
-        name: version
-        for name, one in SUPPORTED.items()
-        for version in [next(filter(None, map(installed_version, one.packages)), None)]
-        if version is not None
-    }
-    return engine_findings(EngineFacts(examined.config.actor_rollout_ref.rollout.name, found))
+    """Compare the engine's version with what its adapter has run with; import nothing."""
+    name = examined.config.actor_rollout_ref.rollout.name
+    packages = SUPPORTED[name].packages if name in SUPPORTED else ()
+    yield engine_finding(name, next(filter(None, map(installed_version, packages)), None))
 
 
-def engine_findings(facts: EngineFacts) -> Iterator[Finding]:
-    """Whether the engine is there, in a version that fits."""
-    supported, installed = SUPPORTED.get(facts.name), facts.installed.get(facts.name)
+def engine_finding(name: str, installed: str | None) -> Finding:
+    """Judge the installed version of the engine; ``None``: it is not installed."""
+    supported = SUPPORTED.get(name)
     if supported is None:
-        others = ", ".join(f"{name} {version}" for name, version in facts.installed.items())
-        yield fine(f"{facts.name} needs no package of its own; also here: {others or 'no engine'}")
-        return
-    span = f"{supported.oldest} to {supported.newest}"
-    if supported.oldest == supported.newest:
-        span = supported.oldest
+        return fine(f"{name} needs no package of its own")
+    oldest, newest = supported.oldest, supported.newest
+    span = oldest if oldest == newest else f"{oldest} to {newest}"
     if installed is None:
-        yield problem(
-            f"actor_rollout_ref.rollout.name = {facts.name}, and {facts.name} is not installed",
+        return problem(
+            f"actor_rollout_ref.rollout.name = {name}, and {name} is not installed",
             "replicas refuse to start",
-            f"{install(f'sluice[{facts.name}]')} in the replicas' environment "
+            f"pip install 'sluice[{name}]' in the replicas' environment "
             f"({' or '.join(supported.packages)} {span}), or set "
             "actor_rollout_ref.rollout.name=torch",
         )
-    elif _begins(installed, supported.oldest) < numbers(supported.oldest):
-        yield problem(
-            f"{facts.name} {installed} is older than {supported.oldest}",
-            "what the adapter relies on is not in it",
-            f"install {facts.name} {span}",
+    if is_older(installed, oldest):
+        return problem(
+            f"{name} {installed} is older than {oldest}",
+            "the adapter relies on features that it lacks",
+            f"install {name} {span}",
         )
-    elif _begins(installed, supported.newest) > numbers(supported.newest):
-        yield warning(
-            f"{facts.name} {installed} is newer than {supported.newest}",
+    # 0.33.1 is of 0.33: compare as many numbers as the newest has.
+    if numbers(installed)[: len(numbers(newest))] > numbers(newest):
+        return warning(
+            f"{name} {installed} is newer than {newest}",
             "the adapter was never run with it",
-            f"install {facts.name} {span}, or run the contract of engines first (docs/engines.md)",
+            f"install {name} {span}, or run the contract of engines first (docs/engines.md)",
         )
-    else:
-        yield fine(f"{facts.name} {installed} (the adapter has run with {span})")
-
-
-def _begins(version: str, like: str) -> tuple[int, ...]:
-    """As many of its numbers as the other has: 0.33.1 is of 0.33."""
-    return numbers(version)[: len(numbers(like))]
-
-
-_PROTOBUF = re.compile(r"^# Protobuf Python Version: ([\d.]+)$", re.MULTILINE)
-_GRPC = re.compile(r"^GRPC_GENERATED_VERSION = '([\d.]+)'$", re.MULTILINE)
-_NAMES = ("protobuf", "grpcio")
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratedCode:
-    """A runtime's name, the version that the code was generated for, and the installed one."""
-
-    runtime: str
-    generated_for: str | None
-    installed: str | None
-
-
-def check_generated_code(_: Examined) -> Iterator[Finding]:
-    """Generated code refuses a runtime that is older than itself."""
-    return generated_code_findings(generated_code_facts())
-
-
-def generated_code_facts(package: Path | None = None) -> tuple[GeneratedCode, ...]:
-    """Read from the files, since importing them fails where there is something to find."""
-    package = package or Path(sluice.__file__).parent / "api"
-    found = (_newest(package, "*_pb2.py", _PROTOBUF), _newest(package, "*_pb2_grpc.py", _GRPC))
-    return tuple(
-        GeneratedCode(name, version, installed_version(name))
-        for name, version in zip(_NAMES, found, strict=True)
-    )
-
-
-def generated_code_findings(facts: tuple[GeneratedCode, ...]) -> Iterator[Finding]:
-    """What does not fit."""
-    for one in facts:
-        if one.generated_for is None:
-            yield warning(
-                f"the installed sluice/api does not say for which {one.runtime} it was generated",
-                "whether it can be imported is not known",
-                "install sluice again",
-            )
-        elif one.installed is None or is_older(one.installed, one.generated_for):
-            there = "is not installed" if one.installed is None else f"{one.installed} is too old"
-            yield problem(
-                f"{one.runtime} {there} for code that {one.generated_for} generated",
-                "every process ends where it imports its messages",
-                f"pip install '{one.runtime}>={one.generated_for}'",
-            )
-        else:
-            yield fine(f"{one.runtime} {one.installed} runs code made for {one.generated_for}")
-
-
-def _newest(package: Path, pattern: str, version: re.Pattern[str]) -> str | None:
-    texts = (path.read_text(encoding="utf-8") for path in sorted(package.rglob(pattern)))
-    found = [match[1] for match in map(version.search, texts) if match]
-    return max(found, key=lambda text: [int(part) for part in text.split(".")], default=None)
+    return fine(f"{name} {installed} (the adapter has run with {span})")
 
 
 TORCH_DEADLINE_S = 120.0
@@ -355,7 +209,6 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 # NVIDIA's CUDA compatibility guide, minor version compatibility, Linux.
 OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580"}
-_BUILD = "install torch's CUDA build in its place, one that the driver supports"
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +217,7 @@ class TorchFacts:
 
     Attributes:
         version: as installed; ``None`` if it is not.
-        oldest: the oldest version that does.
+        oldest: the oldest version that works.
         import_error: what importing it ended with; empty if it can be imported.
         cuda: version of CUDA that it was built with; ``None``: a build without.
         is_rocm: it was built for AMD GPUs.
@@ -388,21 +241,18 @@ class TorchFacts:
 
 
 def check_torch(examined: Examined) -> Iterator[Finding]:
-    """Imports torch in a process of its own: that may take long, crash or change the process."""
-    return torch_findings(torch_facts(examined))
+    """Import torch in a process of its own: that may take long, crash or change the process."""
+    yield torch_finding(torch_facts(examined))
 
 
 def torch_facts(examined: Examined) -> TorchFacts:
-    """Those of this environment and machine."""
+    """Return those of this environment and machine."""
     (asked,) = (one for one in requirements("torch") if one.name == "torch")
     devices = {
         "trainer.device": examined.config.trainer.device,
         "sluice.rollout.device": examined.config.sluice.rollout.device,
     }
-    seen: Mapping[str, object] = {}
-    error = ""
-    if asked.installed is not None:
-        seen, error = _probe(examined.environment)
+    seen, error = _probe(examined.environment) if asked.installed is not None else ({}, "")
     cuda, num_usable = seen.get("cuda"), seen.get("gpus")
     return TorchFacts(
         asked.installed,
@@ -418,63 +268,62 @@ def torch_facts(examined: Examined) -> TorchFacts:
     )
 
 
-def torch_findings(facts: TorchFacts) -> Iterator[Finding]:
-    """What does not belong together."""
+def torch_finding(facts: TorchFacts) -> Finding:
+    """Judge whether torch can be imported and fits the machine."""
     if facts.version is None or is_older(facts.version, facts.oldest):
         there = "not installed" if facts.version is None else f"{facts.version}, which is too old"
-        yield problem(
+        return problem(
             f"torch is {there}",
             "the trainer and the replicas compute with it (the reward service needs none)",
-            install("sluice[torch]"),
+            "pip install 'sluice[torch]'",
         )
-    elif facts.import_error:
-        yield problem(
+    if facts.import_error:
+        return problem(
             f"torch {facts.version} cannot be imported: {facts.import_error}",
             "the trainer and the replicas end where they import it",
             "install it again, in a build for this machine",
         )
-    else:
-        yield from _build(facts)
+    return _build_finding(facts)
 
 
-def driver_version(file: Path) -> str | None:
-    """The version in NVIDIA's file below /proc."""
-    try:
-        found = _DRIVER.search(file.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
-    return found[1] if found else None
-
-
-def _build(facts: TorchFacts) -> Iterator[Finding]:
+def _build_finding(facts: TorchFacts) -> Finding:
     kind = f"CUDA {facts.cuda}" if facts.cuda else "ROCm" if facts.is_rocm else "the CPU"
     build = f"torch {facts.version} for {kind}"
     wanted = f" ({', '.join(facts.keys)} asks for one)" if facts.keys else ""
     if facts.num_usable:
-        yield fine(f"{build}, {facts.num_usable} GPU(s)")
-    elif facts.num_devices and not (facts.keys or facts.may_use_gpu):
-        yield fine(f"{build}; of {facts.num_devices} NVIDIA GPU(s) here the run asks for none")
-    elif facts.num_devices and not facts.cuda:
-        yield problem(
+        return fine(f"{build}, {facts.num_usable} GPU(s)")
+    if facts.num_devices and not (facts.keys or facts.may_use_gpu):
+        return fine(f"{build}; the run asks for none of {facts.num_devices} NVIDIA GPU(s) here")
+    if facts.num_devices and not facts.cuda:
+        return problem(
             f"{build}, and there are {facts.num_devices} NVIDIA GPU(s){wanted}",
             "everything would be computed on the CPU",
-            f"{_BUILD}; or set trainer.device=cpu and sluice.rollout.device=cpu",
+            "install torch's CUDA build in its place, one that the driver supports; or set "
+            "trainer.device=cpu and sluice.rollout.device=cpu",
         )
-    elif facts.num_devices:
-        yield problem(
+    if facts.num_devices:
+        return problem(
             f"{build} can use none of {facts.num_devices} NVIDIA GPU(s){wanted}: {_driver(facts)}",
             "everything would be computed on the CPU",
             "update the driver, or install a build of torch for an older CUDA; in a container, "
             "check that the GPUs are handed to it with NVIDIA's container runtime",
         )
-    elif facts.keys:
-        yield problem(
+    if facts.keys:
+        return problem(
             f"{build}, and there is no GPU, but {', '.join(facts.keys)} asks for one",
             "these processes refuse to start",
             "set the keys to cpu, or hand the GPUs to this container",
         )
-    else:
-        yield fine(f"{build}; no NVIDIA GPU is here")
+    return fine(f"{build}; no NVIDIA GPU is here")
+
+
+def driver_version(file: Path) -> str | None:
+    """Return the version in NVIDIA's file below /proc."""
+    try:
+        found = _DRIVER.search(file.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def _driver(facts: TorchFacts) -> str:
@@ -487,12 +336,11 @@ def _driver(facts: TorchFacts) -> str:
 
 
 def _probe(environment: Mapping[str, str]) -> tuple[Mapping[str, object], str]:
-    """What torch says of itself, and how its import failed."""
-    own = {**os.environ, **environment, AUTOLOAD_VARIABLE: "0"}
+    """Return what torch reports about its build, or how its import failed."""
     try:
         ended = subprocess.run(
             [sys.executable, "-c", _PROBE],
-            env=own,
+            env={**os.environ, **environment, AUTOLOAD_VARIABLE: "0"},
             capture_output=True,
             text=True,
             timeout=_PROBE_S,

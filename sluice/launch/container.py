@@ -1,16 +1,16 @@
-"""Keeps one service of a run whose services have hosts of their own: the program of a container.
+"""Keep one service of a run whose services have hosts of their own: the program of a container.
 
 `python -m sluice.launch.container KIND --config FILE`, where FILE is in the run's folder, which all
 containers see.
 
-Consumes: the run's configuration and `SharedRun`. Waits for: the service's processes, the run's
-end, a signal. Unblocked by: exits of processes, the file that says how the run ended, SIGTERM.
-Produces: the service's log lines; when it ends the run (the trainer's last step, a needed service
-that failed for good), that file. On failure: processes are started again as their specification
-says; this program itself is its engine's to start again. Exit code 0: the service has ended with
-its run or because it was asked to; 1: it failed, with a diagnosis, and would fail again; 70: an
-error of the launcher itself that nobody foresaw, with its traceback; 130: a trainer that was asked
-to end before its last step.
+The restart policies of Compose and Kubernetes start a container again; they know neither when a run
+is over, nor that all ranks of a trainer start together, nor a replica's own address. That is what
+this launcher adds. Consumes: the run's configuration and `SharedRun`. Waits for: the service's
+processes, the run's end, a signal. Produces: the service's log lines, and the file that records how
+the run ended. On failure: processes are started again by their specification; the container's
+engine starts this program again. Exit code 0: the service ended with its run or because it was
+asked to; 1: it failed, with a diagnosis, and would fail again; 70: an unforeseen error of the
+launcher itself, with its traceback; 130: a trainer was asked to end before its last step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +52,7 @@ _TRAINER_NAMED_WITHIN_S = 60.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs until the service or the run ends."""
+    """Run until the service or the run ends; return the exit code."""
     options = _parse(arguments)
     kind: Kind = options.kind
     codes: list[int] = []
@@ -88,7 +89,7 @@ def _keep(kind: Kind, config_file: Path) -> int:
 def services_of(
     kind: Kind, config: RunConfig, config_file: Path, run: SharedRun
 ) -> tuple[ServiceSpec, ...]:
-    """The processes of one service; that one of them ends in order ends its launcher."""
+    """Return the processes of one service; the first one's orderly end ends the launcher."""
     if kind == "rollout":
         host = socket.gethostname()
         trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
@@ -119,15 +120,16 @@ async def _supervise(
 
 
 async def _end_with(run: SharedRun, supervisor: Supervisor) -> None:
-    while True:  # a file on a volume tells nobody that it changes
-        if run.seen_ending() is not None:
-            supervisor.end()
-            return
+    while True:  # nothing reports a change of a file on a volume
+        with suppress(OSError):  # a network file system may fail for a moment (EIO, ESTALE)
+            if run.ending() is not None:
+                supervisor.end()
+                return
         await asyncio.sleep(_WATCH_INTERVAL_S)
 
 
 def _outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedRun) -> int:
-    """Tells the others, if the run is over with this service, and says what its exit code is."""
+    """Record the end of the run if this service ends it, and return the exit code."""
     for failure in end.failures:
         logger.error("%s", failure)
     over = run.ending()
@@ -148,7 +150,7 @@ def _outcome(kind: Kind, specs: Sequence[ServiceSpec], end: RunEnd, run: SharedR
 
 
 def _after(over: Ending, kind: Kind) -> int:
-    """The exit code of a service whose run is over; who ended the run by a failure has failed."""
+    """Return the exit code of a service whose run is over; the service that failed exits with 1."""
     if over.is_complete:
         logger.info("the run has reached its end")
         return 0

@@ -1,6 +1,4 @@
-"""Settings that a run takes from its containers' environment: devices, time to stop, metrics,
-live page.
-"""
+"""Settings of a run from its containers' environment: devices, time to stop, metrics, page."""
 
 from __future__ import annotations
 
@@ -21,15 +19,12 @@ COLLECTOR = "http://collector:4317"
 
 
 def observed_settings() -> tuple[str, ...]:
-    """Overrides (``key=value``): metrics at the ports of the layout, spans to the collector."""
+    """Return overrides (``key=value``) for metrics at the layout's ports, and spans."""
     return (*metrics_settings(), f"sluice.telemetry.traces.endpoint={COLLECTOR}")
 
 
-# What containers are given that a run's configuration has to know: devices, and time to stop.
-#
-# Compose's files hand both to `sluice prepare` in variables, since services read nothing but the
-# configuration. The Helm chart sets the keys itself, and derives the pods' time from them.
-
+# Compose's files give `sluice prepare` devices and the time to stop in variables, since services
+# read only the configuration. The Helm chart sets the keys, and derives the pods' time from them.
 
 DEVICE_VARIABLE = "SLUICE_DEVICE"
 """The device that `compose.gpu.yaml` and `compose.npu.yaml` give to trainer and replicas."""
@@ -46,7 +41,10 @@ _UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 
 def device_settings(device: str) -> tuple[str, ...]:
-    """Overrides (``key=value``) with which trainer and replicas never choose a device themselves.
+    """Return overrides (``key=value``) that fix the device of trainer and replicas.
+
+    Without them they would train on the CPU where their image, or the engine's mounts, lack what
+    the device needs.
 
     Left to themselves they would train on the CPU where their image, or the engine's mounts, lack
     what the device needs.
@@ -55,7 +53,7 @@ def device_settings(device: str) -> tuple[str, ...]:
 
 
 def duration_s(text: str) -> float:
-    """Seconds of a duration as Compose writes it: ``90s``, ``1m30s``, ``1.5h``.
+    """Return the seconds of a duration as Compose writes it: ``90s``, ``1m30s``, ``1.5h``.
 
     Raises:
         ConfigError: it is none.
@@ -69,7 +67,7 @@ def duration_s(text: str) -> float:
 
 
 def check_stop_grace(config: RunConfig, stop_grace: str) -> None:
-    """Refuses a run whose services may still be stopping when their engine kills them.
+    """Refuse a run whose services may still be stopping when their engine kills them.
 
     Args:
         config: that the services will read.

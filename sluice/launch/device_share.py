@@ -1,4 +1,4 @@
-"""Which NPUs or GPUs each process of a run on one machine gets."""
+"""The NPUs or GPUs of each process of a run on one machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sluice.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """Devices of a run's processes, by the numbers that the vendor's variable takes.
+    """The devices of a run's processes, by the numbers that the vendor's variable takes.
 
     There are none where a process takes none.
 
@@ -28,16 +28,16 @@ class DeviceShare:
     devices_per_replica: int
 
     def of_rank(self, rank: int) -> tuple[str, ...]:
-        """Those of a trainer rank; fewer than it takes if there are no more."""
+        """Return those of a trainer rank; fewer than it takes if there are no more."""
         return self._slice(rank, 1) if self.trainer_ranks else ()
 
     def of_replica(self, index: int) -> tuple[str, ...]:
-        """Those of a replica; fewer than it takes if there are no more."""
+        """Return those of a replica; fewer than it takes if there are no more."""
         each = self.devices_per_replica
         return self._slice(self.trainer_ranks + index * each, each)
 
     def is_enough_for(self, replicas: int) -> bool:
-        """Whether every trainer rank and so many replicas have theirs."""
+        """Return whether every trainer rank and so many replicas have theirs."""
         return len(self.numbers) >= self.trainer_ranks + replicas * self.devices_per_replica
 
     def _slice(self, first: int, count: int) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ class DeviceShare:
 
 
 def device_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
-    """How a run's processes share the NPUs that the launcher sees."""
+    """Share the NPUs that the launcher sees among a run's processes."""
     return DeviceShare(
         device_numbers(given),
         config.trainer.n_gpus_per_node if wants_npu(config.trainer.device, given) else 0,
@@ -54,7 +54,7 @@ def device_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
 
 
 def gpu_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
-    """How they share its GPUs; not at all if one is named, which another could get as well."""
+    """Share its GPUs; share none if a key names one, since another process could get it as well."""
     wants_gpu = host.wants_gpu
     if any((key or "").startswith("cuda:") for key in (config.trainer.device, _rollout(config))):
         return DeviceShare((), 0, 0)
@@ -70,7 +70,7 @@ def _rollout(config: RunConfig) -> str | None:
 
 
 def rank_environment(config: RunConfig, rank: int, given: Mapping[str, str]) -> dict[str, str]:
-    """A trainer rank's variables for its device, on top of `given`.
+    """Return a trainer rank's variables for its device, on top of `given`.
 
     Raises:
         ConfigError: there are fewer NPUs than the run takes, or it names one by its number.
@@ -84,7 +84,7 @@ def rank_environment(config: RunConfig, rank: int, given: Mapping[str, str]) -> 
 
 
 def replica_environment(config: RunConfig, index: int, given: Mapping[str, str]) -> dict[str, str]:
-    """A replica's variables for its devices, on top of `given`.
+    """Return a replica's variables for its devices, on top of `given`.
 
     Raises:
         ConfigError: there are fewer NPUs than the run takes, or it names one by its number.
@@ -99,7 +99,7 @@ def replica_environment(config: RunConfig, index: int, given: Mapping[str, str])
 
 
 def _refuse_number(key: str, device: str | None) -> None:
-    """Of the NPUs that the launcher gives a process, the first one is the one it takes."""
+    """Refuse a numbered NPU: a process takes the first one that the launcher gives it."""
     kind, colon, number = (device or "").partition(":")
     if kind == "npu" and colon:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _npus(share: DeviceShare, taken: Sequence[str], count: int, whose: str) -> d
 def _gpus(
     config: RunConfig, taken: Sequence[str], count: int, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Where there are too few for all, every process sees all, as it would without a launcher."""
+    """Share GPUs; if there are too few, every process sees all, as without a launcher."""
     is_enough = gpu_share(config, given).is_enough_for(config.sluice.rollout.replicas)
     if not taken or len(taken) < count or not is_enough:
         return {}

@@ -1,4 +1,4 @@
-"""Asks a service of this host for its health: `python -m sluice.launch.health_probe KIND`.
+"""Ask a service of this host for its health: `python -m sluice.launch.health_probe KIND`.
 
 Containers' health checks run it every few seconds, so it loads gRPC and nothing beyond it: the
 question is an empty message, and the answer two bytes (grpc.health.v1, field 1: SERVING).
@@ -19,7 +19,7 @@ _TIMEOUT_S = 4.0
 
 
 def health_problem(address: str, timeout_s: float = _TIMEOUT_S) -> str | None:
-    """Why the server at `address` (host:port) is not serving; None if it is."""
+    """Return why the server at `address` (host:port) is not serving; None if it is."""
     with grpc.insecure_channel(address) as channel:
         ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
         try:
@@ -30,7 +30,7 @@ def health_problem(address: str, timeout_s: float = _TIMEOUT_S) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: serving; 1: not; 2: no such service."""
+    """Return 0 if the service serves, 1 if not, 2 if there is no such service."""
     ports = {str(kind): place.health_port for kind, place in SERVICE_PORTS.items()}
     port = ports.get(arguments[0]) if len(arguments) == 1 else None
     if port is None:

@@ -1,8 +1,8 @@
 """Where the services of a run listen and are found, when each has a host of its own.
 
-Compose, Kubernetes and whoever starts services by hand on several hosts take ports, names, paths
-and commands from here; `sluice up` has ports drawn instead, on the machines where services are.
-This file imports next to nothing of the project, since health probes load it every few seconds.
+Compose, Kubernetes and users who start services by hand on several hosts take ports, names, paths
+and commands from here; `sluice up` chooses free ports instead. This file imports next to nothing of
+the project, since health probes load it every few seconds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ContainerLayout:
 
 
 def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLayout:
-    """How a service runs as a container, in Compose and in Kubernetes alike.
+    """Return how a service runs as a container, in Compose and in Kubernetes alike.
 
     Args:
         kind: of the service.
@@ -112,17 +112,18 @@ def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLay
 
 
 def launcher_grace_s(shutdown_grace_s: float) -> float:
-    """Seconds that a launcher waits between a service's SIGTERM and SIGKILL."""
+    """Return the seconds that a launcher waits between a service's SIGTERM and SIGKILL."""
     return shutdown_grace_s + EXIT_MARGIN_S
 
 
 def engine_grace_s(shutdown_grace_s: float) -> int:
-    """Seconds between SIGTERM and SIGKILL that a container's engine has to allow its launcher."""
+    """Return the seconds between SIGTERM and SIGKILL that a container's engine must allow."""
     return round(launcher_grace_s(shutdown_grace_s) + _ENGINE_MARGIN_S)
 
 
 def network_settings() -> tuple[str, ...]:
-    """Overrides (``key=value``) of a run whose services are found by the names of their kinds.
+    """Return overrides (``key=value``) of a run whose services are found by the names of their
+    kinds.
 
     A replica's name stands for all of them: each one advertises an address of its own instead. The
     launcher starts the replicas, so none are the local launcher's.
@@ -131,7 +132,9 @@ def network_settings() -> tuple[str, ...]:
 
 
 def metrics_settings() -> tuple[str, ...]:
-    """Overrides (``key=value``) that have every service scraped at its port of the layout."""
+    """Return overrides (``key=value``) that serve every service's metrics at its port of the
+    layout.
+    """
     return tuple(
         f"sluice.{kind}.endpoint.metrics_port={place.metrics_port}"
         for kind, place in SERVICE_PORTS.items()
@@ -139,7 +142,7 @@ def metrics_settings() -> tuple[str, ...]:
 
 
 def dashboard_settings() -> tuple[str, ...]:
-    """Overrides (``key=value``) that serve the live page beyond the trainer's own host.
+    """Return overrides (``key=value``) that serve the live page beyond the trainer's own host.
 
     Its readers show a token, so the run needs ``sluice.security.token_file`` as well.
     """

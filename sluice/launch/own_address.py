@@ -1,4 +1,4 @@
-"""By which address a host is reached from where a peer is."""
+"""The address by which a peer reaches this host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 
 
 def own_address_within(peer_host: str, seconds: float) -> str:
-    """As `own_address`, for a peer whose name may be missing while its container is away.
+    """Return `own_address`; wait for a peer whose name is unknown while its container is away.
 
     Raises:
         ConfigError: it was still unknown after so many seconds.
@@ -29,7 +29,7 @@ def own_address_within(peer_host: str, seconds: float) -> str:
 
 
 def own_address(peer_host: str) -> str:
-    """This host's address on the network that leads to `peer_host`; no packet is sent.
+    """Return this host's address on the network that leads to `peer_host`; send no packet.
 
     Raises:
         ConfigError: the name is unknown, or no network leads there.

@@ -60,12 +60,12 @@ class LaunchPlan:
 
     @property
     def has_fixed_port(self) -> bool:
-        """Whether all replicas would listen on the same port, or answer probes there."""
+        """Return whether all replicas would listen on the same port, or answer probes there."""
         return bool(fixed_ports(self.config.sluice.rollout))
 
 
 def local_plan(config: RunConfig, config_file: Path) -> LaunchPlan:
-    """A run on this machine.
+    """Return the plan of a run on this machine.
 
     Args:
         config: with ports.

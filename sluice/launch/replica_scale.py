@@ -1,4 +1,4 @@
-"""How many replicas of its own a launcher keeps."""
+"""How many replicas a launcher keeps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NAME = re.compile(re.escape(replica_name(0)).replace("0", r"(\d+)"))
 
 
 def is_replica_name(name: str) -> bool:
-    """Whether a process of a launcher is one of its replicas."""
+    """Return whether a process of a launcher is one of its replicas."""
     return _NAME.fullmatch(name) is not None
 
 
 def replica_number(name: str) -> int:
-    """The number of the replica with a name.
+    """Return the number of the replica with a name.
 
     Raises:
         NotFoundError: it is no replica's.
@@ -32,34 +32,34 @@ def replica_number(name: str) -> int:
 
 
 class Processes(Protocol):
-    """What a supervisor does; see `Supervisor`."""
+    """What a supervisor offers; see `Supervisor`."""
 
     def services(self) -> tuple[ServiceState, ...]:
-        """All processes."""
+        """Return all processes."""
         ...
 
     def add(self, spec: ServiceSpec, /) -> None:
-        """Starts one more."""
+        """Start one more."""
         ...
 
     def dismiss(self, name: str, /) -> None:
-        """Asks one to leave."""
+        """Ask one to leave."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleChange:
-    """Numbers of replicas to start, and of those to drain, in the order in which it is done."""
+    """Numbers of replicas to start, and of those to drain, in that order."""
 
     start: tuple[int, ...]
     drain: tuple[int, ...]
 
 
 def scale_change(serving: Sequence[int], draining: Sequence[int], wanted: int) -> ScaleChange:
-    """What makes `wanted` replicas of those numbered `serving`.
+    """Return the change that makes `wanted` replicas of those numbered `serving`.
 
-    The lowest numbers that are free are started, the highest ones drain. The number of a replica
-    that still drains is not free: two processes never have one name.
+    The lowest free numbers start, the highest ones drain. The number of a replica that still drains
+    is not free: two processes never have one name.
     """
     if wanted >= len(serving):
         taken = {*serving, *draining}
@@ -69,7 +69,7 @@ def scale_change(serving: Sequence[int], draining: Sequence[int], wanted: int) -
 
 
 def check_number(wanted: int) -> None:
-    """Refuses a number of replicas that no run can have.
+    """Refuse a number of replicas that no run can have.
 
     Raises:
         InvalidRequestError: says why.
@@ -78,7 +78,7 @@ def check_number(wanted: int) -> None:
         raise InvalidRequestError(
             f"replicas: {wanted} is below 1; a run without replicas only waits until it fails "
             "(sluice.trainer.batch_timeout_s); end it with Ctrl-C and start it again later, "
-            "it goes on from its last checkpoint"
+            "it resumes from its last checkpoint"
         )
     if wanted > MOST_REPLICAS:
         raise InvalidRequestError(f"replicas: {wanted} is above {MOST_REPLICAS}")
@@ -100,11 +100,12 @@ class ReplicaScale:
         *,
         has_fixed_port: bool = False,
     ) -> None:
-        self._processes, self._make_replica = processes, make_replica
+        self._processes = processes
+        self._make_replica = make_replica
         self._has_fixed_port = has_fixed_port
 
     def set(self, wanted: int) -> ScaleChange:
-        """Starts or drains until `wanted` are left; returns what was begun.
+        """Start or drain until `wanted` are left; return what was begun.
 
         Raises:
             InvalidRequestError: a number that a run cannot have.

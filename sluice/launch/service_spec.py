@@ -1,6 +1,4 @@
-"""Which processes make up a run: one specification for every launcher, and free ports for
-services that start later.
-"""
+"""The processes of a run: one specification for every launcher, and free ports for services."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _random = random.SystemRandom()
 
 
 def free_ports(hosts: list[str], besides: Container[int] = ()) -> list[int]:
-    """One free port per host, which differ: all are held until all are known.
+    """Return one free port per host; they differ, since all are held until all are known.
 
     Args:
         hosts: addresses of this machine.
@@ -71,7 +69,7 @@ def _listening_at(host: str, port: int) -> socket.socket:
 
 
 def _first_ephemeral() -> int:
-    """The lowest port that the system chooses by itself."""
+    """Return the lowest port that the system chooses on its own."""
     try:
         return int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):  # not Linux
@@ -88,8 +86,7 @@ class RestartPolicy:
 
     Args:
         max_restarts: times in a row.
-        retries_errors: whether also after it ended by itself, with an error; else only after a
-            signal has ended it.
+        retries_errors: also after an error of its own; else only after a signal has ended it.
     """
 
     max_restarts: int
@@ -129,12 +126,12 @@ class ServiceSpec:
 
     @property
     def crew_name(self) -> str:
-        """Its crew's name."""
+        """The name of its crew."""
         return self.crew or self.name
 
 
 def with_ports(config: RunConfig) -> RunConfig:
-    """The configuration with a free port wherever the trainer's or reward's port is 0."""
+    """Return the configuration with a free port wherever the trainer's or reward's port is 0."""
     service = config.sluice
     trainer, reward = service.trainer, service.reward
     wanted = [trainer.endpoint, reward.endpoint]
@@ -152,7 +149,7 @@ def with_ports(config: RunConfig) -> RunConfig:
 
 
 def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, ...]:
-    """The processes of a run on one machine, in the order of their start.
+    """Return the processes of a run on one machine, in the order of their start.
 
     Args:
         config: resolved, with ports.
@@ -171,11 +168,11 @@ def local_services(config: RunConfig, config_file: Path) -> tuple[ServiceSpec, .
 
 
 def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
-    """The reward service."""
+    """Return the reward service."""
     return ServiceSpec(
         REWARD,
         _module("services.reward", "--config", str(config_file)),
-        # Only with the ledger on disk does it go on where it was.
+        # Only with the ledger on disk does it resume where it was.
         restarts=RESTARTS_AFTER_SIGNALS if config.sluice.reward.ledger == "sqlite" else NO_RESTARTS,
         is_needed=True,
     )
@@ -184,7 +181,7 @@ def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
 def trainer_services(
     config: RunConfig, config_file: Path, checkpoints_before: str
 ) -> tuple[ServiceSpec, ...]:
-    """All ranks of the trainer, one crew.
+    """Return all ranks of the trainer, one crew.
 
     Args:
         checkpoints_before: the mark of the checkpoints that were there before the run.
@@ -205,9 +202,7 @@ def placed_trainer(
     checkpoints_before: str,
     meeting: tuple[str, int] | None,
 ) -> tuple[ServiceSpec, ...]:
-    """All ranks of the trainer on the nodes of a cluster, one crew.
-
-    Whoever places them gives each its device.
+    """Return all ranks of the trainer on the nodes of a cluster, one crew; placement adds devices.
 
     Args:
         config_file: the same path on all nodes.
@@ -220,22 +215,22 @@ def placed_trainer(
 
 
 def placed_replica(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
-    """One replica on a node of a cluster. Whoever places it gives it address and devices."""
+    """Return one replica on a node of a cluster; placement adds its address and devices."""
     return _replica(config, config_file, replica_name(index))
 
 
 def rank_name(rank: int) -> str:
-    """The name of a trainer rank."""
+    """Return the name of a trainer rank."""
     return TRAINER if rank == 0 else f"{TRAINER}-{rank}"
 
 
 def replica_name(index: int) -> str:
-    """The name of the replica with a number."""
+    """Return the name of the replica with a number."""
     return f"rollout-{index}"
 
 
 def rollout_service(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
-    """One replica on this machine, with its share of the devices."""
+    """Return one replica on this machine, with its share of the devices."""
     spec = placed_replica(config, config_file, index)
     devices = replica_environment(config, index, os.environ)
     return replace(spec, environment={**spec.environment, **devices})
@@ -244,7 +239,7 @@ def rollout_service(config: RunConfig, config_file: Path, index: int) -> Service
 def replica_on_its_own(
     config: RunConfig, config_file: Path, name: str, address: str
 ) -> ServiceSpec:
-    """A replica whose host is its own, with all devices that it sees.
+    """Return a replica that has a host to itself, with all devices that it sees.
 
     Args:
         name: unique in the fleet.
@@ -268,7 +263,7 @@ def _replica(config: RunConfig, config_file: Path, name: str, *overrides: str) -
 def _rank_places(
     ranks: int, per_node: int, meeting: tuple[str, int] | None
 ) -> list[dict[str, str]]:
-    """Each rank's variables; none for the only one."""
+    """Yield each rank's variables; none for the only one."""
     if meeting is None:
         return [{}]
     common = {
@@ -307,7 +302,7 @@ def _trainer_ranks(
 
 
 def _rendezvous_port(config: RunConfig, host: str) -> int:
-    """A free port that no service is going to take."""
+    """Return a free port that no service is going to take."""
     return free_ports([host], besides=_configured_ports(config))[0]
 
 

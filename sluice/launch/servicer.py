@@ -28,31 +28,34 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class LauncherAddress:
-    """host:port of a launcher, and the secret that it accepts alone and that admits to nothing
-    else: whoever took the port of a launcher that was killed learns no token of the run."""
+    """host:port of a launcher, and the one secret that it accepts.
+
+    The secret opens nothing else: a process that took the port of a killed launcher learns no token
+    of the run.
+    """
 
     address: str
     secret: str = field(repr=False)
 
     @property
     def credentials(self) -> Credentials:
-        """What it asks for, and is shown."""
+        """Return the credentials that it accepts, and that its client shows."""
         return Credentials(tokens=GivenToken(self.secret, LAUNCHER_NAME))
 
 
 def new_secret() -> str:
-    """A secret for one launcher."""
+    """Return a secret for one launcher."""
     return secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def write_launcher(run_dir: Path, launcher: LauncherAddress) -> None:
-    """Notes a launcher of this process in the run's folder, readable by its owner alone."""
+    """Record a launcher of this process in the run's folder, readable by its owner alone."""
     content = {**asdict(launcher), "pid": os.getpid()}
     write_private(run_dir, {LAUNCHER_NAME: json.dumps(content).encode()}, replace=True)
 
 
 def launcher_of(run_dir: Path) -> LauncherAddress:
-    """The launcher that runs in `run_dir`; one that was killed may have left it.
+    """Return the launcher that runs in `run_dir`; a killed one may have left its file.
 
     Raises:
         NotReadyError: none does, or its file is none that this user can use.
@@ -68,7 +71,7 @@ def launcher_of(run_dir: Path) -> LauncherAddress:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NotReadyError(
             f"run: {run_dir} has no {LAUNCHER_NAME}, so no launcher runs there; give the folder "
-            "(sluice.run_dir) of a run that `sluice up` has started and that goes on. Replicas "
+            "(sluice.run_dir) of a run that `sluice up` has started and that is active. Replicas "
             "that another launcher has started (containers, Kubernetes) are scaled there"
         ) from error
 
@@ -90,12 +93,13 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
     """
 
     def __init__(self, processes: Processes, scale: ReplicaScale) -> None:
-        self._processes, self._scale = processes, scale
+        self._processes = processes
+        self._scale = scale
 
     async def SetReplicas(
         self, request: launch.SetReplicasRequest, context: Context
     ) -> launch.SetReplicasResponse:
-        """Starts or drains replicas."""
+        """Start or drain replicas."""
         change = self._scale.set(request.replicas)
         return launch.SetReplicasResponse(
             started=map(replica_name, change.start), drained=map(replica_name, change.drain)
@@ -104,7 +108,7 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
     async def GetServices(
         self, request: launch.GetServicesRequest, context: Context
     ) -> launch.GetServicesResponse:
-        """All processes."""
+        """Return all processes."""
         return launch.GetServicesResponse(
             services=[
                 launch.ServiceProcess(
@@ -122,11 +126,11 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
 async def launch_service(
     run_dir: Path, processes: Processes, scale: ReplicaScale
 ) -> AsyncIterator[LauncherAddress]:
-    """Serves on a free port of the loopback interface while the block runs; gives the address.
+    """Serve on a free port of the loopback interface while the block runs; yield the address.
 
-    The address stands in the run's folder meanwhile, with a secret that is drawn anew at each
-    start. Whoever bears it may call the launcher, and nothing else; no token of the run is asked
-    for, so that none comes here.
+    The address stands in the run's folder meanwhile, with a new secret for each start. Its bearer
+    may call the launcher, and nothing else. The launcher asks for no token of the run, so that
+    none comes here.
 
     Args:
         run_dir: the run's folder.

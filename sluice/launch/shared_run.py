@@ -1,14 +1,13 @@
-"""What launchers of one run on several hosts tell each other, in files of the run's folder.
+"""What the launchers of one run on several hosts share, in files of the run's folder.
 
-There is no supervisor above them: one launcher keeps each service, and all of them see the folder.
-It says how the checkpoints stood when the run began, how often each service's launcher was started,
-and how the run ended. Files are replaced whole, so a reader never sees half of one.
+One launcher keeps each service, with no supervisor above them, and all of them see the folder. Its
+files hold the checkpoints at the run's beginning, the number of starts of each launcher, and how
+the run ended. A file is replaced as a whole, so no reader sees half of one.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +15,12 @@ from pathlib import Path
 from sluice.errors import ConfigError
 from sluice.service_contract import checkpoint_mark
 
-logger = logging.getLogger(__name__)
-
 _FOLDER, _BEGINNING, _ENDING = "launch", "began.json", "ended.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended: `failures` holds the diagnosis of the service that failed for good."""
+    """How a run ended: `failures` holds the diagnosis of the service that failed."""
 
     service: str
     failures: tuple[str, ...]
@@ -43,7 +40,6 @@ class SharedRun:
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / _FOLDER
-        self._is_unreadable = False
 
     @property
     def is_active(self) -> bool:
@@ -51,20 +47,14 @@ class SharedRun:
         return (self._folder / _BEGINNING).is_file() and self.ending() is None
 
     def forget(self) -> None:
-        """Has the next `begin` begin a run, whatever was there."""
+        """Make the next `begin` begin a run, whatever was there."""
         (self._folder / _BEGINNING).unlink(missing_ok=True)
 
     def begin(self, checkpoints: Path) -> bool:
-        """Notes that a run begins, unless one that has not ended is there.
+        """Record that a run begins, unless one that has not ended is there.
 
-        A run that was interrupted goes on, and so does one to which replicas are added; one that
-        has ended, or failed, begins again.
-
-        Args:
-            checkpoints: the folder of the trainer's checkpoints.
-
-        Returns:
-            whether it begins.
+        An interrupted run continues, and so does one that gets more replicas; a run that ended or
+        failed begins again.
         """
         if self.is_active:
             return False
@@ -76,7 +66,7 @@ class SharedRun:
         return True
 
     def checkpoints_before(self) -> str:
-        """The mark of the checkpoints that were there before the run.
+        """Return the mark of the checkpoints that were there before the run.
 
         Raises:
             ConfigError: no run was begun in the folder, or its file is none that can be used.
@@ -91,7 +81,7 @@ class SharedRun:
             ) from error
 
     def count_start(self, name: str) -> int:
-        """How often the launcher of a service was started in this run before this time."""
+        """Count a start of a service's launcher; return the number of earlier ones in this run."""
         file = self._folder / f"{name}.starts"
         before = len(file.read_bytes()) if file.is_file() else 0
         with file.open("ab") as starts:
@@ -99,12 +89,12 @@ class SharedRun:
         return before
 
     def end(self, ending: Ending) -> None:
-        """Tells all launchers that the run is over; how it ended first counts."""
+        """Record for all launchers that the run is over; the first end counts."""
         if self.ending() is None:
             self._write(_ENDING, asdict(ending))
 
     def ending(self) -> Ending | None:
-        """How the run ended; None while it goes on.
+        """Return how the run ended; None while it runs.
 
         Raises:
             OSError: the file cannot be read.
@@ -115,26 +105,6 @@ class SharedRun:
             return None
         found = json.loads(text)
         return Ending(str(found["service"]), tuple(map(str, found["failures"])))
-
-    def seen_ending(self) -> Ending | None:
-        """The same for a look now and then: None also while the file cannot be read.
-
-        A network file system may fail for a moment (EIO, ESTALE), which ends no service; the first
-        such error in a row is logged.
-        """
-        try:
-            found = self.ending()
-        except OSError as error:
-            if not self._is_unreadable:
-                logger.warning(
-                    "%s cannot be read (%s): the run counts as going on",
-                    self._folder / _ENDING,
-                    error,
-                )
-            self._is_unreadable = True
-            return None
-        self._is_unreadable = False
-        return found
 
     def _write(self, name: str, content: object) -> None:
         partial = self._folder / f"{name}.{uuid.uuid4().hex}.partial"

@@ -1,6 +1,4 @@
-"""Simulated replicas, and groups on their way to them and back, by the routing of
-`algorithm.routing`.
-"""
+"""Simulated replicas, and groups on their way to them and back, routed by `algorithm.routing`."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class EventQueue:
         self.at(self.now + delay, action)
 
     def step(self) -> bool:
-        """Do what comes next; ``False``: nothing does."""
+        """Do what comes next; return ``False`` if nothing does."""
         if not self._events:
             return False
         self.now, _, action = heappop(self._events)
@@ -41,17 +39,15 @@ class EventQueue:
         return True
 
 
-# A rollout replica: slots that draw a token a step, in step with each other.
-#
-# All running sequences advance together, so a replica has one clock that counts tokens per
-# sequence; a sequence that starts at clock c with n tokens ends at c + n, whatever happens to
-# the step time meanwhile. Only the next end has to be planned anew when the load changes.
-
 _CLOCK_SLACK = 1e-6
 
 
 class SimulatedReplica:
-    """One replica.
+    """A rollout replica, whose slots generate a token a step together.
+
+    One clock counts tokens per sequence: a sequence that starts at clock c with n tokens ends at
+    c + n, whatever happens to the step time. Only the next end is planned again when the load
+    changes.
 
     Args:
         settings: slots and step times.
@@ -72,7 +68,7 @@ class SimulatedReplica:
         self.plan = 0  # counts changes: an end planned before the last one is void
 
     def advance(self, now: float) -> None:
-        """Let sequences draw tokens until `now`."""
+        """Let sequences generate tokens until `now`."""
         seconds = now - max(self._updated_s, self._stalled_until_s)
         self._updated_s = now
         if seconds <= 0.0 or not self._num_running:
@@ -100,7 +96,7 @@ class SimulatedReplica:
         self._fill_slots()
 
     def finished(self, now: float) -> list[SimulatedSample]:
-        """Sequences that have ended by `now`; others get their slots."""
+        """Return sequences that have ended by `now`; others get their slots."""
         self.advance(now)
         ended = []
         while self._running and self._running[0][0] <= self._clock + _CLOCK_SLACK:
@@ -113,7 +109,7 @@ class SimulatedReplica:
         return ended
 
     def abort(self, samples: Sequence[SimulatedSample], now: float) -> float:
-        """Break sequences off; returns the tokens they had drawn."""
+        """Break sequences off; return the tokens that they had generated."""
         self.advance(now)
         sampled = 0.0
         for sample in samples:
@@ -127,7 +123,7 @@ class SimulatedReplica:
         return sampled
 
     def sampled(self, samples: Sequence[SimulatedSample], now: float) -> float:
-        """Tokens that unfinished sequences have drawn by `now`."""
+        """Return the tokens of unfinished sequences by `now`."""
         self.advance(now)
         return sum(
             self._clock - sample.start_clock
@@ -136,7 +132,7 @@ class SimulatedReplica:
         )
 
     def next_end(self, now: float) -> float | None:
-        """When a sequence ends if nothing changes, seconds; ``None``: none runs."""
+        """Return when a sequence ends if nothing changes, seconds; ``None``: none runs."""
         while self._running and self._running[0][2].is_over:
             heappop(self._running)
         if not self._running:
@@ -163,10 +159,10 @@ class SimulatedFleet:
     Args:
         settings: the replicas.
         events: where ends are planned.
-        on_started: told when a group's first samples are at a replica.
-        on_sample: told when a sample has ended and others of its group have not, and whether the
+        on_started: called when a group's first samples are at a replica.
+        on_sample: called when a sample has ended and others of its group have not, and whether the
             sample is right.
-        on_generated: told when all samples that were asked for a group are there.
+        on_generated: called when all samples that were asked for a group are there.
     """
 
     def __init__(
@@ -177,8 +173,10 @@ class SimulatedFleet:
         on_sample: Callable[[SimulatedGroup, bool], None],
         on_generated: Callable[[SimulatedGroup], None],
     ) -> None:
-        self._settings, self._events = settings, events
-        self._on_started, self._on_sample = on_started, on_sample
+        self._settings = settings
+        self._events = events
+        self._on_started = on_started
+        self._on_sample = on_sample
         self._on_generated = on_generated
         self._routing = ReplicaRouter(settings.slack)
         self._replicas = [SimulatedReplica(settings) for _ in range(settings.num_replicas)]
@@ -192,7 +190,7 @@ class SimulatedFleet:
 
     @property
     def totals(self) -> tuple[float, float, float]:
-        """Tokens drawn, seconds that replicas were busy, seconds of busy slots, so far."""
+        """Tokens generated, seconds of busy replicas, seconds of busy slots, so far."""
         for replica in self._replicas:
             replica.advance(self._events.now)
         return (
@@ -202,22 +200,22 @@ class SimulatedFleet:
         )
 
     def num_free(self, lowest_version: int) -> int:
-        """Sequences that could start now, less those that wait for a replica already."""
+        """Return how many sequences could start now, less those that wait for a replica already."""
         return self._routing.num_free(lowest_version, self._events.now) - self._num_waiting
 
     def swap(self, version: int, stall_s: float) -> None:
-        """Replicas take on a version."""
+        """Let replicas take on a version."""
         for number, replica in enumerate(self._replicas):
             replica.swap(self._events.now, version, stall_s)
             self._plan(number)
 
     def announce(self, version: int) -> None:
-        """Groups may go to replicas of `version`."""
+        """Let groups go to replicas of `version`."""
         self._routing.announce([AnnouncedReplica(info, version) for info in self._infos])
         self.serve()
 
     def ask(self, group: SimulatedGroup, num_samples: int) -> None:
-        """Draw the next `num_samples` samples of a group."""
+        """Ask for the next `num_samples` samples of a group."""
         group.num_needed += num_samples
         # Of one group the earlier request, that of fewer samples, is served first.
         heappush(self._waiting, (group.position, group.num_needed, num_samples, group))
@@ -225,7 +223,7 @@ class SimulatedFleet:
         self.serve()
 
     def serve(self) -> None:
-        """Give room to those who wait, in order."""
+        """Give capacity to waiting groups, in order."""
         while self._waiting:
             _, _, num_samples, group = self._waiting[0]
             # Any version will do: all replicas swap at once, and versions only grow.
@@ -238,7 +236,7 @@ class SimulatedFleet:
             self._start(GroupPart(group, member.order, reservation, num_samples))
 
     def cancel(self, group: SimulatedGroup) -> float:
-        """Break a group off; returns the tokens it had drawn in unfinished samples."""
+        """Break a group off; return the tokens of its unfinished samples."""
         for entry in [entry for entry in self._waiting if entry[3] is group]:
             self._waiting.remove(entry)
             self._num_waiting -= entry[2]
@@ -252,7 +250,7 @@ class SimulatedFleet:
         return sampled
 
     def num_sampled(self, group: SimulatedGroup) -> float:
-        """Tokens of a group's unfinished samples."""
+        """Return the tokens of a group's unfinished samples."""
         now = self._events.now
         return sum(self._replicas[part.replica].sampled(part.samples, now) for part in group.parts)
 

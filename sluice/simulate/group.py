@@ -36,23 +36,23 @@ class GroupPart:
 
 @dataclass(slots=True, eq=False)
 class SimulatedGroup:
-    """A prompt that was issued, with all samples it would draw.
+    """A prompt that was issued, with all samples that it could have.
 
     Args:
         position: in the data set, over all epochs; the order of issue as well.
         prompt: what it is about.
         issued_version: announced when it was first issued.
-        visit: what the strategy decided; replaced by what it decides after the first samples.
-        samples: drawn in advance.
-        num_wanted: samples that a replica was asked for, or will be when it has room.
+        attempt: what the strategy decided; replaced by what it decides after the first samples.
+        samples: chosen in advance.
+        num_needed: samples that a replica was asked for, or will be when it has capacity.
         num_asked: samples at replicas so far.
         num_finished: of those, finished.
         grades: of those that are graded one by one, as first samples are: whether each is right.
         parts: what is at replicas.
         replicas: where it has been, in order.
         start_version: of its oldest sample; ``None`` until a replica starts it.
-        attempt: how often it was broken off.
-        drawn_as: what was decided when its prompt was drawn.
+        num_restarts: how often it was broken off.
+        admitted_as: what was decided when its prompt was issued.
     """
 
     position: int
@@ -91,12 +91,12 @@ class SimulatedGroup:
 
     @property
     def num_right(self) -> int:
-        """Right ones of the samples asked for."""
+        """How many of the samples asked for are right."""
         return sum(self.samples.are_right[: self.num_asked])
 
     @property
     def end(self) -> PromptEnd | None:
-        """How it ends with the samples asked for if it is filtered; ``None``: it is kept."""
+        """How the group ends if the samples asked for get it filtered; ``None``: it is kept."""
         return self.samples.end(self.num_asked)
 
     @property
@@ -112,5 +112,5 @@ class SimulatedGroup:
         return filter_values(self.grades, self.grades) is None
 
     def graded(self, *, is_right: bool) -> None:
-        """One of its first samples is graded."""
+        """Record the grade of one of its first samples."""
         self.grades.append(is_right)

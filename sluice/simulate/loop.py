@@ -1,4 +1,10 @@
-"""The simulated loop: prompts in, kept groups out, versions back."""
+"""The simulated loop: prompts in, kept groups out, versions back.
+
+It decides with the same functions, in the same order, as the reward service: `SamplingStrategy`
+for what to start, `ReplicaRouter` for where, `filter_values` for what to keep, `staleness` for when
+a batch may be formed and what to break off, `YieldFloor` for when to give up. Only the waiting is
+replaced by a queue of events.
+"""
 
 from __future__ import annotations
 
@@ -85,18 +91,18 @@ class Batching:
         return len(self._unpublished) * self._batch_size
 
     def reserve(self, group: SimulatedGroup, version: int) -> None:
-        """A group is issued whose place in the batch for `version` is certain."""
+        """Reserve a place in the batch for `version` for a group that is issued."""
         self._started[group.name] = group
         self._ages.reserve(group.name, version)
 
     def started(self, group: SimulatedGroup) -> None:
-        """A replica draws tokens for a group from now on."""
+        """Record that a replica generates for a group from now on."""
         assert group.start_version is not None
         self._started[group.name] = group
         self._ages.runs(group.name, group.start_version)
 
     def left(self, group: SimulatedGroup) -> None:
-        """A group runs no more; harmless if it never started."""
+        """Record that a group runs no more; harmless if it never started."""
         self._started.pop(group.name, None)
         self._ages.left(group.name)
 
@@ -111,25 +117,25 @@ class Batching:
         self._ages.remove(group.name)
 
     def lease(self, groups: Sequence[SimulatedGroup], version: int) -> None:
-        """The trainer takes a batch."""
+        """Let the trainer take a batch."""
         for group in groups:
             self.remove(group)
         self._unpublished.append(version)
 
     def published(self, version: int) -> None:
-        """A version was announced."""
+        """Record that a version was announced."""
         self._unpublished = [leased for leased in self._unpublished if leased >= version]
 
     def next_version(self, announced: int) -> int:
-        """Version of the next batch to be formed while `announced` is."""
+        """Return the version of the next batch to be formed while `announced` is."""
         return max((announced, *(leased + 1 for leased in self._unpublished)))
 
     def decide(self, version: int, estimate: YieldEstimate) -> BatchDecision:
-        """What to do towards the batch for `version`."""
+        """Return what to do towards the batch for `version`."""
         return self._ages.decide(version, partial(kept_upper_bound, estimate=estimate))
 
     def expired(self, announced: int) -> list[SimulatedGroup]:
-        """Running groups that no batch will have a place for."""
+        """Return the running groups that no batch will have a place for."""
         return self.running(self._ages.expired(self.next_version(announced)))
 
     def running(self, names: Sequence[str]) -> list[SimulatedGroup]:
@@ -141,7 +147,7 @@ class Batching:
         return [self._kept[name] for name in names]
 
     def drops(self, group: SimulatedGroup, next_version: int) -> bool:
-        """Whether a doomed group is dropped, not begun again."""
+        """Whether a group that is sure to be stale is dropped, not restarted."""
         return self._ages.drops(group.name, next_version)
 
 
@@ -157,21 +163,23 @@ class PromptFeed:
     def __init__(
         self, num_in_line: int, key: Callable[[int], str], forecast: FinishForecast
     ) -> None:
-        self._num_in_line, self._key, self._forecast = num_in_line, key, forecast
+        self._num_in_line = num_in_line
+        self._key = key
+        self._forecast = forecast
         self._waiting: list[tuple[int, SimulatedGroup]] = []
         self._order = AdmissionOrder()
         self._next_position = 0
 
     def put(self, group: SimulatedGroup) -> None:
-        """A group begins again before any later one."""
+        """Let a group begin again before any later one."""
         heappush(self._waiting, (group.position, group))
 
     def waiting(self) -> SimulatedGroup | None:
-        """The first group that waits to begin again."""
+        """Return the first group that waits to begin again."""
         return heappop(self._waiting)[1] if self._waiting else None
 
     def next_position(self, version: int, now_s: float) -> int:
-        """The next position of the data set to start under `version`."""
+        """Return the next position of the data set to start under `version`."""
         while len(self._order) < self._num_in_line:
             expected = self._forecast.tokens(self._key(self._next_position))
             self._order.add(self._next_position, expected, version)
@@ -179,20 +187,12 @@ class PromptFeed:
         return self._order.take(version, self._forecast.tokens_in_time(now_s))
 
 
-# The simulated loop: prompts in, kept groups out, versions back.
-#
-# The reward service's decisions are taken by the same functions, in the same order, as its
-# pipeline takes them: `SamplingStrategy` for what to start, `Fleet` for where, `filter_values`
-# for what to keep, `staleness` for when a batch may be formed and what to break off,
-# `YieldFloor` for when to give up. Only the waiting is replaced by a queue of events.
-
 _REMEDY = (
     "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
     "(--group-size); of a run, lower its min_yield"
 )
 _BATCHES_WITHOUT_BOUND = 100
-"""So many batches' groups of which none is kept end a simulation whose run has no bound: a
-simulation that goes on for ever tells nothing."""
+"""Without a bound of the run, a simulation ends when none of so many batches' groups is kept."""
 
 
 class SimulatedLoop:
@@ -202,7 +202,7 @@ class SimulatedLoop:
         settings: what is simulated.
         workload: the data set and its answers.
         recorder: counts.
-        on_step: told of the number of batches leased.
+        on_step: gets the number of batches leased.
     """
 
     def __init__(
@@ -213,8 +213,11 @@ class SimulatedLoop:
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         rules = settings.rules
-        self._settings, self._rules, self._workload = settings, rules, workload
-        self._recorder, self._on_step = recorder, on_step
+        self._settings = settings
+        self._rules = rules
+        self._workload = workload
+        self._recorder = recorder
+        self._on_step = on_step
         self._events = EventQueue()
         self._fleet = SimulatedFleet(
             settings.fleet, self._events, self._started, self._sample_ended, self._generated
@@ -243,7 +246,7 @@ class SimulatedLoop:
         self.num_samples = 0
 
     def run(self) -> None:
-        """Until the last step is published.
+        """Run until the last step is published.
 
         Raises:
             BatchUnfillableError: hardly a group is kept any more, or ``rounds`` used up its waves.
@@ -260,15 +263,15 @@ class SimulatedLoop:
                 self._settle()
 
     def statistics(self) -> dict[str, float]:
-        """What the strategy says of itself."""
+        """Return what the strategy reports about itself."""
         return self._strategy.statistics()
 
     def totals(self) -> tuple[float, float, float]:
-        """Tokens generated, busy seconds, slot seconds."""
+        """Return tokens generated, busy seconds, slot seconds."""
         return self._fleet.totals
 
     def num_pending_tokens(self) -> float:
-        """Tokens of groups that run or wait for a batch."""
+        """Return the tokens of groups that run or wait for a batch."""
         running = (g.finished_tokens + self._fleet.num_sampled(g) for g in self._in_flight.values())
         return sum(running) + sum(group.finished_tokens for group in self._batching.kept)
 
@@ -306,7 +309,7 @@ class SimulatedLoop:
             self._issue(self._feed.waiting())
 
     def _issue(self, again: SimulatedGroup | None) -> None:
-        """Draw the next prompt, or that of a group that begins again."""
+        """Issue the next prompt, or that of a group that begins again."""
         if again is None:
             position = self._feed.next_position(self._version, self._events.now)
         else:
@@ -359,7 +362,7 @@ class SimulatedLoop:
             self._after_grading(partial(self._sample_graded, group, is_right=is_right))
 
     def _sample_graded(self, group: SimulatedGroup, *, is_right: bool) -> None:
-        """Draw the rest as soon as the grades of two of the first samples differ."""
+        """Ask for the rest as soon as the grades of two of the first samples differ."""
         if group.is_cancelled:
             return
         group.graded(is_right=is_right)
@@ -374,7 +377,7 @@ class SimulatedLoop:
         self._after_grading(partial(self._graded, group, group.num_needed))
 
     def _graded(self, group: SimulatedGroup, num_samples: int) -> None:
-        """Judge a group, unless more samples than these were asked for while they were graded."""
+        """Judge a group, unless the strategy asked for more samples while these were graded."""
         if group.is_cancelled or group.num_needed > num_samples:
             return
         self._has_changed = True
@@ -429,7 +432,7 @@ class SimulatedLoop:
             raise floor.error(last, " (all of them simulated)", _REMEDY)
 
     def _has_no_place(self, group: SimulatedGroup) -> bool:
-        """Whether another group, kept at the same instant, has taken the last place."""
+        """Return whether another group, kept at the same instant, has taken the last place."""
         return self._rules.preempts and group in self._batching.expired(self._version)
 
     def _cancel_expired(self, expired: list[SimulatedGroup]) -> None:
@@ -489,7 +492,8 @@ class SimulatedLoop:
         self._trainer_wait_s += leased_s - asked_s
         self._recorder.leased(groups, self._version, now)
         self._recorder.marks.append(self._mark(now))
-        self._asked_s, self._has_changed = None, True
+        self._asked_s = None
+        self._has_changed = True
         trained_s = leased_s + self._train_s(len(self._recorder.marks) - 1)
         swap_s = trained_s + trainer.publish_s - trainer.stall_s
         self._events.at(swap_s, self._swap)

@@ -1,4 +1,4 @@
-"""What the simulation counts while it runs."""
+"""The counts of a simulation while it runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Issue:
 class Recorder:
     """Counts of one simulation.
 
-    `on_end` is told of each group that ends, with its cause and the time.
+    `on_end` is called for each group that ends, with its cause and the time.
     """
 
     on_end: Callable[[SimulatedGroup, TokenCause, float], None] | None = None
@@ -84,7 +84,7 @@ class Recorder:
     num_ended: int = 0
 
     def issued(self, group: SimulatedGroup) -> None:
-        """A group starts, perhaps again."""
+        """Record that a group starts, perhaps again."""
         issue = self.issues.get(group.position)
         if issue is None:
             issue = Issue(group.issued_version, group.prompt.is_long, is_mixed=False)
@@ -92,7 +92,7 @@ class Recorder:
         issue.is_mixed = group.samples.is_mixed
 
     def leased(self, groups: list[SimulatedGroup], version: int, now: float) -> None:
-        """A batch for `version` is at the trainer."""
+        """Record that a batch for `version` is at the trainer."""
         for group in groups:
             self.issues[group.position].is_trained = True
             self.staleness.update(version - oldest for oldest in group.sample_versions)
@@ -101,23 +101,23 @@ class Recorder:
         self.num_hard.append(sum(group.prompt.is_hard for group in groups))
 
     def filtered(self, group: SimulatedGroup, now: float) -> None:
-        """A group's grades are all the same."""
+        """Record a group whose grades are all the same."""
         self.issues[group.position].is_mixed = False
         is_right = group.num_right > 0
         self.ended(group, TokenCause.ALL_RIGHT if is_right else TokenCause.ALL_WRONG, now)
 
     def broken_off(self, num_tokens: float, *, restarts: bool) -> None:
-        """A running group was cancelled as stale."""
+        """Record a running group that was cancelled as stale."""
         self.stale_tokens += num_tokens
         self.num_restarted += restarts
 
     def preempted(self, num_tokens: float) -> None:
-        """A running group was cancelled by a full batch, and starts again."""
+        """Record a running group that a full batch cancelled, and that starts again."""
         self.preempted_tokens += num_tokens
         self.num_restarted += 1
 
     def kept_discarded(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:
-        """A kept group was thrown away."""
+        """Record a kept group that was thrown away."""
         self.num_kept_discarded += 1
         self.num_surplus += cause is TokenCause.SURPLUS
         self.ended(group, cause, now)

@@ -88,13 +88,13 @@ def simulate(
     recorder: Recorder | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> SimulationResult:
-    """Simulates one run.
+    """Simulate one run.
 
     Args:
         settings: what is simulated.
         workload: the data set and its answers.
         recorder: counts; give one to look at it afterwards.
-        on_step: told of the number of batches leased so far.
+        on_step: gets the number of batches leased so far.
 
     Raises:
         BatchUnfillableError: the workload is hopeless, or the strategy's limit was reached.
@@ -154,7 +154,9 @@ def _spread(counts: Counter[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def _long_prompt_ratio(settings: SimulationSettings, recorder: Recorder) -> float:
-    """Of prompts issued after the warm-up, and early enough for the bound to have trained them."""
+    """Return the ratio for prompts after the warm-up, early enough for the bound to have trained
+    them.
+    """
     last = settings.num_steps - 1 - settings.rules.max_staleness - 1
     cohort = [
         issue

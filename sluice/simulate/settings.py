@@ -38,7 +38,7 @@ class FleetSettings:
         if self.num_replicas < 1 or self.slots * self.slack < 1.0:
             raise ConfigError(
                 f"simulated fleet: {self.num_replicas} replicas with {self.slots} slots and slack "
-                f"{self.slack:g}; there must be room for a sequence"
+                f"{self.slack:g}; there must be capacity for a sequence"
             )
         delays = (self.base_step_s, self.per_sequence_s, self.prefill_s, self.grading_s)
         if min(delays) < 0.0 or self.step_s(1) <= 0.0:
@@ -48,7 +48,7 @@ class FleetSettings:
             )
 
     def step_s(self, num_running: int) -> float:
-        """Seconds of a decoding step: one token for each of `num_running` sequences."""
+        """Return the seconds of a decoding step: one token for each of `num_running` sequences."""
         return self.base_step_s + self.per_sequence_s * num_running
 
 
@@ -62,7 +62,7 @@ class TrainerSettings:
         publish_s: from trained weights to the announcement; the stall is the end of it.
         stall_s: how long replicas stand still to swap weights.
         handover_s: from a formed batch until the trainer has it, which it waits for.
-        recorded_s: `train_s` of the first steps, in their order; those after them are drawn.
+        recorded_s: `train_s` of the first steps, in their order; those after them are random.
     """
 
     train_s: float = 60.0
@@ -124,7 +124,9 @@ class SimulationSettings:
             )
 
     def _check_filter(self) -> None:
-        """The service refuses the first of these as well; the second only a record can bring."""
+        """Refuse what cannot be judged: the service refuses the first too, the second only a record
+        has.
+        """
         name = self.rules.strategy
         if not self.filters_groups and name is not StrategyName.STREAM:
             raise ConfigError(
@@ -144,7 +146,7 @@ class SimulationSettings:
             )
 
     def as_issued(self) -> SimulationSettings:
-        """The same without pacing: for a workload in the order in which a run's groups started."""
+        """Return the settings without pacing, for a workload in the order of a run's groups."""
         return replace(self, rules=replace(self.rules, paces=False))
 
     @property

@@ -1,6 +1,4 @@
-"""All strategies on one workload and fleet: the time to fill a batch, and whole runs side by
-side.
-"""
+"""All strategies on one workload and fleet: times to fill a batch, and whole runs side by side."""
 
 from __future__ import annotations
 
@@ -44,12 +42,12 @@ def simulate_fill_times(
     workload: Workload,
     on_step: Callable[[int], None] | None = None,
 ) -> FillTimes:
-    """Simulates a run with a trainer that takes no time.
+    """Simulate a run with a trainer that takes no time.
 
     Args:
         settings: the run's own; its trainer is put aside.
         workload: the data set and its answers.
-        on_step: told of the number of batches leased so far.
+        on_step: gets the number of batches leased so far.
 
     Raises:
         BatchUnfillableError: the workload is hopeless, or the strategy's limit was reached.
@@ -88,13 +86,13 @@ def compare(
     strategies: Sequence[StrategyName] = tuple(StrategyName),
     on_step: Callable[[int], None] | None = None,
 ) -> tuple[Compared, ...]:
-    """Simulates each strategy twice: with the trainer, and with one that takes no time.
+    """Simulate each strategy twice: with the trainer, and with one that takes no time.
 
     Args:
         settings: of all; ``rounds`` is simulated synchronously (S = 0), as it runs.
         open_workload: the same data set for each.
         strategies: which, ``rounds`` and ``stream`` among them.
-        on_step: told after each step of each simulation.
+        on_step: called after each step of each simulation.
 
     Raises:
         BatchUnfillableError: the workload is hopeless.
@@ -120,6 +118,6 @@ def compare(
 
 
 def of_strategy(settings: SimulationSettings, name: StrategyName) -> SimulationSettings:
-    """The same run with another strategy; ``rounds`` is synchronous."""
+    """Return the same run with another strategy; ``rounds`` is synchronous."""
     bound = 0 if name is StrategyName.ROUNDS else settings.rules.max_staleness
     return replace(settings, rules=replace(settings.rules, strategy=name, max_staleness=bound))

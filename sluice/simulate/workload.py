@@ -1,6 +1,4 @@
-"""What prompts bring: how often they are solved and how long the answers are, by distributions
-or by stage of a run.
-"""
+"""Prompts of a simulation: how often they are solved and how long answers are."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class SimulatedPrompt:
     """A prompt as it is issued.
 
     Args:
-        key: names it across visits.
+        key: names it across attempts.
         pass_rate: true probability that a sample is right, now.
         is_long: among the tenth of prompts with the longest expected responses.
         number: its place in the workload.
@@ -40,7 +38,7 @@ class SimulatedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSamples:
-    """All samples that a group would draw.
+    """All samples that a group could have.
 
     Args:
         tokens: response length of each.
@@ -55,7 +53,7 @@ class SimulatedSamples:
     is_filtered: bool = True
 
     def end(self, num_samples: int) -> PromptEnd | None:
-        """How a group of the first `num_samples` (>= 1) ends if it is filtered; ``None``: kept."""
+        """Return how a group of its first `num_samples` (>= 1) ends if filtered; ``None``: kept."""
         if not self.is_filtered:
             return None
         grades = self.are_right[:num_samples]
@@ -71,13 +69,13 @@ class Workload(Protocol):
     """A data set with a policy's answers to it; the same calls give the same answers."""
 
     def prompt(self, position: int, version: int) -> SimulatedPrompt:
-        """The prompt drawn at `position` (0, 1, ... over all epochs) under a policy version."""
+        """Return the prompt at `position` (0, 1, ... over all epochs) under a policy version."""
         ...
 
     def samples(
         self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
     ) -> SimulatedSamples:
-        """The samples of a group; another `attempt` (0, 1, ...) draws others."""
+        """Return the samples of a group; another `attempt` (0, 1, ...) has others."""
         ...
 
 
@@ -93,7 +91,7 @@ _LEAST_RATE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BetaComponent:
-    """Prompts whose pass rates are drawn from Beta(alpha, beta).
+    """Prompts whose pass rates are distributed as Beta(alpha, beta).
 
     Args:
         alpha: above 0.
@@ -130,7 +128,7 @@ class ResponseLengths:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadDescription:
-    """What a data set and a policy's answers to it are drawn from.
+    """The distributions of a data set and of a policy's answers to it.
 
     Args:
         pass_rates: kinds of prompts, at least one.
@@ -146,7 +144,7 @@ class WorkloadDescription:
 
 
 class DescribedWorkload:
-    """Prompts of a description, visited epoch after epoch in an order of each epoch's own.
+    """Prompts of a description, epoch after epoch in an order of each epoch's own.
 
     Args:
         description: the distributions.
@@ -154,7 +152,8 @@ class DescribedWorkload:
     """
 
     def __init__(self, description: WorkloadDescription, seed: int = 0) -> None:
-        self._description, self._seed = description, seed
+        self._description = description
+        self._seed = seed
         lengths, num_prompts = description.lengths, description.num_prompts
         draws = np.random.default_rng([seed, 0])
         rates = _pass_rates(description, draws)
@@ -168,7 +167,7 @@ class DescribedWorkload:
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
     def prompt(self, position: int, version: int) -> SimulatedPrompt:
-        """See `Workload`."""
+        """Return the prompt; see `Workload`."""
         epoch, place = divmod(position, self._description.num_prompts)
         if epoch != self._epoch:
             order = np.random.default_rng([self._seed, 1, epoch])
@@ -181,7 +180,7 @@ class DescribedWorkload:
     def samples(
         self, prompt: SimulatedPrompt, position: int, num_restarts: int, num_samples: int
     ) -> SimulatedSamples:
-        """See `Workload`."""
+        """Return the samples; see `Workload`."""
         lengths = self._description.lengths
         draws = np.random.default_rng([self._seed, 2, position, num_restarts])
         deviations = lengths.sigma_within_prompt * draws.standard_normal(num_samples)
@@ -192,7 +191,7 @@ class DescribedWorkload:
 
 
 def _pass_rates(description: WorkloadDescription, draws: np.random.Generator) -> Floats:
-    """Of all prompts: [num_prompts]."""
+    """Return those of all prompts: [num_prompts]."""
     kinds, num_prompts = description.pass_rates, description.num_prompts
     weights = np.array([kind.weight for kind in kinds])
     chosen = draws.choice(len(kinds), size=num_prompts, p=weights / weights.sum())
@@ -201,16 +200,12 @@ def _pass_rates(description: WorkloadDescription, draws: np.random.Generator) ->
     return np.clip(rates, _LEAST_RATE, 1.0 - _LEAST_RATE)
 
 
-# Three stages of a run as workloads: early, mid, late.
-#
-# A prompt is hard, middling or easy; its pass rate is drawn from that kind's Beta distribution.
-# Over a run prompts move from hard to easy, so that groups that are all right become more
-# frequent (DAPO, figure 3b). Lengths and drift are the defaults of a `WorkloadDescription`.
-# `docs/simulator.md` has the numbers and why.
+# Three stages of a run. Over a run prompts move from hard to easy, so that groups that are all
+# right become more frequent (DAPO, figure 3b). docs/simulator.md has the numbers and reasons.
 
 
 def _mixture(*, hard: float, middle: float, easy: float) -> tuple[BetaComponent, ...]:
-    """Kinds of prompts with their shares, which sum to 1."""
+    """Return kinds of prompts with their shares, which sum to 1."""
     return (
         BetaComponent(0.25, 5.0, hard),
         BetaComponent(1.2, 1.2, middle),

@@ -1,4 +1,4 @@
-"""Reads a workload's distributions from a YAML or JSON file; docs/simulator.md has the fields."""
+"""Read a workload's distributions from a YAML or JSON file; docs/simulator.md has the fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sluice.simulate.workload import ResponseLengths, WorkloadDescription
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """A field that holds one number; no default: it has to be there."""
+    """A field that holds one number; without a default it is required."""
 
     low: float
     high: float
@@ -56,7 +56,7 @@ _OF_SET = {
 
 
 def read_workload(file: Path) -> WorkloadDescription:
-    """Reads a description; what is left out is as in the mixtures of docs/simulator.md.
+    """Read a description; fields that are left out are as in the mixtures of docs/simulator.md.
 
     Args:
         file: JSON if it is named so, else YAML.
@@ -124,7 +124,7 @@ def _components(value: object, problems: list[str]) -> list[dict[str, float]]:
 def _section(
     path: str, value: object, fields: Mapping[str, _Number], problems: list[str]
 ) -> dict[str, float]:
-    """A mapping of numbers, and nothing else."""
+    """Return a mapping of numbers, and nothing else."""
     if not isinstance(value, dict):
         problems.append(f"{path} = {shown(value)}: give a mapping of {', '.join(fields)}")
         return {}

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.source_tree import ROOT
-from tools.client_demo.client_process import NODE, PYTHON, node_packages
+from tools.client_demo.clients import NODE, NODE_PACKAGES, PYTHON
 
-HAS_NODE = shutil.which("node") is not None and (node_packages() / "@grpc").is_dir()
+HAS_NODE = shutil.which("node") is not None and (NODE_PACKAGES / "@grpc").is_dir()
 LANGUAGES = (PYTHON, NODE) if HAS_NODE else (PYTHON,)
 
 

@@ -1,1 +1,1 @@
-"""Runs the whole loop under faults and checks what is left of it."""
+"""Run the whole loop under faults and check what is left; `make chaos`."""

@@ -1,4 +1,4 @@
-"""`make chaos`: the whole loop under random faults, and what is left of it afterwards.
+"""Run the whole loop under random faults, and check what is left of it; `make chaos`.
 
 The last line printed is one JSON object: `minutes`, `faults` by kind, `prompts_lost`,
 `prompts_doubled`, `digest_mismatches`, `late_waits` (all four have to be 0), `recovery_s`,
@@ -31,7 +31,7 @@ _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs chaos; 0: nothing was found."""
+    """Run chaos; return 0 if nothing was found."""
     options = _parse(arguments)
     began_s = time.monotonic()
     console = Console(stderr=True)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    """A seventh of the time is calm before the faults, a sixth quiet after them."""
+    """Plan the times: a seventh is calm before the faults, a sixth is quiet after them."""
     seconds = 60 * options.minutes
     calm_s, quiet_s = min(_LONGEST_CALM_S, seconds / 7), min(_LONGEST_QUIET_S, seconds / 6)
     schedule = draw_schedule(

@@ -1,7 +1,7 @@
-"""Whether each prompt counts once in the weights that survived, and none is missing.
+"""Check that each prompt counts once in the weights that survived, and that none is missing.
 
-What was trained is read from the dumps of train batches (`trainer.rollout_data_dir`): a step that
-is trained again replaces its dump. What the reward service believes is read from its ledger.
+The dumps of train batches (`trainer.rollout_data_dir`) show what was trained: a step that is
+trained again replaces its dump. The ledger shows what the reward service believes.
 """
 
 from __future__ import annotations
@@ -13,18 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = [
-    "AccountingVerdict",
-    "Dump",
-    "LedgerView",
-    "TrainerRestart",
-    "ended_as",
-    "judge_accounting",
-    "read_dumps",
-    "read_ledger",
-    "surviving_steps",
-]
 
 TRAINED = "trained"
 
@@ -66,9 +54,9 @@ class AccountingVerdict:
 def surviving_steps(
     dumps: Iterable[Dump], restarts: Sequence[TrainerRestart], last_step: int
 ) -> dict[int, frozenset[str]]:
-    """Prompts by step, of batches that are in the final weights.
+    """Return prompts by step, of batches that are in the final weights.
 
-    A batch is not if the trainer began again before its step after the dump was written.
+    A batch is not, if the trainer began again before its step after the dump was written.
     """
     return {
         dump.step: dump.prompt_ids
@@ -84,7 +72,7 @@ def judge_accounting(
     accepted: Collection[str],
     last_step: int,
 ) -> AccountingVerdict:
-    """What is lost or doubled.
+    """Return the prompts that are lost or doubled.
 
     Args:
         surviving: prompts by step, as `surviving_steps` gives them.
@@ -130,7 +118,7 @@ def ended_as(ledger: LedgerView) -> Counter[str]:
 
 
 def read_dumps(folder: Path) -> list[Dump]:
-    """All whole dumps."""
+    """Read all whole dumps."""
     found = []
     for file in folder.glob("[0-9]*.jsonl"):
         # Not splitlines: answers hold other characters that end lines.
@@ -142,7 +130,7 @@ def read_dumps(folder: Path) -> list[Dump]:
 
 
 def read_ledger(file: Path) -> LedgerView:
-    """The ledger of a reward service that has ended."""
+    """Read the ledger of a reward service that has ended."""
     with closing(sqlite3.connect(file)) as database:
         pending = database.execute("SELECT prompt_id FROM pending").fetchall()
         ended = database.execute("SELECT prompt_id, prompt_end, step FROM ended").fetchall()

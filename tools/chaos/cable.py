@@ -1,4 +1,4 @@
-"""A network cable that can be cut and slowed down: this machine at one end, a replica at the other.
+"""A network cable that can be cut and slowed: this machine at one end, a replica at the other.
 
 The replica lives in a network namespace of its own. Both ends are TUN devices, and packets travel
 between them through this process, which drops or delays them; so no traffic control is needed.
@@ -21,8 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Self
-
-__all__ = ["Cable", "CableError", "cable"]
 
 _TUNSETIFF, _IFF_TUN_NO_PI = 0x400454CA, 0x0001 | 0x1000
 _MTU = 16_000
@@ -55,7 +53,7 @@ class Cable:
         self._thread = threading.Thread(target=self._carry, name="cable", daemon=True)
 
     def __enter__(self) -> Self:
-        """Raises CableError where the machine does not allow it."""
+        """Set the cable up; raise CableError where the machine does not allow it."""
         if not sys.platform.startswith("linux") or shutil.which("ip") is None:
             raise CableError("there is no `ip` command")
         _ip("netns", "add", self.namespace)
@@ -73,11 +71,11 @@ class Cable:
         self.close()
 
     def inside(self, command: Sequence[str]) -> tuple[str, ...]:
-        """`command` at the far end."""
+        """Return the words that run `command` at the far end."""
         return ("ip", "netns", "exec", self.namespace, *command)
 
     def close(self) -> None:
-        """Takes everything down; devices end with their descriptors."""
+        """Take everything down; devices end with their descriptors."""
         self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -97,7 +95,7 @@ class Cable:
         _ip(*where, "link", "set", name, "mtu", str(_MTU), "up")
 
     def _carry(self) -> None:
-        """Moves packets until the cable is closed; of two with one time the first goes first."""
+        """Move packets until the cable is closed; of two with one time the first goes first."""
         near, far = self._ends
         other, number = {near: far, far: near}, 0
         travelling: list[tuple[float, int, int, bytes]] = []
@@ -120,7 +118,7 @@ class Cable:
 
 @contextmanager
 def cable() -> Iterator[Cable | str]:
-    """A cable, or why there can be none here."""
+    """Return a cable, or why there can be none here."""
     try:
         plugged = Cable().__enter__()
     except CableError as error:

@@ -38,8 +38,6 @@ from tools.chaos.witness import Question, Witness
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Plan", "run_experiment"]
-
 _START_S, _END_S, _POLL_S, _NEWS_S = 240.0, 120.0, 0.2, 5.0
 _LOOPBACK = "127.0.0.1"
 _NUM_QUESTIONS = 1000
@@ -60,7 +58,7 @@ class Plan:
 async def run_experiment(
     folder: Path, plan: Plan, plugged: Cable | str, console: Console
 ) -> Findings:
-    """Runs it all.
+    """Run all of it.
 
     Raises:
         RuntimeError: the run did not even start.
@@ -91,7 +89,7 @@ async def run_experiment(
 async def _go(
     run: LaunchedRun, observer: Observer, injector: Injector, plan: Plan, console: Console
 ) -> tuple[Times, str]:
-    """Start, calm, faults, quiet; and why the run did not go on after the faults."""
+    """Run start, calm, faults, quiet; return why the run did not continue after the faults."""
     wanted = Plan.replicas + (not isinstance(injector.cable, str))
     seen = observer.seen
     await _until(
@@ -110,7 +108,7 @@ async def _go(
 
 
 async def _recover(run: LaunchedRun, observer: Observer, injector: Injector) -> str:
-    """Waits for a step after all faults; why there is none, or nothing."""
+    """Wait for a step after all faults; return why there is none, or nothing."""
     steps = observer.seen.steps_s
     before = len(steps)
     try:
@@ -124,7 +122,7 @@ async def _recover(run: LaunchedRun, observer: Observer, injector: Injector) -> 
 async def _notify(
     observer: Observer, injector: Injector, from_s: float, plan: Plan, console: Console
 ) -> None:
-    """Progress: each fault as it comes, and where the run stands."""
+    """Print progress: each fault as it comes, and where the run stands."""
     reported, news_s = 0, 0.0
     total_s = plan.schedule[-1].at_s + plan.quiet_s if plan.schedule else plan.quiet_s
     while True:
@@ -149,7 +147,7 @@ async def _notify(
 
 
 async def _stop(run: LaunchedRun, config: RunConfig) -> None:
-    """Asks the trainer to end the run as at its last step."""
+    """Ask the trainer to end the run as at its last step."""
     address = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
     ends_s = time.monotonic() + _END_S
     while run.up.returncode is None:
@@ -184,7 +182,7 @@ async def _until(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What is known of the run without its files."""
+    """What is known about the run without its files."""
 
     observed: Observation
     witness: Witness
@@ -223,7 +221,7 @@ def _findings(folder: Path, config: RunConfig, known: _Seen) -> Findings:
 
 
 def _end_of(run_dir: Path) -> tuple[float, float | None]:
-    """Prompts that the run itself counts as lost, and held-out accuracy after the last step."""
+    """Return prompts that the run counts as lost, and held-out accuracy after the last step."""
     try:
         record = read_run(run_dir)
     except DataError:  # it did not reach its end, which its exit code says
@@ -238,7 +236,7 @@ def _reward(config: RunConfig) -> str:
 
 
 def _questions(config: RunConfig) -> list[Question]:
-    """Questions of the data set, for the client."""
+    """Return questions of the data set, for the client."""
     files = config.data.train_files or ""
     file = files if isinstance(files, str) else files[0]
     rows = pq.read_table(file, columns=["data_source", "prompt", "reward_model"])
@@ -252,7 +250,7 @@ def _questions(config: RunConfig) -> list[Question]:
 
 @asynccontextmanager
 async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs coroutines for the length of the block."""
+    """Run coroutines for the length of the block."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(each) for each in work]
         try:

@@ -1,4 +1,4 @@
-"""Does to a run what the schedule says, and undoes what lasts."""
+"""Inject the schedule's faults into a run, and undo those that last."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from tools.chaos.cable import Cable
 from tools.chaos.launched_run import FAR, LaunchedRun, Process
 from tools.chaos.schedule import Fault, FaultKind
 
-__all__ = ["Injected", "Injector"]
-
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
 _START_FIELD = 19  # of what follows the command's name in /proc/PID/stat
@@ -28,7 +26,7 @@ _CORE = ("trainer", "reward")
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """What came of a fault: when (monotonic), whom it hit, or why it could not be done."""
+    """The effect of a fault: when (monotonic), whom it hit, or why it could not be injected."""
 
     fault: Fault
     at_s: float
@@ -57,7 +55,7 @@ class Injector:
     stopped: list[tuple[str, float, float]] = field(default_factory=list)
 
     async def follow(self, schedule: Sequence[Fault]) -> None:
-        """All faults at their times; returns when the last one is over."""
+        """Inject all faults at their times; return when the last one is over."""
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for fault in schedule:
@@ -71,7 +69,7 @@ class Injector:
                     self.done.append(Injected(fault, time.monotonic(), target))
 
     async def restore(self, replicas: int) -> None:
-        """As many replicas as at the beginning."""
+        """Bring back as many replicas as at the beginning."""
         await self._set_replicas(replicas)
 
     async def _inject(self, fault: Fault, tasks: asyncio.TaskGroup) -> str:
@@ -100,10 +98,10 @@ class Injector:
     def _stop(self, fault: Fault, among: Sequence[Process], tasks: asyncio.TaskGroup) -> str:
         chosen = _chosen(fault, among)
         os.kill(chosen.pid, signal.SIGSTOP)
-        tasks.create_task(self._go_on(chosen, fault.seconds), name=f"{chosen.name} goes on")
+        tasks.create_task(self._resume(chosen, fault.seconds), name=f"{chosen.name} resumes")
         return chosen.name
 
-    async def _go_on(self, process: Process, seconds: float) -> None:
+    async def _resume(self, process: Process, seconds: float) -> None:
         from_s = time.monotonic()
         # A process that ends meanwhile must not be taken for another one with its id.
         handle = os.pidfd_open(process.pid)
@@ -153,14 +151,14 @@ def _local(processes: dict[str, Process]) -> list[Process]:
 
 
 def _named(whom: str, processes: dict[str, Process]) -> list[Process]:
-    """The service, or all replicas."""
+    """Return the service, or all replicas."""
     if whom == "replica":
         return _replicas(processes)
     return [processes[whom]] if whom in processes else []
 
 
 def _mortal(processes: Sequence[Process]) -> list[Process]:
-    """Those that are started again when they are killed: not too often, or after a long life."""
+    """Return those that restart when they are killed: not too often, or after a long life."""
     return [
         process
         for process in processes
@@ -169,7 +167,7 @@ def _mortal(processes: Sequence[Process]) -> list[Process]:
 
 
 def _age_s(pid: int) -> float:
-    """Seconds since a process started; 0 if it has ended."""
+    """Return seconds since a process started; 0 if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -215,7 +213,7 @@ def _kill_scorer(fault: Fault, processes: dict[str, Process]) -> str:
 
 
 def _children(parent: int, wanted: bytes) -> list[int]:
-    """Ids of a process's children whose command line holds `wanted`."""
+    """Return ids of a process's children whose command line holds `wanted`."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""Waits that lasted longer than their deadline allows."""
+"""Wait that lasted longer than their deadline allows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from sluice.config.schema.service import ServiceConfig
 
-__all__ = ["LateWait", "ObservedWait", "WaitLimits", "late_waits", "limits_of"]
-
 # A look takes a second, a busy machine some more.
 GRACE_S = 10.0
 _COUNT = re.compile(r"\d+")
@@ -18,7 +16,7 @@ _BUCKETS = 3  # of a small model: one of weights, two that frame them
 
 @dataclass(frozen=True, slots=True)
 class ObservedWait:
-    """A wait as a service told of it at `at_s`."""
+    """A wait as a service reported it at `at_s`."""
 
     at_s: float
     service: str
@@ -29,7 +27,7 @@ class ObservedWait:
 
 @dataclass(frozen=True, slots=True)
 class LateWait:
-    """The worst sight of a wait, and what it was allowed."""
+    """The worst sight of a wait, and its deadline."""
 
     wait: ObservedWait
     allowed_s: float
@@ -43,13 +41,13 @@ class WaitLimits:
     longest_s: float
 
     def allowed_s(self, phase: str) -> float:
-        """The deadline of a wait."""
+        """Return the deadline of a wait."""
         name = phase.rstrip("0123456789 ")
         return next((limit for one, limit in self.by_phase if one == name), self.longest_s)
 
 
 def limits_of(service: ServiceConfig) -> WaitLimits:
-    """Deadlines by phase as `service` and the table of call policies set them.
+    """Return deadlines by phase as `service` and the table of call policies set them.
 
     What is not listed waits for another wait of the run and has to end with the longest of them.
     """
@@ -83,7 +81,7 @@ def late_waits(
     *,
     grace_s: float = GRACE_S,
 ) -> tuple[LateWait, ...]:
-    """One entry for each wait that grew too old.
+    """Return one entry for each wait that grew too old.
 
     Args:
         seen: all looks.

@@ -1,7 +1,7 @@
 """The run under chaos: `sluice up` in a process of its own, and one replica behind the cable.
 
-Processes are signalled by the ids that the launcher tells at that moment, so that only those that
-belong to this run are hit.
+Signals go to the ids that the launcher reports at that moment, so that they hit only processes of
+this run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from sluice.launch.servicer import launcher_of
 from sluice.rpc.client import open_channel, unary_call
 from tools.chaos.cable import Cable
 
-__all__ = ["FAR", "LaunchedRun", "Process", "launched_run"]
-
 FAR = "rollout-far"
 _END_S, _RESTART_S = 90.0, 0.5
 
@@ -41,7 +39,7 @@ class Process:
 
 
 class LaunchedRun:
-    """What there is of the run's processes.
+    """The run's processes.
 
     Args:
         config: of the run.
@@ -54,7 +52,7 @@ class LaunchedRun:
         self.far: asyncio.subprocess.Process | None = None
 
     async def processes(self) -> dict[str, Process]:
-        """By name, those that run now. Empty before the launcher serves."""
+        """Return those that run now, by name; nothing before the launcher serves."""
         with suppress(SluiceError):
             launcher = launcher_of(self.run_dir)
             async with open_channel(
@@ -82,7 +80,7 @@ class LaunchedRun:
         return {}
 
     async def ended(self) -> int:
-        """The exit code of `sluice up`, once all has ended."""
+        """Return the exit code of `sluice up`, once all has ended."""
         try:
             async with asyncio.timeout(_END_S):
                 return await self.up.wait()
@@ -95,7 +93,7 @@ class LaunchedRun:
 async def launched_run(
     config: RunConfig, config_file: Path, cable: Cable | None
 ) -> AsyncIterator[LaunchedRun]:
-    """Starts the run; whatever is left of it is ended with the block."""
+    """Start the run; end all that is left of it with the block."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
     with (config_file.parent / "up.log").open("wb") as log:
         up = await asyncio.create_subprocess_exec(
@@ -129,7 +127,7 @@ async def launched_run(
 
 
 async def _keep_far(run: LaunchedRun, config_file: Path, cable: Cable) -> None:
-    """Keeps the replica at the far end running, as a launcher on that machine would."""
+    """Keep the replica at the far end running, as a launcher on that machine would."""
     command = cable.inside(
         (
             *(sys.executable, "-m", "services.rollout", "--config", str(config_file)),

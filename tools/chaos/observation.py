@@ -1,4 +1,4 @@
-"""Looks at a run from outside, each second: steps, restarts, digests, waits, lost prompts."""
+"""Observe a run from outside, each second: steps, restarts, digests, waits, lost prompts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ from tools.chaos.bookkeeping import TrainerRestart
 from tools.chaos.late_waits import ObservedWait
 from tools.chaos.recovery import Yield
 
-__all__ = ["DigestReading", "Observation", "Observer", "digest_mismatches"]
-
 _LOOK_S, _TAIL_S, _ANSWER_S = 1.0, 0.2, 2.0
 _RESUMED = re.compile(r"the run continues from step (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class DigestReading:
-    """A replica that a trainer counts as serving, and the weights it says it serves."""
+    """A replica that a trainer counts as serving, and the digest of its weights."""
 
     trainer: str
     version: int
@@ -62,7 +60,7 @@ class Observation:
 
 
 def digest_mismatches(sights: Iterable[DigestReading]) -> list[tuple[str, int]]:
-    """Versions of a trainer that were seen with more than one digest."""
+    """Return versions of a trainer that were seen with more than one digest."""
     by_version: dict[tuple[str, int], set[str]] = {}
     for reading in sights:
         by_version.setdefault((reading.trainer, reading.version), set()).add(reading.digest)
@@ -70,7 +68,7 @@ def digest_mismatches(sights: Iterable[DigestReading]) -> list[tuple[str, int]]:
 
 
 class Observer:
-    """Looks until it is cancelled.
+    """Observes until it is cancelled.
 
     Args:
         config: of the run.
@@ -86,13 +84,13 @@ class Observer:
         self._tails: dict[Path, _Tail] = {}
 
     async def run(self) -> None:
-        """Looks at services each second, at files more often."""
+        """Read services each second, files more often."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read_files(), name="reading files")
             tasks.create_task(self._ask_services(), name="asking services")
 
     def read_files(self) -> None:
-        """What metrics and logs say since the last time."""
+        """Read what is new in metrics and logs."""
         for line in self._lines(self._run_dir / "metrics.jsonl"):
             row = json.loads(line)
             if "training/global_step" in row:
@@ -178,7 +176,7 @@ async def _ask(
     service: str,
     request: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """A service's status; None if it does not answer."""
+    """Return a service's status; None if it does not answer."""
     async with open_channel(address, max_message_bytes=64 << 20) as channel:
         try:
             return await unary_call(
@@ -200,7 +198,7 @@ class _Tail:
         self._file, self._offset = file, 0
 
     def lines(self) -> list[str]:
-        """Those since the last time."""
+        """Return those since the last time."""
         try:
             with self._file.open("rb") as file:
                 file.seek(self._offset)

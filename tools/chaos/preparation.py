@@ -1,4 +1,4 @@
-"""What a run under chaos trains on, and its settings beside the quickstart's."""
+"""The task of a run under chaos, and its settings beside the quickstart's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from sluice.config.run import RunConfig
 from sluice.launch.service_spec import with_ports
 from sluice.quickstart.prepare import prepare
 from sluice.quickstart.settings import PrepareProgress, PrepareSettings, WarmStartSettings
-
-__all__ = ["SIZES", "Size", "prepare_run"]
 
 DUMPS, RUN = "dumps", "run"
 _SCORER = """
@@ -96,7 +94,7 @@ _COMMON = (
 
 
 def prepare_run(folder: Path, size: Size, *, seed: int, host: str) -> tuple[RunConfig, Path]:
-    """Makes model and data, and writes the configuration, with ports.
+    """Make model and data, and write the configuration, with ports.
 
     Args:
         folder: gets ``assets``, ``dumps``, ``run.yaml`` and, from the run, ``run``.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Yield", "longest_pause_s", "percentile", "recovery_s", "tokens_per_s"]
-
 FULL_SHARE = 0.95
 
 
@@ -22,7 +20,7 @@ class Yield:
 
 
 def tokens_per_s(yields: Sequence[Yield], from_s: float, to_s: float) -> float:
-    """Tokens a second of what ended in ``[from_s, to_s)``."""
+    """Return tokens a second of what ended in ``[from_s, to_s)``."""
     times = [each.at_s for each in yields]
     within = yields[bisect_left(times, from_s) : bisect_left(times, to_s)]
     return math.fsum(each.tokens for each in within) / (to_s - from_s)
@@ -31,7 +29,7 @@ def tokens_per_s(yields: Sequence[Yield], from_s: float, to_s: float) -> float:
 def recovery_s(
     yields: Sequence[Yield], fault_s: float, *, full_rate: float, window_s: float, end_s: float
 ) -> float | None:
-    """Seconds from a fault to the first moment that begins a window of full throughput.
+    """Return the seconds from a fault to the first window of full throughput.
 
     0: nothing was lost. Faults that come meanwhile are not taken out, so that it is an upper
     bound. ``None``: no such window was seen before `end_s`.
@@ -53,14 +51,14 @@ def recovery_s(
 
 
 def longest_pause_s(steps_s: Sequence[float], from_s: float, end_s: float) -> float:
-    """The longest time without the end of a step, of the times at which steps ended."""
+    """Return the longest time without the end of a step."""
     inside = [at_s for at_s in steps_s if from_s < at_s < end_s]
     times = [from_s, *inside, end_s]
     return max(later - earlier for earlier, later in pairwise(times))
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Nearest-rank percentile; ``None`` of nothing."""
+    """Return the nearest-rank percentile; ``None`` of nothing."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

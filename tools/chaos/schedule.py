@@ -1,8 +1,7 @@
-"""Which fault comes when: a pure function of the seed, so that a run can be repeated.
+"""The faults of a run and their times: a pure function of the seed, so that a run can be repeated.
 
 Kinds are dealt from a shuffled deck that is renewed when it is empty, so that each comes about as
-often as it lies in the deck. Who is hit is decided by a number drawn along, among those that are
-there at that moment.
+often as it lies in the deck. A random number decides which candidate of that moment is hit.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Fault", "FaultKind", "draw_schedule"]
-
 
 class FaultKind(StrEnum):
-    """What is done to the run."""
+    """A kind of fault."""
 
     KILL_REPLICA = "kill_replica"
     STOP_REPLICA = "stop_replica"
@@ -40,7 +37,7 @@ _LONGEST_S = {
     FaultKind.PARTITION: (3.0, 10.0),
     FaultKind.DELAY: (4.0, 10.0),
 }
-# The supervisor lets five deaths in a row pass, and counts anew after a life of two minutes.
+# The supervisor accepts five deaths in a row; a life of two minutes ends the row.
 _MOST_DEATHS, _NEW_COUNT_S = 4, 150.0
 _KILLS = {
     FaultKind.KILL_TRAINER: ("trainer",),
@@ -70,7 +67,7 @@ class Fault:
 def draw_schedule(
     seed: int, seconds: float, *, interval_s: float, replicas: int
 ) -> tuple[Fault, ...]:
-    """Faults in order of time, the last of which has ended before `seconds`.
+    """Return faults in order of time; the last one has ended before `seconds`.
 
     Args:
         seed: everything follows from it and the other arguments.
@@ -90,7 +87,7 @@ def draw_schedule(
 
 
 class _Deck:
-    """Deals kinds, and passes over those that are not possible at a moment."""
+    """Deals kinds, and skips those that are not possible at a moment."""
 
     def __init__(self, replicas: int) -> None:
         self._cards: list[FaultKind] = []
@@ -113,7 +110,7 @@ class _Deck:
         return all(len(self._row(name, at_s)) < _MOST_DEATHS for name in _KILLS.get(kind, ()))
 
     def _row(self, name: str, at_s: float) -> list[float]:
-        """Deaths since the service last lived for long."""
+        """Return deaths since the service last lived for long."""
         deaths = self._deaths[name]
         if deaths and at_s - deaths[-1] >= _NEW_COUNT_S:
             deaths.clear()

@@ -1,4 +1,4 @@
-"""What a run under chaos came to: one object for machines, one table for people."""
+"""The result of a run under chaos: one object for machines, one table for people."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from tools.chaos.schedule import FaultKind
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = ["Findings", "Times", "json_report", "print_tables"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class Findings:
 
     @property
     def prompts_lost(self) -> int:
-        """By the books, and by the service's own count."""
+        """Prompts lost by the accounting, and by the service's own count."""
         return len(self.accounting.lost) + int(self.lost_by_service)
 
     @property
@@ -74,7 +72,7 @@ class Findings:
         return not any(wrong)
 
     def recoveries(self) -> list[tuple[FaultKind, float | None]]:
-        """Seconds to full throughput of each fault that was injected, in their order."""
+        """Return seconds to full throughput of each fault that was injected, in their order."""
         times = self.times
         return [
             (
@@ -93,7 +91,7 @@ class Findings:
 
 
 def json_report(findings: Findings, *, minutes: float, seed: int) -> dict[str, object]:
-    """The last line of the output."""
+    """Return the last line of the output."""
     recoveries = findings.recoveries()
     known = [seconds for _, seconds in recoveries if seconds is not None]
     return {
@@ -124,7 +122,7 @@ def json_report(findings: Findings, *, minutes: float, seed: int) -> dict[str, o
 
 
 def print_tables(findings: Findings, console: Console) -> None:
-    """Faults by kind with recoveries, then what has to be zero, with examples."""
+    """Print faults by kind with recoveries, then what has to be zero, with examples."""
     by_kind: dict[FaultKind, list[float | None]] = {}
     for kind, seconds in findings.recoveries():
         by_kind.setdefault(kind, []).append(seconds)

@@ -1,4 +1,4 @@
-"""A client that submits prompts all the time and remembers what it was told."""
+"""A client that submits prompts all the time and remembers their outcomes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from sluice.client import AsyncClient, NewPrompt, RetryPolicy, RunAddress
 from sluice.errors import SluiceError
 from sluice.types import ChatMessage
 
-__all__ = ["Question", "Witness"]
-
 _SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
 _NO_RETRIES = RetryPolicy(patience_s=0.0)  # each session is one call
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, who grades the answer, and the right one."""
+    """A question, its scorer, and the right answer."""
 
     text: str
     data_source: str
@@ -31,7 +29,7 @@ class Witness:
 
     Attributes:
         accepted: ids with a receipt.
-        outcomes: how they ended, as told last.
+        outcomes: how they ended, as last reported.
         refused: ids with the reason.
     """
 
@@ -44,7 +42,7 @@ class Witness:
         self._count = 0
 
     async def run(self) -> None:
-        """Submits until it is cancelled; a service that is away is asked again."""
+        """Submit until cancelled; ask a service that is away again."""
         while True:
             if len(self._open) < _MOST_OPEN:
                 self._open.append(self._next())

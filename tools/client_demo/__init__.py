@@ -1,1 +1,1 @@
-"""Many gRPC clients in two languages on a run that goes on training."""
+"""Load a run that trains with many gRPC clients in two languages; `make demo-clients`."""

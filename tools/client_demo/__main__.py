@@ -1,10 +1,10 @@
-"""`make demo-clients`: gRPC clients in two languages on a run that goes on training.
+"""Sample from a run that trains with gRPC clients in two languages; `make demo-clients`.
 
 Each client is a process and has as many prompts as the others, some of them at a time. Some are
-killed while tokens come; others take over what those had no answer of. Printed last is one JSON
-object: prompts answered, lost, failed and answered twice; latency and time to the first token,
-seconds; fairness among the clients; requests that were refused or broken off and tried again; slots
-left busy; training's steps a minute before, during and after.
+killed while tokens come; others take over the prompts that those had no answer for. Printed last
+is one JSON object: prompts answered, lost, failed and answered twice; latency and time to the first
+token, seconds; fairness among the clients; requests that were refused or broken off and tried
+again; slots left busy; training's steps a minute before, during and after.
 """
 
 from __future__ import annotations
@@ -16,29 +16,38 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import pyarrow.parquet as pq
 
+from sluice.api.trainer.v1 import trainer_pb2
+from sluice.client.async_client import AsyncClient
+from sluice.client.run_address import address_of_run
+from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
-from tools.chaos.launched_run import launched_run
+from sluice.errors import SluiceError
+from sluice.rpc.client import open_channel, trainer_stub, unary_call
+from tools.chaos.launched_run import LaunchedRun, launched_run
 from tools.chaos.preparation import SIZES, prepare_run
-from tools.client_demo.client_process import (
+from tools.client_demo.clients import (
     NODE,
+    NODE_PACKAGES,
     PYTHON,
-    ClientProcess,
-    ClientTask,
-    node_packages,
+    Client,
+    count_answers,
+    fairness,
+    percentiles,
 )
-from tools.client_demo.figures import ClientRecord, fairness, judge, percentiles
-from tools.client_demo.training_run import Pace, RunUnderClients, demo_size, prompts_of
+from tools.phases import say
 
 _SHOWN_ERRORS = 5
+_POLL_S, _WAIT_S, _HOLD_S = 0.2, 180.0, 60.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the demo; 0: nothing was lost, and training went on."""
+    """Run the demo; return 0 if nothing was lost, and training continued."""
     options = _parse(arguments)
     with tempfile.TemporaryDirectory(prefix="sluice-clients-") as scratch:
         folder = options.folder or Path(scratch)
@@ -49,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def exit_code(report: Mapping[str, object]) -> int:
-    """1 if a prompt has not exactly one answer, a slot stays busy, or training stood still."""
+    """Return 1 if an answer is missing or doubled, a slot stays busy, or training stood still."""
     wrong = ("lost", "failed", "answered_twice", "slots_left", "run_exit_code")
     training = report["training_steps_per_minute"]
     assert isinstance(training, Mapping)
@@ -78,51 +87,62 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if not 0 <= parsed.vanish < parsed.clients <= parsed.prompts:
         parser.error("give more clients than vanish, and a prompt at least for each")
-    if NODE in parsed.languages and not (node_packages() / "@grpc").is_dir():
-        parser.error(f"no {node_packages()}: `make demo-clients` installs Node's packages")
+    if NODE in parsed.languages and not (NODE_PACKAGES / "@grpc").is_dir():
+        parser.error(f"no {NODE_PACKAGES}: `make demo-clients` installs Node's packages")
     return parsed
 
 
 async def _demo(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     began_s = time.monotonic()
-    size = demo_size(options.run, options.slots, options.max_queued)
-    _print_line("making model and data")
+    base = SIZES[options.run]
+    overrides = (
+        *base.overrides,
+        "trainer.save_freq=-1",
+        f"actor_rollout_ref.rollout.max_num_seqs={options.slots}",
+        # Replicas refuse calls beyond so many waiting samples.
+        f"sluice.rollout.max_queued={options.max_queued}",
+    )
+    say("making model and data")
+    size = replace(base, overrides=overrides)
     config, file = prepare_run(folder, size, seed=options.seed, host="127.0.0.1")
     async with launched_run(config, file, None) as launched:
-        run = RunUnderClients(launched)
-        await run.until_step(3)
-        before = await run.pace(options.calm)
-        _print_line(f"training alone: {before.steps_per_minute:.1f} steps a minute")
-        task = ClientTask(
-            launched.run_dir,
-            peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint"),
-            options.concurrency,
-            options.max_tokens,
-            options.deadline,
-        )
-        step, clients_from_s = await run.step(), time.monotonic()
-        records = await _clients(_plan(config, options), task)
+        await _until_training(launched)
+        before = await _pace(launched, options.calm)
+        say(f"training alone: {before:.1f} steps a minute")
+        trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
+        task = {
+            "run": str(launched.run_dir),
+            "trainer": trainer,
+            "concurrency": options.concurrency,
+            "max_tokens": options.max_tokens,
+            "deadline_s": options.deadline,
+            "patience_s": options.deadline,
+        }
+        step, clients_from_s = await _step(launched), time.monotonic()
+        clients = await _run_clients(_plan(config, options), task)
         seconds = time.monotonic() - clients_from_s
-        during = Pace(await run.step() - step, seconds)
-        _print_line(f"with clients: {during.steps_per_minute:.1f} steps a minute")
-        slots_left = await run.slots_left()
-        after = await run.pace(options.calm)
-        code = await run.stop()
+        during = 60 * (await _step(launched) - step) / seconds
+        say(f"with clients: {during:.1f} steps a minute")
+        slots_left = await _slots_left(launched)
+        after = await _pace(launched, options.calm)
+        code = await _stop(launched)
     paces = {"before": before, "during": during, "after": after}
-    return _report(records, options) | {
+    return _report(clients, options) | {
         "slots_left": slots_left,
-        "training_steps_per_minute": {n: round(p.steps_per_minute, 2) for n, p in paces.items()},
+        "training_steps_per_minute": {name: round(pace, 2) for name, pace in paces.items()},
         "seconds_of_clients": round(seconds, 1),
         "seconds": round(time.monotonic() - began_s, 1),
         "run_exit_code": code,
     }
 
 
-def _plan(config: RunConfig, options: argparse.Namespace) -> list[ClientProcess]:
-    """Languages take turns; those that vanish are spread over the clients, and over the time."""
-    turns, languages = prompts_of(config), options.languages
-    prompts = [(number, turns[number % len(turns)]) for number in range(options.prompts)]
-    last = options.clients - 1
+def _plan(config: RunConfig, options: argparse.Namespace) -> list[Client]:
+    """Give prompts to clients of alternating languages; spread those that vanish, also in time."""
+    files = config.data.train_files
+    names = [files] if isinstance(files, str) else files or []
+    rows = [row for name in names for row in pq.read_table(name, columns=["prompt"]).to_pylist()]
+    prompts = [(number, rows[number % len(rows)]["prompt"]) for number in range(options.prompts)]
+    languages, last = options.languages, options.clients - 1
     vanish = [
         min(place * options.clients // options.vanish + place % len(languages), last)
         for place in range(options.vanish)
@@ -131,78 +151,143 @@ def _plan(config: RunConfig, options: argparse.Namespace) -> list[ClientProcess]
     for index in range(options.clients):
         mine = prompts[index :: options.clients]
         language = languages[index % len(languages)]
-        # Early, late, and in between.
         is_place = index in vanish
         after = (vanish.index(index) + 1) * len(mine) // (options.vanish + 1) if is_place else None
-        clients.append(ClientProcess(f"{language}-{index}", language, mine, after))
+        clients.append(Client(f"{language}-{index}", language, mine, after))
     return clients
 
 
-async def _clients(clients: Sequence[ClientProcess], task: ClientTask) -> list[ClientRecord]:
-    """Runs all to their end, and successors of those that vanished."""
+async def _run_clients(clients: Sequence[Client], task: dict[str, object]) -> list[Client]:
+    """Run all to their end, and successors of those that vanished; return all of them."""
     ready = asyncio.Barrier(len(clients))
-    records: list[ClientRecord] = []
+    done: list[Client] = []
 
-    async def run(client: ClientProcess) -> None:
-        record = await client.run(task, ready)
-        records.append(record)
+    async def run(client: Client) -> None:
+        await client.run(task, ready)
+        done.append(client)
         left = client.left()
-        if record.vanished and left:
-            _print_line(
-                f"{client.name} has vanished with {len(record.under_way)} answers under way"
-            )
-            heir = ClientProcess(f"{client.name}-heir", client.language, left)
-            records.append(await heir.run(task))
+        if client.vanished and left:
+            say(f"{client.name} has vanished with {len(client.under_way)} answers under way")
+            heir = Client(f"{client.name}-heir", client.language, left)
+            await heir.run(task)
+            done.append(heir)
 
     async with asyncio.TaskGroup() as tasks:
         for client in clients:
             tasks.create_task(run(client), name=client.name)
-    return records
+    return done
 
 
-def _report(records: Sequence[ClientRecord], options: argparse.Namespace) -> dict[str, object]:
-    judgement = judge(options.prompts, records)
-    answered = [one for record in records for one in record.answered]
-    for record in records:
-        for prompt, error in list(record.failed.items())[:_SHOWN_ERRORS]:
-            _print_line(f"{record.name}: prompt {prompt}: {error}")
-    heirs = {record.name for record in records if record.name.endswith("-heir")}
-    vanished = [record for record in records if record.vanished]
+def _report(clients: Sequence[Client], options: argparse.Namespace) -> dict[str, object]:
+    for client in clients:
+        for prompt, error in list(client.failed.items())[:_SHOWN_ERRORS]:
+            say(f"{client.name}: prompt {prompt}: {error}")
+    first = [client for client in clients if not client.name.endswith("-heir")]
+    vanished = [client for client in clients if client.vanished]
+    by_language = {
+        language: [
+            one for client in clients if client.language == language for one in client.answered
+        ]
+        for language in options.languages
+    }
+    answered = [one for found in by_language.values() for one in found]
     return {
         "prompts": options.prompts,
         "clients": {
-            language: sum(
-                record.language == language for record in records if record.name not in heirs
-            )
+            language: sum(client.language == language for client in first)
             for language in options.languages
         },
-        "answered": len({one.prompt for one in answered}),
-        "lost": judgement.lost,
-        "failed": judgement.failed,
-        "answered_twice": judgement.twice,
+        **count_answers(options.prompts, clients),
         "vanished": len(vanished),
-        "vanished_mid_stream": sum(bool(record.under_way) for record in vanished),
+        "vanished_mid_stream": sum(bool(client.under_way) for client in vanished),
         "latency_s": percentiles(one.seconds for one in answered),
         "first_token_s": percentiles(one.first_s for one in answered),
-        "fairness": fairness([record for record in records if record.name not in heirs]),
+        "fairness": fairness(first),
         "tried_again": sum(one.retries for one in answered),
-        "by_language": {each: _of_language(records, each) for each in options.languages},
+        "by_language": {
+            language: {
+                "answered": len(own),
+                "latency_s": percentiles(one.seconds for one in own),
+                "tried_again": sum(one.retries for one in own),
+            }
+            for language, own in by_language.items()
+        },
         "tokens": sum(one.tokens for one in answered),
     }
 
 
-def _of_language(records: Sequence[ClientRecord], language: str) -> dict[str, object]:
-    """Whether one language's clients fare worse, and why."""
-    own = [one for each in records if each.language == language for one in each.answered]
-    return {
-        "answered": len(own),
-        "latency_s": percentiles(one.seconds for one in own),
-        "tried_again": sum(one.retries for one in own),
-    }
+def _monitor(run: LaunchedRun) -> RunMonitor:
+    address = address_of_run(run.run_dir)
+    assert address.trainer is not None
+    assert address.reward is not None
+    return RunMonitor(address.trainer, address.reward, credentials=address.credentials)
 
 
-def _print_line(text: str) -> None:
-    sys.stderr.write(text + "\n")
+async def _until_training(run: LaunchedRun, step: int = 3) -> None:
+    """Wait until so many steps are done and the replicas serve."""
+    ends_s, last = time.monotonic() + _WAIT_S, "no answer yet"
+    while True:
+        if run.up.returncode is not None:
+            raise RuntimeError(f"the run ended with {run.up.returncode} before step {step}")
+        if time.monotonic() > ends_s:
+            raise RuntimeError(f"no step {step} with all replicas within {_WAIT_S:g} s: {last}")
+        try:
+            async with _monitor(run) as monitor:
+                seen = await monitor.snapshot()
+        except SluiceError as error:  # it is starting
+            last = str(error)
+        else:
+            serving = sum(replica.state == "serving" for replica in seen.replicas)
+            if seen.step >= step and serving >= run.config.sluice.rollout.replicas:
+                return
+            last = f"step {seen.step}, {seen.phase}"
+        await asyncio.sleep(_POLL_S)
+
+
+async def _step(run: LaunchedRun) -> int:
+    async with _monitor(run) as monitor:
+        return (await monitor.snapshot()).step
+
+
+async def _pace(run: LaunchedRun, seconds: float) -> float:
+    """Measure training's own steps a minute for so long."""
+    before, began_s = await _step(run), time.monotonic()
+    await asyncio.sleep(seconds)
+    return 60 * (await _step(run) - before) / (time.monotonic() - began_s)
+
+
+async def _busy(run: LaunchedRun) -> int:
+    async with _monitor(run) as monitor:
+        replicas = [each.address for each in (await monitor.snapshot()).replicas]
+    address = address_of_run(run.run_dir)
+    alone = type(address)(replicas=tuple(replicas), credentials=address.credentials)
+    async with AsyncClient(alone) as client:
+        return sum(replica.slots_busy for replica in await client.replicas())
+
+
+async def _slots_left(run: LaunchedRun) -> int:
+    """Return samples in engines or waiting for one, while training is held and satisfied."""
+    async with _monitor(run) as monitor, monitor.held(_HOLD_S):
+        ends_s, busy = time.monotonic() + _HOLD_S, await _busy(run)
+        while busy and time.monotonic() < ends_s:
+            await asyncio.sleep(_POLL_S)
+            busy = await _busy(run)
+        return busy
+
+
+async def _stop(run: LaunchedRun) -> int:
+    """End the run as at its last step; return the launcher's exit code."""
+    address = address_of_run(run.run_dir)
+    assert address.trainer is not None
+    async with open_channel(address.trainer, max_message_bytes=1 << 20) as channel:
+        await unary_call(
+            trainer_stub(channel).Stop,
+            trainer_pb2.StopRequest(reason="the clients are done"),
+            name="TrainerService/Stop",
+            peer="trainer",
+            phase="asking it to stop",
+        )
+    return await run.ended()
 
 
 if __name__ == "__main__":

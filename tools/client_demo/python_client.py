@@ -1,4 +1,4 @@
-"""One client of the demo in Python, through the SDK: `python -m tools.client_demo.python_client`.
+"""A client of the demo in Python, through the SDK: `python -m tools.client_demo.python_client`.
 
 Its first line of input says what to do (a JSON object: run, name, concurrency, max_tokens,
 patience_s, deadline_s, vanish_after, prompts); it answers ``{"ready": true}`` and begins with the
@@ -83,7 +83,7 @@ async def _work(
 
 
 async def main() -> None:
-    """Has all prompts answered, `concurrency` of them at a time."""
+    """Ask all prompts, `concurrency` of them at a time."""
     task: dict[str, Any] = json.loads(await asyncio.to_thread(sys.stdin.readline))
     task["answered"] = 0
     policy = RetryPolicy(patience_s=task["patience_s"])

@@ -1,1 +1,1 @@
-"""Runs the loop in containers, as `compose.yaml` describes it, and sees what becomes of it."""
+"""Run the loop in containers, as `compose.yaml` describes it, and sees what becomes of it."""

@@ -1,4 +1,4 @@
-"""`make compose-test` and `make compose-quickstart`: the loop in containers on this machine.
+"""Run the loop in containers on this machine; `make compose-test`, `make compose-quickstart`.
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
 (replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`,
@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.commands import CommandError
 from tools.compose_test.base_image import NoBaseImageError
-from tools.compose_test.commands import CommandError
 from tools.compose_test.engine import NoEngineError, engine
 from tools.compose_test.images import (
     BASE_IMAGE,
@@ -39,10 +39,10 @@ from tools.compose_test.overlays import (
     prometheus_stand_in,
     remove_stand_in,
 )
-from tools.compose_test.phases import PhaseError, Phases, say
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.run_record import read_metrics
 from tools.compose_test.scenario import RUN, TARGET_ACCURACY, Scenario
+from tools.phases import PhaseError, Phases, say
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"
@@ -55,7 +55,7 @@ _COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the test, or the quickstart."""
+    """Run the test, or the quickstart."""
     options = _parse(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored
         signal.signal(number, signal.default_int_handler)  # containers are taken down all the same
@@ -82,7 +82,7 @@ def _without_engine(error: NoEngineError) -> int:
 
 
 def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
-    """Shows the run to its end; containers and volume stay, for a look."""
+    """Show the run to its end; containers and volume stay, for a look."""
     try:
         project = Project(ROOT, "sluice", {})
         build(project, phases)
@@ -140,7 +140,7 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
 
 
 def _network(file: Path, subnet: str) -> Path:
-    """An overlay with the project's network."""
+    """Write an overlay with the project's network."""
     file.write_text(
         f"networks: {{core: {{ipam: {{config: [{{subnet: {subnet}}}]}}}}}}\n", encoding="utf-8"
     )
@@ -149,7 +149,7 @@ def _network(file: Path, subnet: str) -> Path:
 
 @contextmanager
 def _taken_down(project: Project, phases: Phases, *, keep: bool) -> Iterator[None]:
-    """Takes the containers down after the block, and shows their last lines if it failed."""
+    """Take the containers down after the block, and show their last lines if it failed."""
     try:
         yield
     except _FAILURES:

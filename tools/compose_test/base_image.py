@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError, output_of, succeeds
+from tools.commands import CommandError, output_of, succeeds
 
 STAND_IN_LABEL = "sluice.stand-in"
 _PULL_WITHIN_S = 300.0
@@ -44,7 +44,7 @@ class NoBaseImageError(Exception):
 
 
 def base_image(tag: str) -> str:
-    """Has the image `tag`; says where it came from.
+    """Provide the image `tag`; return where it came from.
 
     Raises:
         NoBaseImageError: it is not here, cannot be pulled, and this machine makes no stand-in.
@@ -105,7 +105,7 @@ def _copy_packages(root: Path) -> None:
 
 
 def _in_packages(files: Iterable[str]) -> Iterator[str]:
-    """Files and links, by the places that /bin and the like lead to."""
+    """Yield files and links, by the places that /bin and the like lead to."""
     for name in sorted(set(files)):
         path = Path(name)
         if name.startswith(_LEFT_OUT) or not (path.is_symlink() or path.is_file()):
@@ -130,7 +130,7 @@ def _copy_python(root: Path) -> None:
 
 
 def _copy_certificates(root: Path) -> None:
-    """The authorities that this machine trusts: it may reach its package index through one."""
+    """Copy the authorities that this machine trusts: it may reach its package index through one."""
     target = root / _CERTIFICATES
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(Path("/") / _CERTIFICATES, target)
@@ -145,7 +145,7 @@ def _add_pip(root: Path) -> None:
 
 
 def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copies files and links with owners and modes."""
+    """Copy files and links with owners and modes."""
     listed = "\n".join(names).encode()
     # fmt: off
     pack = subprocess.run(

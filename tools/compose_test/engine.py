@@ -6,7 +6,6 @@ Packages are installed only where the caller says so, since that changes the mac
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -14,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError, output_of, succeeds
+from tools.commands import NoProgramError, ensure_programs, succeeds
 
-INSTALL_VARIABLE = "SLUICE_INSTALL_DOCKER"
 _PACKAGES = ("docker.io", "docker-compose", "iptables")
-_ANSWER_WITHIN_S, _END_WITHIN_S, _INSTALL_WITHIN_S = 60.0, 30.0, 600.0
+_ANSWER_WITHIN_S, _END_WITHIN_S = 60.0, 30.0
 _NOISE = ("level=info", "level=debug")
 
 
@@ -28,7 +26,7 @@ class NoEngineError(Exception):
 
 @contextmanager
 def engine(log: Path) -> Iterator[str]:
-    """Says which engine there is while the block runs; one that was started here ends after it.
+    """Yield which engine there is while the block runs; end one that was started here.
 
     Args:
         log: of an engine that is started here.
@@ -39,12 +37,10 @@ def engine(log: Path) -> Iterator[str]:
     if _answers():
         yield "the one that runs here"
         return
-    _install_if_asked()
-    if shutil.which("dockerd") is None:
-        raise NoEngineError(
-            "no Docker engine answers and dockerd is not installed; install Docker, or on Debian "
-            f"set {INSTALL_VARIABLE}=1 to have {', '.join(_PACKAGES)} installed"
-        )
+    try:
+        ensure_programs(("dockerd",), _PACKAGES, "SLUICE_INSTALL_DOCKER")
+    except NoProgramError as error:
+        raise NoEngineError(f"no Docker engine answers; {error}") from error
     if os.geteuid() != 0:
         raise NoEngineError("no Docker engine answers, and only root can start one; start it")
     with log.open("wb") as output:
@@ -64,20 +60,6 @@ def engine(log: Path) -> Iterator[str]:
 
 def _answers() -> bool:
     return succeeds("docker", "info", timeout_s=20)
-
-
-def _install_if_asked() -> None:
-    if os.environ.get(INSTALL_VARIABLE) != "1" or shutil.which("dockerd"):
-        return
-    if shutil.which("apt-get") is None or os.geteuid() != 0:
-        raise NoEngineError(f"{INSTALL_VARIABLE}=1 needs apt-get and root")
-    quiet = {"DEBIAN_FRONTEND": "noninteractive"}
-    install = ("apt-get", "-qq", "install", "-y", "--no-install-recommends", *_PACKAGES)
-    try:
-        output_of("apt-get", "-qq", "update", timeout_s=_INSTALL_WITHIN_S, environment=quiet)
-        output_of(*install, timeout_s=_INSTALL_WITHIN_S, environment=quiet)
-    except CommandError as error:
-        raise NoEngineError(f"Docker could not be installed: {error}") from error
 
 
 def _await_answer(started: subprocess.Popen[bytes], log: Path) -> None:

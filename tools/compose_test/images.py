@@ -1,4 +1,4 @@
-"""The two images: built, built again after a change of source, and what is in them."""
+"""The two images: built, built again after a change of source, and checked."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tools.commands import CommandError, output_of, succeeds
 from tools.compose_test.base_image import base_image
-from tools.compose_test.commands import CommandError, output_of, succeeds
-from tools.compose_test.phases import Phases, say
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.wheelhouse import cpu_torch
+from tools.phases import Phases, say
 
 BASE_IMAGE = "python:3.11-slim"
 _IMAGES = ("sluice", "sluice-reward")
@@ -21,7 +21,7 @@ _WITHOUT_TORCH = "import importlib.util as u, sys; sys.exit(u.find_spec('torch')
 
 
 def build(project: Project, phases: Phases) -> None:
-    """Has the base image, and builds both.
+    """Provide the base image, and build both.
 
     Raises:
         CommandError, NoBaseImageError: it failed.
@@ -33,7 +33,7 @@ def build(project: Project, phases: Phases) -> None:
 
 
 def rebuild(project: Project, phases: Phases) -> None:
-    """Builds again with a source file more; packages have to come from the layers that are there.
+    """Build again with a source file more; packages have to come from the layers that are there.
 
     Raises:
         CommandError: it failed, or more than the last layers are others.
@@ -52,7 +52,7 @@ def rebuild(project: Project, phases: Phases) -> None:
 
 
 def check_reward_image() -> None:
-    """Raises CommandError if the reward service's image holds torch."""
+    """Check that the reward service's image holds no torch; raise CommandError if it does."""
     run = ("docker", "run", "--rm", "--entrypoint", "python", f"sluice-reward:{TAG}")
     try:
         output_of(*run, "-c", _WITHOUT_TORCH, timeout_s=_LOOK_S)
@@ -61,7 +61,7 @@ def check_reward_image() -> None:
 
 
 def remove_images() -> None:
-    """Images of this test; layers stay for the next build, until `docker builder prune`."""
+    """Remove images of this test; layers stay for the next build, until `docker builder prune`."""
     names = [f"{name}:{TAG}" for name in _IMAGES]
     succeeds("docker", "image", "rm", *names, timeout_s=_REMOVE_S)
 
@@ -81,7 +81,7 @@ def _inspected(name: str, form: str) -> str:
 
 @contextmanager
 def _changed_source(folder: Path) -> Iterator[None]:
-    """A file that was not there before, in the package that both images hold."""
+    """Add a file that was not there before to the package that both images hold."""
     added = folder / "sluice" / "added_by_compose_test.py"
     added.write_text('"""A change of source."""\n', encoding="utf-8")
     try:

@@ -10,11 +10,11 @@ import tempfile
 from contextlib import closing, suppress
 from pathlib import Path
 
-from tools.compose_test.commands import output_of, succeeds
-from tools.compose_test.phases import PhaseError, Phases, until
+from tools.commands import output_of, succeeds
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.scenario import RUN, Scenario
 from tools.observability_test.prometheus_server import PrometheusServer
+from tools.phases import PhaseError, Phases, until
 
 PROMETHEUS_STAND_IN = f"sluice-prometheus:{TAG}"
 _PROMETHEUS = "prometheus"
@@ -62,7 +62,7 @@ class OverlayRun:
         self.targets: dict[str, float] | None = None
 
     def run(self) -> None:
-        """Trains a step, calls as a stranger, and reads what Prometheus sees.
+        """Train a step, call as a stranger, and read what Prometheus sees.
 
         Raises:
             CommandError, PhaseError: something did not come about.
@@ -78,16 +78,16 @@ class OverlayRun:
                 self._scrape(PrometheusServer(self._prometheus_port))
 
     def problems(self) -> list[str]:
-        """What is not as it has to be."""
+        """Return what is not as it has to be."""
         found = []
         if self.answers != _WANTED:
-            found.append(f"a stranger was told {self.answers}, wanted: {_WANTED}")
+            found.append(f"a stranger got {self.answers}, wanted: {_WANTED}")
         if self.page_answers != _PAGE_WANTED:
             found.append(f"the page answered {self.page_answers}, wanted: {_PAGE_WANTED}")
         return found
 
     def _strangers_answers(self) -> tuple[str, ...]:
-        """What a container of the same network is told by the reward service."""
+        """Return the reward service's answers to a container of the same network."""
         script = (Path(__file__).parent / "stranger.py").read_text(encoding="utf-8")
         name = self.project.name
         volume = f"{name}_run:/runs:ro"
@@ -101,7 +101,7 @@ class OverlayRun:
         return tuple(text.split())
 
     def _page_answers(self) -> tuple[int, ...]:
-        """HTTP status of the page's data without a token, and with a client's."""
+        """Return the HTTP status of the page's data without a token, and with a client's."""
         certificates = f"{RUN}/certs"
         context = ssl.create_default_context(
             cadata=self.project.read("trainer", f"{certificates}/ca.pem")
@@ -111,7 +111,7 @@ class OverlayRun:
         return tuple(self._page_status(headers, context) for headers in ({}, bearer))
 
     def _page_status(self, headers: dict[str, str], context: ssl.SSLContext) -> int:
-        """Asks again while nobody answers: the page's process may still be starting."""
+        """Ask again while nothing answers: the page's process may still be starting."""
         seen: list[int] = []
 
         def answers() -> bool:
@@ -147,7 +147,7 @@ class OverlayRun:
 
 
 def prometheus_stand_in(base: str) -> bool:
-    """Makes an image of this machine's own Prometheus; whether it has one."""
+    """Make an image of this machine's own Prometheus; return whether it has one."""
     program = shutil.which(_PROMETHEUS)
     if program is None:
         return False
@@ -160,12 +160,12 @@ def prometheus_stand_in(base: str) -> bool:
 
 
 def remove_stand_in() -> None:
-    """Removes its image."""
+    """Remove its image."""
     succeeds("docker", "image", "rm", PROMETHEUS_STAND_IN, timeout_s=_ANSWER_S)
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

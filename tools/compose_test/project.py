@@ -1,4 +1,4 @@
-"""A project of Compose: what the test asks of it, by either of its two clients."""
+"""A project of Compose, through either of its two clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError, output_of, succeeds
+from tools.commands import CommandError, output_of, succeeds
 
 _SHORT_S = 120.0
 TAG = "compose-test"  # of the images
@@ -19,7 +19,7 @@ TAG = "compose-test"  # of the images
 
 @dataclass(frozen=True, slots=True)
 class ContainerState:
-    """What the engine knows of a container. `pid` is 0 while it does not run."""
+    """A container's state in the engine. `pid` is 0 while it does not run."""
 
     service: str
     status: str
@@ -30,12 +30,12 @@ class ContainerState:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it runs and its health check says so."""
+        """Whether it runs and its health check passes."""
         return self.status == "running" and self.health == "healthy"
 
 
 def compose_client() -> tuple[str, ...]:
-    """The words that a command of Compose begins with.
+    """Return the words that a command of Compose begins with.
 
     Raises:
         CommandError: there is no client.
@@ -66,7 +66,7 @@ class Project:
         self._environment = {
             **variables,
             "COMPOSE_PROJECT_NAME": name,
-            # docker-compose 1.29 builds with the older builder unless told so.
+            # docker-compose 1.29 builds with the older builder by default.
             "COMPOSE_DOCKER_CLI_BUILD": "1",
         }
         if _has_buildkit():
@@ -74,11 +74,11 @@ class Project:
 
     @property
     def client(self) -> str:
-        """Which client it is."""
+        """The client's name."""
         return " ".join(self._client)
 
     def run(self, *arguments: str, timeout_s: float = _SHORT_S) -> str:
-        """Runs a command of Compose and returns what it prints."""
+        """Run a command of Compose and return what it prints."""
         return output_of(
             *self._client,
             *self._files,
@@ -89,7 +89,7 @@ class Project:
         )
 
     def follow(self, *arguments: str) -> int:
-        """Runs a command with its output passed on; the exit code."""
+        """Run a command with its output passed on; return the exit code."""
         return subprocess.run(
             [*self._client, *self._files, *arguments],
             env={**os.environ, **self._environment},
@@ -98,12 +98,12 @@ class Project:
         ).returncode
 
     def scale(self, replicas: int) -> None:
-        """Starts or stops replicas while the others run on."""
+        """Start or stop replicas while the others keep running."""
         wanted = f"rollout={replicas}"
         self.run("up", "-d", "--no-build", "--no-recreate", "--scale", wanted, timeout_s=_SHORT_S)
 
     def containers(self, service: str | None = None) -> dict[str, ContainerState]:
-        """State by id of all containers of a service, or of all services."""
+        """Return state by id of all containers of a service, or of all services."""
         of_project = f"label=com.docker.compose.project={self.name}"
         listed = output_of("docker", "ps", "-aq", "--filter", of_project, timeout_s=_SHORT_S)
         if not (ids := listed.split()):
@@ -116,7 +116,7 @@ class Project:
         return {i: s for i, s in states.items() if service in (None, s.service)}
 
     def kill(self, container: str) -> None:
-        """SIGKILL to the container's first process, as its death: `docker kill` is a stop."""
+        """Send SIGKILL to the container's first process, as its death: `docker kill` is a stop."""
         pid = self.containers()[container].pid
         if sys.platform.startswith("linux") and os.geteuid() == 0 and Path(f"/proc/{pid}").is_dir():
             os.kill(pid, signal.SIGKILL)
@@ -125,22 +125,22 @@ class Project:
         succeeds("docker", "exec", container, "sh", "-c", "kill -9 -1", timeout_s=_SHORT_S)
 
     def copy_out(self, path: str, target: Path) -> bool:
-        """Copies a file of the run's volume, by way of the trainer; whether it was there."""
+        """Copy a file of the run's volume, through the trainer; return whether it was there."""
         trainer = next(iter(self.containers("trainer")), "")
         source = f"{trainer}:{path}"
         return bool(trainer) and succeeds("docker", "cp", source, str(target), timeout_s=_SHORT_S)
 
     def read(self, service: str, path: str) -> str:
-        """A text file as the first container of a service sees it."""
+        """Return a text file as the first container of a service sees it."""
         container = next(iter(self.containers(service)), "")
         return output_of("docker", "exec", container, "cat", path, timeout_s=_SHORT_S)
 
     def logs(self, service: str, lines: int) -> str:
-        """The last lines of a service."""
+        """Return the last lines of a service."""
         return self.run("logs", "--no-color", f"--tail={lines}", service)
 
     def down(self) -> None:
-        """Takes containers, network and volumes down."""
+        """Take containers, network and volumes down."""
         self.run("down", "-v", "--remove-orphans", "--timeout", "40", timeout_s=300)
 
 
@@ -160,7 +160,7 @@ def _state(found: dict[str, dict[str, object]]) -> ContainerState:
 
 
 def _has_buildkit() -> bool:
-    """Clients since 23 need a plugin for BuildKit; older ones have it."""
+    """Return whether BuildKit is there; clients since 23 need a plugin, older ones have it."""
     if succeeds("docker", "buildx", "version", timeout_s=_SHORT_S):
         return True
     version = output_of("docker", "version", "--format", "{{.Client.Version}}", timeout_s=_SHORT_S)

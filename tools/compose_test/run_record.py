@@ -1,4 +1,4 @@
-"""A run's numbers, from the files of its volume. Reads them without the project being installed."""
+"""A run's numbers, from the files of its volume; works without the project installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunRecord:
 
 
 def read_metrics(file: Path) -> RunRecord:
-    """Reads metrics.jsonl; a line that is being written is passed over."""
+    """Read metrics.jsonl; a line that is being written is passed over."""
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     rows = [json.loads(line) for line in text.split("\n")[:-1]]
     steps = [row for row in rows if "training/global_step" in row]
@@ -47,7 +47,7 @@ def read_metrics(file: Path) -> RunRecord:
 
 
 def prompts_lost(accounts: Mapping[str, float]) -> int:
-    """Prompts that were submitted and of which nothing is known, by accounts.json."""
+    """Return the number of submitted prompts without any end, by accounts.json."""
     explained = sum(accounts.get(name, 0.0) for name in _ENDS)
     return int(accounts.get("prompts_lost", 0.0) or accounts.get("submitted", 0.0) - explained)
 

@@ -1,4 +1,4 @@
-"""A run in containers that is scaled and shot at while it trains."""
+"""A run in containers that is scaled and whose processes are killed while it trains."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.compose_test.phases import PhaseError, Phases, until
 from tools.compose_test.project import ContainerState, Project
 from tools.compose_test.run_record import RunRecord, prompts_lost, read_metrics
+from tools.phases import PhaseError, Phases, until
 
 RUN = "/runs/run"
 # What the quickstart comes to in its 20 steps; docs/benchmarks.md.
@@ -32,7 +32,7 @@ class Outcome:
     exit_codes: dict[str, list[int]] = field(default_factory=dict)
 
     def problems(self, killed: tuple[str, ...], wanted: tuple[int, ...]) -> list[str]:
-        """What is not as it has to be."""
+        """Return what is not as it has to be."""
         found = []
         if self.accuracy is None or self.accuracy < TARGET_ACCURACY:
             found.append(f"held-out accuracy {self.accuracy} is below {TARGET_ACCURACY}")
@@ -61,7 +61,7 @@ class Scenario:
         self.outcome = Outcome()
 
     def start(self, replicas: int, *services: str) -> None:
-        """Makes the model and starts these services, or all; returns after the first step."""
+        """Make the model and start these services, or all; return after the first step."""
         with self._phases.phase("prepare and up"):
             scale = f"rollout={replicas}"
             self._project.run(
@@ -72,13 +72,13 @@ class Scenario:
         self._until_served_by(replicas)
 
     def scale(self, replicas: int) -> None:
-        """Changes the number of replicas, and waits for a step that so many served."""
+        """Change the number of replicas, and wait for a step that so many served."""
         with self._phases.phase(f"scale to {replicas}"):
             self._project.scale(replicas)
             self._until_served_by(replicas)
 
     def kill(self, service: str, replicas: int) -> None:
-        """Kills a service's first process; returns when it is healthy again and a step followed."""
+        """Kill a service's first process; return when it is healthy again and a step followed."""
         with self._phases.phase(f"kill {service}"):
             container, before = next(iter(self._project.containers(service).items()))
             self._project.kill(container)
@@ -94,7 +94,7 @@ class Scenario:
         self.outcome.recovered.append(service)
 
     def finish(self) -> None:
-        """Waits until all containers have ended, as they do with their run."""
+        """Wait until all containers have ended, as they do with their run."""
         with self._phases.phase("training to the end"):
             steps = -1
             while (now := len(self.record().replicas)) > steps and not self._has_ended():
@@ -124,7 +124,7 @@ class Scenario:
         )
 
     def record(self) -> RunRecord:
-        """What the run has written so far."""
+        """Return what the run has written so far."""
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "metrics.jsonl"
             self._project.copy_out(f"{RUN}/metrics.jsonl", file)

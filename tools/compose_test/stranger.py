@@ -1,4 +1,4 @@
-"""Asks a secured service for its status, with more and more of what it wants to see.
+"""Ask a secured service for its status, with more and more of the credentials that it requires.
 
 Runs inside a container of the project's images, which has gRPC: `python - ADDRESS CERTIFICATES`.
 Prints a word for each try, on one line: the status code, or `answered`.
@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0
 
 
 def main(address: str, folder: Path) -> None:
-    """Plain; with the authority only; with a certificate; with a certificate and a token."""
+    """Ask plainly; with the authority only; with a certificate; with a certificate and a token."""
     words = [_asked(channel, metadata) for channel, metadata in _tries(address, folder)]
     sys.stdout.write(" ".join(words) + "\n")
 

@@ -11,7 +11,7 @@ _PIN = re.compile(r"^torch==(\S+)$", re.MULTILINE)
 
 
 def cpu_torch(root: Path) -> str:
-    """Puts the wheel of a CPU build into `wheelhouse/`, if pip's own find-links hold one.
+    """Put the wheel of a CPU build into `wheelhouse/`, if pip's own find-links hold one.
 
     Returns:
         what the image will take.

@@ -1,1 +1,1 @@
-"""Clicks through the live page of a run that trains, in a real browser."""
+"""Use the live page of a run that trains, in a real browser; `make dashboard-test`."""

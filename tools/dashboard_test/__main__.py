@@ -1,4 +1,4 @@
-"""`make dashboard-test`: the live page of a training run, used in headless Chromium.
+"""Use the live page of a training run in headless Chromium; `make dashboard-test`.
 
 The last line printed is one JSON object: `passed`, `phases` (seconds by name), `problems`. Exit
 code 0: all is as it has to be; or there is no browser and SLUICE_SKIP_WITHOUT_CHROMIUM=1 allows it.
@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tools.compose_test.phases import Phases, say
-from tools.dashboard_test.chromium import NoBrowserError, chromium, launch_arguments
+from tools.commands import NoProgramError
+from tools.dashboard_test.chromium import chromium, launch_arguments
 from tools.dashboard_test.click_through import ClickThrough
 from tools.dashboard_test.page_watch import PageWatch
 from tools.dashboard_test.training import Training
+from tools.phases import Phases, say
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -35,12 +34,12 @@ _VIEW = {"width": 1280, "height": 800}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the test."""
+    """Run the test."""
     options = _parse(arguments)
     phases, problems = Phases(), []
     try:
         path = chromium()
-    except NoBrowserError as error:
+    except NoProgramError as error:
         return _without_browser(error)
     with tempfile.TemporaryDirectory(prefix="sluice-dashboard-") as scratch:
         training = Training(
@@ -137,7 +136,7 @@ def _page(path: str) -> Iterator[Page]:
             browser.close()
 
 
-def _without_browser(error: NoBrowserError) -> int:
+def _without_browser(error: NoProgramError) -> int:
     say(f"NO BROWSER: {error}")
     is_allowed = os.environ.get(SKIP_VARIABLE) == "1"
     report = {"passed": is_allowed, "phases": {}, "skipped" if is_allowed else "error": str(error)}

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.compose_test.phases import PhaseError, until
 from tools.dashboard_test.training import HOSTILE, HOSTILE_PROMPT
+from tools.phases import PhaseError, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.compose_test.phases import PhaseError, until
+from tools.phases import PhaseError, until
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title=1</script>"
 HOSTILE_PROMPT = "A prompt that is followed by a hostile response"

@@ -1,1 +1,1 @@
-"""The documentation site: what mkdocs does not do by itself, and checks of what it has built."""
+"""Build the documentation site: hooks for mkdocs, and the diagrams' renderer; `make docs`."""

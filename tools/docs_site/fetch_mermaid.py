@@ -1,4 +1,4 @@
-"""Fetches mermaid, which draws the diagrams, from npm's registry; once, by version and digest."""
+"""Fetch mermaid, which draws the diagrams, from npm's registry; once, by version and digest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEMBER = "package/dist/mermaid.min.js"
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     if MERMAID.is_file() and digest(MERMAID.read_bytes()) == SHA256:
         return 0
     if shutil.which("npm") is None:
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def packed() -> bytes:
-    """The file as the package has it.
+    """Return the file as the package has it.
 
     Raises:
         SystemExit: npm cannot fetch it, and has said why.
@@ -59,7 +59,7 @@ def packed() -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """SHA-256, hexadecimal."""
+    """Return the SHA-256, hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 

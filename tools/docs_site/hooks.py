@@ -35,13 +35,13 @@ _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fills folders in."""
+    """Fill folders in."""
     config.nav = expanded_nav(config.nav or [], DOCS)
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds mermaid, so that no page fetches it from elsewhere."""
+    """Add mermaid, so that no page fetches it from elsewhere."""
     from mkdocs.structure.files import File
 
     if not MERMAID.is_file():
@@ -51,13 +51,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mends the links that lead out of the site."""
+    """Mend the links that lead out of the site."""
     del config, files
     return with_site_links(markdown, page.file.src_uri, os.environ.get(URL_VARIABLE, ""))
 
 
 def expanded_nav(nav: Sequence[NavItem], docs: Path) -> list[NavItem]:
-    """The nav with each path that ends in a slash replaced by the pages below that folder."""
+    """Return the nav with pages in place of each path that ends in a slash."""
     return [_expanded(item, docs) for item in nav]
 
 
@@ -72,7 +72,7 @@ def _expanded(item: NavItem, docs: Path) -> NavItem:
 
 
 def nav_pages(nav: Sequence[NavItem]) -> list[str]:
-    """All pages of an expanded nav, in order."""
+    """Return all pages of an expanded nav, in order."""
     found: list[str] = []
     for item in nav:
         values = [item] if isinstance(item, str) else list(item.values())
@@ -82,7 +82,7 @@ def nav_pages(nav: Sequence[NavItem]) -> list[str]:
 
 
 def with_site_links(markdown: str, source: str, repository_url: str) -> str:
-    """A page's text with every link that leaves docs/ mended; blocks of code stay as they are.
+    """Return a page's text with mended links out of docs/; blocks of code stay as they are.
 
     Args:
         source: the page's path below docs/.

@@ -1,1 +1,1 @@
-"""Malformed, absurd and broken-off requests against live services."""
+"""Send malformed, absurd and broken-off requests to live services; `make fuzz`."""

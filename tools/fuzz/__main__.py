@@ -1,4 +1,4 @@
-"""`make fuzz`: hostile requests against a live run, and what is left of it afterwards.
+"""Send hostile requests to a live run, and check what is left of it; `make fuzz`.
 
 The last line printed is one JSON object: `requests` made, `missing` (asked for, and not made within
 `--minutes`, which fails as well), `crashes` (answers that tell of a defect,
@@ -31,7 +31,7 @@ WARM_UP_SHARE, ROUNDS = 0.15, 20
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fuzzes; 0: nothing was found."""
+    """Fuzz; return 0 if nothing was found."""
     options = _parse(arguments)
     with tempfile.TemporaryDirectory(prefix="sluice-fuzz-") as scratch:
         folder = options.folder or Path(scratch)
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def exit_code(report: Mapping[str, object]) -> int:
-    """1 if something was found, or if fewer requests were made than asked for."""
+    """Return 1 if something was found, or if fewer requests were made than asked for."""
     return 1 if report["crashes"] or report["leaks"] or report["missing"] else 0
 
 

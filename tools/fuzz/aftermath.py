@@ -1,4 +1,4 @@
-"""After the attack: is everything given back, and does the run still do what it is for?"""
+"""Check after the attack that everything is given back, and that the run still works."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tools.fuzz.live_run import FuzzedRun
 from tools.fuzz.process_size import ProcessSize
 from tools.fuzz.valid_requests import DATA_SOURCE, generate_request
 
-__all__ = ["MAX_GROWTH_MB", "RunControl", "growth_leaks"]
-
 MAX_GROWTH_MB = 100.0
 MAX_MORE_FILES, MAX_MORE_THREADS = 24, 24
 HOLDER = "the fuzz run itself"
@@ -29,7 +27,7 @@ _WAIT_S = 90.0
 def growth_leaks(
     before: Mapping[str, ProcessSize], after: Mapping[str, ProcessSize]
 ) -> dict[str, str]:
-    """What grew by more than the bounds, by process."""
+    """Return what grew by more than the bounds, by process."""
     found = {}
     for name, first in before.items():
         last = after[name]
@@ -43,7 +41,7 @@ def growth_leaks(
 
 
 class RunControl:
-    """What the fuzzer asks of the run as an honest caller."""
+    """The fuzzer's requests to the run as an honest caller."""
 
     def __init__(self, run: FuzzedRun) -> None:
         self._run = run
@@ -57,7 +55,7 @@ class RunControl:
         return reward_stub(self._run.channels["reward"])
 
     async def started(self) -> None:
-        """Waits for the first step and connects to the replica."""
+        """Wait for the first step and connect to the replica."""
         self._run.connect()
 
         async def has_stepped() -> str | None:
@@ -70,11 +68,11 @@ class RunControl:
         await until(has_stepped, "the first step")
 
     async def pause(self) -> None:
-        """Holds the run, so that what is measured is the attack."""
+        """Hold the run, so that only the attack is measured."""
         await self._trainer.Pause(trainer.PauseRequest(holder=HOLDER), timeout=20)
 
     async def restore(self, holders: set[str]) -> None:
-        """Ends holds that the attack left, and tells the reward service who its trainer is."""
+        """End holds that the attack left, and notify the reward service of its trainer."""
         for holder in holders:
             with suppress(grpc.aio.AioRpcError):  # of those who left early some were refused
                 await self._trainer.Resume(trainer.ResumeRequest(holder=holder), timeout=20)
@@ -87,7 +85,7 @@ class RunControl:
         await self._reward.AnnouncePolicy(announcement, timeout=60)
 
     async def slots_leaked(self) -> str | None:
-        """Waits for an idle replica; what stays busy is leaked."""
+        """Wait for an idle replica; return what stays busy, which is leaked."""
 
         async def is_idle() -> str | None:
             status = await self._run.replica_status()
@@ -97,7 +95,7 @@ class RunControl:
         return await found(is_idle, "idle slots")
 
     async def prompts_leaked(self) -> str | None:
-        """Waits until every prompt that the attack got accepted has ended."""
+        """Wait until every prompt that the attack got accepted has ended."""
 
         async def has_capacity() -> str | None:
             status = await self._reward.GetStatus(reward.GetStatusRequest(), timeout=20)
@@ -111,7 +109,9 @@ class RunControl:
         return await found(has_capacity, "the end of all accepted prompts")
 
     async def correctness_lost(self) -> str | None:
-        """Generate, Score and SubmitPrompts answer correctly, and a further step is trained."""
+        """Check that Generate, Score and SubmitPrompts answer correctly, and that a further step is
+        trained.
+        """
         try:
             async with asyncio.timeout(_WAIT_S):
                 return await self._generates() or await self._scores() or await self._trains()
@@ -163,14 +163,14 @@ class RunControl:
 
 
 async def until(check: Callable[[], Awaitable[str | None]], what: str) -> None:
-    """Polls. Raises RuntimeError with what `check` says is missing."""
+    """Poll; raise RuntimeError with what is missing according to `check`."""
     missing = await found(check, what)
     if missing is not None:
         raise RuntimeError(missing)
 
 
 async def found(check: Callable[[], Awaitable[str | None]], what: str) -> str | None:
-    """Polls until `check` finds nothing; what it still found after the wait."""
+    """Poll until `check` finds nothing; return what it still found after the wait."""
     ends_s = time.monotonic() + _WAIT_S
     while True:
         try:

@@ -31,8 +31,6 @@ from tools.fuzz.valid_requests import DATA_SOURCE
 if TYPE_CHECKING:
     import grpc
 
-__all__ = ["PROCESSES", "FuzzedRun", "live_run"]
-
 PROCESSES = ("trainer", "reward", "rollout-0")
 MAX_CLIENT_PENDING = 64
 _ROWS, _STEPS, _GRACE_S = 2000, 1_000_000, 20.0
@@ -56,11 +54,11 @@ class FuzzedRun:
         self.channels: dict[str, grpc.aio.Channel] = {}
 
     def pid(self, name: str) -> int | None:
-        """The process id; another one after a restart; ``None``: it is not running."""
+        """Return the process id; another one after a restart; ``None``: it is not running."""
         return self._supervisor.pid_of(name)
 
     def connect(self, replica: str | None = None) -> None:
-        """Opens channels that are not open; the replica's address is known to the trainer only."""
+        """Open channels that are not open; only the trainer knows the replica's address."""
         if replica is not None:
             self.addresses["rollout-0"] = replica
         for name, address in self.addresses.items():
@@ -68,12 +66,12 @@ class FuzzedRun:
                 self.channels[name] = open_channel(address, max_message_bytes=1 << 27)
 
     async def replica_status(self) -> Any:  # noqa: ANN401  the stubs are untyped
-        """The replica's own status."""
+        """Return the replica's own status."""
         stub = rollout_stub(self.channels["rollout-0"])
         return await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=20)
 
     async def close(self) -> None:
-        """Closes all channels."""
+        """Close all channels."""
         for channel in self.channels.values():
             await channel.close()
 
@@ -82,7 +80,7 @@ class FuzzedRun:
 async def live_run(
     folder: Path, seed: int, overrides: Sequence[str] = ()
 ) -> AsyncIterator[FuzzedRun]:
-    """Starts the processes, which end with the block; logs lie in ``<folder>/run/logs``."""
+    """Start the processes, which end with the block; logs are in ``<folder>/run/logs``."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config = with_ports(_config(folder, seed, overrides))
     config_file = folder / "run" / "config.yaml"

@@ -1,7 +1,7 @@
 """Every method of trainer, reward service and replicas, from the descriptors.
 
-A new method is fuzzed without more ado. The launcher's service is left out: it listens on the
-loopback interface alone.
+New methods are included. The launcher's service is left out: it listens on the loopback interface
+alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from sluice.api.weights.v1 import weights_pb2
 if TYPE_CHECKING:
     from google.protobuf.descriptor import FileDescriptor
     from google.protobuf.message import Message
-
-__all__ = ["Method", "all_methods"]
 
 _SERVER_OF: dict[str, FileDescriptor] = {
     "trainer": trainer_pb2.DESCRIPTOR,
@@ -49,7 +47,7 @@ class Method:
 
 
 def all_methods() -> tuple[Method, ...]:
-    """The methods of the four services: trainer, reward, rollout, weights."""
+    """Return the methods of the four services: trainer, reward, rollout, weights."""
     return tuple(
         Method(
             _PROCESS[key],

@@ -14,14 +14,12 @@ from tools.fuzz.nasty_values import nasty_scalar, nasty_text
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-__all__ = ["corrupted", "mutated", "random_bytes"]
-
 _REPEATS = (0, 1, 2, 2, 3, 65, 300, 5000)
 _DESCENTS = 6
 
 
 def mutated(message: Message, rng: random.Random) -> Message:
-    """A copy with one to three fields, at any depth, replaced by nasty values."""
+    """Return a copy with one to three fields, at any depth, replaced by nasty values."""
     changed = type(message)()
     changed.CopyFrom(message)
     for _ in range(rng.randint(1, 3)):
@@ -30,7 +28,7 @@ def mutated(message: Message, rng: random.Random) -> Message:
 
 
 def corrupted(data: bytes, rng: random.Random) -> bytes:
-    """Bytes flipped, cut off, doubled or inserted."""
+    """Return the bytes with some flipped, cut off, doubled or inserted."""
     wrong = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         position = rng.randrange(len(wrong) + 1)
@@ -47,7 +45,7 @@ def corrupted(data: bytes, rng: random.Random) -> bytes:
 
 
 def random_bytes(rng: random.Random) -> bytes:
-    """No message at all, as a rule."""
+    """Return no message at all, as a rule."""
     return rng.randbytes(rng.choice((0, 1, 2, 5, 17, 100, 1000, 20_000)))
 
 
@@ -97,7 +95,7 @@ def _mutate_repeated(message: Any, field: FieldDescriptor, rng: random.Random, d
 
 
 def _fill(struct: Struct, rng: random.Random) -> None:
-    """Further information of a prompt: flat, wide or deep."""
+    """Fill further information of a prompt: flat, wide or deep."""
     match rng.randrange(4):
         case 0:
             inner: Any = struct

@@ -7,8 +7,6 @@ import random
 import struct
 import zlib
 
-__all__ = ["exif_bomb", "jpeg_with", "nasty_image", "png_with", "small_png", "webp_with"]
-
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # A grey image of 8 x 8 pixels each.
 _SMALL_JPEG = bytes.fromhex(
@@ -29,7 +27,7 @@ _OTHERS = (
 
 
 def small_png(width: int = 4, height: int = 4) -> bytes:
-    """A whole grey image of 4 x 4 pixels, whatever size it claims."""
+    """Return a whole grey image of 4 x 4 pixels, whatever size it claims."""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     pixels = zlib.compress(b"\0\x80\x80\x80\x80" * 4)
     chunks = ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b""))
@@ -37,7 +35,7 @@ def small_png(width: int = 4, height: int = 4) -> bytes:
 
 
 def nasty_image(rng: random.Random) -> bytes:
-    """Something that begins as an image does, or as other files do."""
+    """Return bytes that begin as an image does, or as other files do."""
     match rng.randrange(7):
         case 0:
             return small_png(rng.choice(_SIDES), rng.choice(_SIDES))
@@ -61,7 +59,9 @@ def nasty_image(rng: random.Random) -> bytes:
 
 
 def exif_bomb(num_entries: int = 5000) -> bytes:
-    """A TIFF directory of 60 KB in which each entry holds the same 60,000 bytes: 300 MB in all."""
+    """Return a TIFF directory of 60 KB in which each entry holds the same 60,000 bytes: 300 MB in
+    all.
+    """
     entries = b"".join(
         struct.pack("<HHII", 0x8000 + number, 7, 12 * num_entries, 8)
         for number in range(num_entries)
@@ -70,12 +70,12 @@ def exif_bomb(num_entries: int = 5000) -> bytes:
 
 
 def png_with(whole: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG with further chunks (name, content) behind IHDR."""
+    """Return a PNG with further chunks (name, content) behind IHDR."""
     return whole[:33] + b"".join(_chunk(name, content) for name, content in chunks) + whole[33:]
 
 
 def jpeg_with(whole: bytes, *segments: tuple[int, bytes]) -> bytes:
-    """A JPEG with further segments (marker, content) at its beginning."""
+    """Return a JPEG with further segments (marker, content) at its beginning."""
     added = b"".join(
         struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
         for marker, content in segments
@@ -84,7 +84,7 @@ def jpeg_with(whole: bytes, *segments: tuple[int, bytes]) -> bytes:
 
 
 def webp_with(whole: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
-    """A WebP with further chunks (name, content) at its end."""
+    """Return a WebP with further chunks (name, content) at its end."""
     body = whole[8:] + b"".join(
         name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
         for name, content in chunks

@@ -9,8 +9,6 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from tools.fuzz.nasty_images import nasty_image
 
-__all__ = ["nasty_bytes", "nasty_scalar", "nasty_text"]
-
 _INT32 = (0, 1, -1, 2, 7, 64, 1023, 1024, 65535, 2**31 - 1, -(2**31))
 _INT64 = (*_INT32, 2**31, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))
 _UINT32 = (0, 1, 2, 3, 7, 256, 257, 1023, 1024, 65535, 65536, 2**31, 2**32 - 1)
@@ -54,14 +52,14 @@ _SIZES = (1, 127, 128, 129, 1000, 5000, 70_000)
 
 
 def nasty_text(rng: random.Random) -> str:
-    """A text that is odd, or long."""
+    """Return a text that is odd, or long."""
     if rng.random() < 0.85:
         return rng.choice(_TEXTS)
     return rng.choice(("x", "é", "\0", " a", "{", "<|im_end|>")) * rng.choice(_SIZES)
 
 
 def nasty_bytes(rng: random.Random) -> bytes:
-    """Bytes of any length, whole numbers of four among them; or what claims to be an image."""
+    """Return bytes of any length, whole numbers of four among them; or a fake image."""
     if rng.random() < 0.25:
         return nasty_image(rng)
     size = rng.choice((0, 1, 2, 3, 4, 5, 8, 16, 63, 64, 256, 4096))
@@ -69,7 +67,7 @@ def nasty_bytes(rng: random.Random) -> bytes:
 
 
 def nasty_scalar(field: FieldDescriptor, rng: random.Random) -> object:
-    """A value of a field that holds no message; enumerations get unknown numbers too."""
+    """Return a value of a field that holds no message; enumerations get unknown numbers too."""
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_INT32 | FieldDescriptor.CPPTYPE_ENUM:
             return rng.choice(_INT32)

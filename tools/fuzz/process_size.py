@@ -1,11 +1,9 @@
-"""What a process holds: memory, open files, threads."""
+"""The size of a process: memory, open files, threads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["ProcessSize", "measure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +16,7 @@ class ProcessSize:
 
 
 def measure(pid: int) -> ProcessSize:
-    """Of a running process. Raises OSError: there is none."""
+    """Measure a running process; raise OSError if there is none."""
     proc = Path("/proc") / str(pid)
     status = dict(
         line.split(":", 1) for line in (proc / "status").read_text(encoding="utf-8").splitlines()

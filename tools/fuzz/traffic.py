@@ -1,4 +1,4 @@
-"""Hostile calls, many at once, counted by what became of them."""
+"""Hostile calls, many at once, counted by their answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from sluice.api.trainer.v1 import trainer_pb2
 from tools.fuzz.methods import Method
 from tools.fuzz.mutation import corrupted, mutated, random_bytes
 
-__all__ = ["DEFECTS", "Attack", "Tally", "Traffic"]
-
 DEFECTS = ("UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS")
 """Codes that no request may be answered with, whatever it holds."""
 MAX_EXAMPLES = 20
@@ -26,8 +24,8 @@ NO_ANSWER = "NO_ANSWER"
 # Calls that do work for every valid request: a few are enough.
 _SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.02, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
 _WAITING = ("WatchSteps", "TakeBatch", "StageUpdate", "SaveCheckpoint", "JoinGroup", "Evaluate")
-# grpc.aio's caller says so by itself when it sends while the answer to a stream comes in; other
-# callers get the service's answer.
+# grpc.aio's caller reports this on its own when it sends while the answer to a stream comes in;
+# other callers get the service's answer.
 _OWN_FAILURE = "Internal error from Core"
 _SHORT_S, _LONG_S = 0.15, 15.0
 # Ends the run as it should: only what is no message is sent.
@@ -45,7 +43,7 @@ class Tally:
     holders: set[str] = field(default_factory=set)
 
     def note(self, method: Method, code: str, details: str, sent: bytes) -> None:
-        """Counts one call."""
+        """Count one call."""
         self.codes[code] += 1
         self.by_method[method.name] += 1
         if method.name == "TrainerService/Pause" and code in ("OK", "LEFT", "DEADLINE_EXCEEDED"):
@@ -58,13 +56,13 @@ class Tally:
 
     @property
     def requests(self) -> int:
-        """Calls made."""
+        """Call made."""
         return self.codes.total()
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One call: what is sent, until when, and whether the caller leaves early."""
+    """One call: its message, its deadline, and whether the caller leaves early."""
 
     method: Method
     messages: tuple[bytes, ...]
@@ -73,7 +71,7 @@ class Attack:
 
 
 class Traffic:
-    """Draws attacks and makes them.
+    """Chooses attacks and makes them.
 
     Args:
         methods: what is called.
@@ -94,7 +92,7 @@ class Traffic:
         self.tally = Tally()
 
     async def send(self, count: int, in_flight: int) -> None:
-        """Makes `count` calls, `in_flight` at a time."""
+        """Make `count` calls, `in_flight` at a time."""
         left = iter(range(count))
 
         async def caller() -> None:

@@ -14,8 +14,6 @@ from tools.fuzz.nasty_images import small_png
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-__all__ = ["DATA_SOURCE", "generate_request", "valid_requests"]
-
 DATA_SOURCE = "math_dapo"
 MANY_TURNS = 20_000
 _TURN = common.ChatMessage(role="user", content="1 + 2 = ?")
@@ -33,7 +31,7 @@ def generate_request(request_id: str = "fuzz") -> rollout.GenerateRequest:
 
 
 def valid_requests() -> dict[str, tuple[Message, ...]]:
-    """By service and method; a method that is not here is called with an empty request."""
+    """Return requests by method; a method that is missing here gets an empty request."""
     return {
         "RolloutService/Generate": (
             *(generate_request(), _continued(), _of_tokens()),
@@ -78,7 +76,7 @@ def _continued() -> rollout.GenerateRequest:
 
 
 def _crowded() -> rollout.GenerateRequest:
-    """More turns than are allowed: each costs the chat template time, whatever it says."""
+    """Return more turns than are allowed: each costs the chat template time."""
     request = generate_request()
     turns = [common.ChatMessage(role="u")] * MANY_TURNS
     request.prompt.chat.messages.extend(turns)
@@ -86,7 +84,7 @@ def _crowded() -> rollout.GenerateRequest:
 
 
 def _with_images() -> rollout.GenerateRequest:
-    """A small image; the model of the run reads none, so that only its checks meet it."""
+    """Return a prompt with a small image; the run's model reads none, so only its checks see it."""
     request = generate_request()
     request.prompt.chat.messages.append(_TURN_WITH_IMAGE)
     request.prompt.chat.images.append(small_png())

@@ -1,1 +1,1 @@
-"""The Helm chart tested without a cluster: linted, rendered, held against schemas and rules."""
+"""Test the Helm chart without a cluster: lint it, render it, and compare with golden renders."""

@@ -1,1 +1,1 @@
-"""A real Prometheus over a real run."""
+"""Scrape a real run with a real Prometheus; `make observability-test`."""

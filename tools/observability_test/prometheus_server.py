@@ -1,4 +1,4 @@
-"""A Prometheus with this repository's configuration, in a hurry: seconds where it says minutes."""
+"""A Prometheus with this repository's configuration, in seconds instead of minutes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.compose_test.phases import PhaseError
-
-__all__ = ["PrometheusServer", "hurried_copy", "prometheus_server"]
+from tools.phases import PhaseError
 
 _START_S, _END_S, _ANSWER_S = 30.0, 20.0, 20.0
 _INTERVAL = re.compile(
@@ -29,7 +27,7 @@ _SECONDS_FOR_A_MINUTE = 4
 
 
 def hurried_copy(source: Path, folder: Path, targets: Path) -> Path:
-    """The configuration with all intervals of 1 s and `targets` linked in.
+    """Copy the configuration with all intervals of 1 s and `targets` linked in.
 
     Alerts wait 4 s for each minute, so that one that is to come later than another still does.
 
@@ -49,7 +47,7 @@ def _hurried(minutes: re.Match[str]) -> str:
 
 
 class PrometheusServer:
-    """What a running Prometheus answers.
+    """A running Prometheus.
 
     Args:
         port: of its interface, on loopback.
@@ -59,7 +57,7 @@ class PrometheusServer:
         self._base = f"http://127.0.0.1:{port}"
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
+        """Return whether it answers."""
         try:
             with urllib.request.urlopen(f"{self._base}/-/ready", timeout=_ANSWER_S) as answer:  # noqa: S310  HTTP
                 return bool(answer.status == 200)
@@ -67,7 +65,7 @@ class PrometheusServer:
             return False
 
     def query(self, expression: str) -> list[tuple[Mapping[str, str], float]]:
-        """Labels and values of an instant query.
+        """Return labels and values of an instant query.
 
         Raises:
             PhaseError: the expression is refused.
@@ -78,12 +76,12 @@ class PrometheusServer:
         return [(one["metric"], float(one["value"][1])) for one in result]
 
     def value(self, expression: str) -> float | None:
-        """The first value of an instant query; ``None``: there is none."""
+        """Return the first value of an instant query; ``None``: there is none."""
         found = self.query(expression)
         return found[0][1] if found else None
 
     def names(self) -> set[str]:
-        """Every metric that it has."""
+        """Return every metric that it has."""
         return set(self._ask("label/__name__/values", {}))
 
     def _ask(self, path: str, parameters: Mapping[str, str]) -> Any:  # noqa: ANN401  JSON
@@ -98,7 +96,7 @@ class PrometheusServer:
 
 @contextmanager
 def prometheus_server(config: Path, folder: Path) -> Iterator[PrometheusServer]:
-    """Runs while the block does.
+    """Run while the block does.
 
     Args:
         config: its ``prometheus.yml``.

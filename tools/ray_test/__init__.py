@@ -1,1 +1,1 @@
-"""Runs on simulated Ray clusters: one is scaled and shot at while it trains, one is a job."""
+"""Run on simulated Ray clusters: one is scaled and shot at while it trains, one is a job."""

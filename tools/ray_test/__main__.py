@@ -1,4 +1,4 @@
-"""`make ray-test`: runs on simulated Ray clusters, on this machine's CPU.
+"""Run on simulated Ray clusters, on this machine's CPU; `make ray-test`.
 
 First a run of `sluice up` on three nodes, then one as a job of another cluster. The last line
 printed is one JSON object: `passed`, `phases` (seconds by name), `scaled` (replica counts that
@@ -19,8 +19,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError
-from tools.compose_test.phases import PhaseError, Phases, say
+from tools.commands import CommandError
+from tools.phases import PhaseError, Phases, say
 from tools.ray_test.job_scenario import run_job
 from tools.ray_test.marked_processes import MarkedProcesses
 from tools.ray_test.scenario import Scenario
@@ -30,7 +30,7 @@ _LAST_LINES = 60
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the test; the exit code."""
+    """Run the test; return the exit code."""
     options = _parse(arguments)
     # Sockets of Ray are in its folder, and their paths may not be long.
     folder = Path(tempfile.mkdtemp(prefix="slr-", dir="/tmp"))
@@ -61,7 +61,7 @@ def _train(
     options: argparse.Namespace,
     report: dict[str, object],
 ) -> list[str]:
-    """The run that is scaled and shot at; its problems."""
+    """Train the run that is scaled and whose processes are killed; return its problems."""
     cluster = SimulatedCluster(folder / "ray", processes)
     scenario = Scenario(cluster, processes, phases, folder, options.patience)
     problems = []
@@ -90,7 +90,7 @@ def _submit(
     patience_s: float,
     report: dict[str, object],
 ) -> list[str]:
-    """The run that is a job; its problems."""
+    """Run the job; return its problems."""
     cluster = SimulatedCluster(folder / "jr", processes)
     try:
         seen = asyncio.run(run_job(cluster, processes, phases, folder / "job", patience_s))

@@ -1,4 +1,4 @@
-"""A run as a job of a cluster of two nodes, and what has to come of it."""
+"""A run as a job of a cluster of two nodes, and its result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.chaos.preparation import SIZES, prepare_run
-from tools.compose_test.phases import Phases
+from tools.phases import Phases
 from tools.ray_test.marked_processes import MarkedProcesses
 from tools.ray_test.scenario import NODE, PLACES, WORKERS, is_service
 from tools.ray_test.simulated_cluster import HEAD, SimulatedCluster
@@ -20,14 +20,14 @@ SUCCEEDED = "SUCCEEDED"
 
 @dataclass(frozen=True, slots=True)
 class JobReading:
-    """What was seen of it: Ray's word for it, steps trained, services that it left."""
+    """What was seen: Ray's word for the job, steps trained, services that it left."""
 
     status: str
     steps: int
     left: dict[int, str]
 
     def problems(self) -> list[str]:
-        """What is not as it has to be."""
+        """Return what is not as it has to be."""
         found = []
         if (self.status, self.steps) != (SUCCEEDED, STEPS):
             found.append(f"job: {self.status} at step {self.steps}, wanted {SUCCEEDED} at {STEPS}")
@@ -43,7 +43,7 @@ async def run_job(
     folder: Path,
     deadline_s: float,
 ) -> JobReading:
-    """Starts a cluster with a job server, has it train and looks at what is left.
+    """Start a cluster with a job server, let it train and check what is left.
 
     Args:
         cluster: nothing of it runs yet; the caller stops it.
@@ -79,7 +79,7 @@ async def run_job(
 
 
 def _prepare(folder: Path) -> Path:
-    """The folder to send: the configuration and the reward function, without model and data."""
+    """Return the folder to send: configuration and reward function, without model and data."""
     folder.mkdir()
     _, file = prepare_run(folder, SIZES["tiny"], seed=_SEED, host=HEAD)
     sent = folder / "sent"

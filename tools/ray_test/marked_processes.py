@@ -1,4 +1,4 @@
-"""Processes that a test has started: by a variable that they inherit, or by files that they hold.
+"""The processes of a test, found by a variable that they inherit, or by files that they hold.
 
 Some of Ray's set a title of their own, which overwrites the environment that others see.
 """
@@ -28,7 +28,7 @@ class MarkedProcesses:
         self._needle, self._folder = f"{MARK_VARIABLE}={mark}".encode(), f"{folder}/"
 
     def running(self) -> dict[int, str]:
-        """Command lines by process id, without this process; zombies have ended."""
+        """Return command lines by process id, without this process; zombies have ended."""
         found = {}
         for folder in Path("/proc").iterdir():
             if not folder.name.isdecimal() or int(folder.name) == os.getpid():
@@ -48,13 +48,13 @@ class MarkedProcesses:
         return any(_target(link).startswith(self._folder) for link in links)
 
     def end(self, number: signal.Signals, within_s: float) -> dict[int, str]:
-        """Sends a signal to all of them; those that are left after so many seconds."""
+        """Send a signal to all of them; those that are left after so many seconds."""
         for pid in self.running():
             send(pid, number)
         return self.left_after(within_s, lambda _: True)
 
     def left_after(self, seconds: float, belongs: Callable[[str], bool]) -> dict[int, str]:
-        """Those with a command line that belongs, once there are none or the time is over."""
+        """Return matching processes, once there are none or the time is over."""
         until_s = time.monotonic() + seconds
         while True:
             left = {pid: command for pid, command in self.running().items() if belongs(command)}
@@ -71,7 +71,7 @@ def _target(link: Path) -> str:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Sends a signal to a process that may have ended."""
+    """Send a signal to a process that may have ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -79,6 +79,6 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def parent_of(pid: int) -> int:
-    """The process that started it."""
+    """Return the process that started it."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
     return int(fields[1])

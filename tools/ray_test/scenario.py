@@ -1,4 +1,4 @@
-"""What is done to a run on a simulated cluster, and what has to come of it."""
+"""A run on a simulated cluster: scaling, kills, a lost node, and its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.chaos.preparation import SIZES, prepare_run
-from tools.compose_test.phases import PhaseError, Phases
+from tools.phases import PhaseError, Phases
 from tools.ray_test.marked_processes import MarkedProcesses, send
 from tools.ray_test.simulated_cluster import HEAD, SimulatedCluster
 from tools.ray_test.training import Serving, Training, training
@@ -53,7 +53,7 @@ class Outcome:
     left_by_killed_driver: dict[int, str] = field(default_factory=dict)
 
     def problems(self, steps: int) -> list[str]:
-        """What is not as it has to be."""
+        """Return what is not as it has to be."""
         found = []
         if tuple(self.scaled) != COUNTS:
             found.append(f"replica counts seen: {self.scaled}, wanted: {list(COUNTS)}")
@@ -94,7 +94,7 @@ class Scenario:
         self.outcome = Outcome()
 
     async def drive(self, steps: int) -> None:
-        """All of it."""
+        """Run all of it."""
         with self._phases.phase("cluster"):
             self._cluster.start_head({**NODE, "CPU": 8.0, "head": 4.0})
             for address in WORKERS:
@@ -116,7 +116,7 @@ class Scenario:
         await self._kill_driver(file)
 
     def stop(self) -> None:
-        """Ends the cluster."""
+        """End the cluster."""
         with self._phases.phase("stop"):
             self._cluster.stop()
         self.outcome.left = self._processes.running()
@@ -176,7 +176,7 @@ class Scenario:
         self.outcome.scaled.append(replicas)
 
     async def _lose_node(self, run: Training) -> None:
-        """The replica of the lost node waits for room, and a node that joins has it."""
+        """Lose a node: its replica waits for capacity, and a node that joins has it."""
         with self._phases.phase("kill node"):
             lost = WORKERS[0]
             self._cluster.kill_node(lost)
@@ -208,7 +208,7 @@ class Scenario:
             raise PhaseError(f"the run has ended, and there are {left}")
 
     async def _kill_driver(self, file: Path) -> None:
-        """A trainer on two nodes; actors and services end with the driver, also if it is killed."""
+        """Train on two nodes; actors and services end with the driver, also if it is killed."""
         folder = f"sluice.run_dir={self._folder / 'second'}"
         async with self._training(file, (folder, _FOREVER, *_TWO_NODES), ()) as run:
             with self._phases.phase("trainer on two nodes"):
@@ -222,7 +222,7 @@ class Scenario:
         return {pid: line for pid, line in self._processes.running().items() if is_service(line)}
 
     async def _served(self, run: Training, replicas: int) -> None:
-        """Returns after a step that so many replicas served."""
+        """Return after a step that so many replicas served."""
         before = len(run.record().replicas)
 
         async def is_served() -> bool:
@@ -246,5 +246,5 @@ class Scenario:
 
 
 def is_service(command: str) -> bool:
-    """A service of ours, or the actor that hosts one."""
+    """Return whether it is a service of ours, or the actor that hosts one."""
     return " -m services." in command or "ray::RayServiceHost" in command

@@ -1,4 +1,4 @@
-"""Three Ray nodes on one machine, told apart by addresses of the loopback network.
+"""Three Ray nodes on one machine, with different addresses of the loopback network.
 
 Every process carries the test's mark, ports are drawn, and the cluster's files are in a folder of
 its own, so that it meets no other cluster of the machine. It is ended by process ids.
@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.compose_test.commands import CommandError, output_of
-from tools.compose_test.phases import PhaseError
+from tools.commands import CommandError, output_of
+from tools.phases import PhaseError
 from tools.ray_test.marked_processes import MarkedProcesses, parent_of, send
 
 _START_S, _ATTEMPTS = 120.0, 4
@@ -39,7 +39,7 @@ class SimulatedCluster:
         self.environment = {
             **processes.environment,
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Whoever reaches Ray's ports could run code here; as the documentation asks for.
+            # As the documentation requires: a caller who reaches Ray's ports could run code here.
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -50,7 +50,7 @@ class SimulatedCluster:
         }
 
     def start_head(self, resources: Mapping[str, float], *, serves_jobs: bool = False) -> None:
-        """Starts the first node; one that serves jobs does so at `job_server`."""
+        """Start the first node; one that serves jobs does so at `job_server`."""
         port = self.address.rpartition(":")[2]
         server = (
             "--include-dashboard=true",
@@ -68,13 +68,13 @@ class SimulatedCluster:
         )
 
     def start_worker(self, address: str, resources: Mapping[str, float]) -> None:
-        """Starts another node."""
+        """Start another node."""
         self._start(
             f"--address={self.address}", f"--node-ip-address={address}", resources=resources
         )
 
     def kill_node(self, address: str) -> None:
-        """SIGKILL to a node's raylet; what it started ends by itself.
+        """Send SIGKILL to a node's raylet; its children end with it.
 
         Raises:
             PhaseError: there is no such node.
@@ -90,12 +90,12 @@ class SimulatedCluster:
         send(found[0], signal.SIGKILL)
 
     def stop(self) -> None:
-        """Ends all of its processes, and what they left."""
+        """End all of its processes, and those that they left."""
         self._processes.end(signal.SIGTERM, 15.0)
         self._processes.end(signal.SIGKILL, 15.0)
 
     def actor_worker_of(self, pid: int) -> int:
-        """The process of the actor that a service's process belongs to.
+        """Return the process of the actor that a service's process belongs to.
 
         Raises:
             PhaseError: its parent is none.

@@ -1,4 +1,4 @@
-"""A run that is handed to a cluster's job server, as the documentation says."""
+"""A run that is submitted to a cluster's job server, as the documentation describes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.compose_test.commands import output_of
-from tools.compose_test.phases import PhaseError
+from tools.commands import output_of
 from tools.compose_test.run_record import read_metrics
-
-__all__ = ["JobOutcome", "submit_and_wait"]
+from tools.phases import PhaseError
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "ray" / "submit_job.sh"
 _SUBMITTED = r"Job '(raysubmit_\w+)' submitted successfully"
@@ -23,7 +21,7 @@ _ASK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """What became of it: Ray's word for it, and the steps that it trained."""
+    """The job's result: Ray's word for it, and the steps that it trained."""
 
     status: str
     steps: int
@@ -36,7 +34,7 @@ async def submit_and_wait(
     environment: Mapping[str, str],
     deadline_s: float,
 ) -> JobOutcome:
-    """Submits a configuration by `deploy/ray/submit_job.sh`, which ends when the job does.
+    """Submit a configuration by `deploy/ray/submit_job.sh`, which ends when the job does.
 
     Args:
         folder: is sent to the cluster; holds ``run.yaml``.
@@ -70,5 +68,5 @@ def _steps(settings: Sequence[str]) -> int:
 def _found(pattern: str, said: str) -> str:
     match = re.search(pattern, said)
     if match is None:
-        raise PhaseError(f"Ray told no {pattern!r}:\n{said[-2000:]}")
+        raise PhaseError(f"Ray printed no {pattern!r}:\n{said[-2000:]}")
     return match[1]

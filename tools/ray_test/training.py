@@ -1,4 +1,4 @@
-"""A small run of `sluice up --on ray` in a process of its own, and what can be seen of it."""
+"""A small run of `sluice up --on ray` in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
 from tools.chaos.launched_run import LaunchedRun
-from tools.compose_test.commands import output_of
+from tools.commands import output_of
 from tools.compose_test.run_record import RunRecord, read_metrics
 
 FROM_NODES = (
@@ -57,15 +57,15 @@ class Training:
         self.up, self.run_dir = up, Path(config.sluice.run_dir)
 
     def record(self) -> RunRecord:
-        """What has been trained."""
+        """Return what has been trained."""
         return read_metrics(self.run_dir / "metrics.jsonl")
 
     async def pids(self) -> dict[str, int]:
-        """Process ids of its services, by name."""
+        """Return process ids of its services, by name."""
         return {name: one.pid for name, one in (await self._launched.processes()).items()}
 
     async def serving(self) -> dict[str, Serving]:
-        """Replicas that serve, by name; none while the trainer is away."""
+        """Return replicas that serve, by name; none while the trainer is away."""
         pids = await self.pids()
         return {
             one.name: Serving(pids[one.name], split_host_port(one.address)[0])
@@ -74,7 +74,7 @@ class Training:
         }
 
     async def scale(self, replicas: int) -> None:
-        """`sluice scale rollout`, which waits until it is so."""
+        """Run `sluice scale rollout`, which waits until the change is done."""
         await asyncio.to_thread(
             output_of,
             *(sys.executable, "-m", "sluice.cli.main", "scale", "rollout", str(replicas)),
@@ -100,7 +100,7 @@ async def training(
     address: str,
     environment: Mapping[str, str],
 ) -> AsyncIterator[Training]:
-    """Starts a run; what is left of its launcher is killed with the block.
+    """Start a run; what is left of its launcher is killed with the block.
 
     Args:
         config_file: as it was prepared.

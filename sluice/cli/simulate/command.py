@@ -7,8 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import typer
 from rich.console import Console
@@ -16,20 +15,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.cli.simulate import options
-from sluice.cli.simulate.subject import Choices, Subject, subject, with_choices
+from sluice.cli.simulate.subject import Choices, Subject, described_subject, with_choices
 from sluice.cli.terminal import output_console, print_table
 from sluice.errors import ConfigError
-from sluice.simulate.fitting.plots import plot_comparison, plot_result, plot_sweep
-from sluice.simulate.fitting.sweep import TOLERANCE, Sweep, grid_around, sweep
-from sluice.simulate.fitting.twin import Twin, TwinFigure, twin
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.result import simulate as simulate_run
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.strategies import Compared, FillTimes, compare, simulate_fill_times
+from sluice.simulate.sweep import TOLERANCE, Sweep, grid_around, sweep
 
 
 def print_result(console: Console, result: SimulationResult, fill: FillTimes) -> None:
-    """Prints one simulation's figures and accounts."""
+    """Print one simulation's figures and accounts."""
     rows = [
         ("generated / trained tokens", f"{result.gen_per_trained:.2f}"),
         ("seconds to fill a batch *", _seconds(fill.mean_s)),
@@ -59,7 +56,7 @@ def print_result(console: Console, result: SimulationResult, fill: FillTimes) ->
 
 
 def print_comparison(console: Console, title: str, compared: Sequence[Compared]) -> None:
-    """Prints strategies side by side."""
+    """Print strategies side by side."""
     columns = (
         *("strategy", "gen/trained", "to rounds", "fill s", "p99", "faster", "steps/h", "faster "),
         *("trainer idle", "fleet idle", "staleness", "over S", "discarded", "restarted"),
@@ -94,7 +91,7 @@ def print_comparison(console: Console, title: str, compared: Sequence[Compared])
 
 
 def print_sweep(console: Console, title: str, found: Sweep) -> None:
-    """Prints all points, and the one to take."""
+    """Print all points, and the recommended one."""
     columns = ("replicas", "S", "steps/h", "trainer idle", "fleet idle", "staleness", "")
     rows = [
         (
@@ -117,37 +114,14 @@ def print_sweep(console: Console, title: str, found: Sweep) -> None:
     )
     if found.is_at_edge:
         console.print(
-            "That is at the edge of the grid: more may be better. The grid is laid around "
-            "--replicas (or the run's) and --max-staleness; give larger ones.",
+            "That is at the edge of the grid: more may be better. The grid lies around "
+            "--replicas and --max-staleness; give larger ones.",
             soft_wrap=True,
         )
 
 
-def print_twin(console: Console, title: str, found: Twin) -> None:
-    """Prints a run's figures beside its simulation's."""
-    columns = ("figure", "run", "simulated", "difference", "relative error")
-    rows = [twin_row(figure) for figure in found.figures]
-    print_table(console, title, columns, rows, right=columns[1:])
-    console.print(
-        "difference: simulated less run, in points of idle shares; relative error: that over the "
-        "run's figure",
-        soft_wrap=True,
-    )
-
-
-def twin_row(figure: TwinFigure) -> tuple[str, str, str, str, str]:
-    """A figure's name, both values, their difference, and that over the run's."""
-    name, relative = figure.name.replace("_", " "), figure.relative_error
-    of_run = "" if relative is None else f"{relative:+.1%}"
-    if figure.is_share:
-        points = f"{100 * figure.difference:+.1f} points"
-        return name, f"{figure.real:.1%}", f"{figure.simulated:.1%}", points, of_run
-    difference = f"{figure.difference:+.3f}"
-    return name, f"{figure.real:.3f}", f"{figure.simulated:.3f}", difference, of_run
-
-
 def result_as_json(result: SimulationResult, fill: FillTimes | None = None) -> dict[str, object]:
-    """One simulation as an object, without single steps' times; with `fill` the times to fill."""
+    """Return one simulation without single steps' times; with `fill`, with the times to fill."""
     figures = {name: value for name, value in asdict(result).items() if name != "step_times_s"}
     if fill is not None:
         figures |= {"fill_s_mean": fill.mean_s, "fill_s_p50": fill.p50_s, "fill_s_p99": fill.p99_s}
@@ -155,7 +129,7 @@ def result_as_json(result: SimulationResult, fill: FillTimes | None = None) -> d
 
 
 def comparison_as_json(compared: Sequence[Compared]) -> dict[str, object]:
-    """Strategies by name."""
+    """Return strategies by name."""
     return {
         one.result.strategy: {
             **result_as_json(one.result, one.fill),
@@ -169,7 +143,7 @@ def comparison_as_json(compared: Sequence[Compared]) -> dict[str, object]:
 
 
 def sweep_as_json(found: Sweep) -> dict[str, object]:
-    """All points, and the recommendation."""
+    """Return all points, and the recommendation."""
     return {
         "points": [
             {
@@ -187,23 +161,6 @@ def sweep_as_json(found: Sweep) -> dict[str, object]:
     }
 
 
-def twin_as_json(found: Twin) -> dict[str, object]:
-    """Figures by name, and the simulation."""
-    return {
-        "twin_error": {figure.name: figure.error for figure in found.figures},
-        "figures": [
-            {
-                **asdict(figure),
-                "error": figure.error,
-                "difference": figure.difference,
-                "relative_error": figure.relative_error,
-            }
-            for figure in found.figures
-        ],
-        "simulated": result_as_json(found.result, found.fill),
-    }
-
-
 def _staleness(result: SimulationResult) -> str:
     mean, p99 = result.staleness_mean, result.staleness_p99
     return f"{mean:.2f} / {p99:.0f} / {result.staleness_max}"
@@ -214,7 +171,7 @@ def _discarded(result: SimulationResult) -> str:
 
 
 def _seconds(value: float) -> str:
-    """Three digits at least: batches fill in a second or in an hour."""
+    """Return three digits at least: batches fill in a second or in an hour."""
     return f"{value:.0f}" if value >= 100.0 else f"{value:#.3g}"
 
 
@@ -237,24 +194,18 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     gen_batch_size: options.GenBatchSize = None,
     trainer_s: options.TrainerSeconds = None,
     seed: options.Seed = 0,
-    run: options.Run = None,
     compare_all: options.Compare = False,
     sweep_grid: options.SweepGrid = False,
-    plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Simulate over-generation, staleness and fleet by the functions that a run is driven by.
-
-    With --run and no other mode it sets the run's step time, idle shares and waste beside those of
-    its simulation; with --compare or --sweep, --replicas and others ask what the run would do then.
+    """Simulate over-generation, staleness and fleet with the functions that drive a run.
 
     \b
     Examples:
       sluice simulate --compare --mixture early
       sluice simulate --workload workload.yaml --step-ms 12 --sequence-ms 0.05
       sluice simulate --strategy stream --replicas 1024 --slots 64 --batch-size 512 --steps 60
-      sluice simulate --sweep --trainer-s 120 --plot plots
-      sluice simulate --run runs/quickstart --compare --replicas 4
+      sluice simulate --sweep --trainer-s 120
 
     \b
     A workload's file (all but pass_rates may be left out; docs/simulator.md has the fields):
@@ -269,106 +220,55 @@ def simulate(  # noqa: PLR0913 - one parameter an option
         *(group_size, batch_size, gen_batch_size, trainer_s),
     )
     choices = Choices(strategy, max_staleness, ahead_share, on_policy_fill, on_stale)
-    mode = _compare if compare_all else _sweep if sweep_grid else _one if run is None else _twin
-    _simulate(mode, model, choices, (run, steps, seed), _SimulateOutput(plot, as_json))
+    found = described_subject(model, steps, seed)
+    found = replace(found, settings=with_choices(found.settings, choices))
+    if compare_all:
+        compare_strategies(found, as_json=as_json)
+    elif sweep_grid:
+        sweep_fleets(found, as_json=as_json)
+    else:
+        simulate_one(found, as_json=as_json)
 
 
-@dataclass(frozen=True, slots=True)
-class _SimulateOutput:
-    """Where figures go."""
-
-    plot: Path | None
-    as_json: bool
-
-
-_Mode = Callable[[Subject, _SimulateOutput], None]
-
-
-def _simulate(
-    mode: _Mode,
-    model: options.Model,
-    choices: Choices,
-    of_run: tuple[Path | None, int | None, int],
-    output: _SimulateOutput,
-) -> None:
-    """Refuses what excludes each other before anything is read."""
-    if of_run[0] is not None:
-        model.refuse_beside_run(asks_what_if=mode in (_compare, _sweep))
-    found = subject(model, *of_run)
-    mode(replace(found, settings=with_choices(found.settings, choices)), output)
-
-
-def _compare(found: Subject, output: _SimulateOutput) -> None:
+def compare_strategies(found: Subject, *, as_json: bool) -> list[Compared]:
+    """Simulate every strategy, and print them side by side."""
     settings = found.settings
-    with _progress("comparing", 2 * len(StrategyName) * settings.num_steps) as on_step:
+    with progress("comparing", 2 * len(StrategyName) * settings.num_steps) as on_step:
         compared = compare(settings, found.open_workload, on_step=on_step)
-    if output.as_json:
+    if as_json:
         typer.echo(json.dumps(comparison_as_json(compared), sort_keys=True))
     else:
         print_comparison(output_console(), f"{found.name}: {_described(settings)}", compared)
-    if output.plot is not None:
-        _notify(plot_comparison(output.plot, compared))
+    return list(compared)
 
 
-def _sweep(found: Subject, output: _SimulateOutput) -> None:
+def sweep_fleets(found: Subject, *, as_json: bool) -> Sweep:
+    """Simulate a grid of fleets and bounds, and print all points and the recommendation."""
     settings = found.settings
     sizes, bounds = grid_around(settings.fleet.num_replicas, settings.rules.max_staleness)
     if settings.rules.strategy is StrategyName.ROUNDS:
         bounds = (0,)
-    with _progress("sweeping", len(sizes) * len(bounds) * settings.num_steps) as on_step:
+    with progress("sweeping", len(sizes) * len(bounds) * settings.num_steps) as on_step:
         points = sweep(settings, found.open_workload, sizes, bounds, on_step=on_step)
-    if output.as_json:
+    if as_json:
         typer.echo(json.dumps(sweep_as_json(points), sort_keys=True))
     else:
         title = f"{found.name}, {settings.rules.strategy}: {_described(settings)}"
         print_sweep(output_console(), title, points)
-    if output.plot is not None:
-        _notify(plot_sweep(output.plot, points))
+    return points
 
 
-def _twin(found: Subject, output: _SimulateOutput) -> None:
-    settings, fitted = found.settings, found.fitted
-    assert fitted is not None
-    _check_rules_are_the_runs(fitted.settings, settings)
-    with _progress("simulating", 2 * settings.num_steps) as on_step:
-        both = twin(fitted.run, settings, on_step=on_step)
-    if output.as_json:
-        typer.echo(json.dumps(twin_as_json(both), sort_keys=True))
-    else:
-        console = output_console()
-        print_result(console, both.result, both.fill)
-        print_twin(console, found.name, both)
-    if output.plot is not None:
-        _notify(plot_result(output.plot, both.result, both.fill))
-
-
-def _check_rules_are_the_runs(of_run: SimulationSettings, given: SimulationSettings) -> None:
-    """The difference that another rule makes is no error of the simulation."""
-    for option, value, other in (
-        ("--strategy", of_run.rules.strategy, given.rules.strategy),
-        ("--max-staleness", of_run.rules.max_staleness, given.rules.max_staleness),
-        ("--ahead-share", of_run.rules.ahead_share, given.rules.ahead_share),
-        ("--on-policy-fill", of_run.rules.on_policy_fill, given.rules.on_policy_fill),
-        ("--on-stale", of_run.on_stale, given.on_stale),
-    ):
-        if value != other:
-            raise ConfigError(
-                f"{option}: {other}, but the run had {value}, and a run is set beside its own "
-                f"simulation; leave {option} out, or give --compare or --sweep"
-            )
-
-
-def _one(found: Subject, output: _SimulateOutput) -> None:
+def simulate_one(found: Subject, *, as_json: bool) -> tuple[SimulationResult, FillTimes]:
+    """Simulate one strategy, and print its figures and accounts."""
     settings = found.settings
-    with _progress("simulating", 2 * settings.num_steps) as on_step:
+    with progress("simulating", 2 * settings.num_steps) as on_step:
         result = simulate_run(settings, found.open_workload(), on_step=on_step)
         fill = simulate_fill_times(settings, found.open_workload(), on_step)
-    if output.as_json:
+    if as_json:
         typer.echo(json.dumps(result_as_json(result, fill), sort_keys=True))
     else:
         print_result(output_console(), result, fill)
-    if output.plot is not None:
-        _notify(plot_result(output.plot, result, fill))
+    return result, fill
 
 
 def _described(settings: SimulationSettings) -> str:
@@ -387,14 +287,9 @@ def _described(settings: SimulationSettings) -> str:
     )
 
 
-def _notify(files: tuple[Path, ...]) -> None:
-    for file in files:
-        typer.echo(f"wrote {file}", err=True)
-
-
 @contextmanager
-def _progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error where that is a terminal; each call is one step."""
+def progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error if that is a terminal; each call advances it by one step."""
     console = Console(stderr=True)
     shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(

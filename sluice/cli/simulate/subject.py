@@ -1,15 +1,13 @@
-"""What `sluice simulate` simulates: by its options, or a run that they may change."""
+"""What `sluice simulate` simulates, from its options."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
-from sluice.cli.simulate.fitted import FittedSimulation, fitted_simulation
 from sluice.cli.simulate.options import Model
 from sluice.errors import ConfigError
 from sluice.simulate.settings import (
@@ -33,18 +31,16 @@ class Subject:
         name: of the workload, for titles.
         settings: the rest.
         open_workload: the same data set at each call.
-        fitted: the run that it was fitted to, if any.
     """
 
     name: str
     settings: SimulationSettings
     open_workload: OpenWorkload
-    fitted: FittedSimulation | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Rules that may be others than a run's; ``None``: not given."""
+    """Rules of the simulation; ``None``: not given."""
 
     strategy: StrategyName | None = None
     max_staleness: int | None = None
@@ -53,17 +49,12 @@ class Choices:
     on_stale: OnStale | None = None
 
 
-def subject(model: Model, run: Path | None, steps: int | None, seed: int) -> Subject:
-    """What the options describe, beside a run with its folder.
+def described_subject(model: Model, steps: int | None, seed: int) -> Subject:
+    """Return what the options describe.
 
     Raises:
-        ConfigError: options that exclude each other, a workload's file or a run's folder is wrong.
-        DataError: a run's record cannot be simulated.
+        ConfigError: options exclude each other, or a workload's file is wrong.
     """
-    if run is not None:
-        fitted = fitted_simulation(run, steps, seed)
-        settings = changed(fitted.settings, model)
-        return Subject(str(run), settings, fitted.open_workload, fitted)
     model.refuse_two_workloads()
     settings = of_model(model, steps, seed)
     if model.workload is not None:
@@ -74,7 +65,7 @@ def subject(model: Model, run: Path | None, steps: int | None, seed: int) -> Sub
 
 
 def of_model(model: Model, steps: int | None, seed: int) -> SimulationSettings:
-    """Settings without a run; the defaults are those that the options' help names."""
+    """Return the settings; the defaults are those that the options' help names."""
     batch_size, group_size = model.batch_size or 64, model.group_size or 16
     rules = SamplingRules(
         StrategyName.STREAM,
@@ -97,7 +88,7 @@ def of_model(model: Model, steps: int | None, seed: int) -> SimulationSettings:
 
 
 def changed(settings: SimulationSettings, model: Model) -> SimulationSettings:
-    """The settings with the fleet, the trainer and the waves that were given."""
+    """Return the settings with the fleet, the trainer and the waves that were given."""
     times = {"step-ms": model.step_ms, "sequence-ms": model.sequence_ms}
     for name, value in {**times, "trainer-s": model.trainer_s}.items():
         if value is not None and not math.isfinite(value):
@@ -115,7 +106,7 @@ def changed(settings: SimulationSettings, model: Model) -> SimulationSettings:
 
 
 def with_choices(settings: SimulationSettings, choices: Choices) -> SimulationSettings:
-    """What was given on the command line goes before what was fitted."""
+    """Return the settings with the rules that were given."""
     rules = settings.rules
     if choices.max_staleness is not None:
         rules = replace(rules, max_staleness=choices.max_staleness)
@@ -145,7 +136,7 @@ def _fleet(fleet: FleetSettings, model: Model) -> FleetSettings:
 
 
 def _trainer(trainer: TrainerSettings, train_s: float | None) -> TrainerSettings:
-    """A faster trainer's steps differ by fewer seconds, too."""
+    """Scale the spread with the mean: a faster trainer's steps differ by fewer seconds."""
     if train_s is None:
         return trainer
     factor = train_s / trainer.train_s if trainer.train_s else 1.0

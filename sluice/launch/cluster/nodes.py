@@ -1,6 +1,4 @@
-"""What a launcher has to know of the node of a service: addresses, devices, and the paths that
-it opens there.
-"""
+"""What a launcher needs to know about a service's node: addresses, devices, paths to open."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _PACKAGE, _FILE = "pkg://", "file://"
 
 
 def paths_of(kind: Kind, config: RunConfig) -> dict[str, str]:
-    """What has to be there before a service starts, by the key that names it."""
+    """Return the paths that must exist before a service starts, by the key that names each."""
     return {
         **dict(_own_paths(kind, config)),
         **{
@@ -38,12 +36,13 @@ def paths_of(kind: Kind, config: RunConfig) -> dict[str, str]:
 
 
 def missing_paths(paths: Mapping[str, str]) -> list[str]:
-    """Those that are not on this node, as ``key = path``."""
+    """Return those that are not on this node, as ``key = path``."""
     return [f"{key} = {path}" for key, path in paths.items() if not Path(path).exists()]
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The same with every path of a file or folder absolute, as seen from here.
+    """Return the configuration with absolute paths, since processes on other nodes have another
+    working directory.
 
     Processes on other nodes have another working directory.
     """
@@ -119,13 +118,9 @@ def _absolute(path: str) -> str:
     return str(Path(path.removeprefix(_FILE)).absolute())
 
 
-# What a launcher has to know of the node that a service was placed on, and what follows from it.
-#
-# The specification of a service is made where the run is launched. Three things of it are the
-# node's: which Python runs it, by which address peers reach it, and which variables its devices
-# need.
-
-_EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 told apart, not bound
+# A service's specification is made where the run is launched. Three parts of it belong to its
+# node: the Python that runs it, the address for its peers, and the variables of its devices.
+_EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 recognised, not bound
 _ROLLOUT_ENDPOINT = "sluice.rollout.endpoint"
 
 
@@ -148,7 +143,7 @@ class ServicePlan:
     version: str = field(default_factory=lambda: metadata.version("sluice"))
 
     def as_json(self) -> str:
-        """For another process."""
+        """Return it for another process."""
         return msgspec.json.encode(self).decode()
 
 
@@ -169,22 +164,22 @@ class NodeFacts:
     problems: tuple[str, ...]
 
     def as_json(self) -> str:
-        """For another process."""
+        """Return it for another process."""
         return msgspec.json.encode(self).decode()
 
 
 def plan_from_json(text: str) -> ServicePlan:
-    """What `ServicePlan.as_json` wrote."""
+    """Return the plan that `ServicePlan.as_json` wrote."""
     return msgspec.json.decode(text, type=ServicePlan)
 
 
 def facts_from_json(text: str) -> NodeFacts:
-    """What `NodeFacts.as_json` wrote."""
+    """Return the facts that `NodeFacts.as_json` wrote."""
     return msgspec.json.decode(text, type=NodeFacts)
 
 
 def look_around(plan: ServicePlan, address: str) -> NodeFacts:
-    """Gets this node ready for a service: the configuration is there afterwards.
+    """Get this node ready for a service; the configuration is there afterwards.
 
     Args:
         plan: of the service.
@@ -206,7 +201,7 @@ def look_around(plan: ServicePlan, address: str) -> NodeFacts:
 
 
 def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeFacts) -> ServiceSpec:
-    """The specification for the node that a service was placed on.
+    """Return the specification for the node that a service was placed on.
 
     A replica listens at its node's address; trainer and reward service have theirs in the
     configuration, since all others find them by it.
@@ -218,7 +213,7 @@ def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeFacts) 
 
 
 def endpoint_on(endpoint: EndpointConfig, address: str) -> EndpointConfig:
-    """An endpoint of a service on the node with that address.
+    """Return an endpoint of a service on the node with that address.
 
     It listens there and nowhere else, unless it was to listen on every interface.
     """
@@ -228,7 +223,7 @@ def endpoint_on(endpoint: EndpointConfig, address: str) -> EndpointConfig:
 
 
 def _overrides(endpoint: EndpointConfig, address: str) -> tuple[str, ...]:
-    """Whatever all replicas would advertise, each one has an address of its own."""
+    """Return overrides that give each replica an address of its own."""
     own = endpoint_on(msgspec.structs.replace(endpoint, advertise=None), address)
     advertised = "null" if own.advertise is None else own.advertise
     return (f"{_ROLLOUT_ENDPOINT}.host={own.host}", f"{_ROLLOUT_ENDPOINT}.advertise={advertised}")
@@ -251,7 +246,7 @@ def _unshared(plan: ServicePlan) -> str:
 
 
 def _written(plan: ServicePlan) -> RunConfig:
-    """The configuration, from a file that holds it for sure."""
+    """Return the configuration, from a file that surely holds it."""
     file = Path(plan.config_file)
     if not file.is_file() or file.read_text(encoding="utf-8") != plan.config_text:
         file.parent.mkdir(parents=True, exist_ok=True)

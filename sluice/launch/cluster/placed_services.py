@@ -1,4 +1,13 @@
-"""Run a launcher's processes on the nodes of a cluster, each kept by a `ServiceHost` there."""
+"""Run a launcher's processes on the nodes of a cluster, each kept by a `ServiceHost` there.
+
+Consumes: plans and specifications. Waits for: resources, hosts, files that nodes lack. Unblocked
+by: nodes that join or get free, files that appear, and cancellation (a replica that is not wanted
+any more). Produces: running processes. On failure: before the run begins, an error that names what
+each node lacks; later a repeated warning, while the others continue. The cluster restarts a host
+that died, on another node if its own is lost. A replica whose host is permanently dead, or broken,
+gives its resources back and asks for others; trainer and reward service end the run then, because
+the others know them by their address.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +53,9 @@ class RemoteChild:
     """
 
     def __init__(self, name: str, pid: int, host: HostCalls) -> None:
-        self._name, self._pid, self._host = name, pid, host
+        self._name = name
+        self._pid = pid
+        self._host = host
         self._code: int | None = None
         self._killed_s: float | None = None
         self._asking = asyncio.Lock()
@@ -60,10 +71,10 @@ class RemoteChild:
         return self._code is not None
 
     async def lines(self) -> AsyncIterator[str]:
-        """Its output, until it has ended or its host is lost.
+        """Yield its output, until it has ended or its host is lost.
 
         A host that is away for a moment is asked again: the process blocks in its next line once
-        nobody takes them and the pipe is full.
+        nobody reads and the pipe is full.
         """
         while True:
             try:
@@ -81,25 +92,25 @@ class RemoteChild:
                 return
 
     async def wait(self) -> int:
-        """The exit code; minus SIGKILL if its host is lost, since it ended with that."""
+        """Return the exit code; minus SIGKILL if its host is lost, as it ended with the host."""
         async with self._asking:
             if self._code is None:
                 self._code = await self._asked()
             return self._code
 
     def terminate(self) -> None:
-        """SIGTERM to the process."""
+        """Send SIGTERM to the process."""
         self._host.send("terminate", self._pid)
 
     def kill(self) -> None:
-        """SIGKILL to the process and to what it started."""
+        """Send SIGKILL to the process and to all that it started."""
         self._killed_s = time.monotonic() if self._killed_s is None else self._killed_s
         self._host.send("kill", self._pid)
 
     async def end(self, grace_s: float) -> bool:
-        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed.
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds; return whether it had to be killed.
 
-        One that does not end then is left to its node, and `has_ended` stays false.
+        A process that does not end then is left to its node, and `has_ended` stays false.
         """
         if not self.has_ended:
             self.terminate()
@@ -140,17 +151,6 @@ class RemoteChild:
             await asyncio.sleep(_PAUSE_S)
 
 
-# Runs a launcher's processes on the nodes of a cluster.
-#
-# Consumes: plans and specifications. Waits for: resources, hosts, what nodes lack. Unblocked by:
-# nodes that join or get free, files that appear, and cancellation (a replica that is not wanted
-# any more). Produces: running processes. On failure: before the run begins, an error that says
-# what is missing on which node; later a warning, again and again, while the others go on. A host
-# that died is started anew by the cluster, on another node if its own is lost. A replica whose
-# host is dead for good, or broken, gives its place back and asks for another; trainer and reward
-# service, which the others know by their address, end the run.
-
-
 _RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
 # Of a host: asking it again does not help.
 _UNFIT = (HostLostError, PeerDefectError)
@@ -182,7 +182,7 @@ class SharedConfig:
     variables: dict[str, str] = field(default_factory=dict, repr=False)
 
     def plan(self, kind: Kind) -> ServicePlan:
-        """What a node is asked to get ready for."""
+        """Return what a node is asked to get ready for."""
         text = dump_config(self.config)
         return ServicePlan(kind, str(self.file), text, str(self.mark))
 
@@ -191,21 +191,23 @@ class PlacedServices:
     """Hosts of a run's processes, by the processes' names.
 
     Args:
-        cluster: gives them room.
-        plan_of: the plan of a service that is added while the run goes on.
-        patience_s: seconds in which what a run begins with has to find room, and a host to answer.
+        cluster: gives them resources.
+        plan_of: the plan of a service that is added while the run is active.
+        patience_s: seconds in which the first processes must be placed, and a host must answer.
     """
 
     def __init__(
         self, cluster: Cluster, plan_of: Callable[[str], PlacementPlan], patience_s: float
     ) -> None:
-        self._cluster, self._plan_of, self._patience_s = cluster, plan_of, patience_s
+        self._cluster = cluster
+        self._plan_of = plan_of
+        self._patience_s = patience_s
         self._placements: dict[str, Placement] = {}
         self._addresses: dict[str, str] = {}
         self._shared: SharedConfig | None = None
 
     async def place(self, plans: Sequence[PlacementPlan]) -> None:
-        """Finds room for all that the run begins with.
+        """Reserve resources for all processes that the run begins with.
 
         Raises:
             ConfigError: there is not enough; names resource and node.
@@ -217,12 +219,12 @@ class PlacedServices:
             left_s = max(0.0, until_s - asyncio.get_running_loop().time())
             if not await self._cluster.is_reserved(plan, left_s):
                 raise ConfigError(
-                    f"no room in the Ray cluster within {self._patience_s:g} s: "
+                    f"no capacity in the Ray cluster within {self._patience_s:g} s: "
                     f"{shortage(plan, self._cluster.nodes())}"
                 )
 
     async def node_of(self, name: str, num_ports: int) -> NodePlace:
-        """Where a service is going to run.
+        """Return where a service is going to run.
 
         Raises:
             ConfigError: its host cannot be started there.
@@ -246,7 +248,7 @@ class PlacedServices:
                 return NodePlace(address, host_name, tuple(ports))
 
     async def prepare(self, shared: SharedConfig) -> None:
-        """Has every node get ready for what it is going to run.
+        """Let every node get ready for what it is going to run.
 
         Raises:
             ConfigError: nodes lack something; names all of them, with paths.
@@ -267,9 +269,9 @@ class PlacedServices:
             raise ConfigError(f"nodes are not ready for their services:{''.join(lacking)}")
 
     async def start(self, spec: ServiceSpec) -> RemoteChild:
-        """Starts a process where it was placed; one that is added is placed first.
+        """Start a process where it was placed; place one that is added first.
 
-        A replica that its node cannot run is placed anew, after a pause and with a warning.
+        A replica that its node cannot run is placed again, after a pause and with a warning.
 
         Raises:
             ConfigError: it can never be started so.
@@ -282,7 +284,7 @@ class PlacedServices:
                 if placed.plan.kind != "rollout":
                     raise ConfigError(str(error)) from error
                 logger.warning(
-                    "%s; %s is placed anew in %g s, the others go on",
+                    "%s; %s is placed again in %g s, the others continue",
                     error,
                     spec.name,
                     _LOOK_AGAIN_S,
@@ -291,7 +293,7 @@ class PlacedServices:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     def release(self, name: str) -> None:
-        """Gives a service's resources back; its group's other members are released with it."""
+        """Give a service's resources back; those of its group's other members go with them."""
         placed = self._placements.pop(name, None)
         if placed is not None and not any(
             other.plan.name == placed.plan.name for other in self._placements.values()
@@ -299,7 +301,7 @@ class PlacedServices:
             self._cluster.give_back(placed.plan)
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Give everything back."""
         for name in list(self._placements):
             self.release(name)
 
@@ -309,7 +311,7 @@ class PlacedServices:
         return placements
 
     async def _start_on(self, placed: Placement, spec: ServiceSpec) -> RemoteChild:
-        """Starts a process on a node, once that is ready for it."""
+        """Start a process on a node once that is ready for it."""
         assert self._shared is not None, "prepare comes first"
         while True:
             facts = await self._ready(placed)
@@ -331,11 +333,11 @@ class PlacedServices:
             return RemoteChild(spec.name, pid, placed.host)
 
     async def _ready(self, placed: Placement) -> NodeFacts:
-        """A node that has all that the service needs, as soon as there is one."""
+        """Return a node that has all that the service needs, as soon as there is one."""
         while True:
             while not await self._cluster.is_reserved(placed.plan, _REMIND_S):
                 missing = shortage(placed.plan, self._cluster.nodes())
-                logger.warning("%s waits for room: %s", placed.name, missing)
+                logger.warning("%s waits for capacity: %s", placed.name, missing)
             try:
                 async with asyncio.timeout(self._patience_s):
                     facts = await self._look(placed)
@@ -349,7 +351,7 @@ class PlacedServices:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _look(self, placed: Placement) -> NodeFacts:
-        """What the host finds, once it is there.
+        """Return what the host finds, once it is there.
 
         Raises:
             HostGoneError, PeerDefectError: it never will.
@@ -369,6 +371,6 @@ class PlacedServices:
         if known != facts.address:
             raise ConfigError(
                 f"{name}: its node {known} is lost, and on {facts.address} the other services "
-                "would not find it; start the run again, it goes on from its last checkpoint "
+                "would not find it; start the run again, it resumes from its last checkpoint "
                 "(trainer.save_freq, trainer.resume_mode=auto)"
             )

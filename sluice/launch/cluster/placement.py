@@ -1,4 +1,4 @@
-"""What each process of a run takes of a cluster, and what a launcher asks of the cluster's
+"""What each process of a run takes from a cluster, and what a launcher asks of the cluster's
 manager.
 """
 
@@ -28,7 +28,7 @@ _RESOURCE_OF = {"cuda": GPU, "npu": NPU}
 
 @dataclass(frozen=True, slots=True)
 class PlacedProcess:
-    """One process of a group: the bundle that it is in, and what it takes of it."""
+    """One process of a group: the bundle that it is in, and what it takes from it."""
 
     name: str
     bundle: int
@@ -64,7 +64,7 @@ class NodeCapacity:
 
 
 def accelerator(device: str | None, cluster: Resources) -> str | None:
-    """The resource that a process with this ``device`` key takes; None: it computes on CPUs.
+    """Return the resource that a process with this ``device`` key takes; None: it computes on CPUs.
 
     Args:
         device: as configured; None or ``auto`` takes what the cluster has, and NPUs first.
@@ -76,7 +76,7 @@ def accelerator(device: str | None, cluster: Resources) -> str | None:
 
 
 def plans(config: RunConfig, cluster: Resources, extra: Demands) -> tuple[PlacementPlan, ...]:
-    """The groups of a run, in the order in which its processes are started.
+    """Return the groups of a run, in the order in which its processes start.
 
     Args:
         config: of the run.
@@ -92,7 +92,7 @@ def plans(config: RunConfig, cluster: Resources, extra: Demands) -> tuple[Placem
 
 
 def reward_plan(extra: Demands) -> PlacementPlan:
-    """The reward service, by itself.
+    """Return the reward service, alone.
 
     Raises:
         ConfigError: nothing is left of what it takes; as the other plans.
@@ -101,7 +101,7 @@ def reward_plan(extra: Demands) -> PlacementPlan:
 
 
 def trainer_plan(config: RunConfig, cluster: Resources, extra: Demands) -> PlacementPlan:
-    """One bundle for each of the trainer's nodes, with all of that node's ranks."""
+    """Return one bundle for each of the trainer's nodes, with all of that node's ranks."""
     own = _computing(
         config.sluice.trainer.torch_threads, accelerator(config.trainer.device, cluster), 1
     )
@@ -118,14 +118,14 @@ def trainer_plan(config: RunConfig, cluster: Resources, extra: Demands) -> Place
 def replica_plan(
     config: RunConfig, cluster: Resources, extra: Demands, number: int
 ) -> PlacementPlan:
-    """One replica, which comes and goes by itself."""
+    """Return one replica, which comes and goes without the others."""
     kind = accelerator(config.sluice.rollout.device, cluster)
     own = _computing(config.sluice.rollout.torch_threads, kind, replica_devices(config))
     return _single(replica_name(number), "rollout", _demand("rollout", own, extra))
 
 
 def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
-    """Resources by kind of service, from ``rollout=NPU:8`` and the like.
+    """Return resources by kind of service, from ``rollout=NPU:8`` and the like.
 
     Raises:
         ConfigError: one of them is written otherwise, or names what Ray hands out to nobody.
@@ -150,18 +150,18 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
 
 
 def shortage(plan: PlacementPlan, nodes: Sequence[NodeCapacity]) -> str:
-    """Which resource a group that finds no room lacks, and on which node."""
+    """Return which resource a group that cannot be placed lacks, and on which node."""
     wanted = max(plan.bundles, key=lambda bundle: sum(bundle.values()))
     apart = len(plan.bundles) if plan.strategy == "STRICT_SPREAD" else 1
     node_capacities = [_missing(wanted, node) for node in nodes]
     fitting = sum(not missing for missing in node_capacities)
     one = _as_text(wanted)
     lines = [
-        f"\n  {node.address}: {missing or 'has room'}"
+        f"\n  {node.address}: {missing or 'has capacity'}"
         for node, missing in zip(nodes, node_capacities, strict=True)
     ]
     where = "a node" if apart == 1 else f"each of {apart} nodes"
-    found = f"{fitting} of {len(nodes)} nodes {'has' if fitting == 1 else 'have'} room"
+    found = f"{fitting} of {len(nodes)} nodes {'has' if fitting == 1 else 'have'} capacity"
     return f"{plan.name} takes {one} on {where}, and {found}:{''.join(lines)}"
 
 
@@ -183,7 +183,7 @@ def _computing(threads: int, device: str | None, devices: int) -> Resources:
 
 
 def _demand(kind: Kind, own: Resources, extra: Demands) -> Resources:
-    """What a process takes; Ray refuses a bundle without anything."""
+    """Return what a process takes; Ray refuses a bundle without anything."""
     given = extra.get(kind, {})
     found = {name: amount for name, amount in {**own, **given}.items() if amount > 0}
     if not found:
@@ -214,7 +214,7 @@ class HostCalls(Protocol):
     """A `ServiceHost` on some node."""
 
     async def call(self, method: str, /, *arguments: object) -> Any:  # noqa: ANN401
-        """What a method returns.
+        """Call a method, and return what it returns.
 
         Raises:
             PeerError: the host is away; it may come back, then without its process.
@@ -224,7 +224,7 @@ class HostCalls(Protocol):
         ...
 
     def send(self, method: str, /, *arguments: object) -> None:
-        """Calls a method, and does not wait for it to return, or to fail."""
+        """Call a method; wait neither for its return nor for its failure."""
         ...
 
 
@@ -241,21 +241,21 @@ class Cluster(Protocol):
     """Nodes, and groups of resources that are reserved on them."""
 
     def resources(self) -> Resources:
-        """Of all live nodes together."""
+        """Return those of all live nodes together."""
         ...
 
     def nodes(self) -> Sequence[NodeCapacity]:
-        """The live nodes."""
+        """Return the live nodes."""
         ...
 
     def reserve(self, plan: PlacementPlan, /) -> Sequence[Placement]:
-        """Asks for a group's resources and for a host for each member; they come when they can."""
+        """Ask for a group's resources and for a host for each member; they come when they can."""
         ...
 
     async def is_reserved(self, plan: PlacementPlan, /, seconds: float) -> bool:
-        """Whether the group's resources are there, at the latest after so many seconds."""
+        """Return whether the group's resources are there, at the latest after so many seconds."""
         ...
 
     def give_back(self, plan: PlacementPlan, /) -> None:
-        """Ends the group's hosts, with what they run, and frees its resources."""
+        """End the group's hosts, with what they run, and free its resources."""
         ...

@@ -49,14 +49,15 @@ class RayHost:
     """
 
     def __init__(self, name: str, actor: Any) -> None:  # noqa: ANN401 Ray's own types are partial
-        self._name, self.actor = name, actor
+        self._name = name
+        self.actor = actor
 
     async def call(self, method: str, /, *arguments: object) -> Any:  # noqa: ANN401
-        """What the method returns.
+        """Call a method, and return what it returns.
 
         Raises:
-            PeerError: the actor is being started anew.
-            HostGoneError: it is dead for good.
+            PeerError: the actor is restarting.
+            HostGoneError: it is permanently dead.
             PeerDefectError: the method raised an exception; the actor lives.
         """
         from ray import exceptions
@@ -76,7 +77,7 @@ class RayHost:
             raise HostLostError(peer, phase, str(error)) from error
 
     def send(self, method: str, /, *arguments: object) -> None:
-        """Calls a method and looks no further."""
+        """Call a method and do not wait."""
         getattr(self.actor, method).remote(*arguments)
 
     def _is_dead(self) -> bool:
@@ -96,13 +97,13 @@ class RayCluster:
         self._run = uuid.uuid4().hex[:8]
 
     def resources(self) -> Resources:
-        """Of all live nodes together."""
+        """Return those of all live nodes together."""
         import ray
 
         return {str(name): float(amount) for name, amount in ray.cluster_resources().items()}
 
     def nodes(self) -> Sequence[NodeCapacity]:
-        """The live nodes, by address."""
+        """Return the live nodes, by address."""
         import ray
         from ray._private.state import available_resources_per_node
 
@@ -117,7 +118,7 @@ class RayCluster:
         return sorted(node_capacities, key=lambda capacity: capacity.address)
 
     def reserve(self, plan: PlacementPlan) -> Sequence[Placement]:
-        """A placement group, and an actor in it for each member."""
+        """Create a placement group, and an actor in it for each member."""
         from ray.util import placement_group
 
         group = placement_group(
@@ -134,7 +135,7 @@ class RayCluster:
         ]
 
     async def is_reserved(self, plan: PlacementPlan, seconds: float) -> bool:
-        """Whether the group is placed in time."""
+        """Return whether the group is placed in time."""
         group = self._groups[plan.name]
         until_s = asyncio.get_running_loop().time() + seconds
         while not await asyncio.to_thread(group.wait, timeout_seconds=_SLICE_S):
@@ -143,7 +144,7 @@ class RayCluster:
         return True
 
     def give_back(self, plan: PlacementPlan) -> None:
-        """Kills the actors, which ends what they run, and removes the group."""
+        """Kill the actors, which ends what they run, and remove the group."""
         import ray
         from ray.util import remove_placement_group
 
@@ -180,7 +181,7 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(address: str) -> Iterator[RayCluster]:
-    """Connects to a cluster while the block runs.
+    """Connect to a cluster while the block runs.
 
     Args:
         address: host:port of its head; `auto`: the one that this machine is a node of, or that
@@ -212,6 +213,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _error_text(error: BaseException) -> str:
-    """What Ray says of an actor's death, without the actor's particulars between."""
+    """Return what Ray reports about an actor's death, without the actor's particulars."""
     lines = str(error).strip().splitlines()
     return " ".join(dict.fromkeys((lines[0], lines[-1])))

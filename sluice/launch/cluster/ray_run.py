@@ -41,7 +41,7 @@ class RayOptions:
     Args:
         address: of its head, or `auto`.
         extra: resources that each process of a kind takes besides its devices and threads.
-        patience_s: seconds in which the run has to find room.
+        patience_s: seconds in which the run must be placed.
     """
 
     address: str = "auto"
@@ -53,14 +53,14 @@ class RayOptions:
 async def ray_plan(
     config: RunConfig, config_file: Path, options: RayOptions
 ) -> AsyncIterator[LaunchPlan]:
-    """Connects to the cluster and places a run there; nothing of it is left after the block.
+    """Connect to the cluster and place a run there; nothing of it is left after the block.
 
     Args:
         config: with absolute paths; addresses and ports are set here.
         config_file: where to write it. All nodes read it by this path.
 
     Raises:
-        ConfigError: there is no cluster, it has no room, or its nodes lack files.
+        ConfigError: there is no cluster, it has no capacity, or its nodes lack files.
         DeadlineError: a node does not answer.
     """
     with ray_cluster(options.address) as cluster:
@@ -72,7 +72,7 @@ async def ray_plan(
 async def placed_run(
     config: RunConfig, config_file: Path, options: RayOptions, cluster: Cluster
 ) -> AsyncIterator[LaunchPlan]:
-    """As `ray_plan`, on a cluster that is there."""
+    """Place a run on a cluster that is there; see `ray_plan`."""
     total = cluster.resources()
     services = PlacedServices(
         cluster,
@@ -93,7 +93,7 @@ async def placed_run(
 
 
 def with_addresses(config: RunConfig, reward: NodePlace, trainer: NodePlace) -> RunConfig:
-    """The configuration with trainer and reward service at their nodes' addresses."""
+    """Return the configuration with trainer and reward service at their nodes' addresses."""
     service = config.sluice
 
     def placed(endpoint: EndpointConfig, node: NodePlace) -> EndpointConfig:
@@ -131,7 +131,7 @@ def _plan(
 
 @contextmanager
 def _written(config: RunConfig, config_file: Path) -> Iterator[SharedConfig]:
-    """The configuration in the run's folder, with a mark that only this run has put there."""
+    """Write the configuration into the run's folder, with a mark of this run alone."""
     write_config(config, config_file)
     mark = config_file.parent / _MARK_FOLDER / f"{uuid.uuid4().hex}.mark"
     mark.parent.mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
 """A thin host of one service's process on a node of a cluster: the body of an actor.
 
-It decides nothing. The launcher says what is started and when it ends, and asks for output and exit
+It decides nothing. The launcher decides what starts and when it ends, and asks for output and exit
 code by calls that wait. Values that go in and out are texts, numbers and lists of them.
 
-Waits for: the process. On failure: when this host dies, the kernel ends the process with it. What
-asks for a process that this host does not have (it was started anew meanwhile) is told that a
-SIGKILL has ended it.
+Waits for: the process. On failure: when this host dies, the kernel ends the process with it. A
+caller that asks a restarted host for a process it does not have gets the answer that a SIGKILL has
+ended it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ class ServiceHost:
         self._child: ChildProcess | None = None
 
     async def place(self, num_ports: int) -> tuple[str, str, list[int]]:
-        """Address and name of the node, and ports of that address that are free at the moment."""
+        """Return address and name of the node, and ports of that address that are free at the
+        moment.
+        """
         return self._address, socket.gethostname(), free_ports([self._address] * num_ports)
 
     async def look(self, plan: str) -> str:
-        """Gets the node ready for a service; `ServicePlan` in, `NodeFacts` out, as JSON."""
+        """Get the node ready for a service; take a `ServicePlan`, return `NodeFacts`, as JSON."""
         return look_around(plan_from_json(plan), self._address).as_json()
 
     async def start(
         self, name: str, command: list[str], environment: dict[str, str]
     ) -> tuple[int, str]:
-        """Starts a process, in place of one that may be left; its id, or 0 and the reason."""
+        """Start a process in place of one that may be left; return its id, or 0 and the reason."""
         if self._child is not None:
             await self._child.end(0.0)
             if not self._child.has_ended:
@@ -58,7 +60,9 @@ class ServiceHost:
         return self._child.pid, ""
 
     async def lines(self, pid: int) -> tuple[list[str], bool]:
-        """Its next lines of output, and whether they were the last ones. One caller at a time."""
+        """Return its next lines of output, and whether they were the last ones; one caller at a
+        time.
+        """
         child = self._of(pid)
         if child is None:
             return [], True
@@ -81,19 +85,19 @@ class ServiceHost:
         return found, is_over
 
     async def ended(self, pid: int) -> int:
-        """Its exit code, once it has one."""
+        """Return its exit code, once it has one."""
         child = self._of(pid)
         return -signal.SIGKILL if child is None else await child.wait()
 
     async def terminate(self, pid: int) -> None:
-        """SIGTERM to the process."""
+        """Send SIGTERM to the process."""
         child = self._of(pid)
         if child is not None:
             with suppress(ProcessLookupError):
                 child.terminate()
 
     async def kill(self, pid: int) -> None:
-        """SIGKILL to the process and to what it started."""
+        """Send SIGKILL to the process and to all that it started."""
         child = self._of(pid)
         if child is not None:
             child.kill()

@@ -23,14 +23,14 @@ KILLED_S = 30.0
 
 
 def seconds_left(killed_s: float | None) -> float:
-    """Until a process that was killed then, by `time.monotonic`, is given up."""
+    """Return the seconds until a process that was killed then (`time.monotonic`) is given up."""
     return KILLED_S if killed_s is None else max(killed_s + KILLED_S - time.monotonic(), 0.0)
 
 
 class ChildProcess:
     """A running process that leads a session of its own, so that Ctrl-C reaches its parent alone.
 
-    Output and exit are watched apart: what the process started may hold its output open after it
+    Output and exit are watched apart: a process that it started may keep its output open after it
     has ended, and that must not hide the end.
     """
 
@@ -40,12 +40,14 @@ class ChildProcess:
         output: asyncio.StreamReader,
         pipe: asyncio.BaseTransport,
     ) -> None:
-        self._process, self._output, self._pipe = process, output, pipe
+        self._process = process
+        self._output = output
+        self._pipe = pipe
         self._killed_s: float | None = None
 
     @property
     def pid(self) -> int:
-        """Process id, which is its session's and group's id as well."""
+        """Process id, which is also the id of its session and group."""
         return self._process.pid
 
     @property
@@ -54,11 +56,11 @@ class ChildProcess:
         return self._process.returncode is not None
 
     async def lines(self) -> AsyncIterator[str]:
-        """Standard output and error together, until all holders of them have ended."""
+        """Yield standard output and error together, until all holders of them have ended."""
         while True:
             try:
                 raw = await self._output.readline()
-            except ValueError:  # the reader has dropped it and goes on
+            except ValueError:  # the reader has dropped it and continues
                 yield f"[a line of more than {_LINE_LIMIT_BYTES} bytes is left out]"
                 continue
             if not raw:
@@ -66,16 +68,16 @@ class ChildProcess:
             yield raw.decode(errors="replace").rstrip()
 
     async def wait(self) -> int:
-        """The exit code; negative: minus the signal that ended it."""
+        """Return the exit code; negative: minus the signal that ended it."""
         return await self._process.wait()
 
     def terminate(self) -> None:
-        """SIGTERM to the process alone: it ends what it started, in its own order."""
+        """Send SIGTERM to the process alone: it ends what it started, in its own order."""
         if not self.has_ended:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the process and to all of its group that is left, whether or not it ended."""
+        """Send SIGKILL to the process and to what is left of its group, ended or not."""
         self._killed_s = time.monotonic() if self._killed_s is None else self._killed_s
         try:
             os.killpg(self.pid, signal.SIGKILL)
@@ -83,9 +85,9 @@ class ChildProcess:
             return
 
     async def end(self, grace_s: float) -> bool:
-        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed.
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds; return whether it had to be killed.
 
-        One that does not end then is left to the kernel, and `has_ended` stays false.
+        A process that does not end then is left to the kernel, and `has_ended` stays false.
         """
         self.terminate()
         killed = False
@@ -109,7 +111,7 @@ class ChildProcess:
 
 
 async def start_child(spec: ServiceSpec) -> ChildProcess:
-    """Starts a process.
+    """Start a process.
 
     Raises:
         ConfigError: its program cannot be run.
@@ -158,23 +160,23 @@ class Child(Protocol):
         ...
 
     def lines(self) -> AsyncIterator[str]:
-        """Its output."""
+        """Yield its output."""
         ...
 
     async def wait(self) -> int:
-        """The exit code; negative: minus the signal that ended it."""
+        """Return the exit code; negative: minus the signal that ended it."""
         ...
 
     def terminate(self) -> None:
-        """SIGTERM to the process."""
+        """Send SIGTERM to the process."""
         ...
 
     def kill(self) -> None:
-        """SIGKILL to the process and to what it has started."""
+        """Send SIGKILL to the process and to all that it has started."""
         ...
 
     async def end(self, grace_s: float, /) -> bool:
-        """SIGTERM, then SIGKILL after `grace_s` seconds; whether it had to be killed."""
+        """Send SIGTERM, after `grace_s` seconds SIGKILL; return whether it had to be killed."""
         ...
 
 
@@ -182,15 +184,15 @@ class ProcessHost(Protocol):
     """Starts processes, and keeps what they run on."""
 
     async def start(self, spec: ServiceSpec, /) -> Child:
-        """Starts a process; may wait for room. Cancelled when the process is not wanted any more.
+        """Start a process; wait for resources, until the caller cancels.
 
         Raises:
-            ConfigError: it can never be started so.
+            ConfigError: it can never start.
         """
         ...
 
     def release(self, name: str, /) -> None:
-        """The process of that name has ended and is not started again."""
+        """Free what a process had that has ended and does not start again."""
         ...
 
 
@@ -198,8 +200,8 @@ class ThisMachine:
     """Processes are children of this one."""
 
     async def start(self, spec: ServiceSpec) -> Child:
-        """At once."""
+        """Start it at once."""
         return await start_child(spec)
 
     def release(self, name: str) -> None:
-        """Nothing was kept for it."""
+        """Do nothing: nothing was kept for it."""

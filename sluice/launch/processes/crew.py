@@ -1,4 +1,11 @@
-"""Processes that start and end together: one replica, or all ranks of a trainer."""
+"""Processes that start and end together: one replica, or all ranks of a trainer.
+
+Consumes: specifications. Waits for: all of its processes. Unblocked by: their exits. When one of
+several ends, the others get a moment to end on their own, then SIGTERM and after the grace period
+SIGKILL: ranks of a trainer cannot continue without one of them, and a new one cannot join in the
+middle. A process that SIGKILL does not end is given up, and counts as killed. Produces: log lines,
+and how all of them ended. On shutdown: a cancelled run ends all that run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ from sluice.service_contract import RESTARTS_VARIABLE
 
 
 async def done_unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Does `work`, which is cancelled if `unwanted` is set first; whether it was done.
+    """Do `work`, and cancel it if `unwanted` is set first; return whether it was done.
 
     Raises:
         Exception: whatever `work` raises.
@@ -40,14 +47,6 @@ async def done_unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, None]) 
         raise errors[0]
     return not working.cancelled()
 
-
-# Processes that start and end together: one replica, or all ranks of a trainer.
-#
-# Consumes: specifications. Waits for: all of its processes. Unblocked by: their exits. When one
-# of several ends, the others get a moment to end by themselves, then SIGTERM and after the grace
-# period SIGKILL: ranks of a trainer cannot go on without one of them, nor meet a new one in the
-# middle. One that SIGKILL does not end is given up, and counts as killed. Produces: log lines,
-# and how all of them ended. On shutdown: a cancelled run ends what runs.
 
 LogLine = Callable[[str, str], None]
 
@@ -101,7 +100,7 @@ class Crew:
     Attributes:
         restarts: how often the crew was started again, since it last ran for long.
         released: set once it shall not be started again.
-        is_dismissed: whether it was asked to leave while the run goes on.
+        is_dismissed: whether it was asked to leave while the run is active.
     """
 
     def __init__(
@@ -116,7 +115,9 @@ class Crew:
         self.restarts = 0
         self.released = asyncio.Event()
         self.is_dismissed = False
-        self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
+        self._log_dir = log_dir
+        self._on_line = on_line
+        self._grace_s = grace_s
         self._host = host
         self._starts = 0
         self._running: dict[str, Child] = {}
@@ -130,12 +131,12 @@ class Crew:
         return self.specs[0].crew_name
 
     def pid_of(self, name: str) -> int | None:
-        """The process id of a running member."""
+        """Return the process id of a running member."""
         child = self._running.get(name)
         return None if child is None else child.pid
 
     async def run_once(self) -> CrewEnd:
-        """Starts all processes and returns when all have ended.
+        """Start all processes and return when all have ended.
 
         Raises:
             ConfigError: a program cannot be run.
@@ -147,7 +148,7 @@ class Crew:
         try:
             for spec in self.specs:
                 if not await done_unless(self.released, self._start(spec)):
-                    # It was asked to leave while it was being started, or waited for room.
+                    # It was asked to leave while it was being started, or waited for capacity.
                     return CrewEnd((Exit(spec, -signal.SIGTERM, was_asked=True),))
             self._starts += 1
             if self.released.is_set():  # while the last one was
@@ -166,30 +167,30 @@ class Crew:
             self._running.clear()
 
     def terminate(self) -> None:
-        """SIGTERM to all that run."""
+        """Send SIGTERM to all that run."""
         for name, child in self._running.items():
             if not child.has_ended:
                 self._asked.add(name)
                 child.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to all that run, and to what they have started."""
+        """Send SIGKILL to all that run, and to all that they have started."""
         self._asked.update(self.names_running())
         for child in self._running.values():
             child.kill()
         asyncio.get_running_loop().call_later(KILLED_S, self._given_up.set)
 
     def names_running(self) -> list[str]:
-        """Members that run."""
+        """Return the members that run."""
         return [name for name, child in self._running.items() if not child.has_ended]
 
     async def wait(self) -> None:
-        """Returns when all processes that run at the moment have ended."""
+        """Return when all processes that run at the moment have ended."""
         for child in list(self._running.values()):
             await child.wait()
 
     def diagnosis(self, ended: Exit, when: str = "") -> str:
-        """How a process ended, with its last lines."""
+        """Return how a process ended, with its last lines."""
         again = f" after {self.restarts} restarts" if self.restarts else ""
         lines = "".join(f"\n  {line}" for line in self._last_lines[ended.spec.name])
         return (
@@ -201,7 +202,7 @@ class Crew:
         self._running[spec.name] = await self._host.start(self._counted(spec))
 
     def _counted(self, spec: ServiceSpec) -> ServiceSpec:
-        """The specification of this start, which tells the process how many went before."""
+        """Return the specification of this start, with the number of earlier ones."""
         starts = str(spec.starts_before + self._starts)
         environment: Mapping[str, str] = {**spec.environment, RESTARTS_VARIABLE: starts}
         return replace(spec, environment=environment)
@@ -257,7 +258,7 @@ def crews_of(
     grace_s: float,
     host: ProcessHost,
 ) -> list[Crew]:
-    """One crew for each name of a crew, in the order of their first members."""
+    """Return one crew for each name of a crew, in the order of their first members."""
     members: dict[str, list[ServiceSpec]] = {}
     for spec in specs:
         members.setdefault(spec.crew_name, []).append(spec)
@@ -265,7 +266,7 @@ def crews_of(
 
 
 def meaning(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if code >= 0:
         return f"code {code}"
     try:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _FIRST_PAUSE_S = 0.5
-# A process that lived this long was no part of a crash loop: its restarts are counted anew.
+# A process that lived this long was no part of a crash loop: its restarts are counted from 0 again.
 _STABLE_S = 120.0
 
 
@@ -76,7 +76,9 @@ class Supervisor:
         on_left: Callable[[str], None] | None = None,
     ) -> None:
         self._on_left = on_left
-        self._log_dir, self._on_line, self._grace_s = log_dir, on_line, grace_s
+        self._log_dir = log_dir
+        self._on_line = on_line
+        self._grace_s = grace_s
         self._host: ProcessHost = host or ThisMachine()
         self._crews = crews_of(specs, log_dir, on_line, grace_s, self._host)
         self._tasks: asyncio.TaskGroup | None = None
@@ -86,7 +88,7 @@ class Supervisor:
         self._ending = False
 
     async def run(self) -> RunEnd:
-        """Runs until the run is over; every process has ended when this returns or raises."""
+        """Run until the run is over; every process has ended when this returns or raises."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
         with stop_on_signals(self._interrupted):
             async with asyncio.TaskGroup() as tasks:
@@ -100,16 +102,16 @@ class Supervisor:
         return RunEnd(self._exit_code(), tuple(self._failures))
 
     def end(self) -> None:
-        """Ends all processes in order, as a signal would."""
+        """End all processes in order, as a signal would."""
         self._interrupted.set()
 
     def pid_of(self, name: str) -> int | None:
-        """The process id of a running service."""
+        """Return the process id of a running service."""
         found = (pid for crew in self._crews if (pid := crew.pid_of(name)) is not None)
         return next(found, None)
 
     def services(self) -> tuple[ServiceState, ...]:
-        """All processes that run or are going to be started again, in the order of start."""
+        """Return all processes that run or wait for their restart, in the order of start."""
         return tuple(
             ServiceState(spec.name, crew.pid_of(spec.name), crew.restarts, crew.is_dismissed)
             for crew in self._crews
@@ -117,7 +119,7 @@ class Supervisor:
         )
 
     def add(self, spec: ServiceSpec) -> None:
-        """Starts one more process.
+        """Start one more process.
 
         Raises:
             NotReadyError: the run has not begun or is over.
@@ -130,7 +132,7 @@ class Supervisor:
         logger.info("%s is started", spec.name)
 
     def dismiss(self, name: str) -> None:
-        """Asks a process to leave in order, for good; it is killed after the grace period.
+        """Ask a process to leave in order, permanently; kill it after the grace period.
 
         Raises:
             NotFoundError: no process has that name.
@@ -168,7 +170,7 @@ class Supervisor:
                 self._on_left(spec.name)
 
     async def _run_again(self, crew: Crew) -> None:
-        """Runs one crew, again and again as far as its policy allows."""
+        """Run one crew, again and again as far as its policy allows."""
         while True:
             began_s = time.monotonic()
             try:
@@ -200,7 +202,7 @@ class Supervisor:
             self._crews.remove(crew)
 
     def _note_last_exits(self, crew: Crew, end: CrewEnd) -> None:
-        """Ends that we asked for; SIGTERM may come before a process can handle it."""
+        """Record exits that we asked for; SIGTERM may come before a process can handle it."""
         self._failures.extend(
             crew.diagnosis(each)
             for each in end.exits
@@ -233,7 +235,7 @@ class Supervisor:
         self._over.set()
 
     async def _end_all(self) -> None:
-        """Ends every process, asking in reverse order of start."""
+        """End every process, asking in reverse order of start."""
         self._ending = True
         crews = list(reversed(self._crews))
         for crew in crews:
@@ -258,7 +260,7 @@ class Supervisor:
 
 
 def _was_asked_to_leave(end: CrewEnd) -> bool:
-    """Whether somebody else sent the signal that asks a process to end."""
+    """Return whether another process sent the signal that asks this one to end."""
     return end.cause.code in REQUESTS and not end.cause.was_asked
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.trl_scoring import DapoReward
-from benchmarks.trl_settings import DapoJob
+from benchmarks.quickstart.trl_scoring import DapoReward
+from benchmarks.quickstart.trl_settings import DapoJob
 
 
 def test_a_reward_is_the_score_plus_the_overlong_penalty() -> None:

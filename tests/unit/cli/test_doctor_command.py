@@ -22,7 +22,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     def examine(_: Examined) -> tuple[Finding, ...]:
         return findings
 
-    monkeypatch.setattr(command, "CHECKS", (Check("disk", "free space", examine),))
+    monkeypatch.setattr(command, "CHECKS", (Check("disk", "space", examine),))
 
 
 def test_warnings_leave_the_exit_code_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,8 +34,7 @@ def test_warnings_leave_the_exit_code_at_zero(monkeypatch: pytest.MonkeyPatch) -
         "warning disk            slow",
         "                        why: it is far",
         "                        remedy: move it",
-        "No problems, 1 warning. Of no run in particular: name its configuration to check what it "
-        "needs.",
+        "No problems, 1 warning. No run was named: name its configuration to check what it needs.",
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,24 +10,15 @@ from typer.testing import CliRunner
 
 from sluice.cli.main import commands
 from sluice.cli.simulate.options import Model
-from sluice.cli.simulate.subject import of_model
-from sluice.errors import ConfigError, DataError
-from sluice.simulate.result import simulate
-from tests.unit.simulate.simulations import FLEET, TRAINER, RecordedRun, SmallWorkload, small
+from sluice.cli.simulate.subject import changed, of_model
+from sluice.errors import ConfigError
+from sluice.simulate.settings import TrainerSettings
+from tests.unit.simulate.simulations import small
 
 SMALL = [
     *("--replicas", "2", "--slots", "16", "--steps", "6", "--batch-size", "4", "--group-size", "4"),
     *("--trainer-s", "10"),
 ]
-CONFIG = """
-data: {train_files: [train.parquet], train_batch_size: 6}
-actor_rollout_ref:
-  model: {path: model}
-  rollout: {n: 4, max_num_seqs: 16}
-algorithm: {filter_groups: {enable: true}}
-sluice:
-  asynchrony: {max_staleness: 1, ahead_share: 0.75}
-"""
 
 
 def simulated(*words: str) -> str:
@@ -39,16 +29,6 @@ def simulated(*words: str) -> str:
 
 def run(*words: str) -> str:
     return simulated(*SMALL, *words)
-
-
-@pytest.fixture
-def recorded_run(tmp_path: Path) -> Path:
-    settings, recorded = small(max_staleness=1, num_steps=20), RecordedRun()
-    settings = replace(settings, rules=replace(settings.rules, ahead_share=0.75))
-    simulate(settings, SmallWorkload(), recorded.recorder)
-    recorded.write(tmp_path, FLEET.num_replicas, TRAINER.stall_s)
-    (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
-    return tmp_path
 
 
 def test_one_simulation_is_printed_with_its_accounts() -> None:
@@ -83,9 +63,8 @@ def test_a_comparison_names_all_strategies() -> None:
     assert "staged_memory" in run("--compare")
 
 
-def test_a_sweep_recommends(tmp_path: Path) -> None:
-    assert "<- recommended" in run("--sweep", "--on-stale", "drop", "--plot", str(tmp_path))
-    assert (tmp_path / "sweep.png").is_file()
+def test_a_sweep_recommends() -> None:
+    assert "<- recommended" in run("--sweep", "--on-stale", "drop")
     assert "recommended" in json.loads(run("--sweep", "--json"))
 
 
@@ -106,42 +85,69 @@ def test_a_trainer_that_takes_no_time_may_be_given() -> None:
     assert of_model(Model(trainer_s=0.0), None, 0).trainer.train_s == 0.0
 
 
-def test_a_run_is_set_beside_its_simulation(recorded_run: Path) -> None:
-    folder = str(recorded_run)
-    found = json.loads(simulated("--run", folder, "--json"))
-    assert set(found["twin_error"]) == {"step_time", "trainer_idle", "fleet_idle", "waste"}
-    assert all(abs(error) < 0.1 for error in found["twin_error"].values())
-    assert "error" in simulated("--run", folder, "--strategy", "stream", "--steps", "6")
-    assert "error" in simulated("--run", folder, "--ahead-share", "0.75", "--steps", "6")
-    words = ("--compare", "--strategy", "memory", "--steps", "6", "--json")
-    assert "memory" in json.loads(simulated("--run", folder, *words))
+def test_a_workloads_file_takes_the_mixtures_place(tmp_path: Path) -> None:
+    file = tmp_path / "workload.yaml"
+    of_mid = [(0.25, 5, 0.32), (1.2, 1.2, 0.40), (6, 0.25, 0.28)]
+    kinds = [dict(zip(("alpha", "beta", "weight"), kind, strict=True)) for kind in of_mid]
+    file.write_text(json.dumps({"pass_rates": kinds}), encoding="utf-8")
+    words = (*SMALL, "--json", "--workload", str(file))
+    assert simulated(*words) == simulated(*SMALL, "--json", "--mixture", "mid")
+    file.write_text(json.dumps({"pass_rates": kinds, "lengths": {"max_tokens": 4000}}))
+    assert simulated(*words) != simulated(*SMALL, "--json", "--mixture", "mid")
+    assert str(file) in simulated(*SMALL, "--compare", "--workload", str(file))
 
 
-@pytest.mark.parametrize(
-    ("option", "other"),
-    [
-        ("--strategy", "memory"),
-        ("--max-staleness", "3"),
-        ("--ahead-share", "1.0"),
-        ("--on-policy-fill", "exact"),
-        ("--on-stale", "drop"),
-    ],
-)
-def test_a_run_is_not_set_beside_a_simulation_by_other_rules(
-    recorded_run: Path, option: str, other: str
-) -> None:
-    words = ("--run", str(recorded_run), "--steps", "6", option, other)
-    with pytest.raises(ConfigError, match=f"^{option}: {other}, but the run had .*--compare"):
-        simulated(*words)
-    assert "recommended" in simulated(*words, "--sweep")
+def test_a_file_and_a_mixture_are_one_workload_too_many(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--workload: .* and --mixture mid both.*leave one out"):
+        simulated("--workload", str(tmp_path / "w.yaml"), "--mixture", "mid")
 
 
-@pytest.mark.parametrize("mode", [(), ("--compare",), ("--sweep",)])
-def test_a_run_that_left_samples_out_answers_nothing(
-    recorded_run: Path, mode: tuple[str, ...]
-) -> None:
-    file = recorded_run / "groups.jsonl"
-    text = file.read_text(encoding="utf-8").replace('"probes": 0', '"probes": 2')
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match=r"probes: 2.* stream or rounds"):
-        simulated("--run", str(recorded_run), *mode)
+def test_a_workloads_wrong_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--workload .*w\.yaml: there is no such file"):
+        simulated("--workload", str(tmp_path / "w.yaml"))
+
+
+def test_each_option_of_the_model_is_its_own_setting() -> None:
+    model = Model(
+        replicas=3,
+        slots=5,
+        step_ms=12.0,
+        sequence_ms=0.5,
+        group_size=6,
+        batch_size=7,
+        gen_batch_size=9,
+        trainer_s=11.0,
+    )
+    settings = of_model(model, 20, 2)
+    rules, fleet = settings.rules, settings.fleet
+    assert (fleet.num_replicas, fleet.slots) == (3, 5)
+    assert (fleet.base_step_s, fleet.per_sequence_s) == pytest.approx((0.012, 0.0005))
+    assert (rules.samples_per_group, rules.train_batch_size, rules.gen_batch_size) == (6, 7, 9)
+    assert (settings.trainer.train_s, settings.num_steps, settings.seed) == (11.0, 20, 2)
+
+
+def test_replicas_whose_steps_take_half_the_time_fill_a_batch_in_half_the_time() -> None:
+    words = ("--strategy", "rounds", *SMALL, "--json")
+    slow = json.loads(simulated(*words, "--step-ms", "20", "--sequence-ms", "1"))
+    fast = json.loads(simulated(*words, "--step-ms", "10", "--sequence-ms", "0.5"))
+    assert fast["fill_s_mean"] == pytest.approx(slow["fill_s_mean"] / 2)
+
+
+@pytest.mark.parametrize("option", ["--step-ms", "--sequence-ms", "--trainer-s"])
+def test_a_time_without_end_is_refused_by_its_options_name(option: str) -> None:
+    result = CliRunner().invoke(commands, ["simulate", option, "inf"])
+    assert result.exit_code != 0
+    assert f"{option}: inf is no time; give a finite number" in str(result.exception)
+
+
+def test_a_decoding_step_takes_time() -> None:
+    with pytest.raises(ConfigError, match=r"--step-ms: 0, and --sequence-ms: 0: .*above 0"):
+        simulated("--step-ms", "0", "--sequence-ms", "0")
+
+
+def test_another_trainers_steps_differ_in_proportion() -> None:
+    settings = small(trainer=TrainerSettings(train_s=10.0, spread_s=2.0))
+    trainer = changed(settings, Model(trainer_s=5.0)).trainer
+    assert (trainer.train_s, trainer.spread_s) == (5.0, 1.0)
+    idle = small(trainer=TrainerSettings(train_s=0.0))
+    assert changed(idle, Model(trainer_s=5.0)).trainer.train_s == 5.0

@@ -19,14 +19,11 @@ from sluice.doctor.configuration import (
     security_findings,
 )
 from sluice.doctor.files import (
-    DataFacts,
-    ModelFacts,
     check_data,
     check_model,
-    data_findings,
-    model_facts,
     model_findings,
     read_shard,
+    row_findings,
 )
 from sluice.security.development_ca import DevelopmentCa
 from tests.support.certified import authority, write_pair, write_security
@@ -37,7 +34,7 @@ KEY = "actor_rollout_ref.model.path"
 
 
 def reported(folder: Path) -> str:
-    return only(model_findings(model_facts(KEY, str(folder))), "problem").what
+    return only(model_findings(KEY, str(folder)), "problem").what
 
 
 def test_a_whole_model_is_one_line_with_its_size(tmp_path: Path) -> None:
@@ -68,7 +65,7 @@ def test_no_prefix_of_a_file_passes_for_the_whole(
 def test_bytes_behind_the_last_tensor_are_seen(tmp_path: Path) -> None:
     first, _ = write_model(tmp_path)
     first.write_bytes(first.read_bytes() + b"\0")
-    assert "its header tells of" in reported(tmp_path)
+    assert "its header describes" in reported(tmp_path)
 
 
 def test_a_missing_file_is_counted_and_named(tmp_path: Path) -> None:
@@ -82,7 +79,7 @@ def test_a_missing_file_is_counted_and_named(tmp_path: Path) -> None:
 def test_a_pointer_of_git_lfs_is_told_with_its_remedy(tmp_path: Path) -> None:
     first, _ = write_model(tmp_path)
     first.write_text("version https://git-lfs\noid sha256:0\nsize 5\n", encoding="utf-8")
-    found = only(model_findings(model_facts(KEY, str(tmp_path))), "problem")
+    found = only(model_findings(KEY, str(tmp_path)), "problem")
     assert found.remedy == "fetch it with git lfs pull"
 
 
@@ -105,7 +102,7 @@ def test_a_folder_without_safetensors_or_tokenizer_is_no_model(tmp_path: Path) -
     (tmp_path / "tokenizer.json").unlink()
     assert "holds no tokenizer" in reported(tmp_path)
     assert "is no folder" in reported(tmp_path / "none")
-    assert severities(model_findings(ModelFacts(KEY, ""))) == ["problem"]
+    assert severities(model_findings(KEY, "")) == ["problem"]
 
 
 def test_a_critic_that_starts_from_another_model_is_looked_at(tmp_path: Path) -> None:
@@ -147,17 +144,15 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 
 def test_a_source_without_a_scorer_is_a_problem_unless_a_function_grades_it() -> None:
-    facts = DataFacts("data.train_files", ("a",), 100, sources={"my/set": 90, "math_dapo": 10})
-    first, _ = data_findings(facts)
+    first, _ = row_findings("data.train_files", 1, 100, {"my/set": 90, "math_dapo": 10})
     assert first.severity == "problem"
     assert "'my/set' (90 of the first 100 rows)" in first.what
-    own = DataFacts("data.train_files", ("a",), 100, sources={"my/set": 9}, has_own_scorer=True)
-    only(data_findings(own), "ok")
+    only(row_findings("data.train_files", 1, 100, {"my/set": 9}, has_own_scorer=True), "ok")
 
 
 def test_fewer_rows_than_a_batch_are_a_warning() -> None:
-    facts = DataFacts("data.train_files", ("a",), 10, sources={"math_dapo": 10}, batch_rows=64)
-    assert severities(data_findings(facts)) == ["warning", "ok"]
+    found = row_findings("data.train_files", 1, 10, {"math_dapo": 10}, batch_rows=64)
+    assert severities(found) == ["warning", "ok"]
 
 
 def test_without_a_function_built_in_scorers_grade() -> None:

@@ -1,4 +1,4 @@
-"""Findings about interpreter, packages, torch and engines, from facts."""
+"""Findings about packages, torch and engines, from facts."""
 
 from __future__ import annotations
 
@@ -14,54 +14,29 @@ from packaging.version import Version
 
 from sluice.doctor.packages import (
     SUPPORTED,
-    EngineFacts,
-    GeneratedCode,
-    PythonFacts,
     Requirement,
     TorchFacts,
     asked_extras,
     check_engine,
     check_extras,
-    check_generated_code,
-    check_python,
     check_requirements,
     driver_version,
-    engine_findings,
+    engine_finding,
     extra_findings,
-    generated_code_facts,
-    generated_code_findings,
     is_older,
-    python_findings,
     requirement_findings,
     requirements,
-    torch_findings,
+    torch_finding,
 )
 from tests.support.doctor_findings import only, run_of, severities
 from tests.support.source_tree import ROOT
 
-PYTHON = PythonFacts((3, 11, 7), "CPython", 64, has_own_environment=True)
 TORCH = TorchFacts("2.13.0", "2.9", cuda="12.9", num_usable=2, num_devices=2, driver="570.1")
 
 
-def torch_finding(severity: str, **changes: Any) -> str:
+def reported(severity: str, **changes: Any) -> str:
     facts = dataclasses.replace(TORCH, **changes)
-    return only(torch_findings(facts), severity).what
-
-
-def test_a_sound_interpreter_is_one_line() -> None:
-    assert only(python_findings(PYTHON), "ok").what == "CPython 3.11.7, 64 bits"
-
-
-@pytest.mark.parametrize(
-    "changes", [{"version": (3, 10, 9)}, {"implementation": "PyPy"}, {"bits": 32}]
-)
-def test_an_interpreter_that_cannot_run_it_is_a_problem(changes: dict[str, Any]) -> None:
-    only(python_findings(dataclasses.replace(PYTHON, **changes)), "problem")
-
-
-def test_a_shared_interpreter_is_a_warning() -> None:
-    facts = dataclasses.replace(PYTHON, has_own_environment=False)
-    assert severities(python_findings(facts)) == ["ok", "warning"]
+    return only([torch_finding(facts)], severity).what
 
 
 @pytest.mark.parametrize(
@@ -89,13 +64,12 @@ def test_a_missing_and_an_old_package_are_each_named_with_the_command() -> None:
     needed = (
         Requirement("numpy", "2.0", "", "2.3"),
         Requirement("grpcio", "1.71", "", "1.62.0"),
-        Requirement("aiohttp", "3.11", "openai-front", None),
+        Requirement("msgspec", "0.19", "", None),
     )
     old, missing = requirement_findings(needed)
     assert old.what == "grpcio 1.62.0 is older than 1.71"
     assert old.remedy == "pip install 'sluice'"
-    assert missing.what == "aiohttp is not installed"
-    assert missing.remedy == "pip install 'sluice[openai-front]'"
+    assert missing.what == "msgspec is not installed"
 
 
 def test_what_the_configuration_switches_on_needs_its_package() -> None:
@@ -130,32 +104,14 @@ def test_a_missing_optional_package_is_told_once_with_the_key_that_asks_for_it()
 
 def test_this_environment_has_what_every_process_needs() -> None:
     assert set(severities(check_requirements(run_of()))) == {"ok"}
-    assert set(severities(check_generated_code(run_of()))) == {"ok"}
-    assert "problem" not in severities(check_python(run_of()))
-
-
-def test_the_generators_versions_are_read_from_the_files() -> None:
-    protobuf, grpc = generated_code_facts()
-    assert protobuf.generated_for is not None
-    assert grpc.generated_for is not None
-    pinned = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'"grpcio-tools=={grpc.generated_for}"' in pinned
-
-
-def test_a_runtime_older_than_the_generated_code_is_a_problem(tmp_path: Path) -> None:
-    (finding,) = generated_code_findings((GeneratedCode("protobuf", "5.29.0", "4.25.3"),))
-    assert finding.severity == "problem"
-    assert finding.remedy == "pip install 'protobuf>=5.29.0'"
-    unknown = generated_code_findings(generated_code_facts(tmp_path))
-    assert severities(unknown) == ["warning", "warning"]
 
 
 def test_a_build_with_driver_and_devices_is_fine() -> None:
-    assert torch_finding("ok") == "torch 2.13.0 for CUDA 12.9, 2 GPU(s)"
+    assert reported("ok") == "torch 2.13.0 for CUDA 12.9, 2 GPU(s)"
 
 
 @pytest.mark.parametrize(
-    ("changes", "reported"),
+    ("changes", "words"),
     [
         ({"version": None}, "torch is not installed"),
         ({"version": "2.4.0"}, "torch is 2.4.0, which is too old"),
@@ -170,8 +126,8 @@ def test_a_build_with_driver_and_devices_is_fine() -> None:
         ),
     ],
 )
-def test_what_does_not_belong_together_is_a_problem(changes: dict[str, Any], reported: str) -> None:
-    assert reported in torch_finding("problem", **changes)
+def test_what_does_not_belong_together_is_a_problem(changes: dict[str, Any], words: str) -> None:
+    assert words in reported("problem", **changes)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +139,7 @@ def test_what_does_not_belong_together_is_a_problem(changes: dict[str, Any], rep
     ],
 )
 def test_a_build_without_gpus_is_fine_where_nobody_misses_one(changes: dict[str, Any]) -> None:
-    torch_finding("ok", **changes)
+    reported("ok", **changes)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +163,7 @@ def test_the_drivers_version_is_read_in_both_of_its_forms(
 
 
 def test_an_engine_of_our_own_needs_no_package() -> None:
-    assert "torch needs no package" in only(engine_findings(EngineFacts("torch", {})), "ok").what
+    assert "torch needs no package" in only([engine_finding("torch", None)], "ok").what
 
 
 @pytest.mark.parametrize(
@@ -223,8 +179,7 @@ def test_an_engine_of_our_own_needs_no_package() -> None:
 def test_an_engine_is_compared_with_what_its_adapter_ran_with(
     version: str | None, severity: str
 ) -> None:
-    installed = {} if version is None else {"vllm": version}
-    assert "0.23" in str(only(engine_findings(EngineFacts("vllm", installed)), severity))
+    assert "0.23" in str(only([engine_finding("vllm", version)], severity))
 
 
 def test_the_versions_of_engines_are_those_of_their_page() -> None:

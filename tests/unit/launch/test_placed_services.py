@@ -150,7 +150,7 @@ async def test_a_replica_that_finds_no_room_waits_is_told_of_and_leaves_the_run_
         await world.until(lambda: len(world.lines) == 1)
         with caplog.at_level(logging.WARNING):
             world.supervisor.add(polite("rollout-0"))
-            await world.until(lambda: "rollout-0 waits for room" in caplog.text)
+            await world.until(lambda: "rollout-0 waits for capacity" in caplog.text)
         assert [state.name for state in world.supervisor.services()] == ["trainer", "rollout-0"]
         world.cluster.hosts["rollout-0"].come_back(NODE)
         await world.until(lambda: world.said("rollout-0") == ["ready"])
@@ -241,7 +241,7 @@ async def test_a_replica_whose_host_is_dead_for_good_is_placed_anew_and_the_run_
         assert world.cluster.hosts["rollout-0"] is not first
         world.supervisor.end()
     assert run.result() == RunEnd(130, ())
-    assert "it is dead; rollout-0 is placed anew" in caplog.text
+    assert "it is dead; rollout-0 is placed again" in caplog.text
 
 
 async def test_a_replica_that_its_node_cannot_start_is_placed_anew_and_the_run_goes_on(
@@ -269,9 +269,9 @@ async def test_a_replica_that_its_node_cannot_start_is_placed_anew_and_the_run_g
     assert f"{NODE}: failed while starting rollout-0: Cannot allocate memory" in caplog.text
 
 
-async def test_a_run_without_room_does_not_begin_and_is_told_what_lacks(tmp_path: Path) -> None:
+async def test_a_run_without_capacity_does_not_begin_and_reports_what_lacks(tmp_path: Path) -> None:
     world = World(tmp_path, 1, polite("trainer"), polite("rollout-0"), patience_s=0.2)
-    with pytest.raises(ConfigError, match=r"no room in the Ray cluster within .* s: rollout-0"):
+    with pytest.raises(ConfigError, match=r"no capacity in the Ray cluster within .* s: rollout-0"):
         await world.prepare()
 
 

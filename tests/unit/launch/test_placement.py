@@ -171,11 +171,11 @@ def test_a_group_without_room_is_told_which_resource_lacks_on_which_node() -> No
         NodeCapacity("10.0.0.4", {"CPU": 8.0, "NPU": 16.0}, {"CPU": 1.0, "NPU": 8.0}),
     ]
     assert shortage(plan, nodes) == (
-        "rollout-0 takes CPU:1, NPU:8 on a node, and 1 of 4 nodes has room:\n"
+        "rollout-0 takes CPU:1, NPU:8 on a node, and 1 of 4 nodes has capacity:\n"
         "  10.0.0.1: NPU: 8 wanted, 0 free of 0\n"
         "  10.0.0.2: NPU: 8 wanted, 4 free of 16\n"
         "  10.0.0.3: CPU: 1 wanted, 0 free of 8\n"
-        "  10.0.0.4: has room"
+        "  10.0.0.4: has capacity"
     )
 
 
@@ -183,8 +183,8 @@ def test_a_trainer_that_needs_more_nodes_says_how_many() -> None:
     run = config("trainer.nnodes=2", "trainer.device=cuda")
     capacity = NodeCapacity("10.0.0.1", GPUS, GPUS)
     text = shortage(by_name(run, GPUS)["trainer"], [capacity])
-    assert "on each of 2 nodes, and 1 of 1 nodes has room" in text
-    assert "10.0.0.1: has room" in text
+    assert "on each of 2 nodes, and 1 of 1 nodes has capacity" in text
+    assert "10.0.0.1: has capacity" in text
 
 
 @pytest.mark.parametrize("name", ["object_store_memory", "bundle"])

@@ -78,24 +78,6 @@ def test_a_volume_that_fails_for_a_moment_is_no_fault_of_the_configuration(
         run.checkpoints_before()
 
 
-def test_an_end_that_cannot_be_read_for_a_moment_is_none_and_is_logged_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = SharedRun(tmp_path)
-    run.begin(tmp_path)
-    run.end(Ending("trainer", ()))
-
-    with monkeypatch.context() as broken:
-        broken.setattr(Path, "read_text", stale)
-        assert [run.seen_ending(), run.seen_ending()] == [None, None]
-        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
-            run.end(Ending("reward", ()))
-    assert run.ending() == Ending("trainer", ()), "how it ended first counts"
-    (reported,) = (each.getMessage() for each in caplog.records)
-    assert "ended.json" in reported
-    assert os.strerror(errno.ESTALE) in reported
-
-
 def test_a_folder_in_which_no_run_began_is_told_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sluice prepare"):
         SharedRun(tmp_path).checkpoints_before()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.simulate.fitting.plots import plot_comparison, plot_result, plot_sweep
-from sluice.simulate.fitting.sweep import Sweep, SweepPoint, grid_around, recommend, sweep
 from sluice.simulate.result import simulate
-from sluice.simulate.settings import TrainerSettings
-from sluice.simulate.strategies import compare, simulate_fill_times
+from sluice.simulate.strategies import compare
+from sluice.simulate.sweep import Sweep, SweepPoint, grid_around, recommend, sweep
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 
@@ -69,40 +66,3 @@ def test_the_grid_holds_what_was_asked_for() -> None:
     assert sizes[0] == 1
     assert {0, 3} <= set(bounds)
     assert 6 in grid_around(6, 0)[0]
-
-
-def test_pictures_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    compared = compare(small(num_steps=5), SmallWorkload)
-    files = plot_comparison(tmp_path / "compare", compared)
-    files += plot_result(tmp_path / "one", compared[1].result, compared[1].fill)
-    files += plot_sweep(tmp_path, sweep(small(num_steps=4), SmallWorkload, (1, 2), (0, 1)))
-    assert {file.name for file in files} == {
-        *("generated-per-trained.png", "fill-time.png", "fill-time-curves.png", "staleness.png"),
-        *("step-time-curves.png", "sweep.png"),
-    }
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-
-
-def test_a_curve_of_fill_times_shows_the_trainer_that_takes_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    sampled = {}
-
-    def remember(self: object, file: Path, **_: object) -> None:
-        axes = self.axes[0]  # type: ignore[attr-defined]
-        times = [round(float(time), 6) for time in axes.lines[0].get_xdata()] if axes.lines else []
-        sampled[file.name] = axes.get_xlabel(), times
-
-    monkeypatch.setattr(figure.Figure, "savefig", remember)
-    settings = small(num_steps=6, trainer=TrainerSettings(train_s=100.0))
-    result = simulate(settings, SmallWorkload())
-    fill = simulate_fill_times(settings, SmallWorkload())
-    plot_result(tmp_path, result, fill)
-    label, times = sampled["fill-time-curves.png"]
-    assert label == "seconds to fill a batch (a trainer that takes no time)"
-    assert times == sorted(round(time, 6) for time in fill.ideal.step_times_s)
-    label, times = sampled["step-time-curves.png"]
-    assert label == "seconds of a step, the trainer's part included"
-    assert times == sorted(round(time, 6) for time in result.step_times_s)

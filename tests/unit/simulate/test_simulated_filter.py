@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulator.fit import FittedWorkload
+from benchmarks.simulator.group_records import GroupRecord
 from sluice.algorithm.groups.filter import filter_scores
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.errors import ConfigError
-from sluice.simulate.fitting.fit import FittedWorkload
-from sluice.simulate.fitting.group_records import GroupRecord
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.recorder import Recorder, TokenCause
 from sluice.simulate.result import simulate

@@ -263,7 +263,7 @@ def test_a_simulation_without_a_floor_ends_when_nothing_at_all_is_kept() -> None
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="room for a sequence"):
+    with pytest.raises(ConfigError, match="capacity for a sequence"):
         FleetSettings(num_replicas=0)
     with pytest.raises(ConfigError, match="must not be negative"):
         FleetSettings(base_step_s=-1.0)

@@ -1,7 +1,7 @@
-"""Gives back what the run's other services hold when the trainer's Job is over.
+"""Free what the run's other services hold when the trainer's Job is over.
 
-`end_of_run.py NAMESPACE JOB deployments/NAME statefulsets/NAME ...`: waits until the Job is
-complete or has failed for good, then scales the named objects to 0 through the API, as the pod's
+`end_of_run.py NAMESPACE JOB deployments/NAME statefulsets/NAME ...`: wait until the Job is
+complete or has failed permanently, then scale the named objects to 0 through the API, as the pod's
 service account. A program of the Python standard library. Exit code 0: all are scaled.
 """
 
@@ -39,7 +39,7 @@ class Api:
             self._context = ssl.create_default_context(cafile=str(account / "ca.crt"))
 
     def call(self, method: str, path: str, body: object = None) -> dict[str, object]:
-        """The answer.
+        """Return the answer.
 
         Raises:
             OSError: there was none, or it is an error.
@@ -62,21 +62,21 @@ class Api:
 
 
 def cluster_address() -> str:
-    """Where a pod finds the API server."""
+    """Return where a pod finds the API server."""
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "kubernetes.default.svc")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 def is_over(job: dict[str, object]) -> bool:
-    """Whether nothing of the Job will run any more."""
+    """Return whether nothing of the Job will run any more."""
     status = job.get("status")
     conditions = status.get("conditions") if isinstance(status, dict) else None
     return any(one.get("type") in _OVER and one.get("status") == "True" for one in conditions or ())
 
 
 def wait_until_over(api: Api, namespace: str, job: str) -> None:
-    """Returns when it is; errors of the API pass, and a Job that is missing is still to come."""
+    """Wait until the Job is over; ignore errors of the API, and a Job that is not there yet."""
     reported = ""
     while True:
         try:
@@ -92,7 +92,7 @@ def wait_until_over(api: Api, namespace: str, job: str) -> None:
 
 
 def scale_to_zero(api: Api, namespace: str, target: str) -> str:
-    """Empty if it was done, or the object is gone; else why not."""
+    """Scale an object to 0; return why it failed, or nothing (also if the object is gone)."""
     path = f"/apis/apps/v1/namespaces/{namespace}/{target}/scale"
     try:
         api.call("PATCH", path, {"spec": {"replicas": 0}})
@@ -105,7 +105,7 @@ def scale_to_zero(api: Api, namespace: str, target: str) -> str:
 
 
 def main(arguments: Sequence[str], api: Api | None = None) -> int:
-    """The exit code; 1 if an object could not be scaled, so that the pod is tried again."""
+    """Return the exit code; 1 if an object could not be scaled, so that the pod is tried again."""
     namespace, job, *targets = arguments
     api = api or Api(cluster_address())
     wait_until_over(api, namespace, job)

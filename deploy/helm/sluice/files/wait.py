@@ -1,4 +1,4 @@
-"""What the init containers of a pod wait for; a program of the Python standard library and sluice.
+"""Wait in a pod's init containers; a program of the Python standard library and sluice.
 
 `run FOLDER SECONDS`: a run has begun in the folder and has not ended.
 `port HOST:PORT SECONDS`: somebody listens there.
@@ -22,7 +22,7 @@ ADDRESSES_VARIABLE = "POD_IPS"
 
 
 def run_is_active(folder: str) -> str:
-    """Empty if it does; else why it does not."""
+    """Return why no run is active, or nothing."""
     from sluice.launch.shared_run import SharedRun
 
     run = SharedRun(Path(folder))
@@ -33,7 +33,7 @@ def run_is_active(folder: str) -> str:
 
 
 def somebody_listens(address: str) -> str:
-    """Empty if so; else the error of connecting."""
+    """Return the error of connecting, or nothing."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), _CONNECT_S):
@@ -43,7 +43,7 @@ def somebody_listens(address: str) -> str:
 
 
 def is_alone(name: str) -> str:
-    """Empty if the name leads to this pod only; else where it leads."""
+    """Return where the name leads besides this pod, or nothing."""
     own = set(filter(None, os.environ.get(ADDRESSES_VARIABLE, "").split(",")))
     try:
         found = {str(each[4][0]) for each in socket.getaddrinfo(name, None)}
@@ -62,7 +62,7 @@ CONDITIONS: dict[str, Callable[[str], str]] = {
 
 
 def wait(condition: Callable[[str], str], subject: str, seconds: float) -> int:
-    """The exit code; says what is waited for at first and now and then."""
+    """Wait, and print what for at first and now and then; return the exit code."""
     began_s = reported_s = time.monotonic()
     reported = ""
     while missing := condition(subject):
@@ -78,7 +78,7 @@ def wait(condition: Callable[[str], str], subject: str, seconds: float) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code."""
+    """Return the exit code."""
     what, subject, seconds = arguments
     return wait(CONDITIONS[what], subject, float(seconds))
 

@@ -1,0 +1,1 @@
+"""Comparisons and measurements; each package prints one JSON object in its last line."""

@@ -1,0 +1,1 @@
+"""Train the quickstart job by other algorithms than DAPO; `make bench-algorithms`."""

@@ -1,0 +1,1 @@
+"""Measure each engine's tokens per second; `make bench-engine`."""

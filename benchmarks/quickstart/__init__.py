@@ -1,0 +1,1 @@
+"""Measure the quickstart over seeds and against TRL; `make bench-quickstart`."""

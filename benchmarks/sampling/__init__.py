@@ -1,0 +1,1 @@
+"""Measure strategies of over-generation, simulated and real; `make bench-sampling`."""

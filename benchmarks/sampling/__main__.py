@@ -1,0 +1,147 @@
+"""Measure costs and gains of the strategies of over-generation; `make bench-sampling`.
+
+Simulated: the simulator itself, timed; every strategy on the three mixtures of docs/simulator.md,
+G = 16, 64 groups a batch. Real: the quickstart's harder task on the embedded engine, one run a
+strategy, then synchronous against asynchronous training with one thread on each side, and the
+asynchronous run against its simulation. The last line printed is one JSON object;
+docs/benchmarks.md explains the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.reporting import ROOT
+from benchmarks.sampling.admission_speed import admissions_per_second
+from benchmarks.sampling.on_policy import simulate_on_policy
+from benchmarks.sampling.overlap import simulate_ahead, simulate_pacing
+from benchmarks.sampling.real import (
+    AHEAD_SHARES,
+    RealRun,
+    accuracy_of_end,
+    measure_strategies,
+    measure_synchrony,
+    steps_to_accuracy,
+    twin_errors,
+    twin_idle_errors,
+    twin_of,
+)
+from benchmarks.sampling.real_tables import print_strategies, print_synchrony, print_twin_errors
+from benchmarks.sampling.simulated import SimulatedFigures, simulate_mixtures
+from benchmarks.sampling.simulator_speed import measure_simulator
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; return the exit status."""
+    parsed = _parse(arguments)
+    parsed.output.mkdir(parents=True, exist_ok=True)
+    report: dict[str, object] = {}
+    if parsed.simulated:
+        speed = measure_simulator()
+        report["simulate_1024_replicas_s"] = round(speed.seconds, 1)
+        report["simulate_1024_replicas_samples"] = speed.num_samples
+        simulated = simulate_mixtures(seeds=parsed.seeds, steps=parsed.simulated_steps)
+        report |= _simulated(simulated)
+        report["pacing_speedup"] = simulate_pacing(parsed.seeds, parsed.simulated_steps)
+        report["ahead"] = simulate_ahead(parsed.seeds, parsed.simulated_steps)
+        report["on_policy"] = simulate_on_policy(parsed.seeds, parsed.simulated_steps)
+    if parsed.real:
+        report |= _real(parsed)
+    report["admissions_per_s"] = round(admissions_per_second(num_in_flight=10_000))
+    line = json.dumps(report)
+    (parsed.output / "bench.json").write_text(line + "\n", encoding="utf-8")
+    sys.stdout.write(line + "\n")
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Measures the strategies of over-generation, simulated and real.",
+        epilog="example: python -m benchmarks.sampling --seeds 0 1 2 --no-real",
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="simulated")
+    parser.add_argument("--simulated-steps", type=int, default=180)
+    parser.add_argument("--simulated", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--steps", type=int, default=24, help="batches of a strategy's run")
+    parser.add_argument("--pair-steps", type=int, default=40, help="batches of each of a pair")
+    parser.add_argument("--pairs", type=int, default=3, help="synchronous/asynchronous pairs")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "sampling")
+    return parser.parse_args(arguments)
+
+
+def _simulated(figures: Mapping[str, SimulatedFigures]) -> dict[str, object]:
+    mixtures = figures.items()
+    return {
+        "gen_per_trained": {mixture: f.gen_per_trained for mixture, f in mixtures},
+        "fill_time_ratio_stream": {mixture: f.fill_time_ratio_stream for mixture, f in mixtures},
+        "surplus_discarded": sum(f.surplus_discarded for f in figures.values()),
+        "staleness_exceeded": sum(f.staleness_exceeded for f in figures.values()),
+        "tokens_discarded_wait": sum(f.tokens_discarded_wait for f in figures.values()),
+        "long_prompt_ratio": min(f.long_prompt_ratio for f in figures.values()),
+        "hard_share_ratio": {mixture: f.hard_share_ratio for mixture, f in mixtures},
+        "hard_share_ratio_worst": {mixture: f.hard_share_ratio_worst for mixture, f in mixtures},
+        "hard_share_spread": {mixture: f.hard_share_spread for mixture, f in mixtures},
+    }
+
+
+def _real(parsed: argparse.Namespace) -> dict[str, object]:
+    strategies = measure_strategies(parsed.output, steps=parsed.steps)
+    by_seed = [
+        measure_synchrony(parsed.output, steps=parsed.pair_steps, seed=seed)
+        for seed in range(parsed.pairs)
+    ]
+    overlapped = {
+        share: _overlapped([(runs[0.0], runs[share]) for runs in by_seed], parsed.pair_steps)
+        for share in AHEAD_SHARES
+    }
+    all_ahead = overlapped[1.0]
+    # The pairs' validations hold steps up, and no simulation knows of them.
+    found = twin_of(next(run for run in strategies if run.name == "stream"))
+    print_strategies(strategies)
+    print_synchrony(by_seed, overlapped)
+    print_twin_errors(found)
+    return {
+        "real_gen_per_trained": {run.name: run.gen_per_trained for run in strategies},
+        "real_surplus_discarded": {run.name: run.surplus_discarded for run in strategies},
+        "real_hard_share_ratio": {run.name: run.hard_share_ratio for run in strategies},
+        "real_prompts_skipped": {run.name: run.prompts_skipped for run in strategies},
+        "real_step_s": {run.name: round(run.step_s, 2) for run in strategies},
+        "async_speedup": all_ahead["speedup"],
+        "accuracy_sync": _median([accuracy_of_end(runs[0.0]) for runs in by_seed]),
+        "accuracy_async": all_ahead["accuracy"],
+        "accuracies_sync": [round(accuracy_of_end(runs[0.0]), 4) for runs in by_seed],
+        "async_by_ahead_share": {f"{share:g}": found for share, found in overlapped.items()},
+        "twin_error": twin_errors(found),
+        "twin_idle_error": twin_idle_errors(found),
+    }
+
+
+def _overlapped(pairs: Sequence[tuple[RealRun, RealRun]], steps: int) -> dict[str, object]:
+    """Return ratios of synchronous over asynchronous seconds: a step, and until equal accuracy."""
+    speedups = [sync.step_s / overlapped.step_s for sync, overlapped in pairs]
+    equally_good = [
+        speedup * steps_to_accuracy(sync, accuracy_of_end(overlapped)) / steps
+        for speedup, (sync, overlapped) in zip(speedups, pairs, strict=True)
+    ]
+    accuracies = [accuracy_of_end(overlapped) for _, overlapped in pairs]
+    return {
+        "speedup": _median(speedups),
+        "speedups": [round(each, 3) for each in speedups],
+        "accuracy": _median(accuracies),
+        "accuracies": [round(each, 4) for each in accuracies],
+        "speedup_equal_accuracy": _median(equally_good),
+    }
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

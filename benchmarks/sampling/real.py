@@ -1,0 +1,180 @@
+"""Run the quickstart's harder task for real, and simulate those runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.reporting import ROOT
+from benchmarks.simulator.fit import fitted_simulation
+from benchmarks.simulator.twin import Twin, twin
+from sluice.cli.run.quickstart import mark_run_folder
+from sluice.quickstart.prepare import prepare
+from sluice.quickstart.settings import PrepareProgress
+from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
+
+TASK = "stretch"
+GROUP_OF_16 = "actor_rollout_ref.rollout.n=16"  # as in the simulated figures
+COMMON = (
+    "trainer.val_before_train=false",
+    "trainer.save_freq=0",
+    "actor_rollout_ref.rollout.val_kwargs.n=4",
+    "sluice.rollout.batch_invariant=false",
+    "data.gen_batch_size=128",
+    "data.train_max_samples=768",  # so that prompts come more than once
+)
+STRATEGIES = {
+    "rounds": ("sluice.sampling.strategy=rounds", "sluice.asynchrony.max_staleness=0"),
+    "stream": ("sluice.sampling.strategy=stream", "sluice.asynchrony.max_staleness=1"),
+    "staged_memory": (
+        "sluice.sampling.strategy=staged_memory",
+        "sluice.sampling.probe_samples=3",
+        "sluice.asynchrony.max_staleness=1",
+    ),
+}
+# One thread on each side: a replica and a trainer of one rank.
+ONE_EACH = ("sluice.rollout.replicas=1", "trainer.n_gpus_per_node=1")
+WARM_UP_STEPS = 4
+PAIR_VALIDATION_EVERY = 8
+# All ahead, which is the default, and as much as this task's trainer leaves time for.
+AHEAD_SHARES = (1.0, 0.25)
+IDLE_FIGURES = {"trainer": "trainer_idle", "fleet": "fleet_idle"}
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """One run; `step_s` is the mean of all steps but the first `WARM_UP_STEPS`.
+
+    A step that follows a validation does not count: the validation has held its batch up.
+    """
+
+    name: str
+    folder: Path
+    record: RunRecord
+    step_s: float
+    gen_per_trained: float
+    surplus_discarded: float
+    prompts_skipped: float
+    hard_share_ratio: float | None
+
+
+def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
+    """Run each strategy once, with the same seed, in groups of 16."""
+    common = [GROUP_OF_16, f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
+    return [
+        measure(output, name, [*overrides, *common], seed=0)
+        for name, overrides in STRATEGIES.items()
+    ]
+
+
+def measure_synchrony(output: Path, *, steps: int, seed: int) -> dict[float, RealRun]:
+    """Run the same job with one thread on each side, by `ahead_share`; 0: synchronously."""
+    common = [*ONE_EACH, f"trainer.total_training_steps={steps}"]
+    common.append(f"trainer.test_freq={PAIR_VALIDATION_EVERY}")
+    synchronous = [*common, "sluice.asynchrony.max_staleness=0"]
+    runs = {0.0: measure(output, f"sync-{seed}", synchronous, seed=seed)}
+    for share in AHEAD_SHARES:
+        overlapped = [*common, "sluice.asynchrony.max_staleness=1"]
+        overlapped.append(f"sluice.asynchrony.ahead_share={share:g}")
+        runs[share] = measure(output, f"async-{share:g}-{seed}", overlapped, seed=seed)
+    return runs
+
+
+def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> RealRun:
+    """Run `sluice quickstart` once."""
+    folder = output / name
+    _share_assets(output / f"assets-{seed}", folder, seed)
+    command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--task", TASK]
+    command += ["--seed", str(seed), "--run-dir", str(folder), *COMMON, *overrides]
+    sys.stdout.write(f"{name}: {' '.join(command[3:])}\n")
+    sys.stdout.flush()
+    subprocess.run(command, cwd=ROOT, check=True)
+    record = read_run(folder)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    validated = {point.step for point in record.accuracies()}
+    timed = [
+        row.get("timing_s/step") or 0.0
+        for step, row in enumerate(record.steps, start=1)
+        if step > WARM_UP_STEPS and step - 1 not in validated
+    ]
+    return RealRun(
+        name,
+        folder,
+        record,
+        step_s=fmean(timed),
+        gen_per_trained=round(summary["generated_tokens"] / summary["trained_tokens"], 3),
+        surplus_discarded=record.total("train/groups_surplus"),
+        prompts_skipped=record.total("train/prompts_skipped"),
+        hard_share_ratio=record.steps[-1].get("sampling/hard_share_ratio"),
+    )
+
+
+def accuracy_of_end(run: RealRun) -> float:
+    """Return the held-out accuracy after the last batch."""
+    return run.record.accuracies()[-1].accuracy
+
+
+def steps_to_accuracy(run: RealRun, accuracy: float) -> float:
+    """Return the steps until the accuracy, interpolated between validations; else all steps.
+
+    Where it never was, the steps of the whole run.
+    """
+    before = AccuracyPoint(0, 0.0)
+    for point in run.record.accuracies():
+        if point.accuracy >= accuracy:
+            share = (accuracy - before.accuracy) / (point.accuracy - before.accuracy)
+            return before.step + share * (point.step - before.step)
+        before = point
+    return float(before.step)
+
+
+def twin_of(run: RealRun) -> Twin:
+    """Return a run beside its simulation."""
+    fitted = fitted_simulation(run.folder, None, 0)
+    return twin(fitted.run, fitted.settings)
+
+
+def twin_errors(found: Twin) -> dict[str, float]:
+    """Return absolute errors: relative for times and waste; for idle shares the larger one.
+
+    `twin_idle_errors` has both idle shares.
+    """
+    return {
+        "step_time": round(found.error("step_time"), 4),
+        "idle": round(max(found.error(name) for name in IDLE_FIGURES.values()), 4),
+        "waste": round(found.error("waste"), 4),
+    }
+
+
+def twin_idle_errors(found: Twin) -> dict[str, dict[str, float | None]]:
+    """Return idle shares, errors in points and over the run's share (``None`` if that is 0)."""
+    errors: dict[str, dict[str, float | None]] = {}
+    for owner, name in IDLE_FIGURES.items():
+        figure = found.figure(name)
+        relative = figure.relative_error
+        errors[owner] = {
+            "run": round(figure.real, 4),
+            "simulated": round(figure.simulated, 4),
+            "points": round(100 * abs(figure.difference), 2),
+            "relative": None if relative is None else round(abs(relative), 4),
+        }
+    return errors
+
+
+def _share_assets(assets: Path, folder: Path, seed: int) -> None:
+    """Make the model and data of a seed once."""
+    prepare(assets, task=TASK, seed=seed, progress=_silent)
+    if folder.exists():
+        shutil.rmtree(folder)
+    mark_run_folder(folder)
+    shutil.copytree(assets, folder / "assets")
+
+
+def _silent(_progress: PrepareProgress) -> None:
+    """Print nothing: the model is made in under a minute."""

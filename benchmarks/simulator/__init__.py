@@ -1,0 +1,1 @@
+"""Fit the simulator to a recorded run, set both side by side, and plot simulations."""

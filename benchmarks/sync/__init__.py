@@ -1,0 +1,1 @@
+"""Measure what new weights cost the replicas; `make bench-sync`."""

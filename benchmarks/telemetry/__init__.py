@@ -1,0 +1,1 @@
+"""Measure what traces and metrics cost a run; `make bench-telemetry`."""
