@@ -22,7 +22,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, DataError
 from sluice.report.run_record import RunRecord, read_progress
-from sluice.simulate.recorder import Recorder
+from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 from sluice.simulate.strategies import OpenWorkload
@@ -309,7 +309,7 @@ def calibrated(fitted: FittedRun, settings: SimulationSettings) -> SimulationSet
     if measured is None:
         return settings
     for _ in range(NUM_ROUNDS):
-        recorder = Recorder()
+        recorder = SimulationRecorder()
         workload = FittedWorkload(fitted.groups, settings.seed)
         simulate(settings.as_issued(), workload, recorder)
         last = recorder.steps[-1]

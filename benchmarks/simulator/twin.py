@@ -10,7 +10,7 @@ from benchmarks.simulator.fit import FittedRun, FittedWorkload
 from sluice.cli.simulate.command import result_as_json
 from sluice.cli.terminal import print_table
 from sluice.report.run_record import RunRecord
-from sluice.simulate.recorder import Recorder
+from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.strategies import FillTimes, simulate_fill_times
@@ -93,7 +93,7 @@ def twin(
     Raises:
         BatchUnfillableError: the workload is hopeless.
     """
-    settings, recorder = settings.as_issued(), Recorder()
+    settings, recorder = settings.as_issued(), SimulationRecorder()
     trainer = replace(settings.trainer, recorded_s=_training_times(fitted.record))
     settings = replace(settings, trainer=trainer)
     workload = FittedWorkload(fitted.groups, settings.seed)
@@ -152,7 +152,7 @@ def _training_times(record: RunRecord) -> tuple[float, ...]:
     return tuple(seconds for seconds in times if seconds is not None) if None not in times else ()
 
 
-def _times(recorder: Recorder, settings: SimulationSettings) -> dict[str, float]:
+def _times(recorder: SimulationRecorder, settings: SimulationSettings) -> dict[str, float]:
     """Simulated figures of the steps that `_real` has."""
     before, *steps = recorder.steps[settings.num_warmup :]
     total_s = max(steps[-1].published_s - before.published_s, 1e-12)

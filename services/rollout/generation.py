@@ -84,7 +84,7 @@ Send = Callable[[GenerationEvent], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class StreamOptions:
+class StreamSettings:
     """How samples travel.
 
     Attributes:
@@ -157,7 +157,7 @@ class GenerationRunner:
         self,
         request: GenerationRequest,
         partials: Iterable[Rollout],
-        options: StreamOptions,
+        options: StreamSettings,
         send: Send,
     ) -> None:
         """Generate until every requested sample has finished.
@@ -190,7 +190,7 @@ class GenerationRunner:
         self,
         request: GenerationRequest,
         partials: Iterable[Rollout],
-        options: StreamOptions,
+        options: StreamSettings,
         send: Send,
     ) -> None:
         stops = request.sampling.stop
@@ -222,7 +222,7 @@ class GenerationRunner:
                     raise EngineError(f"the engine ended without {len(growing)} of the samples")
 
     async def _next(
-        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], options: StreamOptions, send: Send
+        self, inbox: asyncio.Queue[tuple[SampleChunk, ...]], options: StreamSettings, send: Send
     ) -> tuple[SampleChunk, ...]:
         """Return the next chunks; report at intervals that the engine samples while none come.
 
@@ -248,7 +248,7 @@ class GenerationRunner:
         request: GenerationRequest,
         inbox: asyncio.Queue[tuple[SampleChunk, ...]],
         ended: asyncio.Event,
-        options: StreamOptions,
+        options: StreamSettings,
     ) -> None:
         """Move chunks into `inbox`, and an empty tuple at the end; then set `ended`.
 
@@ -270,7 +270,7 @@ class GenerationRunner:
         self,
         chunks: Sequence[SampleChunk],
         growing: dict[int, _StreamedSample],
-        options: StreamOptions,
+        options: StreamSettings,
         stops: Sequence[str],
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []

@@ -16,7 +16,7 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
     PartialSample,
 )
-from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
+from services.rollout.generation import GenerationEvent, GenerationRunner, StreamSettings
 from services.rollout.telemetry import SampleSpans
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
@@ -302,9 +302,9 @@ def _first_weights(load: EngineLoad) -> tuple[Waiting, ...]:
     return (Waiting("trainer", "sending the first weights", process_age_s()),)
 
 
-def _stream_options(request: rollout.GenerateRequest) -> StreamOptions:
+def _stream_options(request: rollout.GenerateRequest) -> StreamSettings:
     interval_s = request.partial_interval_ms / 1000
-    return StreamOptions(
+    return StreamSettings(
         every_token=request.stream_mode == rollout.STREAM_MODE_TOKENS,
         partial_interval_s=interval_s if interval_s > 0 else None,
         linger_s=request.linger_ms / 1000,

@@ -13,9 +13,13 @@ from rich.text import Text
 
 from sluice.cli.terminal import output_console, printable, split_arguments
 from sluice.doctor.examination import CHECKS, Result, examine
-from sluice.doctor.finding import Finding, Severity, examined_run
+from sluice.doctor.finding import Finding, FindingLevel, examined_run
 
-_STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
+_STYLES = {
+    FindingLevel.OK: "green",
+    FindingLevel.WARNING: "yellow",
+    FindingLevel.PROBLEM: "bold red",
+}
 _SEVERITY_WIDTH, _NAME_WIDTH = 8, 15
 _INDENT = " " * (_SEVERITY_WIDTH + _NAME_WIDTH + 1)
 
@@ -39,7 +43,7 @@ def _print(console: Console, name: str, finding: Finding) -> None:
 def verdict(results: Sequence[Result], *, has_run: bool) -> str:
     """Return the last line: how many problems and warnings."""
     counts = Counter(one.severity for result in results for one in result.findings)
-    problems, warnings = counts[Severity.PROBLEM], counts[Severity.WARNING]
+    problems, warnings = counts[FindingLevel.PROBLEM], counts[FindingLevel.WARNING]
     found = f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}.".capitalize()
     if has_run:
         return found
@@ -52,7 +56,9 @@ def _number(count: int, what: str) -> str:
 
 def has_problem(results: Sequence[Result]) -> bool:
     """Return whether a run would fail."""
-    return any(one.severity is Severity.PROBLEM for result in results for one in result.findings)
+    return any(
+        one.severity is FindingLevel.PROBLEM for result in results for one in result.findings
+    )
 
 
 def results_as_json(results: Sequence[Result], *, has_run: bool) -> dict[str, object]:
@@ -61,8 +67,8 @@ def results_as_json(results: Sequence[Result], *, has_run: bool) -> dict[str, ob
     return {
         "ok": not has_problem(results),
         "has_run": has_run,
-        "problems": counts[Severity.PROBLEM],
-        "warnings": counts[Severity.WARNING],
+        "problems": counts[FindingLevel.PROBLEM],
+        "warnings": counts[FindingLevel.WARNING],
         "findings": [
             {
                 "check": result.check.name,

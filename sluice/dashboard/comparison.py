@@ -16,7 +16,7 @@ _NUM_PAIRS = 8
 _MOST_BYTES = 4 << 20  # of a file; examples of a validation are far smaller
 
 
-class _Example(msgspec.Struct):
+class _ComparedResponse(msgspec.Struct):
     """A row that the trainer writes for an example response of a validation."""
 
     input: str
@@ -25,7 +25,7 @@ class _Example(msgspec.Struct):
     score: float | None = None
 
 
-_decode = msgspec.json.Decoder(_Example).decode
+_decode = msgspec.json.Decoder(_ComparedResponse).decode
 
 
 def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
@@ -55,11 +55,11 @@ def compare_validations(run_dir: Path, steps: Sequence[int]) -> dict[str, Any]:
     return {"before": steps[0], "after": steps[-1], "pairs": pairs}
 
 
-def _response(example: _Example) -> dict[str, Any]:
+def _response(example: _ComparedResponse) -> dict[str, Any]:
     return {"text": example.output, "score": example.score}
 
 
-def _examples(file: Path) -> Iterator[_Example]:
+def _examples(file: Path) -> Iterator[_ComparedResponse]:
     """Yield the rows at the beginning of a file; none if it cannot be read."""
     try:
         with file.open("rb") as opened:

@@ -22,7 +22,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 
-class Severity(StrEnum):
+class FindingLevel(StrEnum):
     """How bad a finding is.
 
     OK: as it should be. WARNING: a run works, but slower or at a risk. PROBLEM: a run fails, or
@@ -45,7 +45,7 @@ class Finding:
         remedy: what to do; empty if all is well.
     """
 
-    severity: Severity
+    severity: FindingLevel
     what: str
     why: str = ""
     remedy: str = ""
@@ -53,17 +53,17 @@ class Finding:
 
 def fine(what: str) -> Finding:
     """Return a finding that is as it should be."""
-    return Finding(Severity.OK, what)
+    return Finding(FindingLevel.OK, what)
 
 
 def warning(what: str, why: str, remedy: str) -> Finding:
     """Return a finding that makes a run slower, or puts it at a risk."""
-    return Finding(Severity.WARNING, what, why, remedy)
+    return Finding(FindingLevel.WARNING, what, why, remedy)
 
 
 def problem(what: str, why: str, remedy: str) -> Finding:
     """Return a finding that makes a run fail, or do something else than it should."""
-    return Finding(Severity.PROBLEM, what, why, remedy)
+    return Finding(FindingLevel.PROBLEM, what, why, remedy)
 
 
 def problem_of_sentence(sentence: str, why: str) -> Finding:

@@ -109,7 +109,7 @@ TASKS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ArithmeticProblem:
     """One problem. `terms` are signed, and the first is positive: ``(7, 5, -3)`` is 7 + 5 - 3."""
 
     wording: Wording
@@ -148,11 +148,11 @@ class Problem:
 class ProblemSplit:
     """Training problems and held-out problems; no sequence of numbers is in both."""
 
-    train: tuple[Problem, ...]
-    held_out: tuple[Problem, ...]
+    train: tuple[ArithmeticProblem, ...]
+    held_out: tuple[ArithmeticProblem, ...]
 
 
-def draw_problem(rng: random.Random, task: Task) -> Problem:
+def draw_problem(rng: random.Random, task: Task) -> ArithmeticProblem:
     """Sample a problem: wording and number of terms uniformly, then the terms."""
     wording = rng.choice(tuple(Wording))
     num_terms = rng.randint(task.min_terms, task.max_terms)
@@ -164,7 +164,7 @@ def draw_problem(rng: random.Random, task: Task) -> Problem:
         term = -number if takes_away else number
         terms.append(term)
         total += term
-    return Problem(wording, tuple(terms))
+    return ArithmeticProblem(wording, tuple(terms))
 
 
 def split_problems(task: Task, seed: int, num_train: int, num_held_out: int) -> ProblemSplit:
@@ -188,7 +188,7 @@ def split_problems(task: Task, seed: int, num_train: int, num_held_out: int) -> 
 
 def deal_problems(
     rng: random.Random, task: Task, barred_numbers: Collection[tuple[int, ...]]
-) -> Iterator[Problem]:
+) -> Iterator[ArithmeticProblem]:
     """Yield problems without end and without barred numbers.
 
     A cell is a wording with a number of terms. A problem repeats only after all others of its cell.
@@ -208,15 +208,15 @@ def deal_problems(
         yield problem
 
 
-def _redraw_terms(rng: random.Random, task: Task, problem: Problem) -> Problem:
+def _redraw_terms(rng: random.Random, task: Task, problem: ArithmeticProblem) -> ArithmeticProblem:
     """Sample another problem of the same cell, so that repeats do not thin out short problems."""
     while True:
         other = draw_problem(rng, task)
         if len(other.terms) == len(problem.terms):
-            return Problem(problem.wording, other.terms)
+            return ArithmeticProblem(problem.wording, other.terms)
 
 
-def _draw_distinct(rng: random.Random, task: Task, count: int) -> Iterator[Problem]:
+def _draw_distinct(rng: random.Random, task: Task, count: int) -> Iterator[ArithmeticProblem]:
     seen: set[tuple[int, ...]] = set()
     while len(seen) < count:
         problem = draw_problem(rng, task)
@@ -254,11 +254,13 @@ class WorkedAnswer:
 class Dialogue:
     """A problem with one answer to it."""
 
-    problem: Problem
+    problem: ArithmeticProblem
     answer: WorkedAnswer
 
 
-def work_out(problem: Problem, rng: random.Random, wrong_step_rate: float) -> WorkedAnswer:
+def work_out(
+    problem: ArithmeticProblem, rng: random.Random, wrong_step_rate: float
+) -> WorkedAnswer:
     """Return one step per term after the first, then a line ``Answer: N``.
 
     Each step is wrong with probability `wrong_step_rate`, independently.
@@ -278,14 +280,14 @@ def work_out(problem: Problem, rng: random.Random, wrong_step_rate: float) -> Wo
 
 
 def make_dialogues(
-    problems: Iterable[Problem], rng: random.Random, wrong_step_rate: float
+    problems: Iterable[ArithmeticProblem], rng: random.Random, wrong_step_rate: float
 ) -> Iterator[Dialogue]:
     """Yield one worked answer for each problem, in order."""
     for problem in problems:
         yield Dialogue(problem, work_out(problem, rng, wrong_step_rate))
 
 
-def to_row(problem: Problem, index: int, split: str) -> dict[str, object]:
+def to_row(problem: ArithmeticProblem, index: int, split: str) -> dict[str, object]:
     """Return a row: the question as the only user message, the correct result as ground truth."""
     return {
         "data_source": DATA_SOURCE,
@@ -296,7 +298,7 @@ def to_row(problem: Problem, index: int, split: str) -> dict[str, object]:
     }
 
 
-def write_dataset(path: Path, problems: tuple[Problem, ...], split: str) -> None:
+def write_dataset(path: Path, problems: tuple[ArithmeticProblem, ...], split: str) -> None:
     """Write the problems in order, in row groups that are small enough to stream."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [to_row(problem, index, split) for index, problem in enumerate(problems)]

@@ -117,7 +117,7 @@ def served_metrics(
         return
     run_dir = Path(service.run_dir)
     disk = DiskSpace(run_dir)
-    readings = _Page(asyncio.get_running_loop(), read, who, disk).readings
+    readings = _ServedPage(asyncio.get_running_loop(), read, who, disk).readings
     check_bindable(endpoint.host, endpoint.metrics_port)
     server = MetricsPage(readings, endpoint.host, endpoint.metrics_port)
     disk.start()
@@ -132,7 +132,7 @@ def served_metrics(
         disk.stop()
 
 
-class _Page:
+class _ServedPage:
     """All readings of a process, collected in a scrape's thread."""
 
     def __init__(

@@ -29,7 +29,7 @@ from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.errors import BatchUnfillableError
 from sluice.simulate.fleet import EventQueue, SimulatedFleet
 from sluice.simulate.group import SimulatedGroup
-from sluice.simulate.recorder import LeaseMark, Recorder, SimulatedStepTimes, TokenCause
+from sluice.simulate.recorder import LeaseMark, SimulatedStepTimes, SimulationRecorder, TokenCause
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples, Workload
 
@@ -209,7 +209,7 @@ class SimulatedLoop:
         self,
         settings: SimulationSettings,
         workload: Workload,
-        recorder: Recorder,
+        recorder: SimulationRecorder,
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         rules = settings.rules

@@ -62,7 +62,7 @@ class Issue:
 
 
 @dataclass(slots=True)
-class Recorder:
+class SimulationRecorder:
     """Counts of one simulation.
 
     `on_end` is called for each group that ends, with its cause and the time.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sluice.simulate.loop import SimulatedLoop
-from sluice.simulate.recorder import Issue, Recorder, TokenCause
+from sluice.simulate.recorder import Issue, SimulationRecorder, TokenCause
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.workload import Workload
 
@@ -85,7 +85,7 @@ class SimulationResult:
 def simulate(
     settings: SimulationSettings,
     workload: Workload,
-    recorder: Recorder | None = None,
+    recorder: SimulationRecorder | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> SimulationResult:
     """Simulate one run.
@@ -99,14 +99,14 @@ def simulate(
     Raises:
         BatchUnfillableError: the workload is hopeless, or the strategy's limit was reached.
     """
-    recorder = recorder or Recorder()
+    recorder = recorder or SimulationRecorder()
     loop = SimulatedLoop(settings, workload, recorder, on_step)
     loop.run()
     return _result(settings, recorder, loop)
 
 
 def _result(
-    settings: SimulationSettings, recorder: Recorder, loop: SimulatedLoop
+    settings: SimulationSettings, recorder: SimulationRecorder, loop: SimulatedLoop
 ) -> SimulationResult:
     first, last = recorder.marks[settings.num_warmup], recorder.marks[-1]
     seconds, num_replicas = last.time_s - first.time_s, settings.fleet.num_replicas
@@ -144,7 +144,7 @@ def _result(
     )
 
 
-def _discarded_share(recorder: Recorder) -> float:
+def _discarded_share(recorder: SimulationRecorder) -> float:
     discarded, trained = recorder.num_kept_discarded, sum(recorder.num_trained)
     return discarded / (discarded + trained)
 
@@ -153,7 +153,7 @@ def _spread(counts: Counter[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.repeat(np.array(list(counts)), np.array(list(counts.values())))
 
 
-def _long_prompt_ratio(settings: SimulationSettings, recorder: Recorder) -> float:
+def _long_prompt_ratio(settings: SimulationSettings, recorder: SimulationRecorder) -> float:
     """Return the ratio for prompts after the warm-up, early enough for the bound to have trained
     them.
     """
@@ -172,12 +172,12 @@ def _trained_share(issues: Iterable[Issue]) -> float:
     return sum(trained) / len(trained) if trained else 1.0
 
 
-def _hard_share(settings: SimulationSettings, recorder: Recorder) -> float:
+def _hard_share(settings: SimulationSettings, recorder: SimulationRecorder) -> float:
     trained = sum(recorder.num_trained[settings.num_warmup + 1 :])
     return sum(recorder.num_hard[settings.num_warmup + 1 :]) / trained
 
 
-def _accounts(recorder: Recorder, loop: SimulatedLoop) -> dict[str, float]:
+def _accounts(recorder: SimulationRecorder, loop: SimulatedLoop) -> dict[str, float]:
     by_cause = {cause.value: float(recorder.tokens[cause]) for cause in TokenCause}
     by_cause[TokenCause.STALE.value] += recorder.stale_tokens
     by_cause[TokenCause.PREEMPTED.value] += recorder.preempted_tokens

@@ -42,7 +42,7 @@ class _RewardModel(msgspec.Struct):
     ground_truth: str
 
 
-class _PromptRow(msgspec.Struct):
+class _SubmittedRow(msgspec.Struct):
     prompt: list[_PromptTurn]
     data_source: str
     ground_truth: str | None = None
@@ -61,10 +61,10 @@ def read_prompts(file: Path) -> list[NewPrompt]:
     Raises:
         DataError: with the file, the line or row, and the problem.
     """
-    return [_prompt(file, place, row) for place, row in read_rows(file, _PromptRow, _NEEDS)]
+    return [_prompt(file, place, row) for place, row in read_rows(file, _SubmittedRow, _NEEDS)]
 
 
-def _prompt(file: Path, place: str, row: _PromptRow) -> NewPrompt:
+def _prompt(file: Path, place: str, row: _SubmittedRow) -> NewPrompt:
     answer = row.ground_truth
     if answer is None:
         if row.reward_model is None:
@@ -89,7 +89,7 @@ def _image(file: Path, place: str, index: int, found: object) -> Image:
     return source if isinstance(source, bytes) else file.parent / source
 
 
-def _made_id(file: Path, place: str, row: _PromptRow) -> str:
+def _made_id(file: Path, place: str, row: _SubmittedRow) -> str:
     fields = msgspec.structs.asdict(row)
     if not row.images:  # ids are older than images: without any they stay the same
         del fields["images"]

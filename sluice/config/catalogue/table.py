@@ -105,7 +105,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     caveat: Condition | None = None
 
 
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _CatalogueSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows below one or several prefixes, with the words that they share."""
 
     below: str | list[str]
@@ -116,7 +116,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    section: list[_Section]
+    section: list[_CatalogueSection]
     spellings: dict[str, str] = {}
     short_forms: dict[str, str] = {}
     open_sections: list[str] = []
@@ -226,8 +226,8 @@ def _rows() -> Iterator[tuple[str, Entry]]:
                 yield path, _entry(path, row, section)
 
 
-def _entry(path: str, row: _Row, section: _Section | None = None) -> Entry:
-    shared = section or _Section(below="", keys={})
+def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> Entry:
+    shared = section or _CatalogueSection(below="", keys={})
     meaning, no_effect = row.meaning or shared.meaning, row.no_effect or shared.no_effect
     in_schema = not meaning
     keys, status = path.split("."), KeyStatus.HONOURED

@@ -16,7 +16,7 @@ from benchmarks.simulator.group_records import GroupRecord, read_groups
 from benchmarks.simulator.twin import TwinFigure, twin
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.errors import DataError
-from sluice.simulate.recorder import Recorder
+from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 from sluice.simulate.workload import MixtureWorkload
@@ -227,7 +227,7 @@ def test_a_record_of_a_strategy_that_leaves_something_out_is_refused(
 def test_recorded_training_times_come_again_in_their_order_and_the_others_are_drawn() -> None:
     settings = run_settings(0, 300.0)
     recorded = replace(settings.trainer, recorded_s=(100.0, 700.0, 200.0))
-    recorder = Recorder()
+    recorder = SimulationRecorder()
     simulate(replace(settings, trainer=recorded), MixtureWorkload("mid", 3, 512), recorder)
     times = [step.trained_s - step.leased_s for step in recorder.steps]
     assert times == pytest.approx([100.0, 700.0, 200.0] + [300.0] * 57)

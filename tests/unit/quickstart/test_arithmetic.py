@@ -15,7 +15,7 @@ from sluice.errors import ConfigError
 from sluice.quickstart.arithmetic import (
     ANSWER_REQUEST,
     TASKS,
-    Problem,
+    ArithmeticProblem,
     Task,
     Wording,
     deal_problems,
@@ -44,7 +44,7 @@ BOTH = pytest.mark.parametrize("task", [QUICKSTART, STRETCH], ids=lambda task: t
 def test_each_wording_names_the_terms_in_order(
     wording: Wording, terms: tuple[int, ...], question: str
 ) -> None:
-    assert Problem(wording, terms).question == question + ANSWER_REQUEST
+    assert ArithmeticProblem(wording, terms).question == question + ANSWER_REQUEST
 
 
 @BOTH
@@ -110,12 +110,12 @@ def test_more_held_out_problems_than_the_space_bears_are_refused() -> None:
 STEP = re.compile(r"(-?\d+) ([+-]) (\d+) = (-?\d+)\.")
 
 
-def problems_of(task: Task, count: int) -> tuple[Problem, ...]:
+def problems_of(task: Task, count: int) -> tuple[ArithmeticProblem, ...]:
     return tuple(islice(deal_problems(random.Random(7), task, ()), count))
 
 
 def test_a_right_answer_reads_as_one_step_per_term_and_the_result() -> None:
-    answer = work_out(Problem(Wording.FORMULA, (2, 6, 9)), random.Random(0), 0.0)
+    answer = work_out(ArithmeticProblem(Wording.FORMULA, (2, 6, 9)), random.Random(0), 0.0)
     assert answer.text == "2 + 6 = 8. 8 + 9 = 17.\nAnswer: 17"
     assert (answer.result, answer.num_steps, answer.num_wrong_steps) == (17, 2, 0)
 
@@ -154,7 +154,7 @@ def test_the_share_of_wrong_steps_is_the_rate_asked_for(task: Task) -> None:
 
 def test_a_row_has_the_columns_of_dapo_math(tmp_path: Path) -> None:
     path = tmp_path / "data" / "train.parquet"
-    problem = Problem(Wording.FORMULA, (2, 6, 9))
+    problem = ArithmeticProblem(Wording.FORMULA, (2, 6, 9))
     write_dataset(path, (problem,), "train")
     assert pq.read_table(path).to_pylist() == [
         {

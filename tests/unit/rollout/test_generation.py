@@ -18,7 +18,7 @@ from services.rollout.engines.protocol import (
     SampleChunk,
     UnsentTokens,
 )
-from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
+from services.rollout.generation import GenerationEvent, GenerationRunner, StreamSettings
 from sluice.errors import EngineError
 from sluice.types import FinishReason, Rollout, SamplingParams, TokenIds, VersionSpan
 from tests.support.causal_lms import reference_model, request, running_engine, save_config
@@ -94,7 +94,7 @@ async def generate(
         await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
             request_for(*indexes, stop=stop),
             partials,
-            StreamOptions(every_token=every_token, linger_s=linger_s),
+            StreamSettings(every_token=every_token, linger_s=linger_s),
             send,
         )
     return events
@@ -157,7 +157,7 @@ async def test_without_lingering_a_sample_leaves_while_others_still_run() -> Non
 
     async with asyncio.timeout(10):
         await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), StreamOptions(), send
+            request_for(0, 1), (), StreamSettings(), send
         )
     assert sent == [0, 1]
 
@@ -252,7 +252,7 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
 
     with pytest.raises(ExceptionGroup):
         await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
-            request_for(0, 1), (), StreamOptions(), send
+            request_for(0, 1), (), StreamSettings(), send
         )
     assert engine.was_closed
 
@@ -327,7 +327,7 @@ async def test_a_long_part_of_bytes_that_are_no_text_costs_no_more_than_any_othe
         pass
 
     await GenerationRunner(engine, tokenizer).run(  # type: ignore[arg-type]
-        request_for(0), [part], StreamOptions(every_token=every_token), send
+        request_for(0), [part], StreamSettings(every_token=every_token), send
     )
     assert tokenizer.num_decoded < 30 * ids.size
 
@@ -341,7 +341,7 @@ async def test_the_text_of_each_token_costs_the_same_however_long_the_response_i
         reported.extend(delta.text for delta in event.deltas)
 
     await GenerationRunner(engine, tokenizer).run(  # type: ignore[arg-type]
-        request_for(0), [], StreamOptions(every_token=True), send
+        request_for(0), [], StreamSettings(every_token=True), send
     )
     assert "".join(reported) == "a" * 999 + "z"
     assert tokenizer.num_decoded < 10 * 1000
@@ -380,14 +380,14 @@ async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
 
     engine = ByteEngine()
     await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
-        request, [partial], StreamOptions(every_token=True), send
+        request, [partial], StreamSettings(every_token=True), send
     )
     after = "".join(delta.text for event in events for delta in event.deltas)
     assert before + after == TEXT
 
 
 async def _samples(
-    engine: TorchEngine, stop: tuple[str, ...], options: StreamOptions
+    engine: TorchEngine, stop: tuple[str, ...], options: StreamSettings
 ) -> tuple[dict[int, Rollout], str]:
     """The samples, and the text that sample 0 streamed."""
     events: list[GenerationEvent] = []
@@ -408,7 +408,7 @@ async def _samples(
 async def test_a_stop_string_of_several_tokens_ends_a_sample(
     tmp_path: Path, every_token: bool
 ) -> None:
-    folder, options = save_config("qwen3", tmp_path), StreamOptions(every_token=every_token)
+    folder, options = save_config("qwen3", tmp_path), StreamSettings(every_token=every_token)
     async with running_engine(folder, reference_model(folder)) as engine:
         free, _ = await _samples(engine, (), options)
         ids = free[0].token_ids.tolist()

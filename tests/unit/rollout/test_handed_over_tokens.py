@@ -25,7 +25,7 @@ from services.rollout.generation import (
     GenerationEvent,
     GenerationRunner,
     HandOver,
-    StreamOptions,
+    StreamSettings,
     TextDelta,
 )
 from sluice.errors import InvalidRequestError
@@ -102,10 +102,10 @@ async def call(
     )
     options = rng.choice(
         (
-            StreamOptions(),
-            StreamOptions(every_token=True),
-            StreamOptions(linger_s=0.005),
-            StreamOptions(partial_interval_s=0.002),
+            StreamSettings(),
+            StreamSettings(every_token=True),
+            StreamSettings(linger_s=0.005),
+            StreamSettings(partial_interval_s=0.002),
         )
     )
     ends_s = rng.choice((0.0, 0.002, 0.01, 0.03, 30.0))
@@ -125,7 +125,7 @@ async def break_off(engine: TorchEngine, generation: GenerationRunner) -> None:
     await at_rest(engine)
     async with asyncio.TaskGroup() as tasks:
         wanted = request(samples=3, max_tokens=20)
-        running = tasks.create_task(generation.run(wanted, (), StreamOptions(), send))
+        running = tasks.create_task(generation.run(wanted, (), StreamSettings(), send))
         async with asyncio.timeout(30):
             while engine.load().running_tokens == 0:
                 await asyncio.sleep(0.001)
@@ -189,7 +189,7 @@ async def test_while_a_call_runs_its_unsent_tokens_are_running(
 
         async with asyncio.TaskGroup() as tasks:
             wanted = request(samples=2, max_tokens=10)
-            tasks.create_task(generation.run(wanted, (), StreamOptions(), send))
+            tasks.create_task(generation.run(wanted, (), StreamSettings(), send))
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens < 20:
                     await asyncio.sleep(0.002)
@@ -207,7 +207,7 @@ async def test_what_could_not_be_sent_is_unsent(model_path: Path, model: PreTrai
     async with running_engine(model_path, model) as engine:
         generation = GenerationRunner(engine, Digits())
         with pytest.raises(ExceptionGroup):
-            await generation.run(request(samples=2, max_tokens=10), (), StreamOptions(), send)
+            await generation.run(request(samples=2, max_tokens=10), (), StreamSettings(), send)
         load = await at_rest(engine)
     assert load.generated_tokens == load.unsent_tokens > 0
     assert load.running_tokens == 0
@@ -227,11 +227,11 @@ async def test_tokens_of_direct_clients_are_counted_apart_those_of_cancelled_cal
             return replace(request(samples=samples, max_tokens=10), for_direct_client=True)
 
         ours, theirs = Caller((), 0.0), Caller((), 0.0)
-        await generation.run(request(samples=2, max_tokens=10), (), StreamOptions(), ours.send)
-        await generation.run(direct(3), (), StreamOptions(), theirs.send)
+        await generation.run(request(samples=2, max_tokens=10), (), StreamSettings(), ours.send)
+        await generation.run(direct(3), (), StreamSettings(), theirs.send)
         async with asyncio.TaskGroup() as tasks:
             cancelled = tasks.create_task(
-                generation.run(direct(1), (), StreamOptions(every_token=True), stall)
+                generation.run(direct(1), (), StreamSettings(every_token=True), stall)
             )
             await got.wait()
             cancelled.cancel()
@@ -251,7 +251,7 @@ async def test_what_was_sampled_and_not_delivered_to_a_direct_client_is_counted_
         caller = Caller((), 0.0)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(
-                GenerationRunner(engine, Digits()).run(wanted, (), StreamOptions(), caller.send)
+                GenerationRunner(engine, Digits()).run(wanted, (), StreamSettings(), caller.send)
             )
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens == 0:
@@ -269,7 +269,7 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
     async with running_engine(model_path, model) as engine:
         with pytest.raises(ExceptionGroup) as refused:
             await GenerationRunner(engine, Digits()).run(
-                request(prompt=[1] * 500), (), StreamOptions(), send
+                request(prompt=[1] * 500), (), StreamSettings(), send
             )
         assert refused.group_contains(InvalidRequestError)
         load = await at_rest(engine)

@@ -19,7 +19,7 @@ from services.rollout.engines.protocol import (
     SampleChunk,
     UnsentTokens,
 )
-from services.rollout.generation import GenerationEvent, GenerationRunner, StreamOptions
+from services.rollout.generation import GenerationEvent, GenerationRunner, StreamSettings
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.types import FinishReason, Rollout, TokenIds
 from tests.support.causal_lms import (
@@ -92,7 +92,7 @@ def chunk(index: int, *tokens: int, finish: FinishReason | None = None) -> Sampl
 
 
 async def events_of(
-    engine: Any, wanted: GenerationRequest, options: StreamOptions, *partials: Rollout
+    engine: Any, wanted: GenerationRequest, options: StreamSettings, *partials: Rollout
 ) -> list[GenerationEvent]:
     events: list[GenerationEvent] = []
 
@@ -107,7 +107,7 @@ async def events_of(
 async def test_tokens_of_unfinished_samples_travel_without_text_and_the_whole_follows() -> None:
     engine = ScriptedEngine(chunk(0, 1, 2), chunk(1, 3), chunk(0, 4, finish=STOP))
     engine.script += (chunk(1, 5, finish=STOP),)
-    events = await events_of(engine, request(samples=2), StreamOptions(partial_interval_s=9.0))
+    events = await events_of(engine, request(samples=2), StreamSettings(partial_interval_s=9.0))
     deltas = [(d.chunk.sample_index, d.chunk.token_ids.tolist(), d.text)
               for event in events for d in event.deltas]  # fmt: skip
     assert deltas == [(0, [1, 2], ""), (1, [3], "")]
@@ -117,13 +117,13 @@ async def test_tokens_of_unfinished_samples_travel_without_text_and_the_whole_fo
 
 async def test_a_sample_that_ends_within_the_interval_is_sent_once() -> None:
     engine = ScriptedEngine(chunk(0, 1, 2, finish=STOP), chunk(1, 3, finish=STOP))
-    events = await events_of(engine, request(samples=2), StreamOptions(partial_interval_s=9.0))
+    events = await events_of(engine, request(samples=2), StreamSettings(partial_interval_s=9.0))
     assert [delta for event in events for delta in event.deltas] == []
 
 
 async def test_a_group_that_waits_gets_a_sign_whether_the_engine_samples() -> None:
     engine = ScriptedEngine(7, 0.1, 9, 0.1, 0.1, chunk(0, 1, finish=STOP))
-    events = await events_of(engine, request(), StreamOptions(partial_interval_s=0.01))
+    events = await events_of(engine, request(), StreamSettings(partial_interval_s=0.01))
     signs = [event.engine_tokens for event in events if event.engine_tokens is not None]
     assert signs == [7, 9]
     assert events[-1].rollouts[0].num_tokens == 1
@@ -131,7 +131,7 @@ async def test_a_group_that_waits_gets_a_sign_whether_the_engine_samples() -> No
 
 async def test_a_group_without_waiting_samples_gets_no_sign_of_others_tokens() -> None:
     engine = ScriptedEngine(7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP), queued=0)
-    events = await events_of(engine, request(), StreamOptions(partial_interval_s=0.01))
+    events = await events_of(engine, request(), StreamSettings(partial_interval_s=0.01))
     assert [event.engine_tokens for event in events] == [None]
 
 
@@ -141,14 +141,14 @@ async def test_a_group_whose_slots_wait_for_cache_space_gets_a_sign_that_the_eng
 ) -> None:
     script = (7, 0.1, 9, 0.1, chunk(0, 1, finish=STOP))
     engine = ScriptedEngine(*script, queued=0, slots_may_wait=True)
-    options = StreamOptions(every_token=every_token, partial_interval_s=0.01)
+    options = StreamSettings(every_token=every_token, partial_interval_s=0.01)
     events = await events_of(engine, request(), options)
     assert [e.engine_tokens for e in events if e.engine_tokens is not None] == [7, 9]
 
 
 async def test_without_an_interval_there_is_no_sign_of_the_engine() -> None:
     engine = ScriptedEngine(7, 0.1, chunk(0, 1, finish=STOP))
-    assert len(await events_of(engine, request(), StreamOptions())) == 1
+    assert len(await events_of(engine, request(), StreamSettings())) == 1
 
 
 @pytest.mark.parametrize("interval_s", [EVERY_STEP, 0.01, 1e9])
@@ -157,7 +157,7 @@ async def test_partial_tokens_and_whole_samples_say_the_same(
 ) -> None:
     wanted = request(samples=12, max_tokens=40, ignore_eos=False)
     async with running_engine(model_path, model, max_model_len=64) as engine:
-        events = await events_of(engine, wanted, StreamOptions(partial_interval_s=interval_s))
+        events = await events_of(engine, wanted, StreamSettings(partial_interval_s=interval_s))
     grown: dict[int, GrowingSample] = {}
     wholes: dict[int, Rollout] = {}
     for event in events:
@@ -183,7 +183,7 @@ async def test_samples_broken_off_anywhere_continue_as_if_nothing_had_happened(
 ) -> None:
     wanted = request(samples=4, max_tokens=30)
     async with running_engine(model_path, model) as engine:
-        (unbroken,) = [await events_of(engine, wanted, StreamOptions())]
+        (unbroken,) = [await events_of(engine, wanted, StreamSettings())]
         wholes = {r.sample_index: r for event in unbroken for r in event.rollouts}
         for cut in (1, 7, 29):
             partials = [_first(wholes[index], cut + index % 2) for index in (0, 2, 3)]
@@ -192,7 +192,7 @@ async def test_samples_broken_off_anywhere_continue_as_if_nothing_had_happened(
                 max_tokens=30,
                 partials=tuple(PartialSample(p.sample_index, p.token_ids) for p in partials),
             )
-            events = await events_of(engine, again, StreamOptions(), *partials)
+            events = await events_of(engine, again, StreamSettings(), *partials)
             for rollout in (r for event in events for r in event.rollouts):
                 whole = wholes[rollout.sample_index]
                 assert rollout.token_ids.tolist() == whole.token_ids.tolist()

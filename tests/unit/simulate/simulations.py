@@ -9,7 +9,7 @@ import numpy as np
 
 from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
 from sluice.simulate.group import SimulatedGroup
-from sluice.simulate.recorder import Recorder, TokenCause
+from sluice.simulate.recorder import SimulationRecorder, TokenCause
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from sluice.types import PromptEnd
@@ -74,7 +74,7 @@ class RecordedRun:
     """Writes what a simulation did as the services write what a run did."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder(on_end=self._ended)
+        self.recorder = SimulationRecorder(on_end=self._ended)
         self._lines: list[dict[str, object]] = []
 
     def _ended(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:

@@ -10,7 +10,7 @@ from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.loop import SimulatedLoop
-from sluice.simulate.recorder import Recorder, TokenCause
+from sluice.simulate.recorder import SimulationRecorder, TokenCause
 from sluice.simulate.settings import IDEAL_TRAINER, FleetSettings, SimulationSettings
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from tests.unit.simulate.simulations import FLEET, SmallWorkload, small
@@ -46,7 +46,7 @@ def one_group(tokens: list[int], are_right: list[bool], grading_s: float, probes
         trainer=IDEAL_TRAINER,
     )
     chosen = replace(chosen, rules=replace(chosen.rules, probe_samples=probes))
-    recorder = Recorder()
+    recorder = SimulationRecorder()
     SimulatedLoop(chosen, AllAlike(tokens, are_right), recorder).run()
     assert recorder.tokens[TokenCause.TRAINED] == 2 * sum(tokens)
     return recorder.marks[0].time_s
@@ -78,7 +78,7 @@ class WatchedLoop(SimulatedLoop):
 
     def __init__(self, settings: SimulationSettings) -> None:
         self.most, self.given_back, self.sampled = 0, [], []
-        super().__init__(settings, SmallWorkload(), Recorder())
+        super().__init__(settings, SmallWorkload(), SimulationRecorder())
         self._strategy.restarted = self._note_restart  # type: ignore[method-assign]
         self._strategy.started = self._note_start  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.errors import ConfigError
 from sluice.simulate.group import SimulatedGroup
-from sluice.simulate.recorder import Recorder, TokenCause
+from sluice.simulate.recorder import SimulationRecorder, TokenCause
 from sluice.simulate.result import simulate
 from sluice.simulate.strategies import compare
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
@@ -45,7 +45,7 @@ def test_a_simulated_group_ends_as_the_services_filter_says(are_right: list[bool
 
 
 def test_without_a_filter_no_group_is_thrown_away() -> None:
-    recorder = Recorder()
+    recorder = SimulationRecorder()
     result = simulate(replace(small(), filters_groups=False), SmallWorkload(), recorder)
     assert set(recorder.tokens) == {TokenCause.TRAINED}
     assert all(issue.is_mixed for issue in recorder.issues.values())

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from sluice.simulate.recorder import Recorder
+from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import SimulationResult, simulate
 from tests.unit.simulate.simulations import SmallWorkload, small
 
 
 def _simulated(
-    *, paces: bool, max_staleness: int = 1, recorder: Recorder | None = None
+    *, paces: bool, max_staleness: int = 1, recorder: SimulationRecorder | None = None
 ) -> SimulationResult:
     settings = small(batch_size=12, max_staleness=max_staleness, num_steps=60)
     rules = replace(settings.rules, paces=paces)

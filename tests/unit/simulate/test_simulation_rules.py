@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sluice.algorithm.sampling.admission import YieldFloor
 from sluice.algorithm.sampling.rules import OnPolicyFill, StrategyName
 from sluice.errors import BatchUnfillableError, ConfigError
-from sluice.simulate.recorder import Recorder
+from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import (
     IDEAL_TRAINER,
@@ -71,7 +71,7 @@ def test_every_token_that_replicas_draw_is_attributed(
 def test_no_trained_sample_is_staler_than_the_bound_and_batches_are_full(
     chosen: SimulationSettings, seed: int
 ) -> None:
-    recorder = Recorder()
+    recorder = SimulationRecorder()
     result = simulate(chosen, SmallWorkload(seed), recorder)
     assert result.num_staleness_exceeded == 0
     assert result.staleness_max <= chosen.rules.max_staleness
@@ -98,7 +98,7 @@ def test_the_same_seed_gives_the_same_figures(strategy: StrategyName) -> None:
 
 
 def test_rounds_throw_away_what_a_batch_leaves_of_its_waves_and_nothing_else() -> None:
-    recorder = Recorder()
+    recorder = SimulationRecorder()
     result = simulate(small(StrategyName.ROUNDS, num_steps=20), SmallWorkload(), recorder)
     num_mixed = sum(issue.is_mixed for issue in recorder.issues.values())
     assert result.num_surplus_discarded == num_mixed - 20 * 6 > 0
@@ -113,7 +113,7 @@ def test_at_staleness_0_the_trained_prompts_do_not_depend_on_the_fleet(
 ) -> None:
     trained = []
     for num_replicas in (1, 5):
-        recorder = Recorder()
+        recorder = SimulationRecorder()
         fleet = replace(FLEET, num_replicas=num_replicas)
         simulate(small(strategy, max_staleness=0, fleet=fleet), SmallWorkload(), recorder)
         trained.append({p for p, issue in recorder.issues.items() if issue.is_trained})
@@ -143,7 +143,7 @@ def test_of_two_groups_kept_at_the_same_instant_the_one_without_a_place_is_withd
 
 
 def test_prompts_whose_answers_are_long_are_withdrawn_and_trained_all_the_same() -> None:
-    recorder = Recorder()
+    recorder = SimulationRecorder()
     chosen = small(max_staleness=0, batch_size=16, num_steps=90, on_policy_fill="expected")
     result = simulate(chosen, SmallWorkload(), recorder)
     assert recorder.num_restarted > 90

@@ -8,7 +8,7 @@ from sluice.algorithm.sampling.rules import StrategyName
 from sluice.algorithm.sampling.strategy import LoopLoad
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.loop import SimulatedLoop
-from sluice.simulate.recorder import Recorder, TokenCause
+from sluice.simulate.recorder import SimulationRecorder, TokenCause
 from sluice.simulate.settings import SimulationSettings
 from tests.unit.simulate.simulations import SmallWorkload, small
 
@@ -20,7 +20,7 @@ class WatchedLoop(SimulatedLoop):
         self.filtered: set[str] = set()
         self.sure: set[str] = set()
         self.num_sure: list[int] = []
-        super().__init__(settings, SmallWorkload(), Recorder(on_end=self._note_end))
+        super().__init__(settings, SmallWorkload(), SimulationRecorder(on_end=self._note_end))
 
     def _load(self, capacity: int) -> LoopLoad:
         load = super()._load(capacity)
