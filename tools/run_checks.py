@@ -27,6 +27,7 @@ STATIC: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("types (mypy)", (f"{BIN}/mypy",)),
     ("generated code (protoc)", (PYTHON, "tools/generate_protos.py", "--check")),
     ("spelling (codespell)", (f"{BIN}/codespell",)),
+    ("words (the glossary's)", (PYTHON, "-m", "tools.check_words")),
     ("generated chart (Helm)", (PYTHON, "tools/generate_helm_values.py", "--check")),
     ("generated docs (keys)", (PYTHON, "tools/generate_config_docs.py", "--check")),
     ("generated docs (API)", (PYTHON, "tools/generate_api_reference.py", "--check")),
