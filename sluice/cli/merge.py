@@ -60,7 +60,6 @@ def merge(
     _need_torch()
     # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
-    from sluice.checkpoint.safetensors_files import compare_weights
     from sluice.checkpoint.source import CheckpointFormat, find_source
 
     source = find_source(checkpoint, role)
@@ -71,13 +70,17 @@ def merge(
         typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
     elif source.format is not CheckpointFormat.HUGGING_FACE:
         raise CheckpointError(f"{checkpoint} holds shards; give a folder to merge them into (OUT)")
-    if compare is None:
-        return
+    if compare is not None:
+        _compare(target or source.huggingface, compare)
+
+
+def _compare(model: Path, other: Path) -> None:
+    from sluice.checkpoint.safetensors_files import compare_weights
+    from sluice.checkpoint.source import find_source
+
     with _progress("comparing") as on_tensor:
-        differences = compare_weights(
-            target or source.huggingface, find_source(compare).huggingface, on_tensor
-        )
-    _report(differences, compare)
+        differences = compare_weights(model, find_source(other).huggingface, on_tensor)
+    _report(differences, other)
 
 
 def _report(differences: list[str], other: Path) -> None:

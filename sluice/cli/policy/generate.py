@@ -37,31 +37,36 @@ class _GenerateOutput:
     stream: bool
 
 
+_Images = Annotated[
+    list[Path] | None,
+    typer.Option(help="A PNG, JPEG or WebP file for an <image> in the prompt; repeatable."),
+]
+_TopK = Annotated[int, typer.Option(help="Sample from this many most probable tokens; -1: all.")]
+_Stop = Annotated[
+    list[str] | None, typer.Option(help="A text that ends a response, itself left out; repeatable.")
+]
+_Budget = Annotated[
+    int, typer.Option(min=0, help="Most tokens of all responses together; 0: no limit.")
+]
+
+
 def generate(  # noqa: PLR0913 - one parameter per option
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from stdin.")],
     *,
     run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
     n: Annotated[int, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Responses.")] = 1,
     system: Annotated[str, typer.Option(help="A system message before the prompt.")] = "",
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(help="A PNG, JPEG or WebP file for an <image> in the prompt; repeatable."),
-    ] = None,
+    image: _Images = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text, after its BOS: no chat template.")
     ] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1].")] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from this many most probable tokens; -1: all.")
-    ] = -1,
+    top_k: _TopK = -1,
     max_tokens: Annotated[
         int, typer.Option(min=0, help="Longest response in tokens; 0: the context.")
     ] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="A text that ends a response, itself left out; repeatable."),
-    ] = None,
+    stop: _Stop = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Fixes the randomness.")] = None,
     priority: Annotated[
         int, typer.Option(min=-100, max=100, help="Higher priorities come first; training has 0.")
@@ -69,9 +74,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
     deadline: Annotated[
         float | None, typer.Option(help="Seconds for everything; none: no limit.")
     ] = None,
-    token_budget: Annotated[
-        int, typer.Option(min=0, help="Most tokens of all responses together; 0: no limit.")
-    ] = 0,
+    token_budget: _Budget = 0,
     stream: Annotated[
         bool, typer.Option("--stream", help="Show the first response while it is generated.")
     ] = False,

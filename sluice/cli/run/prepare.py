@@ -67,6 +67,10 @@ _Device = Annotated[
     str | None,
     typer.Option(help="Device of trainer and replicas: cpu, cuda or npu.", envvar=DEVICE_VARIABLE),
 ]
+_Restart = Annotated[
+    bool, typer.Option("--restart", help="Begin a new run even if the last has not ended.")
+]
+_OldRestart = Annotated[bool, typer.Option("--anew", hidden=True, help="Old name of --restart.")]
 _StopGrace = Annotated[
     str | None,
     typer.Option(
@@ -96,12 +100,8 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     dashboard: _Dashboard = False,
     device: _Device = None,
     stop_grace: _StopGrace = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin a new run even if the last has not ended.")
-    ] = False,
-    old_restart: Annotated[
-        bool, typer.Option("--anew", hidden=True, help="Old name of --restart.")
-    ] = False,
+    restart: _Restart = False,
+    old_restart: _OldRestart = False,
 ) -> None:
     """Write the configuration of a run whose services have separate hosts, such as containers.
 
