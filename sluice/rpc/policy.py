@@ -67,10 +67,12 @@ CALL_POLICIES: dict[str, CallPolicy] = {
 def policy_key(request: Message) -> str:
     """Return ``Service/Method`` of a request, its key in `CALL_POLICIES`.
 
-    Each proto file has one service, whose method Xyz takes an XyzRequest.
+    Method Xyz of a service takes an XyzRequest of the same proto file.
     """
-    (service,) = request.DESCRIPTOR.file.services_by_name
-    return f"{service}/{request.DESCRIPTOR.name.removesuffix('Request')}"
+    method = request.DESCRIPTOR.name.removesuffix("Request")
+    services = request.DESCRIPTOR.file.services_by_name.values()
+    (service,) = (one.name for one in services if method in one.methods_by_name)
+    return f"{service}/{method}"
 
 
 def message_limits(max_message_bytes: int) -> list[tuple[str, int]]:

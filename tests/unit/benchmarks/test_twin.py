@@ -209,7 +209,7 @@ def line(**changes: object) -> str:
     [
         ({"probes": 2, "scored": 2, "tokens": [10, 20]}, "the rest is not known"),
         ({"probes": 2}, "the rest is not known"),  # it went on, others of the run did not
-        ({"probability": 0.25}, "0.25, and prompts that were passed by have no line"),
+        ({"probability": 0.25}, "0.25, and prompts that were skipped have no line"),
         ({"probes": 2, "generated_s": None}, "the rest is not known"),
     ],
 )
