@@ -57,6 +57,25 @@ def kinds(outcomes: tuple[Scored | Failed, ...]) -> list[object]:
 
 LIMITS = ScorerPoolConfig(num_workers=1, timeout_s=0.5, max_response_chars=9)
 
+IMPORTS = """
+from importlib.util import find_spec
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(find_spec("services") is not None and find_spec("reward") is None)
+"""
+
+
+async def test_a_scorer_imports_the_package_from_any_folder_and_its_insides_under_no_other_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "score.py"
+    path.write_text(IMPORTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    limits = ScorerPoolConfig(num_workers=1)
+    async with running_scorer_pool(limits, CustomRewardFunctionConfig(path=str(path))) as pool:
+        assert kinds(await pool.score(items("a"))) == [1.0]
+
 
 async def test_the_other_samples_of_a_group_are_scored_when_one_hangs_and_one_dies(
     custom: CustomRewardFunctionConfig,

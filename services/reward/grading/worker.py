@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+import services
 from services.reward.grading.containment import MARK_VARIABLE, end_marked, new_mark
 from services.reward.grading.messages import (
     FRAME_HEADER,
@@ -38,7 +39,8 @@ from sluice.types import FailureKind
 PEER = "scorer process"
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
-_PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+# The folder that holds the package `services`, whichever folder the service was started from.
+_PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
 
 
 class ScorerFault(Exception):
