@@ -163,7 +163,10 @@ NOT_ADMITTED = Attempt("", -1, None, 0)
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One prompt and its present attempt. Only `GroupTable` changes what is named here.
+    """One prompt and its present attempt.
+
+    `GroupTable` alone changes `state`. The group's run counts its requests and samples, the stream
+    its tokens, and the loop sets its task and why it is cancelled.
 
     Attributes:
         prompt: what is answered.

@@ -220,10 +220,8 @@ def _plan(rows: Sequence[RowSize], pieces: Sequence[GroupPiece]) -> MicroBatchPl
     return MicroBatchPlan(tuple(pieces), sum(piece_tokens(rows, piece) for piece in pieces))
 
 
-# Ranks and micro-batches that keep every prompt's rows together, as losses over groups need.
-#
-# The counterpart of `sluice.algorithm.packing` for ADPO: there a heavy group may be split
-# between ranks and micro-batches, here never.
+# For ADPO, whose loss compares all rows of a prompt: the same packing with whole groups. Above, a
+# heavy group may be split between ranks and micro-batches; below, never.
 
 
 def assign_groups_to_ranks(rows: Sequence[RowSize], num_ranks: int) -> tuple[tuple[int, ...], ...]:

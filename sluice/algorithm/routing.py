@@ -301,7 +301,7 @@ def replicas_needed(slots: float, *, num_slots: int, num_replicas: int) -> int:
     """Replicas with so many slots, of the size that the present ones have; at least 1.
 
     Args:
-        slots: see `slots_wanted`.
+        slots: see `slots_needed`.
         num_slots, num_replicas: of the fleet now; 0 without one.
     """
     if num_slots <= 0 or num_replicas <= 0:

@@ -1,6 +1,6 @@
 """Serve a process's metrics to Prometheus, with the readings that every process has.
 
-Consumes: scrapes, in a thread of their own (`MetricsServer`). Waits for: the event loop, which
+Consumes: scrapes, in a thread of their own (`MetricsPage`). Waits for: the event loop, which
 reads the service's metrics, `_LOOP_TIMEOUT_S` at most. Unblocked by: the loop, or that time, after
 which the page reports itself as incomplete and holds the rest. Produces: a page, and the file in
 the run's folder that gives Prometheus its address. On failure of the service's readings: the same

@@ -29,7 +29,7 @@ class SimulationResult:
         gen_per_trained: generated over trained response tokens.
         step_s: seconds of a step, from the lease of one batch to the lease of the next: mean. The
             trainer's part is in it; where the trainer takes no time, it is the time to fill a batch
-            (`fill_time`).
+            (`simulate_fill_times`).
         step_s_p50: its median.
         step_s_p99: its 99th percentile.
         steps_per_hour: steps at that rate.

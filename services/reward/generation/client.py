@@ -44,7 +44,7 @@ class RolloutClient:
         linger_ms: finished samples may wait this long to travel together.
         timeout_s: seconds one stream may take.
         max_message_bytes: largest message.
-        partial_interval_ms: tokens of unfinished samples come about so often; 0: never.
+        partial_interval_ms: milliseconds between deliveries of unfinished samples' tokens; 0: none.
         credentials: what replicas are shown.
     """
 

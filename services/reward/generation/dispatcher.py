@@ -290,7 +290,7 @@ class GroupDispatcher:
     def _judged(
         self, reservation: Reservation, watch: StreamWatch, collected: CollectedGroup
     ) -> StreamEnd | None:
-        """Why a stream that is well is ended all the same."""
+        """Return why a healthy stream should end; ``None``: it continues."""
         request, missing = collected.request, collected.missing
         is_over = self.is_over(request)  # asked of the last sample too: other parts end by it
         if not missing:
@@ -476,11 +476,8 @@ def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> N
     collected.end_unfinished()
 
 
-# One warning for all broken streams of a replica, not one for each group.
-#
-# A replica that dies or hangs breaks the streams of all its groups at once.
-
-
+# A replica that dies or hangs breaks the streams of all its groups at once: log one warning for
+# all of them after this long, in seconds.
 GATHER_S = 0.5
 """Seconds after the first broken stream of a replica in which the others are counted with it."""
 

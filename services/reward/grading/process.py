@@ -1,5 +1,11 @@
-"""The process that runs scorers: bound what it uses and prints, and turn each result into a
-number or a refusal.
+"""The process that runs scorers, so that a hang, a crash or a leak ends with it.
+
+`worker` starts it as ``python -m services.reward.grading.process PARENT_PID PAGE_FD``. It reads
+requests from standard input and answers on standard output; whatever the scorer prints goes to
+standard error. It ends when its input ends or its parent dies. It imports no gRPC.
+
+It bounds its own address space, open files, CPU time and output. The wall clock is watched from
+outside, because a scorer that hangs in C code cannot be interrupted from within.
 """
 
 from __future__ import annotations
@@ -262,16 +268,6 @@ def _allow(num_threads: int, most: int | None = None) -> None:
 def _at_most(limit: int, value: int) -> int:
     return value if limit == resource.RLIM_INFINITY else min(limit, value)
 
-
-# A process that runs scorers, so that a hang, a crash or a leak can be ended by killing it.
-#
-# Started by `scorer_worker` as ``python -m services.reward.grading.process PARENT_PID PAGE_FD``.
-# It takes requests from standard input and answers on standard output (whatever the scorer
-# prints goes to standard error), and ends when its input ends or its parent dies. Imports no
-# gRPC.
-#
-# It bounds its own address space, open files, CPU time and output; the wall clock is watched
-# from outside, because a scorer that hangs in C code cannot be interrupted from within.
 
 MAX_OPEN_FILES = 256
 MAX_OUTPUT_BYTES = 64 * 2**10

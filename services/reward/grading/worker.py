@@ -201,7 +201,7 @@ async def start_worker(
     Args:
         setup: what it scores with.
         timeout_s: limit of loading it.
-        family: see `scorer_mark`; ``None``: one of its own.
+        family: see `containment.family_of`; ``None``: a family of its own.
     """
     mark = new_mark(family)
     with tempfile.TemporaryFile() as file:

@@ -72,7 +72,7 @@ class EngineProgress:
 
 
 class MemberState(StrEnum):
-    """The use that a replica may have."""
+    """What a replica may be used for."""
 
     PENDING = "pending"  # known, without the current weights
     SERVING = "serving"

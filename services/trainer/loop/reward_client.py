@@ -32,13 +32,13 @@ from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 logger = logging.getLogger(__name__)
 
 _PEER = "reward service"
-# A call for a batch ends so often, to look at the service's progress.
+# Each call for a batch ends after this long, so that progress can be checked.
 _POLL_S = 15.0
 _PAUSE_S = 0.5
 _COUNTERS_WITHIN_S = 2.0
-# An evaluation that the service died of as often is the cause, not a victim.
+# If the service dies this many times during one validation, the validation is the cause.
 _MOST_EVALUATIONS = 6
-# A service that answers INTERNAL as often in a row does not recover without help.
+# A service that answers INTERNAL this many times in a row does not recover without help.
 _MOST_DEFECTS = 3
 _COUNTS_OF_ITS_OWN = ("groups_acknowledged", "prompts_lost")
 

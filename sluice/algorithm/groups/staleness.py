@@ -68,14 +68,14 @@ def may_form_batch(
 
     Args:
         kept: the kept groups that wait.
-        running: all running groups, but for those in `claimed`.
+        running: the running groups without a reserved slot.
         version: the version the batch will update.
         max_staleness: S >= 0.
         batch_size: B >= 1, groups in a batch.
-        on_stale: ``wait`` or ``drop``, see the top of this file.
+        on_stale: ``wait`` until running groups too old for the next batch end, or ``drop`` them.
         kept_bound: upper bound on how many of a number of running groups will be kept. The
             default (all) loses nothing; `admission.kept_upper_bound` waits less at low yield.
-        claimed: running groups whose place is certain.
+        reserved: running groups with a reserved slot.
     """
     oldest_allowed = version - max_staleness
     dropped = _older_than(kept, oldest_allowed)
@@ -118,12 +118,12 @@ def expired_groups(
 
     Args:
         kept: the kept groups that wait.
-        running: all running groups, but for those in `claimed`.
+        running: the running groups without a reserved slot.
         next_version: version of the next batch to be formed: the current one, or the one after it
             while the trainer holds a batch.
         max_staleness: S.
         batch_size: B.
-        claimed: running groups whose place is certain.
+        reserved: running groups with a reserved slot.
     """
     oldest_allowed = next_version - max_staleness
     first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
@@ -200,22 +200,18 @@ def _last_chance(
     return tuple(waiting_for)
 
 
-# The ages of kept and running groups, counted by version as they change.
-#
-# State without a clock or I/O, for the reward service and the simulator alike. Every start, end
-# and kept group may leave something to decide, and thousands of groups may be running: so they
-# are held by version, where the rules of `staleness` see their numbers without a look at each.
-
-
 class GroupAges:
-    """Kept and running groups of one run, by prompt id.
+    """Kept and running groups of one run, counted by version as they change.
+
+    Thousands of groups may run, and every event may leave something to decide. Holding them by
+    version lets `may_form_batch` and `expired_groups` work without a look at each group.
 
     Of the running groups some have a reserved slot, from before they hold tokens until they end.
 
     Args:
         batch_size: B >= 1, groups in a batch.
         max_staleness: S >= 0.
-        on_stale: ``wait`` or ``drop``, see `staleness`.
+        on_stale: ``wait`` or ``drop``, see `may_form_batch`.
     """
 
     def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale) -> None:
@@ -260,7 +256,7 @@ class GroupAges:
         self._reserved.take(prompt_id)
 
     def decide(self, version: int, kept_bound: Callable[[int], float] = float) -> BatchDecision:
-        """What to do now towards the batch for `version` (`staleness.may_form_batch`)."""
+        """Return what to do now towards the batch for `version`; see `may_form_batch`."""
         return may_form_batch(
             self._kept.groups,
             self._running.groups,
