@@ -138,7 +138,12 @@ class Registration:
             retries = Retries(
                 _FOREVER, "trainer", retries_on=is_absence, warns_after_s=_WARNS_AFTER_S
             )
-            interval_s = await retries.call(self._register)
+            try:
+                interval_s = await retries.call(self._register)
+            except NotFoundError as error:  # a proxy's answer, not the trainer's
+                logger.warning("registering again: %s", error)
+                await asyncio.sleep(_RETRY_INTERVAL_S)
+                continue
             try:
                 while True:
                     await self._send_heartbeat(draining=False)

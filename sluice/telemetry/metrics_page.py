@@ -32,6 +32,7 @@ PROCESS_NAMES = (
 )
 """What prometheus_client's own collector adds, by names that all of its users share."""
 AnswerT = TypeVar("AnswerT")
+_MOST_REQUESTS = 8
 _REQUEST_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 
@@ -70,6 +71,20 @@ class MetricsPage:
 
         class Server(ThreadingWSGIServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            _places = threading.BoundedSemaphore(_MOST_REQUESTS)
+
+            def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+                """Serve in a thread; close the connection if too many are open."""
+                if not self._places.acquire(blocking=False):
+                    self.shutdown_request(request)
+                    return
+                super().process_request(request, client_address)
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    self._places.release()
 
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)

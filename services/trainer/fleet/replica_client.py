@@ -73,13 +73,18 @@ class ReplicaChannels:
         Raises:
             SluiceError: the replica does not answer, or another process answers there.
         """
-        answer = await unary_call(
-            rollout_stub(self.to(replica)).GetStatus,
-            rollout.GetStatusRequest(without_engine=True),
-            peer=replica.name,
-            phase=_COUNTERS_PHASE,
-            deadline_s=_COUNTERS_WITHIN_S,
-        )
+        # Hold the channel: closing it under the call would cancel the task that reads the answer.
+        channel = self.acquire(replica)
+        try:
+            answer = await unary_call(
+                rollout_stub(channel).GetStatus,
+                rollout.GetStatusRequest(without_engine=True),
+                peer=replica.name,
+                phase=_COUNTERS_PHASE,
+                deadline_s=_COUNTERS_WITHIN_S,
+            )
+        finally:
+            self.release(replica)
         if answer.instance_id != replica.instance_id:
             detail = f"process {answer.instance_id} answers there"
             raise PeerError(replica.name, _COUNTERS_PHASE, detail)
