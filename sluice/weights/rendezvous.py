@@ -38,6 +38,7 @@ MAX_KEYS = 16384
 MAX_TABLE_BYTES = 64 << 20
 
 _HANDLER_THREADS = 4
+_KEY_METADATA = "store-key-bin"  # the suffix lets gRPC carry bytes
 _CLOSE_GRACE_S = 0.5
 _POLL_MIN_S, _POLL_MAX_S = 0.001, 0.02
 _OPTIONS = (
@@ -89,7 +90,9 @@ class RendezvousStore:
         self.host = bare_host(host)
         self._keys = _Keys()
         self._threads = ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="weights-store")
-        self._server = grpc.server(self._threads, options=_SERVER_OPTIONS)
+        self._server = grpc.server(
+            self._threads, interceptors=[_MembersOnly(self._keys)], options=_SERVER_OPTIONS
+        )
         services.add_RendezvousServiceServicer_to_server(self._keys, self._server)
         self.port = _bind(self._server, bare_host(bind_host or host), port, certificates)
         self._server.start()
@@ -107,6 +110,37 @@ class RendezvousStore:
         """Stop listening. Groups that have formed stay intact; closing again is harmless."""
         self._server.stop(_CLOSE_GRACE_S).wait()
         self._threads.shutdown()
+
+
+class _MembersOnly(grpc.ServerInterceptor):
+    """Refuses strangers by the metadata of their call, before its message has come.
+
+    gRPC's server keeps a thread for each call while it waits for the message, so a stranger who
+    opens calls and sends nothing would take all threads from the members.
+    """
+
+    def __init__(self, keys: _Keys) -> None:
+        self._keys = keys
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        call: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the method for members, and a refusal that reads no message for others."""
+        shown = dict(call.invocation_metadata).get(_KEY_METADATA, b"")
+        if self._keys.is_member(shown if isinstance(shown, bytes) else shown.encode()):
+            return continuation(call)
+        return grpc.stream_unary_rpc_method_handler(_refuse_stranger)
+
+
+def _refuse_stranger(_unread: object, context: grpc.ServicerContext) -> NoReturn:
+    _log.warning("weights: the store refuses a call of %s: wrong key", context.peer())
+    context.abort(
+        grpc.StatusCode.PERMISSION_DENIED,
+        "the epoch is over or has not begun, or this is not its key",
+    )
+    raise AssertionError  # `abort` raises; its stub does not declare so
 
 
 def _bind(
@@ -151,6 +185,11 @@ class _Keys(services.RendezvousServiceServicer):
             self._values = {}
             self._num_bytes = 0
 
+    def is_member(self, store_key: bytes) -> bool:
+        """Whether the secret is that of the present epoch."""
+        with self._lock:
+            return self._epoch is not None and hmac.compare_digest(store_key, self._store_key)
+
     def PutKey(
         self, request: messages.PutKeyRequest, context: grpc.ServicerContext
     ) -> messages.PutKeyResponse:
@@ -193,19 +232,18 @@ class _Keys(services.RendezvousServiceServicer):
                 total = int(held) + request.amount
             except ValueError:
                 _refuse(context, f"{held[:20]!r} is not a number")
+            if not -(1 << 63) <= total < 1 << 63:
+                _refuse(context, f"the sum {total} does not fit into 64 bits")
             self._put(request.key, str(total).encode(), context)
         return messages.AddToKeyResponse(sum=total)
 
     def _admit(self, request: _RequestT, context: grpc.ServicerContext) -> None:
-        # The secret is compared first: strangers learn nothing, not even the number of the epoch.
-        has_key = self._epoch is not None and hmac.compare_digest(
-            request.store_key, self._store_key
-        )
-        if not has_key or request.epoch != self._epoch:
+        # The epoch may have changed since the interceptor compared the secret.
+        if request.epoch != self._epoch:
             _log.warning("weights: the store refuses a call of %s: wrong key", context.peer())
             context.abort(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"epoch {request.epoch} is over or has not begun, or this is not its key",
+                f"the epoch {request.epoch} is over or has not begun, or this is not its key",
             )
 
     def _put(self, key: str, value: bytes, context: grpc.ServicerContext) -> None:
@@ -255,7 +293,8 @@ class EpochStore(Store):
         self, spec: TransferGroupSpec, phase: str, peers: str, stop_reason: StopReason
     ) -> None:
         super().__init__()
-        self._member: dict[str, Any] = {"epoch": spec.epoch, "store_key": spec.store_key}
+        self._member: dict[str, Any] = {"epoch": spec.epoch}
+        self._metadata = ((_KEY_METADATA, spec.store_key),)
         self._timeout_s = spec.timeout_s
         self._phase = phase
         self._peers = peers
@@ -264,17 +303,14 @@ class EpochStore(Store):
         self._clones: list[EpochStore] = []
         host = bare_host(spec.host)
         try:
-            found = socket.getaddrinfo(host, spec.port, type=socket.SOCK_DGRAM)
-            family, kind, _, _, address = found[0]
-            # Connecting a datagram socket sends nothing; the kernel chooses the interface.
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
+            # Tries the addresses of a name in turn, such as IPv6 and IPv4; gRPC gets the one that
+            # answers.
+            with socket.create_connection((host, spec.port), spec.timeout_s) as probe:
                 self.local_address: str = probe.getsockname()[0]
+                address = str(probe.getpeername()[0])
         except OSError as error:
             raise WeightSyncError(self._name, phase, f"cannot connect: {error}") from error
-        self._channel = _channel(
-            join_host_port(str(address[0]), spec.port), host, spec.certificates
-        )
+        self._channel = _channel(join_host_port(address, spec.port), host, spec.certificates)
         self._calls = services.RendezvousServiceStub(self._channel)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -368,7 +404,7 @@ class EpochStore(Store):
 
     def _call(self, method: Callable[..., _AnswerT], request: _RequestT) -> _AnswerT:
         try:
-            return method(request, timeout=self._timeout_s)
+            return method(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             code = error.code()
             detail = error.details() or code.name

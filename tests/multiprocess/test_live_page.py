@@ -104,7 +104,7 @@ async def test_a_page_that_dies_is_told_and_training_goes_on(
             await address(tmp_path)
             os.kill(page_process(tmp_path), signal.SIGKILL)
             ends_s = time.monotonic() + WAIT_S
-            while "training goes on" not in caplog.text:
+            while "training continues" not in caplog.text:
                 assert time.monotonic() < ends_s
                 await asyncio.sleep(0.05)
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
+import grpc
 import pytest
 import torch
 
@@ -65,7 +66,7 @@ def test_an_epoch_forgets_the_keys_of_the_one_before_and_refuses_its_members(
     former = link_to(store)
     former.set("a", b"old")
     store.begin(2, b"n" * 32)
-    with pytest.raises(WeightSyncError, match="epoch 1 is over"):
+    with pytest.raises(WeightSyncError, match="the epoch is over"):
         former.set("a", b"late")
     assert link_to(store, epoch=2, store_key=b"n" * 32).present(["a"]) == {}
 
@@ -96,6 +97,29 @@ def test_connections_that_send_nothing_or_garbage_keep_no_member_waiting(
     finally:
         for each in silent:
             each.close()
+
+
+def test_strangers_that_open_calls_and_send_no_message_keep_no_member_waiting(
+    store: RendezvousStore,
+) -> None:
+    def nothing() -> Iterator[bytes]:
+        _NEVER.wait(_WAIT_S)
+        yield from ()
+
+    address = f"127.0.0.1:{store.port}"
+    with grpc.insecure_channel(address) as channel:
+        method = "/sluice.api.weights.v1.RendezvousService/AddToKey"
+        silent = [channel.stream_unary(method).future(nothing()) for _ in range(16)]
+        assert link_to(store, timeout_s=_WAIT_S).add("n", 1) == 1
+        assert {call.code() for call in silent} == {grpc.StatusCode.PERMISSION_DENIED}
+
+
+def test_a_sum_beyond_64_bits_is_refused_and_changes_nothing(store: RendezvousStore) -> None:
+    member = link_to(store)
+    member.add("n", 2**63 - 1)
+    with pytest.raises(WeightSyncError, match="does not fit into 64 bits"):
+        member.add("n", 1)
+    assert member.add("n", 0) == 2**63 - 1
 
 
 def test_a_full_store_refuses_more_keys_and_still_takes_known_ones(

@@ -283,14 +283,11 @@ class PutKeyRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STORE_KEY_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     EXPECTED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the group."""
-    store_key: builtins.bytes
-    """Secret of the epoch."""
     key: builtins.str
     """The key, 1 to 256 characters."""
     value: builtins.bytes
@@ -301,13 +298,12 @@ class PutKeyRequest(google.protobuf.message.Message):
         self,
         *,
         epoch: builtins.int = ...,
-        store_key: builtins.bytes = ...,
         key: builtins.str = ...,
         value: builtins.bytes | None = ...,
         expected: builtins.bytes | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected", b"_expected", "_value", b"_value", "expected", b"expected", "value", b"value"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected", b"_expected", "_value", b"_value", "epoch", b"epoch", "expected", b"expected", "key", b"key", "store_key", b"store_key", "value", b"value"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected", b"_expected", "_value", b"_value", "epoch", b"epoch", "expected", b"expected", "key", b"key", "value", b"value"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_expected", b"_expected"]) -> typing.Literal["expected"] | None: ...
     @typing.overload
@@ -342,12 +338,9 @@ class GetKeysRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STORE_KEY_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the group."""
-    store_key: builtins.bytes
-    """Secret of the epoch."""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The keys, at most 4096."""
@@ -356,10 +349,9 @@ class GetKeysRequest(google.protobuf.message.Message):
         self,
         *,
         epoch: builtins.int = ...,
-        store_key: builtins.bytes = ...,
         keys: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "keys", b"keys", "store_key", b"store_key"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "keys", b"keys"]) -> None: ...
 
 global___GetKeysRequest = GetKeysRequest
 
@@ -406,13 +398,10 @@ class AddToKeyRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
-    STORE_KEY_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     AMOUNT_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the group."""
-    store_key: builtins.bytes
-    """Secret of the epoch."""
     key: builtins.str
     """The key, 1 to 256 characters."""
     amount: builtins.int
@@ -421,11 +410,10 @@ class AddToKeyRequest(google.protobuf.message.Message):
         self,
         *,
         epoch: builtins.int = ...,
-        store_key: builtins.bytes = ...,
         key: builtins.str = ...,
         amount: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["amount", b"amount", "epoch", b"epoch", "key", b"key", "store_key", b"store_key"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["amount", b"amount", "epoch", b"epoch", "key", b"key"]) -> None: ...
 
 global___AddToKeyRequest = AddToKeyRequest
 

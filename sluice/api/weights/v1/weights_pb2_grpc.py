@@ -236,8 +236,9 @@ class WeightSyncService(object):
 
 class RendezvousServiceStub(object):
     """The keys under which the members of one epoch's transfer group find each other. The trainer serves
-    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
-    is answered at once: a member that waits for a key asks again.
+    them at the host and port of JoinGroup. Calls carry the epoch's secret in the metadata
+    `store-key-bin`; the server refuses others before it reads their message. It answers every call at
+    once: a member that waits for a key asks again.
     """
 
     def __init__(self, channel):
@@ -265,8 +266,9 @@ class RendezvousServiceStub(object):
 
 class RendezvousServiceServicer(object):
     """The keys under which the members of one epoch's transfer group find each other. The trainer serves
-    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
-    is answered at once: a member that waits for a key asks again.
+    them at the host and port of JoinGroup. Calls carry the epoch's secret in the metadata
+    `store-key-bin`; the server refuses others before it reads their message. It answers every call at
+    once: a member that waits for a key asks again.
     """
 
     def PutKey(self, request, context):
@@ -318,8 +320,9 @@ def add_RendezvousServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RendezvousService(object):
     """The keys under which the members of one epoch's transfer group find each other. The trainer serves
-    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
-    is answered at once: a member that waits for a key asks again.
+    them at the host and port of JoinGroup. Calls carry the epoch's secret in the metadata
+    `store-key-bin`; the server refuses others before it reads their message. It answers every call at
+    once: a member that waits for a key asks again.
     """
 
     @staticmethod

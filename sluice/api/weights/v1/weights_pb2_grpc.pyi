@@ -119,8 +119,9 @@ def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer,
 
 class RendezvousServiceStub:
     """The keys under which the members of one epoch's transfer group find each other. The trainer serves
-    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
-    is answered at once: a member that waits for a key asks again.
+    them at the host and port of JoinGroup. Calls carry the epoch's secret in the metadata
+    `store-key-bin`; the server refuses others before it reads their message. It answers every call at
+    once: a member that waits for a key asks again.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -144,8 +145,9 @@ class RendezvousServiceStub:
 
 class RendezvousServiceAsyncStub:
     """The keys under which the members of one epoch's transfer group find each other. The trainer serves
-    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
-    is answered at once: a member that waits for a key asks again.
+    them at the host and port of JoinGroup. Calls carry the epoch's secret in the metadata
+    `store-key-bin`; the server refuses others before it reads their message. It answers every call at
+    once: a member that waits for a key asks again.
     """
 
     PutKey: grpc.aio.UnaryUnaryMultiCallable[
@@ -168,8 +170,9 @@ class RendezvousServiceAsyncStub:
 
 class RendezvousServiceServicer(metaclass=abc.ABCMeta):
     """The keys under which the members of one epoch's transfer group find each other. The trainer serves
-    them at the host and port of JoinGroup; nobody without the epoch's secret is answered. Every call
-    is answered at once: a member that waits for a key asks again.
+    them at the host and port of JoinGroup. Calls carry the epoch's secret in the metadata
+    `store-key-bin`; the server refuses others before it reads their message. It answers every call at
+    once: a member that waits for a key asks again.
     """
 
     @abc.abstractmethod
