@@ -23,8 +23,9 @@ forgotten  waiting, leased                    ended       the row will be issued
 Failure rules: the ledger alone may refuse an event (a used id, a value without an encoding); then
 the group is as it was and no observer hears of it. An event that the table does not allow is a
 defect and raises `IllegalTransitionError` before anything changes. Observers are called in the
-event loop, in the order in which they were added; they must be quick, change no group and not fail:
-an error of an observer is a defect too and ends the service.
+event loop, in the order in which they were added; they must be quick, change no group and not fail.
+An error of an observer is a defect: it fails the call or the task that made the event, and later
+observers miss the event. In the callback at the end of a group's task it is only logged.
 """
 
 from __future__ import annotations

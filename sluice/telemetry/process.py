@@ -49,7 +49,7 @@ class _CpuSeconds:
     """CPU seconds by part. Any thread may charge its own.
 
     Threads of libraries, such as gRPC's, do not count; nor does recording a span, which is too
-    short to be timed each time: `benchmarks/span_cost.py` measures it.
+    short to be timed each time: `benchmarks/telemetry/span_cost.py` measures it.
     """
 
     def __init__(self) -> None:
