@@ -32,7 +32,7 @@ RowIndexes = npt.NDArray[np.int64]
 
 
 class PromptAndTruth(NamedTuple):
-    """What tells a row from others; ``None`` where it holds no text, which no usable row does."""
+    """Return what identifies a row; ``None`` if it holds no text, which no usable row does."""
 
     roles: Sequence[str | None]
     contents: Sequence[str | None]
@@ -132,7 +132,7 @@ class LineRows:
         return parse_line(self.path, self._number(index), self.lines[index])
 
     def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
-        """Of each row what tells it from others."""
+        """Return for each row the key that identifies it."""
         for index in range(len(self)):
             values = self.values(index)
             turns = values.get(columns.prompt)
@@ -239,7 +239,7 @@ class ArrowRows:
         return row
 
     def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
-        """Of each row what tells it from others.
+        """Return for each row the key that identifies it.
 
         Reads children as whole columns, which is many times faster.
         """
