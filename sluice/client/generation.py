@@ -337,11 +337,12 @@ class ResumableGeneration:
         self._channels.check_size("prompt", request)
         stub = rollout_stub(self._channels.to(address))
         return stream_call(
-            self._channels.named(stub.Generate, progress.traceparent),
+            stub.Generate,
             request,
             peer=address,
             phase=_PHASE,
             deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
+            traceparent=progress.traceparent,
         )
 
 

@@ -192,7 +192,7 @@ class _Grading:
     async def _check_answers(self) -> None:
         """Raise what the service's status call fails with."""
         await unary_call(
-            self._channels.named(reward_stub(self._channels.to(self._reward)).GetStatus),
+            reward_stub(self._channels.to(self._reward)).GetStatus,
             reward_pb2.GetStatusRequest(),
             peer=self._reward,
             phase="asking whether it works, since it took long to score",
@@ -211,7 +211,7 @@ class _Grading:
         request = reward_pb2.ScoreRequest(items=self._items[indexes.start : indexes.stop])
         self._channels.check_size("items", request)
         answer = await unary_call(
-            self._channels.named(reward_stub(self._channels.to(self._reward)).Score),
+            reward_stub(self._channels.to(self._reward)).Score,
             request,
             peer=self._reward,
             phase=_PHASE,

@@ -406,11 +406,12 @@ async def _one_call(
 ) -> AsyncGenerator[PromptEvent, None]:
     stub = reward_stub(channels.to(reward))
     stream = stream_call(
-        channels.named(stub.SubmitPrompts, traceparent),
+        stub.SubmitPrompts,
         open_prompts.requests(),
         name="RewardService/SubmitPrompts",
         peer=reward,
         phase=_PHASE,
+        traceparent=traceparent,
     )
     async with aclosing(stream) as answers:
         try:

@@ -14,7 +14,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from sluice.config.addresses import join_host_port
-from sluice.rpc.auth import OpenCallInterceptor, TokenInterceptor
+from sluice.rpc.auth import TokenInterceptor
 from sluice.rpc.credentials import OPEN, Credentials, exposure
 from sluice.rpc.health import ChecksOnly
 from sluice.rpc.interceptors import ErrorInterceptor
@@ -104,7 +104,6 @@ class RpcServer:
         self._credentials = credentials
         self._service_names = tuple(service_names)
         self._server = grpc.aio.server(
-            # The token comes first: without one, not even an error shows what is served.
             interceptors=_interceptors(credentials),
             options=[
                 *message_limits(max_message_bytes),
@@ -186,4 +185,6 @@ class RpcServer:
 def _interceptors(credentials: Credentials) -> tuple[grpc.aio.ServerInterceptor, ...]:
     if (tokens := credentials.tokens) is None:
         return (ErrorInterceptor(),)
-    return (TokenInterceptor(tokens), ErrorInterceptor(), OpenCallInterceptor(tokens))
+    # The token comes first: without one, not even an error shows what is served.
+    admission = TokenInterceptor(tokens)
+    return (admission, ErrorInterceptor(admission.open_call_check))

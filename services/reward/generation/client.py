@@ -20,7 +20,7 @@ from sluice.codec.rollout import (
 from sluice.errors import InvalidRequestError, PeerError
 from sluice.rpc.client import open_channel, stream_call
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.metadata import as_service
+from sluice.rpc.metadata import SERVICE_KEY
 from sluice.types import ReplicaInfo, Rollout
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class RolloutClient:
         message: rollout_pb2.GenerateRequest,
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
         return stream_call(
-            as_service(held.stub.Generate, "reward"),
+            held.stub.Generate,
             message,
             name="RolloutService/Generate",
             peer=replica.name,
@@ -117,6 +117,7 @@ class RolloutClient:
                 address,
                 max_message_bytes=self._max_message_bytes,
                 credentials=self._credentials,
+                metadata=lambda: ((SERVICE_KEY, "reward"),),
             )
             stub = rollout_pb2_grpc.RolloutServiceStub(channel)
             self._channels[address] = _Channel(
