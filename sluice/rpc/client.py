@@ -73,7 +73,7 @@ class _SendingChannel:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._channel.__aexit__(*error)
+        await self._channel.close()
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._channel, name)
