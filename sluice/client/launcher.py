@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 from sluice.api.launch.v1 import launch_pb2, launch_pb2_grpc
 from sluice.rpc.client import open_channel, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
-
-if TYPE_CHECKING:
-    import grpc
 
 _PEER = "launcher"
 _MAX_MESSAGE_BYTES = 1 << 20
@@ -42,7 +38,7 @@ class Launcher:
     """
 
     def __init__(self, address: str, credentials: Credentials = OPEN) -> None:
-        self._channel: grpc.aio.Channel = open_channel(
+        self._channel = open_channel(
             address, max_message_bytes=_MAX_MESSAGE_BYTES, credentials=credentials
         )
         stub = launch_pb2_grpc.LaunchServiceStub(self._channel)
@@ -51,12 +47,7 @@ class Launcher:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._channel.close()
 
     async def set_replicas(self, count: int) -> Scaling:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sluice.api.reward.v1 import reward_pb2
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.client.channels import ServiceChannels
 from sluice.client.prompts import extra_info_to_proto
 from sluice.codec.reward import score_from_proto
@@ -139,13 +139,17 @@ class _Grading:
         while await self._has_more():
             indexes = self._take()
             try:
-                results = await self._counted_call(indexes, deadline_s)
+                results = await self._call(indexes, deadline_s if len(indexes) == 1 else None)
             except SluiceError as error:
                 if isinstance(error, ExhaustedError) and self._num_senders > 1:
                     break  # the other senders use the capacity that there is
                 await self._recover(error, len(indexes))
             else:
-                self._note(indexes, results)
+                if len(results) != len(indexes):
+                    detail = f"{len(results)} results for {len(indexes)} responses"
+                    raise PeerDefectError(self._reward, _PHASE, detail)
+                self._outcomes[indexes.start : indexes.stop] = map(_from_proto, results)
+                self._retries.note_progress()
         self._num_senders -= 1
 
     async def _has_more(self) -> bool:
@@ -155,25 +159,35 @@ class _Grading:
             await self._changed.wait()
         return bool(self._waiting)
 
-    async def _counted_call(
+    def _take(self) -> range:
+        indexes = self._waiting.popleft()
+        if len(indexes) > self._most_items:
+            self._waiting.appendleft(indexes[self._most_items :])
+        return indexes[: self._most_items]
+
+    async def _call(
         self, indexes: range, deadline_s: float | None
     ) -> Sequence[reward_pb2.ScoreResult]:
+        """Grade the items of these indexes, which wait again if the call fails."""
         self._num_calls += 1
         try:
             async with self._calls:
-                return await self._call(indexes, deadline_s if len(indexes) == 1 else None)
+                request = reward_pb2.ScoreRequest(items=self._items[indexes.start : indexes.stop])
+                self._channels.check_size("items", request)
+                answer = await unary_call(
+                    self._stub().Score,
+                    request,
+                    peer=self._reward,
+                    phase=_PHASE,
+                    deadline_s=deadline_s,
+                )
+                return answer.results
         except SluiceError:
             self._waiting.appendleft(indexes)
             raise
         finally:
             self._num_calls -= 1
             self._changed.set()
-
-    def _take(self) -> range:
-        indexes = self._waiting.popleft()
-        if len(indexes) > self._most_items:
-            self._waiting.appendleft(indexes[self._most_items :])
-        return indexes[: self._most_items]
 
     async def _recover(self, error: SluiceError, num_items: int) -> None:
         if not isinstance(error, DeadlineError):
@@ -185,39 +199,17 @@ class _Grading:
             self._most_items = min(self._most_items, num_items // 2)
             try:
                 # A service that hangs altogether is no slow scorer.
-                await self._check_answers()
+                await unary_call(
+                    self._stub().GetStatus,
+                    reward_pb2.GetStatusRequest(),
+                    peer=self._reward,
+                    phase="asking whether it works, since it took long to score",
+                )
             except PeerError as failure:
                 await self._retries.wait_after(failure)
 
-    async def _check_answers(self) -> None:
-        """Raise what the service's status call fails with."""
-        await unary_call(
-            reward_stub(self._channels.to(self._reward)).GetStatus,
-            reward_pb2.GetStatusRequest(),
-            peer=self._reward,
-            phase="asking whether it works, since it took long to score",
-        )
-
-    def _note(self, indexes: range, results: Sequence[reward_pb2.ScoreResult]) -> None:
-        if len(results) != len(indexes):
-            detail = f"{len(results)} results for {len(indexes)} responses"
-            raise PeerDefectError(self._reward, _PHASE, detail)
-        self._outcomes[indexes.start : indexes.stop] = map(_from_proto, results)
-        self._retries.note_progress()
-
-    async def _call(
-        self, indexes: range, deadline_s: float | None
-    ) -> Sequence[reward_pb2.ScoreResult]:
-        request = reward_pb2.ScoreRequest(items=self._items[indexes.start : indexes.stop])
-        self._channels.check_size("items", request)
-        answer = await unary_call(
-            reward_stub(self._channels.to(self._reward)).Score,
-            request,
-            peer=self._reward,
-            phase=_PHASE,
-            deadline_s=deadline_s,
-        )
-        return answer.results
+    def _stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
+        return reward_stub(self._channels.to(self._reward))
 
 
 def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
