@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,9 +24,7 @@ _FIRST_WARNING_PAUSE_S = 30.0
 _LONGEST_WARNING_PAUSE_S = 3600.0
 _MOST_CHARACTERS = 500
 # However short a policy's pauses are, a full service is not called in a tight loop.
-_LEAST_PAUSE_S = 0.05
-_LEAST_SHARE = 0.5
-_MOST_DOUBLINGS = 32
+_LEAST_PAUSE_S = 0.025
 
 
 class RefusedPrompts:
@@ -113,7 +110,7 @@ class RefusedPrompts:
         if self._capacity > 0:
             self._capacity -= 1
         elif now_s >= self._next_pause_ends_s:
-            self._num_pauses = min(self._num_pauses + 1, _MOST_DOUBLINGS)
+            self._num_pauses += 1
             self._next_pause_ends_s = now_s + self._pause_s()
         else:
             return None
@@ -129,9 +126,7 @@ class RefusedPrompts:
         return max(self._next_pause_ends_s - self._clock(), 0.0)
 
     def _pause_s(self) -> float:
-        pause_s = min(self._policy.first_s * 2.0**self._num_pauses, self._policy.most_s)
-        # Clients that found a service full together must not come back together.
-        return max(pause_s, _LEAST_PAUSE_S) * random.uniform(_LEAST_SHARE, 1.0)
+        return max(self._policy.pause_s(self._num_pauses), _LEAST_PAUSE_S)
 
     def _warn(self, detail: str, now_s: float, full_for_s: float) -> None:
         """Warn at the first held prompt, then after 30 s, 1, 2, ... 60 minutes.

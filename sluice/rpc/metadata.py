@@ -32,16 +32,12 @@ _NO_OPTIONS: dict[str, Any] = {}
 # ruff: noqa: ANN401 - gRPC does not type its metadata
 
 
-class TracedCall(Protocol):
-    """The part of a servicer's context that holds the trace."""
+class ServedCall(Protocol):
+    """The part of a servicer's context that identifies the caller and holds the trace."""
 
     def invocation_metadata(self) -> Any:
         """Return pairs of key and value."""
         ...
-
-
-class ServedCall(TracedCall, Protocol):
-    """The part of a servicer's context that identifies the caller."""
 
     def peer(self) -> str:
         """Return the other end's address, as gRPC writes it."""
@@ -127,7 +123,7 @@ def call_options(traceparent: str = "") -> dict[str, Any]:
     return {"metadata": ((TRACEPARENT, traceparent),)}
 
 
-def caller_context(call: TracedCall) -> TraceContext | None:
+def caller_context(call: ServedCall) -> TraceContext | None:
     """Return the span of an outside caller, recorded if this process admits it.
 
     Returns:
@@ -137,7 +133,7 @@ def caller_context(call: TracedCall) -> TraceContext | None:
     return None if context is None else TRACER.admitted(context)
 
 
-def served(name: SpanName, call: TracedCall) -> Span:
+def served(name: SpanName, call: ServedCall) -> Span:
     """Return the span of a served call, in the caller's trace or in a new one."""
     if not TRACER.is_on:
         return NOTHING
@@ -147,7 +143,7 @@ def served(name: SpanName, call: TracedCall) -> Span:
     return TRACER.trace(name, caller=context, kind=SpanKind.SERVER)
 
 
-def _sent_context(call: TracedCall) -> TraceContext | None:
+def _sent_context(call: ServedCall) -> TraceContext | None:
     if not TRACER.is_on:
         return None
     metadata = call.invocation_metadata() or ()

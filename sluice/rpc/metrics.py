@@ -72,7 +72,7 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentRe
         yield process.RPC_ERRORS.at(float(count), *kind)
     for limit, count in QUOTA_REFUSALS.counts().items():
         yield process.QUOTA_REFUSALS.at(float(count), *limit)
-    for file, end in CERTIFICATE_ENDS.by_file.items():
+    for file, end in CERTIFICATE_ENDS.items():
         yield process.CERTIFICATE_END.at(end.timestamp(), file)
     for part, seconds in TELEMETRY_CPU.seconds().items():
         yield process.TELEMETRY_CPU.at(seconds, part)
