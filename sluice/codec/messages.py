@@ -11,18 +11,11 @@ from google.protobuf.struct_pb2 import Struct
 
 from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
 from sluice.api.common.v1 import common_pb2 as common
-from sluice.codec.fields import (
-    MAX_NUMBER,
-    check_count,
-    check_name,
-    check_range,
-    check_text,
-    shortened,
-)
+from sluice.codec.bounds import check_fields
+from sluice.codec.fields import check_count, shortened
 from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.concurrency.watchdog import still_seconds
-from sluice.config.addresses import split_host_port
-from sluice.errors import ConfigError, InvalidRequestError
+from sluice.errors import InvalidRequestError
 from sluice.types import ReplicaInfo
 from sluice.vision.image_limits import ImageLimits, check_images
 
@@ -82,17 +75,7 @@ def counters_from_proto(
     return ReplicaCounters(**{**values, "seconds_by_state": dict(message.seconds_by_state)})
 
 
-MAX_REPLICAS, MAX_SLOTS = 4096, 65536
-_MAX_ADDRESS_BYTES = 300
-
-
-def check_replica(replica: common.Replica, field: str) -> None:
-    """Check names, address (host:port) and slots. Raise InvalidRequestError."""
-    check_name(f"{field}.name", replica.name)
-    check_name(f"{field}.instance_id", replica.instance_id)
-    check_range(f"{field}.slots", replica.slots, 1, MAX_SLOTS)
-    check_range(f"{field}.policy_version", replica.policy_version, 0, MAX_NUMBER)
-    _check_address(f"{field}.address", replica.address)
+MAX_REPLICAS = 4096
 
 
 def check_replicas(replicas: Sequence[common.Replica]) -> None:
@@ -100,26 +83,13 @@ def check_replicas(replicas: Sequence[common.Replica]) -> None:
     check_count("replicas", replicas, MAX_REPLICAS)
     seen: set[str] = set()
     for index, replica in enumerate(replicas):
-        check_replica(replica, f"replicas[{index}]")
+        check_fields(replica, f"replicas[{index}].")
         if replica.name in seen:
             raise InvalidRequestError(
                 f"replicas[{index}].name: {shortened(replica.name)} is announced twice; send each "
                 "replica once"
             )
         seen.add(replica.name)
-
-
-def _check_address(field: str, address: str) -> None:
-    check_text(field, address, _MAX_ADDRESS_BYTES)
-    try:
-        port = split_host_port(address)[1] if address.isprintable() else None
-    except ConfigError:
-        port = None
-    if port is None or any(sign.isspace() for sign in address):
-        raise InvalidRequestError(
-            f"{field}: {shortened(address)} is not host:port; send an address that peers can "
-            "connect to"
-        )
 
 
 def check_chat_images(prompt: common.ChatPrompt, limits: ImageLimits) -> None:

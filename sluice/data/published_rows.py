@@ -48,7 +48,7 @@ class PublishedSet:
     """A data set as published.
 
     Attributes:
-        columns: sets of columns, of which its rows have one.
+        columns: sets of columns; its rows have all columns of one set.
         convert: takes a row, its place for messages, its index and the settings; returns a row in
             verl's format.
         data_source: selects the scorer.
