@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.client.channels import ServiceChannels
-from sluice.client.prompts import extra_info_to_proto
+from sluice.codec.messages import struct_to_proto
 from sluice.codec.reward import score_from_proto
 from sluice.errors import (
     DeadlineError,
@@ -218,7 +218,7 @@ def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
             data_source=item.data_source,
             response=item.response,
             ground_truth=item.ground_truth,
-            extra_info=extra_info_to_proto(item.extra_info, owner),
+            extra_info=struct_to_proto(item.extra_info, f"{owner}: extra_info"),
         )
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{owner}: not valid Unicode: {error}") from error

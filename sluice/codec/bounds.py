@@ -102,6 +102,7 @@ RULES: Mapping[type[Message], Mapping[str, Rule]] = {
         "slots": _whole(1, 65536),
         "policy_version": _NUMBER,
         "address": _address,
+        "ranks": _whole(0, 1024),  # one for each device; 0 is 1
     },
     common.DataProgress: {"low_water": _NUMBER},
     rollout.GenerateRequest: {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError, EncodeError
 
 from sluice.api.common.v1 import common_pb2 as common
@@ -17,7 +16,7 @@ from sluice.codec.fields import (
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
-from sluice.codec.messages import check_replicas, check_taken_images
+from sluice.codec.messages import check_replicas, check_taken_images, struct_from_proto
 from sluice.codec.rollout import check_turns, rollout_from_proto, rollout_to_proto
 from sluice.errors import DataError, InvalidRequestError
 from sluice.types import DataProgress, PromptEnd, Scored, TrainBatch, TrainGroup
@@ -171,20 +170,8 @@ def train_batch_from_bytes(data: bytes) -> TrainBatch:
 
 
 def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
-    """Decode further information of a prompt or response into Python values."""
-    size = struct.ByteSize()
-    if size > max_bytes:
-        raise InvalidRequestError(
-            f"{field}: {size} bytes; sluice.limits.max_extra_info_kb allows {max_bytes}; send what "
-            "the scorer needs only"
-        )
-    try:
-        return dict(MessageToDict(struct))
-    except (ValueError, RecursionError) as error:
-        # The error quotes the value, which may be long.
-        raise InvalidRequestError(
-            f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
-        ) from error
+    """Decode further information of a prompt or response; see `struct_from_proto`."""
+    return struct_from_proto(struct, field, max_bytes, "sluice.limits.max_extra_info_kb")
 
 
 def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:

@@ -24,7 +24,6 @@ from sluice.codec import trainer as trainer_rules
 from sluice.codec import weights as weights_rules
 from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_text, logprobs_from_bytes, shortened, token_ids_from_bytes
-from sluice.codec.messages import replica_from_proto
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import FinishReason, Rollout, SamplingParams, TensorSpec, VersionSpan
 
@@ -179,6 +178,7 @@ REFUSED: list[tuple[Check, Any, str]] = [
     (reward_rules.check_announcement, announce(policy_version=HUGE), "policy_version"),
     (reward_rules.check_announcement, announce(replicas=[replica(), replica()]), "twice"),
     (reward_rules.check_announcement, announce(replicas=[replica(slots=2**31)]), "slots"),
+    (reward_rules.check_announcement, announce(replicas=[replica(ranks=1025)]), "ranks"),
     *(
         (
             reward_rules.check_announcement,
@@ -268,10 +268,6 @@ REFUSED: list[tuple[Check, Any, str]] = [
         reward_rules.train_batch_from_proto,
         batch_of(reward.TrainGroup(prompt_id="p7", rollouts=[stopped()])),
         "group p7: 0 scores for 1 rollouts",
-    ),
-    *(
-        (replica_from_proto, replica(**{field: value}), f"replica.{field}: missing")
-        for field, value in (("name", ""), ("instance_id", ""), ("address", ""), ("slots", 0))
     ),
     *(
         (
