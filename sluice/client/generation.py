@@ -49,6 +49,10 @@ from sluice.types import ChatMessage, FinishReason, Rollout, TokenIds
 _SEED_BITS = 63
 # A failed replica costs at most the tokens of this interval.
 _PARTIAL_INTERVAL_MS = 500
+_PHASE = "generating"
+# A call without a deadline of the caller ends after a week.
+_LONGEST_S = 604_800.0
+_PEER = "the fleet"
 
 
 @dataclass(slots=True, eq=False)
@@ -241,12 +245,6 @@ def _token_ids(prompt: Prompt) -> TokenIds:
     return ids.astype(np.uint32)
 
 
-_PHASE = "generating"
-# A call without a deadline of the caller ends after a week.
-_LONGEST_S = 604_800.0
-_PEER = "the fleet"
-
-
 class _StallError(PeerError):
     """A replica accepted a request, and nothing came."""
 
@@ -307,10 +305,18 @@ class ResumableGeneration:
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Yield what one replica generates, to its end or failure; a full one joins `full`."""
         address = (await self._fleet.choose(full)).address
-        known = progress.num_tokens
+        request, known = progress.request(), progress.num_tokens
+        self._channels.check_size("prompt", request)
+        stream = stream_call(
+            rollout_stub(self._channels.to(address)).Generate,
+            request,
+            peer=address,
+            phase=_PHASE,
+            deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
+            traceparent=progress.traceparent,
+        )
         try:
             with self._fleet.occupied(address, progress.num_open):
-                stream = self._stream(address, progress, deadline_s)
                 async with aclosing(_moving(stream, address, self._policy.stall_s)) as messages:
                     async for message in messages:
                         for event in progress.take(message, address, moved_because):
@@ -329,21 +335,6 @@ class ResumableGeneration:
             if not is_callers_deadline and not isinstance(error, InvalidRequestError):
                 self._fleet.failed(address)
             raise
-
-    def _stream(
-        self, address: str, progress: GenerationProgress, deadline_s: float | None
-    ) -> AsyncGenerator[rollout.GenerateResponse, None]:
-        request = progress.request()
-        self._channels.check_size("prompt", request)
-        stub = rollout_stub(self._channels.to(address))
-        return stream_call(
-            stub.Generate,
-            request,
-            peer=address,
-            phase=_PHASE,
-            deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
-            traceparent=progress.traceparent,
-        )
 
 
 async def _moving(

@@ -76,6 +76,14 @@ def check_traceparent(value: str) -> None:
         )
 
 
+def check_deadline(value: float | None) -> None:
+    """Raise InvalidRequestError unless a deadline is None or a number of seconds above 0."""
+    if value is not None and not 0 < value < math.inf:
+        raise InvalidRequestError(
+            f"deadline_s: {value} is not a finite number above 0; None is no deadline"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are sampled.
@@ -163,10 +171,7 @@ class GenerateOptions:
                 f"token_budget: {self.token_budget} for {self.n} samples; give at least one token "
                 "a sample, or 0 for no bound"
             )
-        if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
-            raise InvalidRequestError(
-                f"deadline_s: {self.deadline_s} is not a finite number above 0; None is no deadline"
-            )
+        check_deadline(self.deadline_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

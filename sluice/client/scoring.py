@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.client.channels import ServiceChannels
+from sluice.client.generation_types import check_deadline
 from sluice.codec.messages import struct_to_proto
 from sluice.codec.reward import score_from_proto
 from sluice.errors import (
@@ -72,10 +72,7 @@ async def score_items(
         CancelledError: the channels were closed meanwhile.
         SluiceError: the service stays away, or refuses the call.
     """
-    if deadline_s is not None and not 0 < deadline_s < math.inf:
-        raise InvalidRequestError(
-            f"deadline_s: {deadline_s} is not a finite number above 0; None is no deadline"
-        )
+    check_deadline(deadline_s)
     encoded = [_to_proto(item, f"items[{index}]") for index, item in enumerate(items)]
     retries = Retries(policy, reward, _PHASE, deadline_s=deadline_s)
     try:
