@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from sluice.codec.rollout import (
     new_tokens_from_proto,
     rollout_from_proto,
     rollout_to_proto,
+    sampling_to_proto,
 )
 from sluice.errors import (
     DeadlineError,
@@ -44,7 +45,7 @@ from sluice.errors import (
 )
 from sluice.rpc.client import rollout_stub, stream_call
 from sluice.rpc.retries import Retries, RetryPolicy
-from sluice.types import ChatMessage, FinishReason, Rollout, TokenIds
+from sluice.types import ChatMessage, FinishReason, Rollout, SamplingParams, TokenIds
 
 _SEED_BITS = 63
 # A failed replica costs at most the tokens of this interval.
@@ -75,7 +76,11 @@ class GenerationProgress:
         self._options = options
         self._every_token = every_token
         seed = options.sampling.seed
-        self._seed = secrets.randbits(_SEED_BITS) if seed is None else seed
+        # The same fields; only the seed is always set.
+        self._sampling = SamplingParams(
+            **asdict(options.sampling)
+            | {"seed": secrets.randbits(_SEED_BITS) if seed is None else seed}
+        )
         self._prompt = _prompt_to_proto(prompt, options)
         self._is_accepted = False
         first = options.first_sample
@@ -103,7 +108,7 @@ class GenerationProgress:
             request_id=options.request_id,
             prompt=self._prompt,
             sample_indexes=self._open,
-            sampling=self._sampling(),
+            sampling=sampling_to_proto(self._sampling),
             stream_mode=(
                 rollout.STREAM_MODE_TOKENS if self._every_token else rollout.STREAM_MODE_SAMPLES
             ),
@@ -178,19 +183,6 @@ class GenerationProgress:
             rest = ended.text[len(sample.sent_text) :]
             yield from [_text_alone(ended, rest)] if rest else []
         yield SampleFinished(ended)
-
-    def _sampling(self) -> common.SamplingParams:
-        sampling = self._options.sampling
-        return common.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=self._seed,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            stop=sampling.stop,
-        )
 
 
 def _text_alone(ended: Rollout, text: str) -> SampleDelta:

@@ -86,7 +86,8 @@ def prepare(order: Preparation, on_rows: Callable[[int], None] | None = None) ->
     try:
         _write(part, rows, made)
         if not made.num_written:
-            raise DataError(f"{', '.join(map(str, order.inputs))}: no usable row; {_first(made)}")
+            why = made.problems[0] if made.problems else "the files are empty"
+            raise DataError(f"{', '.join(map(str, order.inputs))}: no usable row; {why}")
         os.replace(part, order.output)
     finally:
         part.unlink(missing_ok=True)
@@ -199,7 +200,3 @@ def _table(chunk: list[tuple[str, VerlRow]], schema: pa.Schema) -> pa.Table:
             f"{chunk[0][0]} and the {len(chunk) - 1} rows after it: extra_info changes its types "
             f"({error}); give each field one type, and numbers within 64 bits"
         ) from error
-
-
-def _first(made: Prepared) -> str:
-    return made.problems[0] if made.problems else "the files are empty"

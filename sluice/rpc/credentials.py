@@ -118,7 +118,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
     def for_transfers(self) -> TransferCertificates | None:
-        """The same certificates for the rendezvous store of weight transfers; None without TLS."""
+        """Return the certificates for the store of weight transfers; None without TLS."""
         if not self.is_encrypted:
             return None
         return TransferCertificates(
