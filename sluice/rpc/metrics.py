@@ -72,13 +72,17 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentRe
         yield process.RPC_ERRORS.at(float(count), *kind)
     for limit, count in QUOTA_REFUSALS.counts().items():
         yield process.QUOTA_REFUSALS.at(float(count), *limit)
-    for file, end in CERTIFICATE_ENDS.items():
+    for file, end in CERTIFICATE_ENDS.by_file.items():
         yield process.CERTIFICATE_END.at(end.timestamp(), file)
     for part, seconds in TELEMETRY_CPU.seconds().items():
         yield process.TELEMETRY_CPU.at(seconds, part)
     spans = SPANS.counts()
     for outcome in SpanOutcome:
         yield process.TELEMETRY_SPANS.at(float(spans.get((outcome,), 0)), outcome)
+    yield from _disk(disk)
+
+
+def _disk(disk: DiskSpace) -> Iterator[InstrumentReading]:
     if (capacity := disk.capacity()) is not None:
         yield process.RUN_FOLDER_FREE.at(float(capacity.free_bytes))
         yield process.RUN_FOLDER_SIZE.at(float(capacity.size_bytes))
@@ -118,13 +122,7 @@ def served_metrics(
     server = MetricsPage(readings, endpoint.host, endpoint.metrics_port)
     disk.start()
     address = join_host_port(advertised_host(endpoint), server.port)
-    logger.info("metrics at http://%s%s", address, PATH)
-    if not is_loopback(endpoint.host):
-        logger.warning(
-            "%s: anybody who reaches this port can read the run's metrics, unencrypted and without "
-            "a token; keep the network private, or remove metrics_port",
-            address,
-        )
+    _announce(endpoint.host, address)
     labels = {"service": who.kind, "name": who.name, "run": run_dir.absolute().name}
     try:
         with scrape_target(run_dir, who.name, address, labels):
@@ -168,3 +166,13 @@ class _ServedPage:
         """Read them in the event loop."""
         with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
             return tuple(self._read())
+
+
+def _announce(host: str, address: str) -> None:
+    logger.info("metrics at http://%s%s", address, PATH)
+    if not is_loopback(host):
+        logger.warning(
+            "%s: anybody who reaches this port can read the run's metrics, unencrypted and without "
+            "a token; keep the network private, or remove metrics_port",
+            address,
+        )

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +197,7 @@ def test_the_longest_wait_is_a_metric_and_a_folder_elsewhere_is_not(tmp_path: Pa
 def test_the_end_of_loaded_certificates_is_a_metric(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for field in ("cert_file", "ca_file"):
-        monkeypatch.setitem(CERTIFICATE_ENDS, field, datetime.now(UTC))
+    monkeypatch.setattr(CERTIFICATE_ENDS, "by_file", {})
     service_credentials(SecurityConfig(), EndpointConfig())
     name = "sluice_certificate_end_seconds"
     assert name not in {key[0] for key in reported(tmp_path)}
