@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
 
+from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
@@ -41,6 +42,12 @@ def reward_stub(channel: grpc.aio.Channel) -> reward_pb2_grpc.RewardServiceAsync
     """Return the calls of the reward service."""
     stub = reward_pb2_grpc.RewardServiceStub(channel)
     return cast("reward_pb2_grpc.RewardServiceAsyncStub", stub)
+
+
+def launch_stub(channel: grpc.aio.Channel) -> launch_pb2_grpc.LaunchServiceAsyncStub:
+    """Return the calls of the launcher."""
+    stub = launch_pb2_grpc.LaunchServiceStub(channel)
+    return cast("launch_pb2_grpc.LaunchServiceAsyncStub", stub)
 
 
 def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
