@@ -89,7 +89,7 @@ class RpcServer:
         self.port = _bind(self._server, self._host, self._requested_port, self._credentials)
         await self._server.start()
         if self._probed is not None:
-            _bind(self._probed, self._host, self._health_port, OPEN)
+            _bind(self._probed, self._host, self._health_port, credentials=OPEN)
             await self._probed.start()
         await self.set_serving(serving=serving)
         logger.info("listening on %s", self.address)
