@@ -29,6 +29,15 @@ from sluice.types import TransferCertificates
 logger = logging.getLogger(__name__)
 
 CERT_FILE, CA_FILE = "cert_file", "ca_file"
+TOKEN_VARIABLE = "SLUICE_TOKEN"
+FILE_VARIABLES = {
+    "ca_file": "SLUICE_CA_FILE",
+    "cert_file": "SLUICE_CERT_FILE",
+    "key_file": "SLUICE_KEY_FILE",
+    "token_file": "SLUICE_TOKEN_FILE",
+}
+"""Variables that name a command's files, in place of the configuration's."""
+_CHECKED = "sluice.security"
 
 
 class CertificateEnds:
@@ -74,17 +83,6 @@ def _end(pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]) -> dat
         return of(ends_of_validity(pem))
     except ValueError:  # TLS reads it, or the service would not start
         return None
-
-
-TOKEN_VARIABLE = "SLUICE_TOKEN"
-FILE_VARIABLES = {
-    "ca_file": "SLUICE_CA_FILE",
-    "cert_file": "SLUICE_CERT_FILE",
-    "key_file": "SLUICE_KEY_FILE",
-    "token_file": "SLUICE_TOKEN_FILE",
-}
-"""Variables that name a command's files, in place of the configuration's."""
-_CHECKED = "sluice.security"
 
 
 @dataclass(frozen=True, slots=True)
