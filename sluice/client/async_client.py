@@ -125,9 +125,10 @@ class AsyncClient:
     ) -> AsyncGenerator[PromptEvent, None]:
         """Submit prompts to train on. Yield receipts, and outcomes with `until_outcome`.
 
-        An outcome reports how the prompt ended and, if it was trained, in which step. Accepted
-        prompts stay in the run when the caller leaves early; submit them again to get their events
-        again. With `traceparent` (W3C) the run's spans of them are below the caller's span.
+        The prompts have different ids. An outcome reports how the prompt ended and, if it was
+        trained, in which step; a refused prompt is an event and no error. Accepted prompts stay in
+        the run when the caller leaves early; submit them again to get their events again. With
+        `traceparent` (W3C) the run's spans of them are below the caller's span.
         `in_thread` iterates over `prompts` in a thread of its own, so that the iterable may wait;
         otherwise the event loop waits with it.
 

@@ -258,12 +258,7 @@ class ResumableGeneration:
     async def run(
         self, prompt: Prompt, options: GenerateOptions, *, every_token: bool
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """Yield events until every sample has finished. Leaving early ends the samples.
-
-        Raises:
-            DeadlineError: `options.deadline_s` has passed.
-            SluiceError: the request is refused, or nothing came for the policy's patience.
-        """
+        """Yield events until every sample has finished; see `AsyncClient.stream`."""
         progress = GenerationProgress(prompt, options, every_token=every_token)
         retries = Retries(self._policy, _PEER, _PHASE, deadline_s=options.deadline_s)
         moved_because = ""

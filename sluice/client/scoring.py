@@ -52,25 +52,13 @@ async def score_items(
     calls: asyncio.Semaphore,
     deadline_s: float | None = None,
 ) -> list[Scored | Failed]:
-    """Return one score or failure per item, in order.
+    """Grade responses for `AsyncClient.score`, which has the arguments and errors.
 
     Send calls of at most 16 items, four at a time. A call that ran out of time ends the scoring of
     its items, which are then sent again in calls of half as many.
 
     Args:
-        channels: to the service.
-        reward: its address.
-        items: the responses.
-        policy: how failures are retried.
         calls: bounds the calls of all `score_items` of one client.
-        deadline_s: seconds in all, with every retry; None: as long as it takes.
-
-    Raises:
-        InvalidRequestError: an item cannot be sent, or the deadline is no positive number.
-        DeadlineError: `deadline_s` has passed, a call with one item ran out of time, or the service
-            does not answer other calls either.
-        CancelledError: the channels were closed meanwhile.
-        SluiceError: the service stays away, or refuses the call.
     """
     check_deadline(deadline_s)
     encoded = [_to_proto(item, f"items[{index}]") for index, item in enumerate(items)]
@@ -87,14 +75,7 @@ async def score_items(
 
 
 class _Grading:
-    """The responses of one `score_items`: those to send, and the outcomes of the others.
-
-    Args:
-        channels, reward: the service.
-        items: the responses.
-        retries: the failures in a row of all calls together.
-        calls: see `score_items`.
-    """
+    """The responses of one `score_items`: those to send, and the outcomes of the others."""
 
     def __init__(
         self,

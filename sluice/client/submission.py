@@ -319,7 +319,7 @@ async def submit_prompts(
     traceparent: str = "",
     in_thread: bool = False,
 ) -> AsyncGenerator[PromptEvent, None]:
-    """Submit prompts. Yield a receipt for each, and with `until_outcome` an outcome if accepted.
+    """Submit prompts for `AsyncClient.submit`, which has the arguments and errors.
 
     At most 1024 prompts are open at a time, and no further one is sent while those hold images of
     64 MiB or more. Image files are read once. A failed call is repeated with the open prompts for
@@ -327,19 +327,6 @@ async def submit_prompts(
     full service refused are sent again; see `sluice.client.held_prompts`. No fresh ones are sent
     meanwhile. Without outcomes to wait for, they are refused when nothing came for the policy's
     patience.
-
-    Args:
-        channels: to the service.
-        reward: its address.
-        prompts: with different ids; read as capacity allows.
-        policy: how failures are retried.
-        until_outcome, traceparent, in_thread: see `AsyncClient.submit`.
-
-    Raises:
-        InvalidRequestError: `traceparent` is no trace context.
-        CancelledError: the channels were closed meanwhile.
-        SluiceError: the service stays away or refuses the call, or the channels are closed. A
-            refused prompt is an event and no error.
     """
     check_traceparent(traceparent)
     open_prompts = OpenPrompts(
