@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 from sluice.data.image_sources import usable_images
 from sluice.data.prompt_rows import GROUND_TRUTH
 from sluice.data.published_rows import PUBLISHED_SETS, PublishedSet, Row, VerlRow, Wishes
-from sluice.data.raw_rows import check_raw_file, raw_rows
-from sluice.data.row_files import digest_of
+from sluice.data.row_files import check_raw_file, digest_of, raw_rows
 from sluice.errors import DataError
 
 ROWS_PER_GROUP = 1024

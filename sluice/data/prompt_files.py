@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from sluice.data.prompt_rows import PromptColumns
 from sluice.data.row_files import (
+    JSON_SUFFIXES,
+    PARQUET_SUFFIX,
     RowBlock,
     RowIndexes,
     Slab,
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 MAX_OPEN_FILES = 8
-PARQUET_SUFFIX = ".parquet"
-JSON_SUFFIXES = (".json", ".jsonl")
 IMAGE_ROWS_PER_READ = 16
 """Few, since a row with images is large."""
 

@@ -1,16 +1,18 @@
 """Blocks and rows of the two file formats, Parquet and JSON lines.
 
 A block is found without reading the rows before it, and read as slabs: rows that are not converted
-yet.
+yet. Raw rows have all columns of a file, whatever its format.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -30,7 +32,10 @@ from sluice.data.prompt_rows import (
 )
 from sluice.errors import DataError
 
+PARQUET_SUFFIX = ".parquet"
+JSON_SUFFIXES = (".json", ".jsonl")
 ROWS_PER_READ = 1024
+RAW_ROWS_PER_READ = 256
 LONGEST_LINE_BYTES = 64 << 20
 READ_BUFFER_BYTES = 1 << 20
 DIGEST_BYTES = 8
@@ -303,3 +308,50 @@ def open_parquet(path: str) -> pq.ParquetFile:
 
 def _unreadable(path: str, error: Exception) -> DataError:
     return DataError(f"{path}: cannot be read: {error}; restore the file")
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row, and its file and number; `values` raises DataError if it cannot be read."""
+
+    place: str
+    values: Callable[[], Mapping[str, object]]
+
+
+def check_raw_file(path: Path) -> list[str]:
+    """Return the columns of a file; those of the first row for JSON lines.
+
+    Raises:
+        DataError: there is no such file, it is empty, damaged or of another format.
+    """
+    if not path.is_file():
+        raise DataError(f"no file {path}; give the path of a data file")
+    if path.suffix not in (PARQUET_SUFFIX, *JSON_SUFFIXES):
+        raise DataError(
+            f"{path} ends in '{path.suffix}'; give a .parquet, .json or .jsonl file, unpacked"
+        )
+    if path.suffix == PARQUET_SUFFIX:
+        with open_parquet(str(path)) as file:
+            return list(file.schema_arrow.names)
+    first = next((line for line in lines_of(str(path)) if line.strip()), None)
+    if first is None:
+        raise DataError(f"{path} is empty; write it or download it again")
+    return list(parse_line(str(path), 0, first))
+
+
+def raw_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a file in order. Hold `RAW_ROWS_PER_READ` of them."""
+    for index, values in enumerate(_readers(path)):
+        yield RawRow(f"{path}, row {index}", values)
+
+
+def _readers(path: Path) -> Iterator[Callable[[], Mapping[str, object]]]:
+    if path.suffix != PARQUET_SUFFIX:
+        lines = (line for line in lines_of(str(path)) if line.strip())
+        for index, line in enumerate(lines):
+            yield partial(parse_line, str(path), index, line)
+        return
+    with open_parquet(str(path)) as file:
+        for batch in batches_of(str(path), file, RAW_ROWS_PER_READ):
+            for values in batch.to_pylist():
+                yield partial(dict[str, object], values)
