@@ -1,5 +1,5 @@
-"""Threads: one that owns an object and makes every call on it, and one that writes in the
-background.
+"""Threads: one that owns an object and makes every call on it, one that measures what may hang, and
+one that writes in the background.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class OwnerThread:
     def submit(self, call: Callable[[], _T]) -> Future[_T]:
         """Run `call` in the thread after those before it; return its future at once."""
         future: Future[_T] = Future()
-        self._jobs.put(lambda: _settle(future, call))
+        self._jobs.put(lambda: settle(future, call))
         return future
 
     async def call(self, call: Callable[[], _T]) -> _T:
@@ -163,13 +163,47 @@ class _RetiredThreads:
 _retired = _RetiredThreads()
 
 
-def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+def settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Give a future the result of `call`, or its exception, unless the future was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - a thread's boundary: raised in the waiter
         future.set_exception(error)
+
+
+class BackgroundMeasurement(Generic[_T]):
+    """A measurement that may hang, such as one of a disk, and the thread that makes it.
+
+    Args:
+        name: of the thread.
+        measure: makes one measurement. After an OSError there is no result.
+    """
+
+    def __init__(self, name: str, measure: Callable[[], _T]) -> None:
+        self._name = name
+        self._measure = measure
+        self._latest: _T | None = None
+        self._thread: threading.Thread | None = None
+
+    def latest(self, wait_s: float = 0.0) -> _T | None:
+        """Start a measurement unless one is under way; return the latest result, if there is one.
+
+        Args:
+            wait_s: seconds to wait at most for the measurement.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._thread.join(wait_s)
+        return self._latest
+
+    def _run(self) -> None:
+        try:
+            self._latest = self._measure()
+        except OSError:
+            self._latest = None
 
 
 class WriteError(Exception):

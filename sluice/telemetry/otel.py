@@ -20,7 +20,7 @@ import msgspec
 
 from sluice.concurrency.threads import BoundedWriter, WriteError
 from sluice.errors import ConfigError
-from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart
+from sluice.telemetry.process import SPANS, SpanOutcome, TelemetryPart, charged_cpu
 from sluice.telemetry.tracing import (
     SPAN_BITS,
     Attributes,
@@ -212,7 +212,7 @@ class SpanQueue(SpanProcessor):
         interval_s: float = INTERVAL_S,
     ) -> None:
         def write(spans: Sequence[ReadableSpan]) -> None:
-            with TELEMETRY_CPU.charged(TelemetryPart.SPANS):
+            with charged_cpu(TelemetryPart.SPANS):
                 export(spans)
 
         self.destination = destination

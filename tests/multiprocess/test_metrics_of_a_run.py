@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from sluice.telemetry.instruments import INSTRUMENTS
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.telemetry.instruments import INSTRUMENTS
 from sluice.telemetry.metrics_page import FOLDER, PROCESS_NAMES
 from tests.support.scraped import Page, fetch, names, parsed, targets, value
 from tests.support.small_run import Assets, LiveRun, Record, run_to_end

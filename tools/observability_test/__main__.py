@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from sluice.telemetry.instruments import INSTRUMENTS
+
 from sluice.telemetry.metrics_page import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
 from tools.fuzz.live_run import FuzzedRun, live_run

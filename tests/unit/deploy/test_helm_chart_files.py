@@ -6,10 +6,10 @@ import tomllib
 from pathlib import Path
 
 import yaml
+from sluice.telemetry.instruments.reward import DEMAND_REPLICAS
 
 from sluice.cli.run.certificates import certs
 from sluice.launch.network_layout import COMPUTE_IMAGE, REWARD_IMAGE
-from sluice.telemetry.instruments.reward import DEMAND_REPLICAS
 from tools.helm_test.value_sets import CHART, ROOT, documented_values
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

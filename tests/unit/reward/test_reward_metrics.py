@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sluice.telemetry.instruments import INSTRUMENTS
 
 from services.reward.app import RewardLoop
 from services.reward.metrics import (
@@ -18,7 +19,6 @@ from services.reward.metrics import (
     fleet_facts,
 )
 from sluice.config.loading.loader import load_config
-from sluice.telemetry.instruments import INSTRUMENTS
 from sluice.telemetry.metrics import Distribution, InstrumentReading
 from sluice.types import TrainGroup
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit

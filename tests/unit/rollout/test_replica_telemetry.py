@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from sluice.telemetry.instruments import INSTRUMENTS
+
 from services.rollout.engines.protocol import EngineLoad
 from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
@@ -13,7 +15,6 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.client import open_channel, rollout_stub
 from sluice.rpc.server import RpcServer
-from sluice.telemetry.instruments import INSTRUMENTS
 from sluice.telemetry.tracing import TRACER, TraceContext
 from tests.support.causal_lms import reference_model, running_engine, save_config
 from tests.support.replica_process import ToyEncoder

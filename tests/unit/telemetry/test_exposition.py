@@ -9,9 +9,9 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from sluice.telemetry.instruments import fleet
 
 from sluice.errors import ConfigError
-from sluice.telemetry.instruments import fleet
 from sluice.telemetry.metrics import Histogram, InstrumentReading, counter, gauge, histogram
 from sluice.telemetry.metrics_page import PROCESS_NAMES, MetricsPage
 from tests.support.scraped import fetch, names, parsed, value

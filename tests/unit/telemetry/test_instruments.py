@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-
 from sluice.telemetry.instruments import INSTRUMENTS
+
 from sluice.telemetry.metrics import Instrument, InstrumentKind, counter
 from sluice.telemetry.metrics_page import PROCESS_NAMES
 from tests.support.source_tree import ROOT

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from sluice.telemetry.instruments import INSTRUMENTS
 
 from services.trainer.fleet.delivery import SyncCounts, SyncPhase
 from services.trainer.fleet.members import Fleet
 from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.telemetry import RunHistory, TrainerMetrics
 from sluice.algorithm.accounting import ReplicaCounters, run_accounts
-from sluice.telemetry.instruments import INSTRUMENTS
 from sluice.telemetry.metrics import Distribution
 from sluice.types import ReplicaInfo
 
