@@ -15,7 +15,6 @@ from sluice.telemetry.metric_names import Instrument, instruments, metrics
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _RUN_HEAD = "| name | definition | unit | emitted |\n|---|---|---|---|\n"
-_AS_ABOVE = "as above"
 _PROMETHEUS_HEAD = "| name | kind | unit | labels | meaning |\n|---|---|---|---|---|\n"
 _HEADINGS = {
     "every process": "Every process",
@@ -27,17 +26,13 @@ _HEADINGS = {
 
 def _run_tables() -> Iterator[tuple[str, str]]:
     for title, rows in metrics().items():
-        emitted = [f"no: {one.absent}" if one.absent else one.emitted for one in rows]
-        cells = (
-            (
-                f"`{one.name}`",
-                one.meaning,
-                one.unit,
-                _AS_ABOVE if when == before != "every step" else when,
-            )
-            for one, when, before in zip(rows, emitted, ["", *emitted[:-1]], strict=True)
-        )
-        yield title, _RUN_HEAD + "".join(map(_row, cells))
+        lines, above = [_RUN_HEAD], ""
+        for one in rows:
+            emitted = f"no: {one.absent}" if one.absent else one.emitted
+            shown = "as above" if emitted == above != "every step" else emitted
+            lines.append(_row((f"`{one.name}`", one.meaning, one.unit, shown)))
+            above = emitted
+        yield title, "".join(lines)
 
 
 def _prometheus_tables() -> Iterator[tuple[str, str]]:
