@@ -82,10 +82,10 @@ class Histogram:
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count a value `count` times."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._total += value * count
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
 
     def reading(self) -> InstrumentReading:
         """Return what was counted so far."""

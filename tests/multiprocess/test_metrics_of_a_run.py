@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from sluice.telemetry.instruments import INSTRUMENTS
 
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER, PROCESS_NAMES
 from tests.support.scraped import Page, fetch, names, parsed, targets, value
 from tests.support.small_run import Assets, LiveRun, Record, run_to_end
@@ -104,7 +104,7 @@ def test_every_process_tells_all_that_is_declared_for_it(
     assert set(seen.late) == set(PROCESSES)
     for name, kind in PROCESSES.items():
         declared = {
-            s for i in (*INSTRUMENTS[kind], *INSTRUMENTS["every process"]) for s in i.series
+            s for i in (*instruments()[kind], *instruments()["every process"]) for s in i.series
         }
         found = names(seen.late[name])
         assert declared - NOT_ALWAYS <= found, name
