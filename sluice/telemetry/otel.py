@@ -159,19 +159,11 @@ class OtelRecorder:
         span = self._tracer.start_span(
             name.value,
             context=_parent_context(parent),
-            kind=_KINDS[kind],
+            kind=trace.SpanKind[kind.name],
             attributes=attributes,
             start_time=began.wall_ns,
         )
         return OtelSpan(self, span, name.value, kind, began)
-
-
-_KINDS = {
-    SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
-    SpanKind.SERVER: trace.SpanKind.SERVER,
-    SpanKind.CLIENT: trace.SpanKind.CLIENT,
-}
-_OTLP_KINDS = {theirs: ours for ours, theirs in _KINDS.items()}
 
 
 @lru_cache(maxsize=256)  # the samples of a call, and the stages of a prompt, share their parent
@@ -319,7 +311,7 @@ def _row(span: ReadableSpan) -> dict[str, object]:
     row: dict[str, object] = {
         **_ids(span.context),
         "name": span.name,
-        "kind": _OTLP_KINDS[span.kind],
+        "kind": SpanKind[span.kind.name],
         "startTimeUnixNano": str(span.start_time),
         "endTimeUnixNano": str(span.end_time),
         "attributes": _attributes(span.attributes or {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from sluice.telemetry.metric_names import Metric, metrics
 
@@ -26,6 +26,6 @@ _PATTERN = re.compile(
 )
 
 
-def without_row(names: Iterator[str] | list[str] | dict[str, float]) -> list[str]:
+def without_row(names: Iterable[str]) -> list[str]:
     """Names that no row lets anything emit."""
     return sorted(name for name in names if not _PATTERN.fullmatch(name))
