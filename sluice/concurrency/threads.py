@@ -4,6 +4,7 @@ one that writes in the background.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import queue
@@ -64,8 +65,7 @@ class OwnerThread:
             WeightSyncError: there was a reason to stop, or the thread was retired before `call`
                 began.
         """
-        future: Future[_T] = Future()
-        self._jobs.put(lambda: settle(future, call))
+        future = self.submit(call)
         deadline = time.monotonic() + timeout_s
         while not wait([future], timeout=_CHECK_EVERY_S).done:
             if time.monotonic() > deadline:
@@ -75,6 +75,16 @@ class OwnerThread:
             if (reason := stop_reason()) and not wait([future], timeout=_STOP_GRACE_S).done:
                 raise WeightSyncError(peer, phase, reason)
         return future.result()
+
+    def submit(self, call: Callable[[], _T]) -> Future[_T]:
+        """Run `call` in the thread after those before it; return its future at once."""
+        future: Future[_T] = Future()
+        self._jobs.put(lambda: settle(future, call))
+        return future
+
+    async def call(self, call: Callable[[], _T]) -> _T:
+        """Run `call` in the thread and await it; raise its exception here."""
+        return await asyncio.wrap_future(self.submit(call))
 
     def retire(self, last_call: Callable[[], None], within_s: float) -> None:
         """Run `last_call` after whatever is running, then end the thread. Returns at once.

@@ -93,3 +93,20 @@ def test_a_call_after_retirement_ends_at_once() -> None:
     assert wait_for_retired_threads(5) == 0
     with pytest.raises(WeightSyncError, match="retired"):
         owner.run(lambda: None, timeout_s=60, stop_reason=_never, peer="p", phase="calling")
+
+
+async def test_calls_that_are_submitted_or_awaited_run_in_order_in_the_thread() -> None:
+    owner, seen = OwnerThread("owner"), list[str]()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    first = owner.submit(lambda: seen.append("first"))
+    with pytest.raises(ValueError, match="broken"):
+        await owner.call(fail)
+    assert first.done()
+    assert await owner.call(lambda: threading.current_thread().name) == "owner"
+    owner.submit(lambda: seen.append("last")).result(5)
+    assert seen == ["first", "last"]
+    owner.retire(lambda: None, within_s=5)
+    assert wait_for_retired_threads(5) == 0
