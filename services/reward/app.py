@@ -55,7 +55,7 @@ from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import NotReadyError
-from sluice.telemetry.samples import FOLDER_NAME, SampleArchive
+from sluice.telemetry.samples import FOLDER_NAME, SampleArchive, mib
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress
 from sluice.vision.image_limits import ImageLimits
@@ -112,7 +112,7 @@ def _ended_groups(config: RunConfig) -> EndedGroups | None:
     if kept.samples_mb == 0:
         return None
     folder = Path(config.sluice.run_dir) / FOLDER_NAME
-    return EndedGroups(SampleArchive(folder, kept.samples_mb << 20), kept.sample_chars)
+    return EndedGroups(SampleArchive(folder, mib(kept.samples_mb)), kept.sample_chars)
 
 
 def _uses_memory(config: RunConfig) -> bool:

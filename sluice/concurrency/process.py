@@ -104,7 +104,7 @@ def noted_file(file: Path, text: str, *, stays_after_error: bool = False) -> Ite
         stays_after_error: an exception that ends the block leaves the file; a cancellation does
             not.
     """
-    with suppress(OSError):  # a full disk is reported by those who need it
+    with suppress(OSError):  # services that need the disk report that it is full
         if file.parent.parent.is_dir():
             file.parent.mkdir(exist_ok=True)
             partial = file.with_suffix(".partial")

@@ -1,4 +1,4 @@
-"""Serve ``GET /metrics`` by prometheus_client, from its own threads, and announce where."""
+"""Serve ``GET /metrics`` with prometheus_client, and note the address for Prometheus."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ class MetricsPage:
             timeout = _REQUEST_TIMEOUT_S  # else a client that sends nothing keeps its thread
 
             def log_message(self, format: str, *args: Any) -> None:  # noqa: ANN401  as its base
-                """Log nothing: a scrape every few seconds is not news."""
+                """Log nothing: Prometheus scrapes every few seconds."""
 
         class Server(ThreadingWSGIServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            _places = threading.BoundedSemaphore(_MOST_REQUESTS)
+            _free = threading.BoundedSemaphore(_MOST_REQUESTS)
 
             def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
                 """Serve in a thread; close the connection if too many are open."""
-                if not self._places.acquire(blocking=False):
+                if not self._free.acquire(blocking=False):
                     self.shutdown_request(request)
                     return
                 super().process_request(request, client_address)
@@ -87,7 +87,7 @@ class MetricsPage:
                 try:
                     super().process_request_thread(request, client_address)
                 finally:
-                    self._places.release()
+                    self._free.release()
 
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -141,7 +141,7 @@ class _Collector:
         return families.values()
 
     def _exported(self, instrument: Instrument, value: float, labels: tuple[str, ...]) -> float:
-        # Prometheus takes a counter that fell for one that restarted, and all of it for new.
+        # Prometheus takes a counter that falls for one that restarted, and counts its value again.
         if instrument.kind is not InstrumentKind.COUNTER or instrument.may_restart:
             return value
         key = (instrument.name, labels)
@@ -205,8 +205,8 @@ def scrape_target(
 ) -> AbstractContextManager[None]:
     """Note where a process's metrics are, in ``<run_dir>/metrics_targets/<name>.json``.
 
-    Only an ordered end of the block removes the file, such as its cancellation: Prometheus shall
-    report a process as down that was killed, or whose block ended with an error.
+    Only a normal end of the block, or its cancellation, removes the file: Prometheus must report a
+    process as down that was killed, or whose block ended with an error.
 
     Args:
         run_dir: the run's folder.

@@ -1,8 +1,7 @@
-"""Record spans by OpenTelemetry's SDK, and write them to a file or send them to a collector.
+"""Record spans with OpenTelemetry's SDK, and write them to a file or send them to a collector.
 
-The exporter to a collector brings the connection, TLS, compression and retries, and reads
-``OTEL_EXPORTER_OTLP_HEADERS``, ``_CERTIFICATE``, ``_COMPRESSION`` and their like, for which there
-are no keys of ours.
+The SDK's exporter handles connection, TLS, compression and retries. It reads variables such as
+``OTEL_EXPORTER_OTLP_HEADERS``, ``_CERTIFICATE`` and ``_COMPRESSION``; no keys of ours repeat them.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class OtelSpan(RecordedSpan):
 
 
 class OtelRecorder:
-    """The SDK's tracer. Which traces are recorded is decided before, by `sluice.telemetry.tracing`.
+    """The SDK's tracer. `sluice.telemetry.tracing` decides before which traces are recorded.
 
     Args:
         resource: attributes of this process; ``OTEL_RESOURCE_ATTRIBUTES`` adds others.
@@ -181,14 +180,14 @@ def _span_context(context: TraceContext) -> trace.SpanContext:
 
 
 class SpanQueue(SpanProcessor):
-    """The queue and thread between spans that end and one destination; nobody waits for it.
+    """The queue and the thread that bring ended spans to one destination; no caller waits for them.
 
     It takes the place of the SDK's batch processor, which neither counts what it drops nor ends
     within a given time.
 
     Args:
         destination: where spans go, for messages.
-        export: brings a batch there; may block.
+        export: sends a batch; may block.
         break_off: ends an `export` that hangs.
         most: spans that may wait.
         interval_s: a span waits about this long for others to travel with.
@@ -220,7 +219,7 @@ class SpanQueue(SpanProcessor):
         )
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Add a span to the queue, or drop it."""
+        """Add a span to the queue, or drop it if the queue is full."""
         self.writer.put(span)
 
 
@@ -243,7 +242,7 @@ def collector_queue(endpoint: str, timeout_s: int = EXPORT_TIMEOUT_S) -> SpanQue
         except Exception as error:  # whatever a vendor raises costs spans and nothing else
             raise WriteError(f"{type(error).__name__}: {error}") from error
         if result is not SpanExportResult.SUCCESS:
-            raise WriteError("the collector does not take them")
+            raise WriteError("the collector does not accept them")
 
     return SpanQueue(endpoint, export, exporter.shutdown)
 

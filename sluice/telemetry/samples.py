@@ -78,6 +78,11 @@ def archive_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.stem))
 
 
+def mib(number: int) -> int:
+    """Return the bytes of that many MiB."""
+    return number << 20
+
+
 _CUT = "\n[… {} characters left out …]\n"
 
 
@@ -117,7 +122,7 @@ class SampledGroup(msgspec.Struct, frozen=True, omit_defaults=True):
         step: that trained it; null for others.
         ground_truth: what the scorer compared with.
         data_source: of the prompt.
-        replicas: that generated it, in the order in which they were first asked.
+        replicas: those that generated it, by their first request.
         responses: in the order of samples; none if nothing was graded.
     """
 

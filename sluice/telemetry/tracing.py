@@ -191,7 +191,7 @@ NOTHING = Span()
 
 
 class ContextSpan(Span):
-    """A span that another process records, or nobody; it is current inside its block."""
+    """A span that another process may record; it is current inside its block."""
 
     __slots__ = ("_context", "_token")
 

@@ -13,7 +13,6 @@ from sluice.cli.running_run import ask_run
 from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
 from sluice.errors import NotReadyError
-from sluice.telemetry.metric_names import VAL_CORE
 
 _EXIT_INTERRUPTED = 130
 ResultT = TypeVar("ResultT")
@@ -45,7 +44,7 @@ def evaluate(
     step, result = evaluated
     typer.echo(f"policy after step {step}")
     # Metrics that verl calls core come first.
-    by_rank = sorted(result.metrics.items(), key=lambda item: (VAL_CORE not in item[0], item[0]))
+    by_rank = sorted(result.metrics.items(), key=lambda item: ("val-core/" not in item[0], item[0]))
     for name, value in by_rank:
         typer.echo(f"{name}: {value:.4f}")
 
