@@ -68,7 +68,7 @@ def expectation(annotation: object) -> str:
         return f"one of {', '.join(str(choice) for choice in arguments)}"
     if origin in (Union, types.UnionType):
         return " or ".join(expectation(choice) for choice in arguments)
-    if origin is list:
+    if origin is list or arguments[1:] == (...,):
         return f"a list with each element {expectation(arguments[0])}"
     if origin is tuple:
         return f"a list of {len(arguments)}: {', '.join(map(expectation, arguments))}"
