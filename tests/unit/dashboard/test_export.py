@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import sluice.dashboard
+from sluice.config.schema.trainer import TrainerConfig
 from sluice.dashboard.export import bundle, export_page
-from sluice.dashboard.sample_files import folders_of_run
 from sluice.dashboard.serving import write_report
 from tests.support.dashboard_run import a_group, add_groups, make_run
 from tests.support.run_folder import (
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 def exported(folder: Path, **record: Any) -> Page:
     run_folder(folder, **record)
     file = folder / "report.html"
-    export_page(folder, folders_of_run(folder, None, None), 2, file)
+    export_page(folder, TrainerConfig(total_training_steps=2), file)
     return Page(file)
 
 
