@@ -33,10 +33,6 @@ def import_named(table: Mapping[str, str], name: str, *, key: str) -> object:
     return found
 
 
-# Advantage estimators by verl's names (`algorithm.adv_estimator`). Imports torch only on demand.
-#
-# `AdvantageInputs` says what a batch may hold; each estimator's docstring which fields it needs.
-
 _ADVANTAGES = "sluice.algorithm.advantages"
 
 BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
@@ -62,7 +58,10 @@ BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
         "adpo": f"{_ADVANTAGES}.adpo:adpo",
     }
 )
-"""Estimators of whole batches, ``module:function``."""
+"""Estimators of whole batches by `algorithm.adv_estimator`, as ``module:function``.
+
+`AdvantageInputs` lists what a batch may hold; each estimator's docstring the fields that it needs.
+"""
 
 
 class BatchAdvantages(Protocol):

@@ -173,7 +173,7 @@ def test_the_report_of_a_started_run_reads_the_folders_of_its_configuration(tmp_
     dumps.mkdir()
     row = {"input": "a problem", "output": "7", "step": 1, "score": 1.0}
     (dumps / "1.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    run = make_run(tmp_path / "run", f"trainer.rollout_data_dir={dumps}")
+    run = make_run(tmp_path / "run", f"trainer.validation_data_dir={dumps}")
     write_report(run, run / "report.html")
     (group,) = Page(run / "report.html").answers["/api/samples?"]["groups"]
     assert group["excerpt"] == "a problem"

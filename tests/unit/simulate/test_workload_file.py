@@ -81,7 +81,7 @@ def test_the_example_of_the_document_is_read_and_names_every_field(tmp_path: Pat
         ),
         (
             {"lengths": {"sigma_within_prompt": float("nan")}},
-            "lengths.sigma_within_prompt = NaN: expected a number >= 0 and <= 5",
+            "lengths.sigma_within_prompt = 'NaN': expected a number >= 0 and <= 5",
         ),
         ({"num_prompts": True}, "num_prompts = true: expected an integer >= 1"),
         (
