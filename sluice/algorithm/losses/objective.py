@@ -1,4 +1,4 @@
-"""What policy losses share: the ratio, the aggregation (loss_agg_mode), the result and the total."""
+"""What policy losses share: the ratio, the aggregation (loss_agg_mode), the result, the total."""
 
 from __future__ import annotations
 

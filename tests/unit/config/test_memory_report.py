@@ -109,7 +109,7 @@ def test_an_engine_in_eight_bits_halves_its_weights() -> None:
     plain = report().rollout
     eight = report(f"{ROLLOUT}.quantization=fp8").rollout
     assert eight.weights == plain.weights / 2
-    assert rollout_layout(*read()).longest_row == 22_528
+    assert rollout_layout(read()[0]).longest_row == 22_528
 
 
 def test_the_smallest_tensor_parallel_size_needs_a_device() -> None:
