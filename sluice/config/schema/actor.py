@@ -15,6 +15,8 @@ from sluice.config.schema.section import (
     Share,
 )
 
+_Beta = Annotated[float, Meta(ge=0, lt=1)]
+
 
 class OptimConfig(Section, frozen=True):
     """AdamW and its learning-rate schedule; schedule steps are train batches."""
@@ -43,7 +45,7 @@ class OptimConfig(Section, frozen=True):
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     """AdamW's betas."""
 
     eps: PositiveFloat = 1e-8
@@ -60,13 +62,29 @@ class CriticOptimConfig(OptimConfig, frozen=True):
     """Peak learning rate."""
 
 
+PolicyLossName = Literal[
+    "vanilla",
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dro",
+    "cispo",
+    "bypass_mode",
+    "adpo",
+]
+"""The names of `sluice.algorithm.registry.POLICY_OBJECTIVES`."""
+
+
 class PolicyLossConfig(Section, frozen=True):
     """Which policy loss. Each constant belongs to the variant that its description names."""
 
-    loss_mode: str = "vanilla"
-    """Name of the loss: vanilla (clipped PPO with dual clip), dppo_tv, dppo_kl, gspo, sapo, gpg,
-    clip_cov, kl_cov, geo_mean, dro, cispo, bypass_mode, adpo.
-    """
+    loss_mode: PolicyLossName = "vanilla"
+    """Name of the loss; vanilla is clipped PPO with dual clip."""
 
     clip_cov_ratio: Share = 0.0002
     """clip_cov: share of tokens whose gradient is removed."""
@@ -207,7 +225,7 @@ class ActorConfig(Section, frozen=True):
     loss_agg_mode: AggregationMode = "token-mean"
     """How token losses become one number."""
 
-    loss_scale_factor: int | None = None
+    loss_scale_factor: PositiveInt | None = None
     """Divisor of seq-mean-token-sum-norm; none: max_response_length."""
 
     entropy_coeff: float = 0.0

@@ -78,14 +78,31 @@ class RolloutCorrectionConfig(Section, frozen=True):
     """Loss in bypass mode: clipped ratio, or weighted log-likelihood."""
 
 
+EstimatorName = Literal[
+    "gae",
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "gdpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "remax",
+    "gpg",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+    "adpo",
+]
+"""The names of `sluice.algorithm.registry.BATCH_ESTIMATORS`."""
+
+
 class AlgorithmConfig(Section, frozen=True):
     """How rewards become gradients."""
 
-    adv_estimator: str = "grpo"
-    """Advantage estimator: gae (with a critic), grpo, grpo_vectorized, grpo_passk, gdpo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, rloo_vectorized, opo, gpg,
-    optimal_token_baseline, tir_optimal_token_baseline, adpo.
-    """
+    adv_estimator: EstimatorName = "grpo"
+    """Advantage estimator; gae needs a critic."""
 
     gamma: Share = 1.0
     """Discount of later rewards."""

@@ -49,7 +49,7 @@ class CriticConfig(Section, frozen=True):
     loss_agg_mode: AggregationMode | None = None
     """As the actor's key; none: its value."""
 
-    loss_scale_factor: int | None = None
+    loss_scale_factor: PositiveInt | None = None
     """As the actor's key; none: its value."""
 
     model: CriticModelConfig = CriticModelConfig()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from sluice.algorithm.registry import BATCH_ESTIMATORS, POLICY_OBJECTIVES
 from sluice.config.loading.keys import nearest_keys
 from sluice.config.run import (
     RunConfig,
@@ -13,6 +16,8 @@ from sluice.config.run import (
     section_type,
     text_at,
 )
+from sluice.config.schema.actor import PolicyLossName
+from sluice.config.schema.algorithm import EstimatorName
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
 
@@ -23,6 +28,11 @@ def test_every_key_says_what_it_does_and_what_it_takes(key: str) -> None:
     assert text_at(key.split(".")), f"{key} has no text below it"
     assert "typing." not in expectation(annotation)
     assert "<class" not in expectation(annotation)
+
+
+def test_estimators_and_losses_are_those_of_the_registry() -> None:
+    assert get_args(EstimatorName) == tuple(BATCH_ESTIMATORS)
+    assert get_args(PolicyLossName) == tuple(POLICY_OBJECTIVES)
 
 
 def test_the_configuration_is_frozen() -> None:
