@@ -13,7 +13,7 @@ from sluice.config.addresses import is_loopback, join_host_port
 from sluice.config.rules.security import TOKEN_KEY
 from sluice.config.schema.security import SecurityConfig
 from sluice.dashboard.export import export_page
-from sluice.dashboard.live_status import Explain, LiveStatus, check_location
+from sluice.dashboard.live_status import LiveStatus, check_location
 from sluice.dashboard.run_data import RunData
 from sluice.errors import ConfigError
 from sluice.rpc.ports import check_bindable
@@ -28,7 +28,6 @@ async def serve_page(
     host: str,
     port: int,
     *,
-    explain: Explain,
     stop: asyncio.Event,
     on_address: Callable[[str], None],
 ) -> None:
@@ -38,7 +37,6 @@ async def serve_page(
         run_dir: the run's folder.
         host: the interface to listen on.
         port: the port; 0 lets the system choose one.
-        explain: finds the service behind the waits of all services.
         stop: ends the server.
         on_address: called with the address of the page.
 
@@ -57,7 +55,7 @@ async def serve_page(
     tokens = _tokens(security, host, is_local=is_local)
     tls = None if is_local else _tls_context(security)
     check_bindable(host, port)
-    live = LiveStatus(run_dir, explain)
+    live = LiveStatus(run_dir)
     data = RunData(location.run_dir, location.config.trainer)
     page = DashboardPage(data, live, PageSettings(tokens, only_loopback=is_local))
     async with AsyncExitStack() as stack:

@@ -13,7 +13,6 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from sluice.cli.watch.waits import explain
 from sluice.dashboard.page import HEADERS
 from sluice.dashboard.sample_browser import SampleBrowser
 from sluice.dashboard.serving import URL_NAME, serve_page
@@ -65,9 +64,7 @@ async def serving(run_dir: Path) -> AsyncIterator[Server]:
     reported: asyncio.Queue[str] = asyncio.Queue()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
-            serve_page(
-                run_dir, "127.0.0.1", 0, explain=explain, stop=stop, on_address=reported.put_nowait
-            )
+            serve_page(run_dir, "127.0.0.1", 0, stop=stop, on_address=reported.put_nowait)
         )
         try:
             async with asyncio.timeout(LONG_S):
@@ -264,7 +261,6 @@ async def test_an_open_interface_without_a_token_is_refused(
             tmp_path,
             "0.0.0.0",
             0,
-            explain=explain,
             stop=asyncio.Event(),
             on_address=lambda _: None,
         )
