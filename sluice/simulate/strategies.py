@@ -19,7 +19,7 @@ def simulate_fill_times(
     """Simulate a run with a trainer that takes no time, whose steps are the times to fill a batch.
 
     Args:
-        settings: the run's own; its trainer is put aside.
+        settings: the run's own; its trainer is replaced.
         workload: the data set and its answers.
         on_step: gets the number of batches leased so far.
 

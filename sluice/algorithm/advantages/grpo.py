@@ -23,9 +23,9 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
 
 @torch.no_grad()
 def grpo_vectorized(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
-    """The same as `grpo` under verl's other name.
+    """Return the same as `grpo`, under verl's other name.
 
-    verl divides by the std here whatever the setting says; here the setting holds for both names.
+    verl always divides by the std under this name; here the setting holds for both names.
     Needs `group_index`.
     """
     return _on_tokens(inputs, settings, estimator="grpo_vectorized")
@@ -41,7 +41,7 @@ def _on_tokens(
 
 
 def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) -> torch.Tensor:
-    """GRPO's number for each row, [rows], of the rewards [rows]."""
+    """Return GRPO's number for each row, [rows], of the rewards [rows]."""
     scores = centred_or_raw(rewards, groups)
     return scores / (groups.std(rewards) + STD_EPSILON) if norm_by_std else scores
 

@@ -20,12 +20,12 @@ def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> to
 
 
 def row_lengths(row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Tokens of each row, int64 [rows]."""
+    """Return tokens of each row, int64 [rows]."""
     return torch.bincount(row_index, minlength=num_rows)
 
 
 def row_means(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Mean of each row's tokens, [rows]; 0 for a row without tokens."""
+    """Return the mean of each row's tokens, [rows]; 0 for a row without tokens."""
     lengths = row_lengths(row_index, num_rows).clamp(min=1)
     return row_sums(values, row_index, num_rows) / lengths
 
@@ -49,7 +49,7 @@ class GlobalCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """N response tokens of R rows without padding; `row_index` says whose each token is.
+    """N response tokens of R rows without padding; `row_index` names the row of each token.
 
     All tokens of a row are in the same inputs. Only `logprobs` carries a gradient.
     """
@@ -71,7 +71,7 @@ class LossInputs:
         return self.logprobs.numel()
 
     def keeping(self, keep: torch.Tensor) -> LossInputs:
-        """The same rows with only those tokens where `keep` (bool [N]) is true."""
+        """Return the same rows with only those tokens where `keep` (bool [N]) is true."""
         return replace(
             self,
             logprobs=self.logprobs[keep],
@@ -94,7 +94,7 @@ def padded_inputs(
     row_groups: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> LossInputs:
-    """Inputs from the padded layout: what the mask leaves out is never read, not even NaN.
+    """Return inputs from the padded layout: what the mask leaves out is never read, not even NaN.
 
     Args:
         logprobs: float [rows, width]; so are `old_logprobs` and the optional tensors.
@@ -156,7 +156,7 @@ class MetricMean:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """What rollout correction says about N tokens; metrics by full names (``rollout_corr/...``)."""
+    """Rollout correction of N tokens; metrics by full names (``rollout_corr/...``)."""
 
     weights: torch.Tensor | None = None  # float [N], without gradient
     keep: torch.Tensor | None = None  # bool [N], false at rejected tokens

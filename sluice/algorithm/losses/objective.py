@@ -34,7 +34,7 @@ def aggregate(
     loss_scale_factor: float | None = None,
     averaged_ranks: int = 1,
 ) -> torch.Tensor:
-    """This micro-batch's share of the mini-batch's loss.
+    """Return this micro-batch's share of the mini-batch's loss.
 
     With sums over the given tokens, T `global_tokens`, S `global_rows` and length(row) the number
     of tokens of a row: ``token-mean`` sum / T (DAPO §3.3); ``token-sum`` sum;
@@ -83,12 +83,12 @@ def aggregate(
 
 
 def _row_lengths(row_index: torch.Tensor) -> torch.Tensor:
-    """Length of each token's row, int64 [tokens]."""
+    """Return the length of each token's row, int64 [tokens]."""
     return torch.bincount(row_index)[row_index]
 
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are kept within +- this where a loss says so; float32 stays finite."""
+"""Log-ratios are kept within +- this where a loss needs it; float32 stays finite."""
 
 
 def bounded_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -123,18 +123,18 @@ class ObjectiveFunction(Protocol):
     def __call__(
         self, inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
     ) -> PolicyObjective:
-        """The share of these tokens in the loss of a mini-batch with these counts."""
+        """Return the share of these tokens in the loss of a mini-batch with these counts."""
         ...
 
 
 def token_metric(values: torch.Tensor) -> MetricMean:
-    """Mean of `values` [N], a number or a condition of each token."""
+    """Return the mean of `values` [N], a number or a condition of each token."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     return MetricMean(values.detach().sum(dtype=dtype), values.numel())
 
 
 def zero_metric(inputs: LossInputs) -> MetricMean:
-    """The token mean of a condition that a loss does not have."""
+    """Return the token mean of a condition that a loss does not have."""
     return MetricMean(torch.zeros((), device=inputs.logprobs.device), inputs.num_tokens)
 
 

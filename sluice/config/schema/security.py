@@ -41,7 +41,7 @@ class SecurityConfig(Section, frozen=True):
 
     token_file: _Given | None = None
     """File of bearer tokens, one a line: all are accepted, the first is presented; none: that of
-    SLUICE_TOKEN, or no token is asked for.
+    SLUICE_TOKEN, or no token is required.
     """
 
 

@@ -48,7 +48,6 @@ def test_without_a_filter_no_group_is_thrown_away() -> None:
     result = simulate(replace(small(), filters_groups=False), SmallWorkload(), recorder)
     assert set(recorder.tokens) == {TokenCause.TRAINED}
     assert all(issue.is_mixed for issue in recorder.issues.values())
-    assert result.strategy_statistics["sampling/yield"] == 1.0
     assert simulate(small(), SmallWorkload()).accounts["filtered_all_wrong"] > 0.0
 
 
