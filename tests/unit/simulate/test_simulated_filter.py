@@ -45,7 +45,7 @@ def test_a_simulated_group_ends_as_the_services_filter_says(are_right: list[bool
 
 def test_without_a_filter_no_group_is_thrown_away() -> None:
     recorder = SimulationRecorder()
-    result = simulate(replace(small(), filters_groups=False), SmallWorkload(), recorder)
+    simulate(replace(small(), filters_groups=False), SmallWorkload(), recorder)
     assert set(recorder.tokens) == {TokenCause.TRAINED}
     assert all(issue.is_mixed for issue in recorder.issues.values())
     assert simulate(small(), SmallWorkload()).accounts["filtered_all_wrong"] > 0.0
