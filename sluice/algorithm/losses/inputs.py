@@ -4,9 +4,8 @@ global counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -163,15 +162,9 @@ class Correction:
     metrics: Mapping[str, MetricMean] = field(default_factory=dict)
 
 
-class Corrector(Protocol):
-    """Importance weights and rejections of one micro-batch."""
+Corrector = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Correction]
+"""Importance weights and rejections of one micro-batch.
 
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        rollout_logprobs: torch.Tensor,
-        row_index: torch.Tensor,
-        num_rows: int,
-    ) -> Correction:
-        """Compare the policy being updated (detached) with the engine, flat float [N] each."""
-        ...
+Compares the logprobs of the policy being updated (detached) with the engine's, float [N] each, of
+the rows that the row index [N] names; the last argument is the number of rows.
+"""

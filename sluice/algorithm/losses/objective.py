@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 
@@ -117,14 +116,8 @@ class PolicyObjective:
     metrics: Mapping[str, MetricMean]
 
 
-class ObjectiveFunction(Protocol):
-    """A policy objective as the registry holds it."""
-
-    def __call__(
-        self, inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
-    ) -> PolicyObjective:
-        """Return the share of these tokens in the loss of a mini-batch with these counts."""
-        ...
+ObjectiveFunction = Callable[[LossInputs, GlobalCounts, PolicyLossSettings], PolicyObjective]
+"""Returns the share of these tokens in the loss of a mini-batch with these counts."""
 
 
 def token_metric(values: torch.Tensor) -> MetricMean:

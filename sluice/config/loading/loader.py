@@ -142,12 +142,3 @@ class KeySettings:
     def flag(self, key: str) -> bool:
         """Return the value of a key that takes true and false; null counts as false."""
         return self.value(key) is True
-
-
-def keys_as_set(file: Path | None, overrides: Sequence[str]) -> dict[str, object]:
-    """Return every key that a file or the overrides set, dotted, in sluice's spelling.
-
-    Raises:
-        ConfigError: as `load_config` does for names and references.
-    """
-    return read_settings(file, overrides).by_key()
