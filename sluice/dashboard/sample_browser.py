@@ -158,6 +158,7 @@ class SampleBrowser:
             for file in [f for f in self._files.values() if f.kind is kind]:
                 if file.path not in present:
                     self._forget(file)
+                    self._num_unread_of_gone += file.tail.num_left_out
                     del self._files[file.path]
             for path, stamp in present.items():
                 if not self._read_file(kind, path, stamp, ends_s):
