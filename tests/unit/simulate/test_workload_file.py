@@ -88,6 +88,7 @@ def test_the_example_of_the_document_is_read_and_names_every_field(tmp_path: Pat
             {"drift_per_version": "much"},
             "drift_per_version = much: expected a number >= -1 and <= 1",
         ),
+        ({"num_prompts": 1e9}, "num_prompts = 1e+09: expected an integer"),
         ({"drift_per_version": None}, "drift_per_version = null: expected a number >= -1 and <= 1"),
         ({"colour": 3}, "colour = 3 is no field; the fields are pass_rates, lengths, num_"),
     ],
