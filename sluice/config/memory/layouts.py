@@ -74,7 +74,9 @@ def _fsdp(config: RunConfig, settings: KeySettings, split: ParallelSplit) -> Tra
         param_offload=settings.flag(f"{_FSDP}.param_offload"),
         optimizer_offload=settings.flag(f"{_FSDP}.optimizer_offload"),
         streamed_offload=settings.flag(f"{_FSDP}.offload_policy"),
-        gradient_checkpointing=_verl_checkpointing(config, settings),
+        # verl checkpoints by default, sluice does not.
+        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing
+        or not settings.is_set(f"{_MODEL}.enable_gradient_checkpointing"),
         activation_offload=settings.flag(f"{_MODEL}.enable_activation_offload"),
         fused_logits=settings.flag(f"{_MODEL}.use_fused_kernels"),
         reshard_after_forward=sharding.reshard_after_forward,
@@ -100,12 +102,6 @@ def _megatron(config: RunConfig, settings: KeySettings, split: ParallelSplit) ->
         gradient_checkpointing=settings.value(f"{_RECOMPUTE}.recompute_granularity") == "full",
         fused_logits=settings.flag(f"{_MODEL}.use_fused_kernels"),
     )
-
-
-def _verl_checkpointing(config: RunConfig, settings: KeySettings) -> bool:
-    """Return whether verl checkpoints: it does by default, sluice does not."""
-    key = f"{_MODEL}.enable_gradient_checkpointing"
-    return config.actor_rollout_ref.model.enable_gradient_checkpointing or not settings.is_set(key)
 
 
 def _micro_tokens(config: RunConfig, *, ranks: int) -> int:
