@@ -79,14 +79,10 @@ class SimulatedReplica:
         self.busy_s += seconds
         self.slot_s += seconds * self._num_running
 
-    def stall(self, now: float, seconds: float) -> None:
-        """Generate nothing for a while, after any other stall."""
+    def swap(self, now: float, version: int, seconds: float) -> None:
+        """Take on new weights and generate nothing meanwhile; running sequences keep their tokens."""
         self.advance(now)
         self._stalled_until_s = max(now, self._stalled_until_s) + seconds
-
-    def swap(self, now: float, version: int, seconds: float) -> None:
-        """Take on new weights; running sequences keep their tokens."""
-        self.stall(now, seconds)
         self.version = version
 
     def add(self, samples: Sequence[SimulatedSample], now: float) -> None:
@@ -269,8 +265,6 @@ class SimulatedFleet:
                 group.samples.tokens[sampled], group.samples.are_right[sampled], strict=True
             )
         ]
-        if self._settings.prefill_s:
-            replica.stall(now, self._settings.prefill_s)
         replica.add(part.samples, now)
         self._plan(part.replica)
 

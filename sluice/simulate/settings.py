@@ -23,7 +23,6 @@ class FleetSettings:
         slack: sequences in flight per slot, at most (`sluice.reward.inflight_slack`).
         base_step_s: seconds of a decoding step, however few sequences run.
         per_sequence_s: seconds that each running sequence adds to a step.
-        prefill_s: seconds that a group's prompt holds up its replica's other sequences.
         grading_s: seconds from a group's last sample to its grades.
     """
 
@@ -32,7 +31,6 @@ class FleetSettings:
     slack: float = 1.5
     base_step_s: float = 0.02
     per_sequence_s: float = 0.0001
-    prefill_s: float = 0.0
     grading_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -41,13 +39,12 @@ class FleetSettings:
                 f"simulated fleet: {self.num_replicas} replicas with {self.slots} slots and slack "
                 f"{self.slack:g}; there must be capacity for a sequence"
             )
-        delays = (self.base_step_s, self.per_sequence_s, self.prefill_s, self.grading_s)
+        delays = (self.base_step_s, self.per_sequence_s, self.grading_s)
         if not all(0.0 <= delay < math.inf for delay in delays) or self.step_s(1) <= 0.0:
             raise ConfigError(
                 f"simulated fleet: a decoding step takes {self.base_step_s:g} s and "
-                f"{self.per_sequence_s:g} s for each sequence, a prompt {self.prefill_s:g} s, "
-                f"grading {self.grading_s:g} s; give finite times (--step-ms, --sequence-ms), none "
-                "below 0, and a decoding step above 0"
+                f"{self.per_sequence_s:g} s for each sequence, grading {self.grading_s:g} s; give "
+                "finite times (--step-ms, --sequence-ms), none below 0, and a decoding step above 0"
             )
 
     def step_s(self, num_running: int) -> float:

@@ -31,7 +31,6 @@ FLEETS = st.builds(
     slack=st.sampled_from([1.0, 1.5, 3.0]),
     base_step_s=st.just(0.01),
     per_sequence_s=st.sampled_from([0.0, 0.001]),
-    prefill_s=st.sampled_from([0.0, 0.05]),
     grading_s=st.sampled_from([0.0, 1.0]),
 )
 TRAINERS = st.sampled_from(
