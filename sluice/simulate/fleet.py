@@ -80,7 +80,7 @@ class SimulatedReplica:
         self.slot_s += seconds * self._num_running
 
     def swap(self, now: float, version: int, seconds: float) -> None:
-        """Take on new weights and generate nothing meanwhile; running sequences keep their tokens."""
+        """Take on new weights and generate nothing meanwhile; running samples keep their tokens."""
         self.advance(now)
         self._stalled_until_s = max(now, self._stalled_until_s) + seconds
         self.version = version
