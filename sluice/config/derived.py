@@ -191,7 +191,7 @@ MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
 """Advantage estimators that read which tokens rollout correction rejects.
 
 In these, a masked token changes the advantage of other tokens. The other estimators give a row one
-number; of them only `adpo` reads the mask, to add up rewards, and it gets the full one.
+number and do not read the mask, or refuse rejections (`adpo`).
 """
 
 

@@ -108,6 +108,16 @@ def _adpo(config: RunConfig) -> Iterator[Problem]:
             f"with {_LOSS_MODE} = {loss}: adpo's estimator and its loss belong together",
             "set both to adpo or neither",
         )
+    rejects = config.algorithm.rollout_correction.rollout_rs
+    if loss == "adpo" and rejects is not None:
+        yield Problem(
+            f"{_CORRECTION}.rollout_rs",
+            rejects,
+            f"with {_LOSS_MODE} = adpo: it compares whole responses of complete groups. A rejected "
+            "last token would take a response's reward away, and a rejected response would stay in "
+            "its group with a ratio of 1",
+            "leave rollout_rs out, or use another loss and estimator",
+        )
 
 
 def _bypass(config: RunConfig) -> Iterator[Problem]:
