@@ -154,7 +154,7 @@ async def _two_loop_steps(trace: CallTrace) -> None:
 
 
 def _one_learner_step(trace: CallTrace, scratch: Path) -> None:
-    from services.trainer.learner.ranks.parallel import SingleProcess
+    from services.trainer.learner.ranks import SingleProcess
     from services.trainer.learner.worker import Learner
     from tests.support.tiny_policy import make_batch, make_config, save_model
 

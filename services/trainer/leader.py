@@ -29,7 +29,7 @@ from services.trainer.learner.rank_command import (
     join_ranks,
     share_total_steps,
 )
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.worker import Learner
 from tests.multiprocess.test_sharded_trainer import assert_like, copies
 from tests.multiprocess.test_trainer_ranks import trainer

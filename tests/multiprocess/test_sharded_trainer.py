@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.learner import worker
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.worker import Learner
 from tests.multiprocess.test_trainer_ranks import Rank, trainer
 from tests.support.rank_peer import NUM_GROUPS

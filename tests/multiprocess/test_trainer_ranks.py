@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.worker import Learner
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import make_batch, make_config, save_model

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,14 +17,14 @@ from torch import Tensor
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.model.forward import check_packing
 from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
+from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.model.trained_model import (
     TrainedModel,
     load_policy_state,
     save_policy_state,
     trained_model,
 )
-from services.trainer.learner.ranks.gathering import TensorSet, gather_whole
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.critic import Critic, critic_settings
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
@@ -42,6 +43,18 @@ KL_CONTROL_FILE = "kl_control.json"
 _CPU = torch.device("cpu")
 _ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
 _CRITIC_SHARDING = "critic.fsdp"
+
+
+class TensorSet(StrEnum):
+    """A set of named tensors; moments are AdamW's state."""
+
+    WIRE_WEIGHTS = "wire_weights"
+    """The policy's weights for replicas, in ``actor_rollout_ref.rollout.dtype``."""
+    WEIGHTS = "weights"
+    MOMENTS = "moments"
+    CRITIC_WEIGHTS = "critic_weights"
+    CRITIC_MOMENTS = "critic_moments"
+
 
 NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
 OpenTensorSet: TypeAlias = Callable[[TensorSet], AbstractContextManager[NamedTensors]]

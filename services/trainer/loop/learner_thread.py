@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from services.trainer.learner.ranks.gathering import TensorSet
+from services.trainer.learner.worker import TensorSet
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.weights.snapshot import SnapshotBuffers

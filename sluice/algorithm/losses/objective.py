@@ -1,5 +1,5 @@
-"""What policy losses share: the importance ratio, the aggregation (loss_agg_mode) and the
-result.
+"""What policy losses share: the importance ratio, the aggregation (loss_agg_mode), the result, and
+the total with the entropy bonus and the divergence from the reference.
 """
 
 from __future__ import annotations
@@ -177,3 +177,53 @@ def aggregate_share(
         loss_scale_factor=settings.loss_scale_factor,
         averaged_ranks=counts.averaged_ranks,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TotalLoss:
+    """0-d shares of one micro-batch; only `total` is to be differentiated.
+
+    The others are detached and unweighted, ``None`` where the term was not given: their sums over
+    micro-batches (and ranks, or means over averaged ranks) are verl's ``actor/pg_loss``,
+    ``actor/entropy_loss`` and ``actor/kl_loss``.
+    """
+
+    total: torch.Tensor
+    policy: torch.Tensor
+    entropy: torch.Tensor | None
+    kl: torch.Tensor | None
+
+
+def total_loss(
+    objective: PolicyObjective,
+    inputs: LossInputs,
+    counts: GlobalCounts,
+    settings: PolicyLossSettings,
+    *,
+    entropy: torch.Tensor | None = None,
+    entropy_coeff: float = 0.0,
+    kl: torch.Tensor | None = None,
+    kl_loss_coef: float = 0.0,
+) -> TotalLoss:
+    """``policy - entropy_coeff agg(entropy) + kl_loss_coef agg(kl)``.
+
+    Both terms are aggregated by ``settings.loss_agg_mode``, also where the policy loss overrides
+    it, and without importance weights.
+
+    Args:
+        objective: the policy's share.
+        inputs: of the same tokens.
+        counts: of the same mini-batch.
+        settings: aggregation mode.
+        entropy: float [N], nats; with a coefficient of 0 it is only reported.
+        entropy_coeff: weight of the bonus.
+        kl: float [N], estimated divergences from the reference policy.
+        kl_loss_coef: weight of the penalty.
+    """
+    total, shares = objective.loss, []
+    for values, weight in ((entropy, -entropy_coeff), (kl, kl_loss_coef)):
+        share = None if values is None else aggregate_share(values, inputs, counts, settings)
+        if share is not None and weight != 0.0:
+            total = total + weight * share
+        shares.append(None if share is None else share.detach())
+    return TotalLoss(total, objective.loss.detach(), *shares)

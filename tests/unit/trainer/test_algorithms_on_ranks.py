@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess
+from services.trainer.learner.ranks import DataParallel, SingleProcess
 from services.trainer.learner.worker import Learner
 from sluice.config.run import RunConfig
 from tests.support.threaded_ranks import on_ranks

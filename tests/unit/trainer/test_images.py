@@ -23,9 +23,12 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
     training_rows,
 )
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.forward import token_outputs
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.model.forward import (
+    PACKED_ATTENTION,
+    register_packed_attention,
+    token_outputs,
+)
+from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.worker import Learner
 from services.trainer.loop import reward_client
 from services.trainer.loop.reward_client import RewardClient

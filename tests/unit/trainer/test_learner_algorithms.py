@@ -12,7 +12,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.worker import Learner
 from sluice.algorithm.registry import BATCH_ESTIMATORS, POLICY_OBJECTIVES
 from sluice.config.run import RunConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.state_clock import EngineState
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.worker import Learner
 from services.trainer.loop.run_state import RunPhase
 from services.trainer.metrics.step_metrics import (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.optimizer import PolicyOptimizer
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.worker import Learner
 from sluice.config.loading.loader import load_config

@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 
 from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.update import policy_update
 from services.trainer.learner.worker import Learner
 from sluice.algorithm.advantages.grpo import grpo_advantages

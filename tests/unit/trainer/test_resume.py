@@ -20,7 +20,7 @@ from services.trainer.learner.model.trained_model import (
     restore_random_state,
     save_policy_state,
 )
-from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess
+from services.trainer.learner.ranks import DataParallel, SingleProcess
 from services.trainer.learner.worker import Learner
 from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError

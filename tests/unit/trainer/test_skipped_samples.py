@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.trainer.learner.model.forward import TokenOutputs, token_outputs
-from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess
+from services.trainer.learner.ranks import DataParallel, SingleProcess
 from services.trainer.learner.update import policy_update
 from services.trainer.learner.update.advantages import zero_advantage_rows
 from services.trainer.learner.worker import Learner

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.learner.batch.mini_batch import BatchCut, Share, split_batch
+from services.trainer.learner.batch.train_batch import BatchCut, Share, split_batch
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RankCut,

@@ -7,7 +7,6 @@ attention of transformers.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +19,11 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.forward import (
+    DTYPES,
+    PACKED_ATTENTION,
+    register_packed_attention,
+)
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
@@ -29,9 +32,6 @@ from sluice.vision.vision_shape import FAMILIES, read_vision_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_policy(
@@ -96,13 +96,6 @@ def freeze_vision_tower(model: PreTrainedModel) -> None:
             f"{model.config.model_type} model reads no images; leave the key out"
         )
     tower.requires_grad_(requires_grad=False)
-
-
-def compute_context(precision: FsdpConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return autocast if compute and master dtype differ; make one for each use."""
-    if precision.dtype == precision.model_dtype:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=DTYPES[precision.dtype])
 
 
 def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:

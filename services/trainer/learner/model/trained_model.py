@@ -24,16 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from services.trainer.learner.checkpoint import resume_remedy
-from services.trainer.learner.model.optimizer import PolicyOptimizer
-from services.trainer.learner.model.sharding import (
-    ShardedGradients,
-    Shards,
-    assign,
-    plain_class,
-    shard_model,
-    shard_size,
-)
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.model.forward import plain_class
+from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
+from services.trainer.learner.model.sharding import Shards, assign, shard_model, shard_size
+from services.trainer.learner.ranks import DataParallel
 from sluice.concurrency.deadlines import advance
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.learner.batch.tables import BatchTable
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.batch.train_batch import BatchTable
+from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.advantages.gdpo import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
 from sluice.algorithm.advantages.rewards import KlController, last_token_rewards, penalize_rewards

@@ -13,13 +13,20 @@ from msgspec import structs
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.batch.mini_batch import BatchCut, MiniBatch, Share, split_batch
-from services.trainer.learner.batch.tables import BatchTable, gather_tokens, tokens_of
-from services.trainer.learner.model.forward import response_values
-from services.trainer.learner.model.loading import compute_context, load_critic
+from services.trainer.learner.batch.train_batch import (
+    BatchCut,
+    BatchTable,
+    MiniBatch,
+    Share,
+    gather_tokens,
+    split_batch,
+    tokens_of,
+)
+from services.trainer.learner.model.forward import compute_context, response_values
+from services.trainer.learner.model.loading import load_critic
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import trained_model
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.losses.objective import aggregate
 from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
 from sluice.config.run import RunConfig

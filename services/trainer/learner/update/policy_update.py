@@ -17,19 +17,24 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.batch.mini_batch import Share, split_batch
-from services.trainer.learner.batch.tables import (
+from services.trainer.learner.batch.train_batch import (
     BatchTable,
+    Share,
     batch_table,
     gather_tokens,
     reward_components,
+    split_batch,
     tokens_of,
 )
-from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
-from services.trainer.learner.model.loading import compute_context
+from services.trainer.learner.model.forward import (
+    EntropyUse,
+    TokenOutputs,
+    compute_context,
+    token_outputs,
+)
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import TrainedModel
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import (
     AdvantageEstimate,
     PassTables,
@@ -41,9 +46,9 @@ from services.trainer.learner.update.loss import (
     LossTerms,
     PreparedMicroBatch,
     PreparedMiniBatch,
+    UpdateSums,
     prepare,
 )
-from services.trainer.learner.update.metrics import PhaseTimer, UpdateSums
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.batch_metrics import batch_metrics, batch_rows, throughput_metrics
@@ -58,6 +63,26 @@ from sluice.types import TrainBatch
 from sluice.vision.image_prompts import ImagePromptReader
 
 _SEEDS_PER_BATCH = 1_000_003  # a prime: micro-batches of different batches have different seeds
+
+
+class PhaseTimer:
+    """Seconds of an update's phases, by name.
+
+    Args:
+        now_s: a clock, seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._last_s = now_s()
+        self.seconds: dict[str, float] = {}
+
+    def end_phase(self, name: str, *, shown: bool = True) -> None:
+        """Add the seconds since the last call to phase `name`; drop them if not shown."""
+        now_s = self._now_s()
+        if shown:
+            self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
+        self._last_s = now_s
 
 
 class PolicyUpdate:

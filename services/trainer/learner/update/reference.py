@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.model.forward import token_outputs
-from services.trainer.learner.model.loading import compute_context, load_policy
+from services.trainer.learner.model.forward import compute_context, token_outputs
+from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import share_model
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.protocol import Device

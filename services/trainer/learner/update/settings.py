@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.trainer.learner.batch.mini_batch import BatchCut
+from services.trainer.learner.batch.train_batch import BatchCut
 from services.trainer.learner.update.advantages import AdvantageRules
 from sluice.algorithm.advantages.inputs import AdvantageSettings
 from sluice.algorithm.advantages.rewards import KlController
