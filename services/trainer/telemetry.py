@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.metrics.step_metrics import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.concurrency.deadlines import units_done
+from sluice.concurrency.threads import OwnerThread
 from sluice.concurrency.waits import Waiting
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
@@ -272,18 +273,16 @@ class UnfinishedCheckpoint:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._latest: tuple[int, int] | None = None
-        self._measuring: threading.Thread | None = None
+        self._thread = OwnerThread("unfinished checkpoint")
+        self._measuring: Future[None] | None = None
 
     def latest(self) -> tuple[int, int] | None:
         """Start the next measurement; return the bytes of files, and those allocated, of the last.
 
         ``None`` before the first measurement has ended.
         """
-        if self._measuring is None or not self._measuring.is_alive():
-            self._measuring = threading.Thread(
-                target=self._measure, name="unfinished checkpoint", daemon=True
-            )
-            self._measuring.start()
+        if self._measuring is None or self._measuring.done():
+            self._measuring = self._thread.submit(self._measure)
         return self._latest
 
     def _measure(self) -> None:

@@ -53,6 +53,9 @@ class CommandKind(StrEnum):
 class RankLeader:
     """Rank 0's learner together with all others. Calls block; one thread at a time.
 
+    A second thread sends signs of life. It is a timer and owns nothing: it must run while the
+    learner's own thread is idle, and `_commanding` keeps it out of a command that runs.
+
     Args:
         learner: rank 0's.
         parallel: all ranks; the others run `follow`.

@@ -6,13 +6,12 @@ Cancelling a wait does not stop the running work; `close` waits for it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from services.trainer.learner.worker import TensorSet
+from sluice.concurrency.threads import OwnerThread
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.weights.snapshot import SnapshotBuffers
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+_END_S = 5.0
 
 ResultT = TypeVar("ResultT")
 
@@ -52,7 +53,7 @@ class LearnerThread:
         self._store = store
         self._freeze_timeout_s = freeze_timeout_s
         self._observe = observe
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+        self._thread = OwnerThread("learner")
 
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
         """Update the policy on all ranks; return metrics by verl's names."""
@@ -85,8 +86,8 @@ class LearnerThread:
             await self._run(self._leader.stop)
         except SluiceError as error:  # an earlier call has already raised the cause
             logger.info("the other ranks did not get the stop command: %s", error)
-        self._thread.shutdown(wait=False)
+        self._thread.retire(lambda: None, within_s=_END_S)
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         with waiting_for("learner thread", "ending its work"):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._thread.call(work)

@@ -11,10 +11,7 @@ import asyncio
 import importlib
 import json
 import logging
-import queue
 import re
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -26,6 +23,7 @@ import numpy as np
 
 from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.threads import BoundedWriter
 from sluice.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +33,7 @@ TABLE_COLUMNS = ("step", "input", "output", "score")
 
 _SEED = 42
 _MAX_QUEUED_WRITES = 256
+_IDLE_S = 60.0  # a write wakes the thread at once
 _OPEN_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
 _REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. /]", re.ASCII)
@@ -99,7 +98,7 @@ class GuardedSink:
 
 
 class BackgroundSink:
-    """A sink in its own thread. Writes keep their order; a full queue drops and counts them.
+    """A sink that one thread opens, feeds and closes. Writes keep their order.
 
     Args:
         name: the sink's name in ``trainer.logger``, for warnings.
@@ -108,7 +107,7 @@ class BackgroundSink:
 
     Attributes:
         opening: done when the sink is open, or holds the error of `open_sink`. Writes are queued
-            until then, and dropped after an error.
+            until then.
     """
 
     def __init__(
@@ -117,66 +116,44 @@ class BackgroundSink:
         open_sink: Callable[[], GuardedSink],
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
-        self._name = name
         self._open_sink = open_sink
         self._close_timeout_s = close_timeout_s
-        self.opening: Future[None] = Future()
-        self.opening.set_running_or_notify_cancel()
-        self._queue: queue.Queue[Callable[[GuardedSink], None] | None] = queue.Queue(
-            _MAX_QUEUED_WRITES
+        self.opening: Future[GuardedSink] = Future()
+        self._writer = BoundedWriter[Callable[[], None]](
+            "writes",
+            f"logger {name}",
+            lambda works: works[0](),
+            most=_MAX_QUEUED_WRITES,
+            batch=1,
+            interval_s=_IDLE_S,
         )
-        self.num_dropped = 0
-        # A daemon: a server that never answers must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
-        self._thread.start()
+        self._writer.put(self._open)
+
+    @property
+    def num_dropped(self) -> int:
+        """Return the writes that found the queue full."""
+        return self._writer.num_dropped
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue a step."""
         numbers = dict(metrics)
-        self._put(lambda sink: sink.write(step, numbers))
+        self._writer.put(lambda: self.opening.result().write(step, numbers))
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
         """Queue validation responses."""
         kept = tuple(examples)
-        self._put(lambda sink: sink.write_generations(step, kept))
+        self._writer.put(lambda: self.opening.result().write_generations(step, kept))
 
     def close(self) -> None:
         """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
-        ends_s = time.monotonic() + self._close_timeout_s
-        try:
-            self._queue.put(None, timeout=self._close_timeout_s)
-        except queue.Full:
-            self.num_dropped += self._queue.qsize()
-        self._thread.join(max(0.0, ends_s - time.monotonic()))
-        if self._thread.is_alive():
-            logger.warning(
-                "logger %s did not finish within %g s and is left behind",
-                self._name,
-                self._close_timeout_s,
-            )
-        if self.num_dropped:
-            logger.warning(
-                "logger %s: %d writes came faster than it took them", self._name, self.num_dropped
-            )
+        self._writer.put(lambda: self.opening.result().close())
+        self._writer.close(self._close_timeout_s)
 
-    def _put(self, work: Callable[[GuardedSink], None]) -> None:
+    def _open(self) -> None:
         try:
-            self._queue.put_nowait(work)
-        except queue.Full:
-            self.num_dropped += 1
-            if self.num_dropped == 1:
-                logger.warning("logger %s is too slow: metrics are dropped", self._name)
-
-    def _work(self) -> None:
-        try:
-            sink = self._open_sink()
+            self.opening.set_result(self._open_sink())
         except Exception as error:  # noqa: BLE001 - `open_sinks` raises it from `opening`
             self.opening.set_exception(error)
-            return
-        self.opening.set_result(None)
-        while (work := self._queue.get()) is not None:
-            work(sink)
-        sink.close()
 
 
 @dataclass(frozen=True, slots=True)
