@@ -46,7 +46,7 @@ class LearnerThread:
         snapshots: SnapshotBuffers,
         store: CheckpointStore,
         freeze_timeout_s: float,
-        observe: Callable[[TrainBatch, int], Mapping[str, float]],
+        observe: Callable[[], Mapping[str, float]],
     ) -> None:
         self._leader = leader
         self._snapshots = snapshots
@@ -60,7 +60,7 @@ class LearnerThread:
 
         def train() -> Mapping[str, float]:
             trained = self._leader.train_step(batch, step)
-            return {**trained, **self._observe(batch, step)}
+            return {**trained, **self._observe()}
 
         return await self._run(train)
 

@@ -20,8 +20,6 @@ from services.trainer.metrics.step_metrics import (
     RunScale,
     StepTimes,
     account_metrics,
-    balance_metrics,
-    rank_cut,
     step_metrics,
 )
 from services.trainer.telemetry import memory_metrics
@@ -81,7 +79,6 @@ def test_every_name_of_a_step_is_in_the_page(tmp_path: Path) -> None:
         batch,
         {
             **learner,
-            **balance_metrics(batch, 1, rank_cut(config, 1)),
             **memory_metrics(CpuDevice().torch_device),
         },
         StepTimes(1.0, 2.0, 0.5, 0.25, 4.0),

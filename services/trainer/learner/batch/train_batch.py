@@ -22,6 +22,7 @@ from services.trainer.learner.batch.micro_batch import (
     training_rows,
 )
 from services.trainer.learner.ranks import DataParallel
+from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
     MicroBatchPlan,
     assign_groups_to_ranks,
@@ -43,7 +44,6 @@ class BatchTable:
     group_index: Tensor  # int64 [rows]
     mask: Tensor  # bool [rows, W], true at response tokens
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
-    group_without_baseline: str | None  # batch and group of the first
 
     @property
     def width(self) -> int:
@@ -63,14 +63,7 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
         group_index=torch.tensor([g for g, _ in rows], device=device),
         mask=torch.arange(width, device=device) < lengths[:, None],
         baselines=_baselines(batch, device),
-        group_without_baseline=_group_without_baseline(batch),
     )
-
-
-def _group_without_baseline(batch: TrainBatch) -> str | None:
-    without = (group.prompt_id for group in batch.groups if group.baseline_reward is None)
-    first = next(without, None)
-    return None if first is None else f"batch {batch.batch_id}, group {first}"
 
 
 def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
@@ -131,14 +124,13 @@ def tokens_of(values: Tensor, micro_batch: MicroBatch) -> Tensor:
 class MiniBatch:
     """This rank's micro-batches of one optimizer step, and the step's counts over all ranks.
 
-    `global_rows` includes empty responses; `global_tokens` are response tokens. Both include
-    skipped rows, since these have a loss of 0 and stay in the denominators.
+    The counts include empty responses and skipped rows, which have a loss of 0 and stay in the
+    denominators. `rank_rows` are the rows that each rank trains, as indices in the train batch.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    global_groups: int
-    global_rows: int
-    global_tokens: int
+    counts: GlobalCounts
+    rank_rows: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +220,10 @@ def _mini_batch(
     assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
     # Every rank computes the assignment of all ranks and takes its own part.
+    assigned = assign(sizes, share.world_size)
     plans = plan(
         sizes,
-        assign(sizes, share.world_size)[share.rank],
+        assigned[share.rank],
         token_budget=cut.token_budget,
         rows_per_micro=cut.rows_per_micro,
     )
@@ -239,9 +232,12 @@ def _mini_batch(
     # Counts of all rows: the loss must not depend on which rank computes or skips a row.
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
-        global_groups=len(groups),
-        global_rows=len(all_rows),
-        global_tokens=sum(row.size.response_tokens for row in all_rows),
+        GlobalCounts(
+            tokens=sum(row.size.response_tokens for row in all_rows),
+            rows=len(all_rows),
+            groups=len(groups),
+        ),
+        tuple(tuple(rows[index].number for index in own) for own in assigned),
     )
 
 

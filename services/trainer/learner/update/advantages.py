@@ -14,8 +14,6 @@ from sluice.algorithm.advantages.gdpo import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
 from sluice.algorithm.advantages.rewards import KlController, last_token_rewards, penalize_rewards
 from sluice.algorithm.registry import batch_estimator
-from sluice.config.derived import GREEDY_BASELINE_ESTIMATORS
-from sluice.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +101,12 @@ def token_advantages(
         sum_pi_squared=passed.sum_pi_squared,
         importance_weights=passed.importance_weights,
         reward_components=components,
-        baselines=_baselines(table, rules.estimator),
+        baselines=table.baselines,
     )
     found = batch_estimator(rules.estimator)(inputs, rules.constants)
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
-    metrics |= gdpo_metrics(inputs)
+    if components:
+        metrics |= gdpo_metrics(inputs)
     return AdvantageEstimate(found.advantages, found.returns, mask, metrics, controller)
 
 
@@ -131,18 +130,6 @@ def _without_rejected(mask: Tensor, kept: Tensor | None) -> Tensor:
     if kept is None or int((mask & kept).sum()) < 2:
         return mask
     return mask & kept
-
-
-def _baselines(table: BatchTable, estimator: str) -> Tensor | None:
-    if estimator not in GREEDY_BASELINE_ESTIMATORS:
-        return None
-    if table.group_without_baseline is not None:
-        raise ConfigError(
-            f"algorithm.adv_estimator={estimator}: {table.group_without_baseline} has no "
-            "baseline_reward, the reward of a greedy response; run the reward service with the "
-            "same configuration, or choose another estimator"
-        )
-    return table.baselines
 
 
 def _metrics(

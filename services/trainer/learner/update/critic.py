@@ -199,8 +199,8 @@ class Critic:
                     aggregate,
                     row_index=micro_batch.rows[kept],
                     mode=self._settings.loss_agg_mode,
-                    global_tokens=mini_batch.global_tokens,
-                    global_rows=mini_batch.global_rows,
+                    global_tokens=mini_batch.counts.tokens,
+                    global_rows=mini_batch.counts.rows,
                     loss_scale_factor=self._settings.loss_scale_factor,
                 ),
             )

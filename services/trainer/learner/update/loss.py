@@ -84,11 +84,7 @@ def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:
             PreparedMicroBatch(micro_batch, torch.zeros_like(micro_batch.behavior_logprobs))
             for micro_batch in mini_batch.micro_batches
         ),
-        GlobalCounts(
-            tokens=mini_batch.global_tokens,
-            rows=mini_batch.global_rows,
-            groups=mini_batch.global_groups,
-        ),
+        mini_batch.counts,
     )
 
 

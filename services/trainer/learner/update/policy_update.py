@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import (
     BatchTable,
+    MiniBatch,
     Share,
     batch_table,
     gather_tokens,
@@ -51,7 +53,12 @@ from services.trainer.learner.update.loss import (
 )
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.update.settings import UpdateSettings
-from sluice.algorithm.batch_metrics import batch_metrics, batch_rows, throughput_metrics
+from sluice.algorithm.batch_metrics import (
+    batch_metrics,
+    batch_rows,
+    sequence_balance_metrics,
+    throughput_metrics,
+)
 from sluice.algorithm.rollout_correction.statistics import (
     Statistics,
     merge_statistics,
@@ -156,7 +163,8 @@ class PolicyUpdate:
             skipped = zero_advantage_rows(early.advantages, self._parallel)
             timer.end_phase("adv")
         # All passes of the policy before this batch come first: the first step changes the weights.
-        mini_batches = self._cut(batch, step, skipped)
+        cut = self._cut(batch, step, skipped)
+        mini_batches = [prepare(mini_batch) for mini_batch in cut]
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
@@ -177,7 +185,7 @@ class PolicyUpdate:
             policy_metrics = self._policy_steps(mini_batches, sums, step)
         timer.end_phase("update_actor")
         return {
-            **self._batch_metrics(batch),
+            **self._batch_metrics(batch, cut),
             **estimate.metrics,
             **critic_metrics,
             **policy_metrics,
@@ -185,10 +193,8 @@ class PolicyUpdate:
             **self._speed(batch, timer.seconds),
         }
 
-    def _cut(
-        self, batch: TrainBatch, step: int, skipped: Container[int]
-    ) -> list[PreparedMiniBatch]:
-        mini_batches = split_batch(
+    def _cut(self, batch: TrainBatch, step: int, skipped: Container[int]) -> list[MiniBatch]:
+        return split_batch(
             batch.groups,
             self._settings.cut,
             Share.of(self._parallel),
@@ -197,7 +203,6 @@ class PolicyUpdate:
             image_prompts=self._image_prompts,
             skipped=skipped,
         )
-        return [prepare(mini_batch) for mini_batch in mini_batches]
 
     def _old_logprobs(
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums, table: BatchTable
@@ -411,13 +416,23 @@ class PolicyUpdate:
             return EntropyUse.BONUS
         return EntropyUse.METRIC if shown else EntropyUse.NONE
 
-    def _batch_metrics(self, batch: TrainBatch) -> dict[str, float]:
-        rows = sum(len(group.rollouts) for group in batch.groups)
-        return batch_metrics(
-            batch_rows(batch, np.zeros(rows)),  # advantages are reported by the estimate
-            max_prompt_tokens=self._settings.max_prompt_tokens,
-            max_response_tokens=self._settings.max_response_tokens,
-        )
+    def _batch_metrics(
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch]
+    ) -> dict[str, float]:
+        num_rows = sum(len(group.rollouts) for group in batch.groups)
+        rows = batch_rows(batch, np.zeros(num_rows))  # advantages are reported by the estimate
+        of_ranks = zip(*(mini_batch.rank_rows for mini_batch in mini_batches), strict=True)
+        return {
+            **batch_metrics(
+                rows,
+                max_prompt_tokens=self._settings.max_prompt_tokens,
+                max_response_tokens=self._settings.max_response_tokens,
+            ),
+            **sequence_balance_metrics(
+                rows.prompt_lengths + rows.response_lengths,
+                [list(chain(*parts)) for parts in of_ranks],
+            ),
+        }
 
     def _speed(self, batch: TrainBatch, seconds: dict[str, float]) -> dict[str, float]:
         responses = sum(r.num_tokens for group in batch.groups for r in group.rollouts)
