@@ -32,17 +32,7 @@ from sluice.config.schema.limits import LimitsConfig
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_PHASE_TO_PROTO = {
-    RunPhase.STARTING: trainer.RUN_PHASE_STARTING,
-    RunPhase.WAITING_FOR_REPLICAS: trainer.RUN_PHASE_WAITING_FOR_REPLICAS,
-    RunPhase.WAITING_FOR_BATCH: trainer.RUN_PHASE_WAITING_FOR_BATCH,
-    RunPhase.TRAINING: trainer.RUN_PHASE_TRAINING,
-    RunPhase.PUBLISHING: trainer.RUN_PHASE_PUBLISHING,
-    RunPhase.EVALUATING: trainer.RUN_PHASE_EVALUATING,
-    RunPhase.SAVING: trainer.RUN_PHASE_SAVING,
-    RunPhase.PAUSED: trainer.RUN_PHASE_PAUSED,
-    RunPhase.FINISHED: trainer.RUN_PHASE_FINISHED,
-}
+_PHASE_TO_PROTO = {phase: trainer.RunPhase.Value(f"RUN_PHASE_{phase.name}") for phase in RunPhase}
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):

@@ -39,8 +39,7 @@ from sluice.weights.transfer import (
     Trailer,
     UpdateHeader,
     broadcast_buckets,
-    send_header,
-    send_trailer,
+    send,
 )
 
 if TYPE_CHECKING:
@@ -230,16 +229,16 @@ class WeightSender:
         header = self._header(plan, version, update)
         phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
 
-        def send() -> str:
-            send_header(group, header, phase, should_stop)
+        def send_all() -> str:
+            send(group, header.encode(), phase, "the header", should_stop)
             digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
             trailer = Trailer(version, plan.total_bytes, digests.tensors)
-            send_trailer(group, trailer, phase, should_stop)
+            send(group, trailer.encode(), phase, "the trailer", should_stop)
             return digests.combined
 
         started = time.monotonic()
         timeout_s = _deadline_s(plan, self._timeout_s)
-        digest = group.run(send, phase, timeout_s, should_stop)
+        digest = group.run(send_all, phase, timeout_s, should_stop)
         seconds = time.monotonic() - started
         sent_bytes = plan.total_bytes if update is None else sum(update.sizes)
         return BroadcastReport(version, digest, sent_bytes, plan.total_bytes, seconds)

@@ -28,7 +28,9 @@ from sluice.weights.plan import Bucket, TransferPlan, WeightBuffer
 _HEADER_MAGIC = b"sluice-u"
 _KEEP, _SPARSE = 1, 2  # flags
 _HEADER_FORMAT = struct.Struct(f"<8sB7xqq{DIGEST_BYTES}s")
-_HEADER_CHECK_BYTES = 16
+_TRAILER_MAGIC = b"sluice-w"
+_TRAILER_FORMAT = struct.Struct("<8sqQ")
+_CHECK_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class UpdateHeader:
             _HEADER_MAGIC, flags, self.version, base.version, bytes.fromhex(base.digest)
         )
         body = fixed + np.array(self.sizes, dtype="<u8").tobytes()
-        return torch.frombuffer(bytearray(body + _header_check(body)), dtype=torch.uint8)
+        return _sealed(body)
 
     @classmethod
     def decode(cls, content: torch.Tensor) -> UpdateHeader:
@@ -70,14 +72,7 @@ class UpdateHeader:
         Raises:
             ValueError: these bytes are not a header, or a damaged one.
         """
-        received = content.numpy().tobytes()
-        body, check = received[:-_HEADER_CHECK_BYTES], received[-_HEADER_CHECK_BYTES:]
-        if not body.startswith(_HEADER_MAGIC):
-            raise ValueError(
-                f"the header starts with {body[: len(_HEADER_MAGIC)]!r}, not {_HEADER_MAGIC!r}"
-            )
-        if check != _header_check(body):
-            raise ValueError("the header's check sum is wrong")
+        body = _opened(content, _HEADER_MAGIC, "the header")
         _, flags, version, base_version, digest = _HEADER_FORMAT.unpack(body[: _HEADER_FORMAT.size])
         return cls(
             version=version,
@@ -89,16 +84,7 @@ class UpdateHeader:
 
 def header_bytes(plan: TransferPlan) -> int:
     """Return the length of every version's header."""
-    return _HEADER_FORMAT.size + 8 * len(plan.buckets) + _HEADER_CHECK_BYTES
-
-
-def _header_check(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_HEADER_CHECK_BYTES).digest()
-
-
-_TRAILER_MAGIC = b"sluice-w"
-_TRAILER_FORMAT = struct.Struct("<8sqQ")
-_TRAILER_CHECK_BYTES = 16
+    return _HEADER_FORMAT.size + 8 * len(plan.buckets) + _CHECK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +103,7 @@ class Trailer:
         """Return uint8 ``[trailer_bytes(plan)]`` on the CPU."""
         fixed = _TRAILER_FORMAT.pack(_TRAILER_MAGIC, self.version, self.total_bytes)
         body = fixed + b"".join(self.digests)
-        return torch.frombuffer(bytearray(body + _trailer_check(body)), dtype=torch.uint8)
+        return _sealed(body)
 
     @classmethod
     def decode(cls, content: torch.Tensor) -> Trailer:
@@ -126,14 +112,7 @@ class Trailer:
         Raises:
             ValueError: these bytes are not a trailer, or a damaged one.
         """
-        received = content.numpy().tobytes()
-        body, check = received[:-_TRAILER_CHECK_BYTES], received[-_TRAILER_CHECK_BYTES:]
-        if not body.startswith(_TRAILER_MAGIC):
-            raise ValueError(
-                f"the trailer starts with {body[: len(_TRAILER_MAGIC)]!r}, not {_TRAILER_MAGIC!r}"
-            )
-        if check != _trailer_check(body):
-            raise ValueError("the trailer's check sum is wrong")
+        body = _opened(content, _TRAILER_MAGIC, "the trailer")
         _, version, total_bytes = _TRAILER_FORMAT.unpack(body[: _TRAILER_FORMAT.size])
         starts = range(_TRAILER_FORMAT.size, len(body), DIGEST_BYTES)
         return cls(version, total_bytes, tuple(body[at : at + DIGEST_BYTES] for at in starts))
@@ -141,11 +120,31 @@ class Trailer:
 
 def trailer_bytes(plan: TransferPlan) -> int:
     """Return the length of every version's trailer."""
-    return _TRAILER_FORMAT.size + DIGEST_BYTES * len(plan.tensors) + _TRAILER_CHECK_BYTES
+    return _TRAILER_FORMAT.size + DIGEST_BYTES * len(plan.tensors) + _CHECK_BYTES
 
 
-def _trailer_check(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_TRAILER_CHECK_BYTES).digest()
+def _sealed(body: bytes) -> torch.Tensor:
+    """Return the body and its check sum, uint8 on the CPU."""
+    return torch.frombuffer(bytearray(body + _check_sum(body)), dtype=torch.uint8)
+
+
+def _opened(content: torch.Tensor, magic: bytes, item: str) -> bytes:
+    """Return the body that `_sealed` got.
+
+    Raises:
+        ValueError: another magic, or a wrong check sum.
+    """
+    received = content.numpy().tobytes()
+    body, check = received[:-_CHECK_BYTES], received[-_CHECK_BYTES:]
+    if not body.startswith(magic):
+        raise ValueError(f"{item} starts with {body[: len(magic)]!r}, not {magic!r}")
+    if check != _check_sum(body):
+        raise ValueError(f"{item}'s check sum is wrong")
+    return body
+
+
+def _check_sum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECK_BYTES).digest()
 
 
 NUM_FRAMING_COLLECTIVES = 2
@@ -229,19 +228,25 @@ class UnpackingPort:
         return self._buffer.bucket(bucket).copy_(wire)
 
 
-def send_header(
-    group: TransferGroup, header: UpdateHeader, phase: str, should_stop: threading.Event
+def send(
+    group: TransferGroup,
+    content: torch.Tensor,
+    phase: str,
+    item: str,
+    should_stop: threading.Event,
 ) -> None:
-    """Send the header from rank 0. Runs in the owner thread."""
-    wire = header.encode().to(group.device.torch_device)
-    group.settle(group.post(wire), phase, "the header", should_stop)
+    """Send a header or a trailer from rank 0. Runs in the owner thread."""
+    wire = content.to(group.device.torch_device)
+    group.settle(group.post(wire), phase, item, should_stop)
 
 
-def receive_header(
-    group: TransferGroup, plan: TransferPlan, phase: str, should_stop: threading.Event
+def receive(
+    group: TransferGroup, num_bytes: int, phase: str, item: str, should_stop: threading.Event
 ) -> torch.Tensor:
-    """Receive the header: uint8 ``[header_bytes(plan)]`` on the CPU."""
-    return _receive(group, header_bytes(plan), phase, "the header", should_stop)
+    """Receive what rank 0 sends: uint8 ``[num_bytes]`` on the CPU. Runs in the owner thread."""
+    wire = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device.torch_device)
+    group.settle(group.post(wire), phase, item, should_stop)
+    return wire.cpu()
 
 
 def broadcast_buckets(
@@ -278,29 +283,6 @@ def broadcast_buckets(
     while in_flight:
         settle_oldest()
     return digest.digests()
-
-
-def send_trailer(
-    group: TransferGroup, trailer: Trailer, phase: str, should_stop: threading.Event
-) -> None:
-    """Send the trailer from rank 0. Runs in the owner thread."""
-    wire = trailer.encode().to(group.device.torch_device)
-    group.settle(group.post(wire), phase, "the trailer", should_stop)
-
-
-def receive_trailer(
-    group: TransferGroup, plan: TransferPlan, phase: str, should_stop: threading.Event
-) -> torch.Tensor:
-    """Receive the trailer: uint8 ``[trailer_bytes(plan)]`` on the CPU."""
-    return _receive(group, trailer_bytes(plan), phase, "the trailer", should_stop)
-
-
-def _receive(
-    group: TransferGroup, num_bytes: int, phase: str, item: str, should_stop: threading.Event
-) -> torch.Tensor:
-    wire = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device.torch_device)
-    group.settle(group.post(wire), phase, item, should_stop)
-    return wire.cpu()
 
 
 def _ring(plan: TransferPlan, device: torch.device) -> list[torch.Tensor]:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 from services.trainer.fleet.delivery import (
     DeliveryResult,
-    ReplicaCalls,
     SyncCounts,
     TransferSession,
 )
 from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.errors import WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
@@ -85,7 +85,7 @@ class WeightPublisher:
         tensors: Sequence[TensorSpec],
         *,
         make_sender: Callable[[], WeightSender],
-        connect: Callable[[ReplicaInfo], ReplicaCalls],
+        connect: Callable[[ReplicaInfo], ReplicaClient],
         timeout_s: float,
         probe_timeout_s: float,
         sends_changes: bool = True,

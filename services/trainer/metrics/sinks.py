@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
@@ -176,10 +176,6 @@ class SinkTarget:
     replaces_after: int | None = None
 
 
-class _SinkType(Protocol):
-    def __call__(self, target: SinkTarget) -> MetricSink: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """One kind of sink: its ``module:class`` in this package, and the package and extra it needs.
@@ -272,13 +268,13 @@ def _open(name: str, kind: _Kind, target: SinkTarget) -> GuardedSink:
     module, _, attribute = kind.sink.partition(":")
     package = __name__.rpartition(".")[0]
     try:
-        sink_type = cast(
-            "_SinkType", vars(importlib.import_module(f"{package}.{module}"))[attribute]
+        open_sink: Callable[[SinkTarget], MetricSink] = getattr(
+            importlib.import_module(f"{package}.{module}"), attribute
         )
     except ImportError as error:
         raise ConfigError(f"{_remedy(name, kind)} ({error})") from error
     try:
-        opened = sink_type(target)
+        opened = open_sink(target)
     except Exception as error:
         raise ConfigError(
             f"trainer.logger: {name} cannot be opened ({type(error).__name__}: {error}); mend it, "

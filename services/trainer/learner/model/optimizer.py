@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,36 +23,11 @@ logger = logging.getLogger(__name__)
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-class Gradients(Protocol):
-    """The gradients of one optimizer."""
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """Return the buffers that must still be summed over ranks before a step."""
-        ...
-
-    def complete(self) -> None:
-        """Give every parameter a gradient, 0 where no pass left one."""
-        ...
-
-    def zero(self) -> None:
-        """Set all gradients to 0."""
-        ...
-
-    def norm(self) -> float:
-        """Return the global L2 norm over all ranks' parts, the same bits on each rank."""
-        ...
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        ...
-
-
 class FlatGradients:
     """Gradients of parameters that each rank holds whole: one buffer per dtype.
 
     Each parameter's `grad` is a view into it, so that one collective sums over ranks and one write
-    clears.
+    clears. `buffers` must be summed over ranks before a step.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -107,7 +82,7 @@ class ShardedGradients:
         self._parameters = list(parameters)
         self._parallel = parallel
         self._num_copies = num_copies
-        self.buffers: tuple[Tensor, ...] = ()
+        self.buffers: tuple[Tensor, ...] = ()  # FSDP2 has summed them
 
     def complete(self) -> None:
         """Set 0 for parameters that no backward pass reached."""
@@ -136,6 +111,9 @@ class ShardedGradients:
     def _local(self) -> list[Tensor]:
         gradients = (parameter.grad for parameter in self._parameters)
         return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
+
+
+Gradients: TypeAlias = FlatGradients | ShardedGradients
 
 
 class PolicyOptimizer:

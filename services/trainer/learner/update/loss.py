@@ -19,7 +19,6 @@ from sluice.algorithm.losses.objective import PolicyObjective, TotalLoss, total_
 from sluice.algorithm.registry import policy_objective
 from sluice.algorithm.rollout_correction.correction import (
     RolloutCorrection,
-    normalized_weights,
     rollout_correction,
 )
 from sluice.algorithm.rollout_correction.statistics import (
@@ -96,21 +95,13 @@ def first_of_rows(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     return firsts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatchLoss:
-    """The loss of a micro-batch; backward runs from `total.total`."""
-
-    total: TotalLoss
-    objective: PolicyObjective
-
-
 class LossTerms:
     """The configured loss, corrections included."""
 
     def __init__(self, settings: UpdateSettings) -> None:
         self._settings = settings
         self._actor = settings.actor
-        self._objective = policy_objective(settings.loss_mode)
+        self._objective = policy_objective(settings.plan.loss_mode)
 
     def loss(
         self,
@@ -119,8 +110,8 @@ class LossTerms:
         counts: GlobalCounts,
         *,
         seed: int,
-    ) -> MicroBatchLoss:
-        """Return this micro-batch's share of the mini-batch's loss.
+    ) -> tuple[TotalLoss, PolicyObjective]:
+        """Return this micro-batch's share of the mini-batch's loss, and the policy's part.
 
         Rejected tokens are left out, but the denominators remain those of `counts`.
         """
@@ -146,7 +137,7 @@ class LossTerms:
             kl=kl,
             kl_loss_coef=self._actor.kl_loss_coef,
         )
-        return MicroBatchLoss(total, objective)
+        return total, objective
 
     def correct(self, prepared: PreparedMicroBatch) -> Statistics | None:
         """Set weights and rejections from old and behavior logprobs; return the statistics.
@@ -166,11 +157,6 @@ class LossTerms:
         prepared.weights = found.weights
         prepared.kept = found.kept if settings.correction.rollout_rs is not None else None
         return found.statistics
-
-    def normalize(self, prepared: PreparedMicroBatch, batch_statistics: Statistics) -> None:
-        """Divide importance weights, if there are any, by their mean over the batch."""
-        if prepared.weights is not None:
-            prepared.weights = normalized_weights(prepared.weights, batch_statistics)
 
     def mean_names(self) -> tuple[str, ...]:
         """Return the names of the means that the loss reports, by a trial on made-up tokens."""

@@ -59,6 +59,7 @@ from sluice.algorithm.batch_metrics import (
     sequence_balance_metrics,
     throughput_metrics,
 )
+from sluice.algorithm.rollout_correction.correction import normalized_weights
 from sluice.algorithm.rollout_correction.statistics import (
     Statistics,
     merge_statistics,
@@ -264,7 +265,8 @@ class PolicyUpdate:
             found = statistics_from_vector(self._no_corrections, vector)
             merged = merge_statistics(merged, found)
         for prepared in _micro_batches(mini_batches):
-            self._terms.normalize(prepared, merged)
+            if prepared.weights is not None:
+                prepared.weights = normalized_weights(prepared.weights, merged)
 
     def _reference_logprobs(self, mini_batches: Sequence[PreparedMiniBatch]) -> None:
         if self._reference is None:
@@ -380,15 +382,15 @@ class PolicyUpdate:
                 self._note_old_policy(prepared, outputs, sums)
             elif bypassed and outputs.entropy is not None:
                 sums.add_entropy(outputs.entropy)
-            loss = self._terms.loss(
+            total, objective = self._terms.loss(
                 outputs,
                 prepared,
                 mini_batch.counts,
                 seed=(seed * _SEEDS_PER_BATCH + number) % 2**62,
             )
             self._passes.before_backward()
-            loss.total.total.backward()  # adds to the gradients of earlier micro-batches
-            sums.add_loss(loss.total, loss.objective.metrics)
+            total.total.backward()  # adds to the gradients of earlier micro-batches
+            sums.add_loss(total, objective.metrics)
         self._passes.end_step()
         # Empty for a sharded model, whose last backward pass has summed its gradients.
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")

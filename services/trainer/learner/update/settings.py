@@ -47,11 +47,6 @@ class UpdateSettings:
     skip_zero_advantage: bool
 
     @property
-    def loss_mode(self) -> str:
-        """Return the policy loss, which the rollout correction may replace."""
-        return self.plan.loss_mode
-
-    @property
     def old_is_behavior(self) -> bool:
         """Return whether the behavior logprobs serve as old logprobs."""
         return self.actor.use_rollout_log_probs or self.plan.old_logprobs is OldLogprobs.ROLLOUT
