@@ -22,13 +22,12 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError
 from tests.support.tiny_policy import make_config, save_model, with_critic
 
-CPU = torch.device("cpu")
 FLOAT32 = FsdpConfig(dtype="float32")
 
 
 def load(folder: Path, precision: FsdpConfig = FLOAT32, *, checkpointing: bool = False) -> None:
     model = ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing)
-    load_policy(model, precision, CPU, max_tokens=28)
+    load_policy(model, precision, max_tokens=28)
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:

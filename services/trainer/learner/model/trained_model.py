@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 _CPU = "cpu"
+ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
+CRITIC_SHARDING = "critic.fsdp"
 
 
 def random_state(device: torch.device) -> dict[str, str]:

@@ -10,19 +10,11 @@ from torch import Tensor
 
 from services.trainer.learner.batch.train_batch import BatchTable
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.gdpo import gdpo_metrics
-from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
+from sluice.algorithm.advantages.inputs import AdvantageInputs
 from sluice.algorithm.advantages.rewards import KlController, last_token_rewards, penalize_rewards
 from sluice.algorithm.registry import batch_estimator
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageRules:
-    """The estimator with its constants; `kl_kind` is set if rewards include a KL penalty."""
-
-    estimator: str
-    constants: AdvantageSettings
-    kl_kind: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +48,7 @@ def token_advantages(
     table: BatchTable,
     passed: PassTables,
     components: Mapping[str, Tensor],
-    rules: AdvantageRules,
+    settings: UpdateSettings,
     controller: KlController,
 ) -> AdvantageEstimate:
     """Put rewards on last tokens, subtract the KL penalty if configured, and run the estimator.
@@ -69,7 +61,7 @@ def token_advantages(
         passed: ``old_logprobs`` and ``ref_logprobs`` for a KL penalty, and the other inputs of the
             estimator.
         components: reward components (gdpo).
-        rules: the run's estimator and penalty.
+        settings: the estimator, its constants and the penalty.
         controller: the weight of the penalty.
 
     Raises:
@@ -77,7 +69,7 @@ def token_advantages(
     """
     rewards = last_token_rewards(table.scores, table.mask)
     metrics: dict[str, float] = {}
-    if rules.kl_kind is not None:
+    if settings.kl_kind is not None:
         assert passed.old_logprobs is not None
         assert passed.ref_logprobs is not None
         penalized = penalize_rewards(
@@ -85,7 +77,7 @@ def token_advantages(
             passed.old_logprobs,
             passed.ref_logprobs,
             table.mask,
-            kind=rules.kl_kind,
+            kind=settings.kl_kind,
             controller=controller,
         )
         # An adaptive controller changes its weight after each batch.
@@ -103,7 +95,7 @@ def token_advantages(
         reward_components=components,
         baselines=table.baselines,
     )
-    found = batch_estimator(rules.estimator)(inputs, rules.constants)
+    found = batch_estimator(settings.estimator)(inputs, settings.advantages)
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
     if components:
         metrics |= gdpo_metrics(inputs)

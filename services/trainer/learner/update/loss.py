@@ -101,7 +101,7 @@ class LossTerms:
     def __init__(self, settings: UpdateSettings) -> None:
         self._settings = settings
         self._actor = settings.actor
-        self._objective = policy_objective(settings.plan.loss_mode)
+        self._objective = policy_objective(settings.loss_mode)
 
     def loss(
         self,
@@ -145,7 +145,7 @@ class LossTerms:
         ``None``: both logprobs are the same, or the loss itself corrects.
         """
         settings = self._settings
-        if settings.old_is_behavior or not settings.plan.corrects_old_policy:
+        if settings.old_is_behavior:
             return None
         assert prepared.old_logprobs is not None
         found = rollout_correction(
@@ -178,7 +178,7 @@ class LossTerms:
 
     def no_corrections(self) -> Statistics:
         """Return the statistics of `correct` for no tokens."""
-        if self._settings.old_is_behavior or not self._settings.plan.corrects_old_policy:
+        if self._settings.old_is_behavior:
             return {}
         found: RolloutCorrection = rollout_correction(
             torch.zeros(2), torch.zeros(2), torch.tensor([0, 1]), self._settings.correction

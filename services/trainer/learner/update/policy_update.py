@@ -53,6 +53,7 @@ from services.trainer.learner.update.loss import (
 )
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.update.settings import UpdateSettings
+from sluice.algorithm.advantages.rewards import KlController
 from sluice.algorithm.batch_metrics import (
     batch_metrics,
     batch_rows,
@@ -136,7 +137,13 @@ class PolicyUpdate:
         self._terms = LossTerms(settings)
         self._mean_names = self._terms.mean_names()
         self._no_corrections = self._terms.no_corrections()
-        self.kl_controller = settings.kl_controller
+        control = settings.config.algorithm.kl_ctrl
+        self.kl_controller = KlController(
+            type=control.type,
+            coef=control.kl_coef,
+            target_kl=control.target_kl,
+            horizon=control.horizon,
+        )
         self._passes = EvenPasses(policy.shards, parallel, self._idle_pass, device.torch_device)
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
@@ -158,7 +165,7 @@ class PolicyUpdate:
         table = batch_table(batch, self._device.torch_device)
         early: AdvantageEstimate | None = None
         skipped = frozenset[int]()
-        if self._settings.skip_zero_advantage:
+        if self._settings.config.sluice.trainer.skip_zero_advantage:
             # Only with estimators that need no forward pass, so the estimate can come first.
             early = self._estimate(batch, table, PassTables())
             skipped = zero_advantage_rows(early.advantages, self._parallel)
@@ -182,7 +189,7 @@ class PolicyUpdate:
         timer.end_phase("update_critic", shown=self._critic is not None)
         # During the warm-up only the critic trains.
         policy_metrics = {}
-        if step >= self._settings.critic_warmup:
+        if step >= self._settings.config.trainer.critic_warmup:
             policy_metrics = self._policy_steps(mini_batches, sums, step)
         timer.end_phase("update_actor")
         return {
@@ -299,7 +306,7 @@ class PolicyUpdate:
             old_logprobs=gathered(lambda one: one.old_logprobs, "old logprobs"),
             ref_logprobs=(
                 gathered(lambda one: one.ref_logprobs, "reference logprobs")
-                if settings.advantages.kl_kind is not None
+                if settings.kl_kind is not None
                 else None
             ),
             values=values,
@@ -319,12 +326,9 @@ class PolicyUpdate:
     def _estimate(
         self, batch: TrainBatch, table: BatchTable, passed: PassTables
     ) -> AdvantageEstimate:
-        components = reward_components(
-            batch, self._settings.component_keys, self._device.torch_device
-        )
-        estimate = token_advantages(
-            table, passed, components, self._settings.advantages, self.kl_controller
-        )
+        names = self._settings.config.algorithm.gdpo_reward_keys or ()
+        components = reward_components(batch, names, self._device.torch_device)
+        estimate = token_advantages(table, passed, components, self._settings, self.kl_controller)
         self.kl_controller = estimate.controller
         return estimate
 
@@ -342,7 +346,8 @@ class PolicyUpdate:
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums, step: int
     ) -> dict[str, float]:
         # The schedule starts at the policy's first update, which critic_warmup delays.
-        rate = self._optimizer.begin_batch(step - max(1, self._settings.critic_warmup))
+        first_step = max(1, self._settings.config.trainer.critic_warmup)
+        rate = self._optimizer.begin_batch(step - first_step)
         # Some losses choose tokens at random: each pass has its own seed, equal in a resumed run.
         norms = [
             self._optimizer_step(mini_batch, sums, seed, first_pass=epoch == 0)
@@ -427,8 +432,8 @@ class PolicyUpdate:
         return {
             **batch_metrics(
                 rows,
-                max_prompt_tokens=self._settings.max_prompt_tokens,
-                max_response_tokens=self._settings.max_response_tokens,
+                max_prompt_tokens=self._settings.config.data.max_prompt_length,
+                max_response_tokens=self._settings.config.data.max_response_length,
             ),
             **sequence_balance_metrics(
                 rows.prompt_lengths + rows.response_lengths,
