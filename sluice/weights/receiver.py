@@ -22,7 +22,6 @@ from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer
 from sluice.weights.sparse_update import ChangeReceivingPort
 from sluice.weights.transfer import (
-    NUM_FRAMING_COLLECTIVES,
     Base,
     BucketPort,
     DirectPort,
@@ -33,6 +32,7 @@ from sluice.weights.transfer import (
     header_bytes,
     receive,
     trailer_bytes,
+    version_deadline_s,
 )
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class WeightReceiver:
             return header
 
         digests: list[WeightDigests] = []
-        timeout_s = (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * group.spec.timeout_s
+        timeout_s = version_deadline_s(plan, group.spec.timeout_s)
         header = group.run(receive_all, phase, timeout_s, stop)
         return StagedWeights(
             version,

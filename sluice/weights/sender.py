@@ -31,7 +31,6 @@ from sluice.weights.plan import (
 from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
 from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.transfer import (
-    NUM_FRAMING_COLLECTIVES,
     Base,
     BucketPort,
     DirectPort,
@@ -40,6 +39,7 @@ from sluice.weights.transfer import (
     UpdateHeader,
     broadcast_buckets,
     send,
+    version_deadline_s,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def broadcast_deadline_s(
         bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
     """
-    return _deadline_s(_plan(tensors, bucket_bytes), timeout_s)
+    return version_deadline_s(_plan(tensors, bucket_bytes), timeout_s)
 
 
 class WeightSender:
@@ -237,7 +237,7 @@ class WeightSender:
             return digests.combined
 
         started = time.monotonic()
-        timeout_s = _deadline_s(plan, self._timeout_s)
+        timeout_s = version_deadline_s(plan, self._timeout_s)
         digest = group.run(send_all, phase, timeout_s, should_stop)
         seconds = time.monotonic() - started
         sent_bytes = plan.total_bytes if update is None else sum(update.sizes)
@@ -295,10 +295,6 @@ class WeightSender:
 
 def _plan(tensors: Sequence[TensorSpec], most_bucket_bytes: int) -> TransferPlan:
     return plan_transfer(tensors, hiding_bucket_bytes(tensors, most_bucket_bytes))
-
-
-def _deadline_s(plan: TransferPlan, timeout_s: float) -> float:
-    return (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * timeout_s
 
 
 def _check_weights(plan: TransferPlan, weights: Mapping[str, torch.Tensor]) -> None:

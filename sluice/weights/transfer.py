@@ -147,10 +147,19 @@ def _check_sum(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_CHECK_BYTES).digest()
 
 
-NUM_FRAMING_COLLECTIVES = 2
-"""Header and trailer, beside the buckets."""
+_NUM_FRAMING_COLLECTIVES = 2  # header and trailer, beside the buckets
 
 _IN_FLIGHT = 2
+
+
+def version_deadline_s(plan: TransferPlan, timeout_s: float) -> float:
+    """Return the seconds that all collectives of one version may take together.
+
+    Args:
+        plan: the layout on the wire.
+        timeout_s: for each collective.
+    """
+    return (len(plan.buckets) + _NUM_FRAMING_COLLECTIVES) * timeout_s
 
 
 class BucketPort(Protocol):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from services.trainer.learner.batch.train_batch import BatchCut, Share, split_batch
+from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,
@@ -115,7 +117,7 @@ def test_lengths_of_a_whole_step_equal_the_sample_logs() -> None:
     (mini_batch,) = split_batch(
         batch.groups,
         BatchCut(GROUPS, None, rows_per_micro=1),
-        Share(0, RANKS),
+        SimpleNamespace(rank=0, world_size=RANKS),
         step=1,
         device=torch.device("cpu"),
     )

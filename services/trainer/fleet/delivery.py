@@ -8,7 +8,7 @@ Unblocked by: answers, deadlines, and at the first failure by leaving the epoch 
 Produces: the replicas that serve the version, proven by a digest equal to ours, and those that must
     be dropped. The version that all members of the group serve is the base of the next update: if
     few bytes changed since, only these are sent.
-On failure: an error in a collective means that *someone* is gone, but not which member; all members
+On failure: an error in a collective shows that a member is gone, but not which one. All members
     are probed, and the group is over. Nothing is retried inside an epoch, and the next epoch begins
     with all bytes.
 On shutdown: `close` leaves the group.

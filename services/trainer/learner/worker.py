@@ -209,8 +209,7 @@ class Learner:
         for trained, folder, weights, moments in self._holdings(directory):
             save_policy_state(
                 folder,
-                trained.model,
-                trained.optimizer,
+                trained,
                 path,
                 weights=partial(whole or self._own, weights) if trained.shards else None,
                 moments=partial(whole or self._own, moments),
@@ -233,7 +232,7 @@ class Learner:
         self._reshard()
         # The policy comes last: both restore the random state, and its state is the one to keep.
         sums = [
-            load_policy_state(folder, trained.model, trained.parameters, trained.optimizer)
+            load_policy_state(folder, trained)
             for trained, folder, _, _ in reversed(self._holdings(directory))
         ]
         self._load_kl_control(directory / KL_CONTROL_FILE)

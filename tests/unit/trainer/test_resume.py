@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.model.optimizer import PolicyOptimizer
 from services.trainer.learner.model.trained_model import (
+    TrainedModel,
     random_state,
     restore_random_state,
     save_policy_state,
@@ -282,6 +283,7 @@ def test_whole_weights_are_given_up_before_the_moments_come(tmp_path: Path) -> N
         alive.extend(not one.expired() for one in held)
         yield iter(optimizer.state_tensors().items())
 
-    save_policy_state(tmp_path, model, optimizer, "", weights=weights, moments=moments)
+    trained = TrainedModel(model, parameters, optimizer, None, 0.0)
+    save_policy_state(tmp_path, trained, "", weights=weights, moments=moments)
     assert len(alive) == len(parameters)
     assert not any(alive)

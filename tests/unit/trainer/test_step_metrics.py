@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from services.trainer.learner.batch.train_batch import BatchCut, Share, split_batch
+from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.learner.ranks import SingleProcess
 from services.trainer.learner.worker import Learner
 from services.trainer.metrics.step_metrics import (
@@ -156,7 +157,7 @@ def test_rows_are_counted_for_the_rank_that_trains_them(
         mini_batches = split_batch(
             batch.groups,
             cut,
-            Share(rank, num_ranks),
+            SimpleNamespace(rank=rank, world_size=num_ranks),
             step=STEP,
             device=torch.device("cpu"),
             skipped=skipped,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Self
 
 import numpy as np
 import torch
@@ -134,23 +133,6 @@ class MiniBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The part of each mini-batch's rows that this rank trains.
-
-    Today every rank trains different rows. Ranks that hold parts of one layer or of one pipeline
-    will have the same share.
-    """
-
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(cls, parallel: DataParallel) -> Self:
-        """Return this rank's share."""
-        return cls(parallel.rank, parallel.world_size)
-
-
-@dataclass(frozen=True, slots=True)
 class BatchCut:
     """The way a train batch is cut; either `token_budget` or `rows_per_micro` is set.
 
@@ -168,7 +150,7 @@ class BatchCut:
 def split_batch(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
-    share: Share,
+    parallel: DataParallel,
     *,
     step: int,
     device: torch.device,
@@ -196,7 +178,7 @@ def split_batch(
             [groups[order[i]] for i in members],
             [numbers[order[i]] for i in members],
             cut,
-            share,
+            parallel,
             device,
             image_prompts,
             skipped,
@@ -209,7 +191,7 @@ def _mini_batch(
     groups: Sequence[TrainGroup],
     numbers: Sequence[Sequence[int]],
     cut: BatchCut,
-    share: Share,
+    parallel: DataParallel,
     device: torch.device,
     image_prompts: ImagePromptReader | None,
     skipped: Container[int],
@@ -220,10 +202,10 @@ def _mini_batch(
     assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
     # Every rank computes the assignment of all ranks and takes its own part.
-    assigned = assign(sizes, share.world_size)
+    assigned = assign(sizes, parallel.world_size)
     plans = plan(
         sizes,
-        assigned[share.rank],
+        assigned[parallel.rank],
         token_budget=cut.token_budget,
         rows_per_micro=cut.rows_per_micro,
     )

@@ -16,7 +16,6 @@ from services.trainer.learner.batch.train_batch import (
     BatchCut,
     BatchTable,
     MiniBatch,
-    Share,
     gather_tokens,
     split_batch,
     tokens_of,
@@ -106,7 +105,7 @@ class Critic:
         self._mini_batches = split_batch(
             batch.groups,
             self._cut,
-            Share.of(self._parallel),
+            self._parallel,
             step=step,
             device=self._device.torch_device,
         )
@@ -125,7 +124,7 @@ class Critic:
         return gather_tokens(found, table, self._parallel, "gathering the critic's values")
 
     def update(self, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
-        """All optimizer steps of the batch given to `values`.
+        """Run all optimizer steps of the batch given to `values`.
 
         Args:
             returns: [rows, W], the targets of the values.

@@ -21,7 +21,6 @@ from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import (
     BatchTable,
     MiniBatch,
-    Share,
     batch_table,
     gather_tokens,
     reward_components,
@@ -205,7 +204,7 @@ class PolicyUpdate:
         return split_batch(
             batch.groups,
             self._settings.cut,
-            Share.of(self._parallel),
+            self._parallel,
             step=step,
             device=self._device.torch_device,
             image_prompts=self._image_prompts,
