@@ -150,6 +150,7 @@ class WeightSender:
         self._check_epoch(epoch, members)
         plan = _plan(tensors, self._bucket_bytes)
         self.abandon(f"epoch {epoch} begins")
+        # A new secret: a member of an earlier epoch that comes late cannot enter this one.
         store_key = secrets.token_bytes(KEY_BYTES)
         self._store.begin(epoch, store_key)
         self._last_epoch, self._plan = epoch, plan
@@ -166,6 +167,7 @@ class WeightSender:
             plan_digest=plan.digest,
             store_key=store_key,
         )
+        # Members verify the store by certificates of their own; these hold the private key.
         own_spec = replace(spec, certificates=self._certificates)
         self._group = TransferGroup(own_spec, {0: SENDER_NAME, **_names(places)}, self._device)
         return {

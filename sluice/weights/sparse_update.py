@@ -62,6 +62,7 @@ def encode_update(
     codes: list[torch.Tensor] = []
     for bucket in plan.buckets:
         code = encode_change(plan, bucket, old.bucket(bucket).numpy(), new.bucket(bucket).numpy())
+        # Stop as soon as the changes are not worth it.
         allowed -= code.nbytes
         if allowed < 0 or should_stop.is_set():
             return None
@@ -131,6 +132,7 @@ class ChangeReceivingPort:
             WeightSyncError: the bytes that arrived are not changes of this bucket.
         """
         plan, content = self._staging.plan, self._staging.bucket(bucket)
+        # Into staging memory first: the base serves until the commit and must stay whole.
         content.copy_(self._base.bucket(bucket))
         try:
             apply_change(plan, bucket, wire.cpu().numpy(), content.numpy())

@@ -57,6 +57,7 @@ class UpdateHeader:
 
     def encode(self) -> torch.Tensor:
         """Return uint8 ``[header_bytes(plan)]`` on the CPU."""
+        # The header has one length with and without a base, so that receivers can allocate it.
         base = self.base or Base(0, "00" * DIGEST_BYTES)
         flags = (_KEEP if self.keep else 0) | (_SPARSE if self.base else 0)
         fixed = _HEADER_FORMAT.pack(
@@ -278,14 +279,14 @@ def broadcast_buckets(
         bucket, wire, work = in_flight.popleft()
         item = f"bucket {bucket.index + 1} of {len(plan.buckets)}"
         group.settle(work, phase, item, should_stop)
-        if not is_source:
+        if not is_source:  # the bytes have arrived only now
             digest.absorb(bucket, bucket_port.unload(bucket, wire))
 
     for bucket in plan.buckets:
         advance()
         wire = bucket_port.load(bucket)
         in_flight.append((bucket, wire, group.post(wire)))
-        if is_source:
+        if is_source:  # its bytes are complete already: hash them while the wire moves them
             digest.absorb(bucket, bucket_port.unload(bucket, wire))
         if len(in_flight) == _IN_FLIGHT:
             settle_oldest()

@@ -187,6 +187,7 @@ class EvenPasses:
     def before_backward(self) -> None:
         """Before each backward pass: let only the last one sum gradients over ranks."""
         if self._shards is not None:
+            # Earlier passes keep whole gradients: summing once per step saves communication.
             self._left -= 1
             self._shards.sum_gradients(self._left == 0)
 

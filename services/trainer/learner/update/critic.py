@@ -151,7 +151,7 @@ class Critic:
                     for one in losses
                 ]
                 num_tokens += sum(one.num_tokens for one in losses)
-        self._mini_batches, self._old_values = [], []
+        self._mini_batches, self._old_values = [], []  # free the batch's tensors
         return {**self._means(sums, num_tokens, len(norms)), **_norm(norms), "critic/lr": rate}
 
     def _accumulate(

@@ -116,7 +116,7 @@ class LossTerms:
         Rejected tokens are left out, but the denominators remain those of `counts`.
         """
         inputs = prepared.loss_inputs(outputs.logprobs, seed=seed)
-        kept = prepared.kept  # the denominators in `counts` do not depend on it
+        kept = prepared.kept
         if kept is not None:
             inputs = inputs.keeping(kept)
         objective = self._objective(inputs, counts, self._settings.loss)
