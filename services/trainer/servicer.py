@@ -76,7 +76,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Heartbeat(
         self, request: trainer.HeartbeatRequest, context: Context
     ) -> trainer.HeartbeatResponse:
-        """Record a replica's heartbeat."""
         check_heartbeat(request)
         self._fleet.heartbeat(
             request.name,
@@ -91,7 +90,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetStatus(
         self, request: trainer.GetStatusRequest, context: Context
     ) -> trainer.GetStatusResponse:
-        """Return the state of the run."""
         state, now_s = self._state, time.monotonic()
         return trainer.GetStatusResponse(
             instance_id=state.instance_id,

@@ -79,11 +79,9 @@ class ChangeSendingPort:
         self._device = device
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return the code of the bucket's changes."""
         return self._update.codes[bucket.index].to(self._device)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Return the bucket's new bytes."""
         return self._new.bucket(bucket)
 
 
@@ -122,7 +120,6 @@ class ChangeReceivingPort:
         ]
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return memory to receive the code into."""
         return self._ring[bucket.index % _IN_FLIGHT][: self._sizes[bucket.index]]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:

@@ -186,11 +186,9 @@ class DirectPort:
         self._buffer = buffer
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return a view."""
         return self._buffer.bucket(bucket)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Return the same view."""
         return wire
 
 
@@ -230,11 +228,9 @@ class UnpackingPort:
         self._ring = _ring(buffer.plan, device)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return device memory to receive into."""
         return self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Copy the bucket to the CPU."""
         return self._buffer.bucket(bucket).copy_(wire)
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.learner.ranks import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import make_batch, make_config, save_model
@@ -126,7 +126,7 @@ def trainer(
 
 def train_one(model: Path, steps: int, **actor: object) -> tuple[list[Metrics], Weights]:
     """In this process."""
-    learner = Learner(make_config(model, NUM_GROUPS, **actor), SingleProcess(), total_steps=10)
+    learner = Learner(make_config(model, NUM_GROUPS, **actor), DataParallel(), total_steps=10)
     metrics = [learner.train_step(make_batch(NUM_GROUPS, seed=s), s) for s in range(1, steps + 1)]
     return metrics, dict(learner.named_weights())
 

@@ -136,7 +136,6 @@ class SyncCounts:
             self.seconds[phase] += time.monotonic() - began_s
 
     def failed(self, phase: SyncPhase) -> None:
-        """Count an attempt that failed in `phase`."""
         self.failures[phase] += 1
 
     def arrived(self, to: str, sent_bytes: int, whole_bytes: int, stall_s: float) -> None:

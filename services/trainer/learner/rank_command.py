@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.trainer.learner.ranks import DataParallel, SingleProcess, TorchDistributed
+from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from services.trainer.learner.worker import Learner, NamedTensors, TensorSet
 from sluice.codec.reward import train_batch_from_bytes, train_batch_to_bytes
 from sluice.concurrency.process import exempt_start_up
@@ -186,7 +186,7 @@ def join_ranks(config: RunConfig) -> DataParallel:
     """Join this process to all trainer ranks."""
     torch.set_num_threads(config.sluice.trainer.torch_threads)
     if world_size(config) == 1:
-        return SingleProcess()
+        return DataParallel()
     device = select_device(config.trainer.device)
     timeout_s = config.sluice.trainer.command_timeout_s
     # Rank 0 joins only after the reward service has answered.

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -171,8 +171,9 @@ def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
         time.sleep(_RETRY_S)
 
 
-class DataParallel(Protocol):
-    """Ranks that train different rows of one batch.
+class DataParallel:
+    """Ranks that train different rows of one batch. This class is the only rank of a run, which has
+    nothing to exchange; `TorchDistributed` connects several.
 
     Every method is collective: all ranks call it in the same order. `phase` names the moment in
     errors.
@@ -182,27 +183,21 @@ class DataParallel(Protocol):
         PeerError: a rank failed or vanished.
     """
 
-    @property
-    def rank(self) -> int:
-        """Return this process's number, 0-based."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        ...
+    rank: int = 0
+    """This process's number, 0-based."""
+    world_size: int = 1
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
         """Replace each tensor by its sum over ranks, in place; the same bits on every rank."""
-        ...
 
     def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
         """Return every rank's numbers (as float64), in order of rank; equally many on each."""
-        ...
+        return [list(values)]
 
     def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
         """Return rank 0's bytes on every rank; the others pass ``None``."""
-        ...
+        assert payload is not None
+        return payload
 
     def shard_mesh(self, size: int) -> DeviceMesh | None:
         """Return groups of `size` neighboring ranks that share one model.
@@ -214,7 +209,7 @@ class DataParallel(Protocol):
             dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` if each rank
             holds the whole model: `size` is 1, or these ranks cannot share.
         """
-        ...
+        return None
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
         """Gather equally long tensors ``[n]`` of a group of ranks that includes rank 0.
@@ -222,52 +217,17 @@ class DataParallel(Protocol):
         Returns:
             ``[ranks, n]`` on rank 0, ``None`` on the others.
         """
-        ...
-
-    def naming_failures(self, phase: str) -> AbstractContextManager[object]:
-        """Name failures of collectives that torch itself calls in the block."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
-
-
-class SingleProcess:
-    """The only rank of a run: it has nothing to exchange."""
-
-    rank = 0
-    world_size = 1
-
-    def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
-        """Do nothing: the sum over one rank is already there."""
-
-    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
-        """Return this rank's numbers."""
-        return [list(values)]
-
-    def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
-        """Return the payload."""
-        assert payload is not None
-        return payload
-
-    def shard_mesh(self, size: int) -> DeviceMesh | None:
-        """Return None: there is no other rank."""
-        return None
-
-    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
-        """Return this rank's tensor."""
         return own[None]
 
     def naming_failures(self, phase: str) -> AbstractContextManager[object]:
-        """Return a context without effect: no other rank can fail."""
+        """Name failures of collectives that torch itself calls in the block."""
         return nullcontext()
 
     def close(self) -> None:
-        """Do nothing: no group exists."""
+        """Leave the group."""
 
 
-class TorchDistributed:
+class TorchDistributed(DataParallel):
     """Ranks that a launcher starts with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     They meet at a store that rank 0 opens at that address (`RankRendezvous`). If torchrun's agent
@@ -363,7 +323,6 @@ class TorchDistributed:
             self._fail(error, phase, is_late=_LATE in text.lower())
 
     def close(self) -> None:
-        """Destroy the process group."""
         dist.destroy_process_group()
         self._leave_rendezvous()
 

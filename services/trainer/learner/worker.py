@@ -90,7 +90,7 @@ class Learner:
 
     Args:
         config: the run.
-        parallel: all ranks; `SingleProcess` for one rank.
+        parallel: all ranks; `DataParallel` for one rank.
         total_steps: train batches of the whole run, for the learning-rate schedule.
         device: trains the models; by default ``trainer.device``.
 

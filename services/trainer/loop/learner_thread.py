@@ -75,10 +75,7 @@ class LearnerThread:
 
     async def save(self, step: int, progress: DataProgress) -> str:
         """Write a checkpoint and return its folder."""
-        folder = await self._run(
-            lambda: self._store.save(step, self._leader.save, progress, {"policy_version": step})
-        )
-        return str(folder)
+        return str(await self._run(lambda: self._store.save(step, self._leader.save, progress)))
 
     async def close(self) -> None:
         """Stop the other ranks, after the running work."""

@@ -74,11 +74,9 @@ class GuardedSink:
         self.num_dropped = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step."""
         self._attempt(lambda: self._sink.write(step, metrics))
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Write validation responses."""
         self._attempt(lambda: self._sink.write_generations(step, examples))
 
     def close(self) -> None:
@@ -139,12 +137,10 @@ class BackgroundSink:
         return self._writer.num_dropped
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue a step."""
         numbers = dict(metrics)
         self._writer.put(lambda: self.opening.result().write(step, numbers))
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Queue validation responses."""
         kept = tuple(examples)
         self._writer.put(lambda: self.opening.result().write_generations(step, kept))
 
@@ -399,12 +395,10 @@ class JsonlSink:
         self._generations = target.run_dir / GENERATIONS_FILE
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line."""
         finite = {k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}
         self._metrics.append({"step": step, **finite})
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Append a line per response."""
         file = LineFile(self._generations)
         try:
             for one in examples:
@@ -416,7 +410,6 @@ class JsonlSink:
             file.close()
 
     def close(self) -> None:
-        """Close the file."""
         self._metrics.close()
 
 
@@ -447,7 +440,6 @@ class LineFile:
         self._is_torn = False
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -466,7 +458,6 @@ class ConsoleSink:
         del target  # only files and vendors need it
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one line."""
         parts = [f"{name}:{value:.6g}" for name, value in sorted(metrics.items())]
         logger.info("%s", " - ".join([f"step:{step}", *parts]))
 

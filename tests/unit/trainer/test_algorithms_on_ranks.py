@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from services.trainer.learner.ranks import DataParallel, SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from sluice.config.run import RunConfig
 from tests.support.threaded_ranks import on_ranks
@@ -76,7 +76,7 @@ def test_ranks_train_like_one(model_folder: Path, name: str) -> None:
     def build(parallel: DataParallel) -> Learner:
         return Learner(config, parallel, total_steps=10)
 
-    expected, weights = train(build(SingleProcess()))
+    expected, weights = train(build(DataParallel()))
     (first, first_weights), (second, second_weights) = on_ranks(2, build, train)
     assert torch.equal(first_weights, second_weights)
     torch.testing.assert_close(first_weights, weights, atol=2e-5, rtol=1e-4)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.state_clock import EngineState
-from services.trainer.learner.ranks import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from services.trainer.loop.run_state import RunPhase
 from services.trainer.metrics.step_metrics import (
@@ -73,7 +73,7 @@ def test_no_name_stands_in_the_page_twice() -> None:
 
 def test_every_name_of_a_step_is_in_the_page(tmp_path: Path) -> None:
     config, batch = make_config(save_model(tmp_path)), make_batch()
-    learner = Learner(config, SingleProcess(), total_steps=10).train_step(batch, 1)
+    learner = Learner(config, DataParallel(), total_steps=10).train_step(batch, 1)
     emitted = step_metrics(
         1,
         batch,

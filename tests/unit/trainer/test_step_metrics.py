@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
-from services.trainer.learner.ranks import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
@@ -172,7 +172,7 @@ def test_rows_are_counted_for_the_rank_that_trains_them(
 
 def test_one_rank_has_everything(tmp_path: Path) -> None:
     batch = make_batch()
-    learner = Learner(make_config(save_model(tmp_path)), SingleProcess(), total_steps=10)
+    learner = Learner(make_config(save_model(tmp_path)), DataParallel(), total_steps=10)
     metrics = learner.train_step(batch, 1)
     found = {name: value for name, value in metrics.items() if name.startswith("global_seqlen/")}
     total = sum(

@@ -50,7 +50,6 @@ class FlatGradients:
         """Do nothing: every parameter has its view."""
 
     def zero(self) -> None:
-        """Set all gradients to 0 in place."""
         for buffer in self.buffers:
             buffer.zero_()
 
@@ -60,7 +59,6 @@ class FlatGradients:
         return math.sqrt(float(sum(squares)))
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
         for buffer in self.buffers:
             buffer.mul_(factor)
 
@@ -104,7 +102,6 @@ class ShardedGradients:
         return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)
 
     def scale(self, factor: float) -> None:
-        """Multiply this rank's shards."""
         for gradient in self._local():
             gradient.mul_(factor)
 
