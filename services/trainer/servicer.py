@@ -39,11 +39,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Calls for membership, progress and control.
 
     Args:
-        fleet: the replicas.
-        state: progress and control of the run.
         heartbeat_interval_s: seconds between a replica's heartbeats.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
-        limits: limits for clients.
     """
 
     def __init__(

@@ -205,7 +205,7 @@ class TransferSession:
         probe_timeout_s: seconds that a replica has to answer a probe.
         signs_of_life: heartbeats of the replicas; ``None``: only answers count.
         read_again: opens earlier snapshots; ``None``: all weights are sent every time.
-        counts: counts of deliveries, shared by all sessions.
+        counts: shared by all sessions.
     """
 
     def __init__(  # noqa: PLR0913 - everything that a delivery touches

@@ -57,8 +57,7 @@ class RankLeader:
     learner's own thread is idle, and `_commanding` keeps it out of a command that runs.
 
     Args:
-        learner: rank 0's.
-        parallel: all ranks; the others run `follow`.
+        learner: rank 0's; the other ranks run `follow`.
         command_timeout_s: how long the others wait for a command.
     """
 

@@ -156,7 +156,11 @@ def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
 
 
 def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
-    """Retry until the store answers: rank 0 may start later than the others."""
+    """Ask again until the store answers: rank 0 may start later than the others.
+
+    Torch needs the store before this process has an event loop, so `sluice.rpc.retries` cannot wait
+    here.
+    """
     ends_s = time.monotonic() + spec.timeout_s
     while True:
         try:

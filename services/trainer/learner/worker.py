@@ -89,8 +89,6 @@ class Learner:
     `rank_command.follow` calls it on ranks above 0.
 
     Args:
-        config: the run.
-        parallel: all ranks; `DataParallel` for one rank.
         total_steps: train batches of the whole run, for the learning-rate schedule.
         device: trains the models; by default ``trainer.device``.
 

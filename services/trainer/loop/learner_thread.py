@@ -33,9 +33,6 @@ class LearnerThread:
     """The train loop's view of all ranks' learners.
 
     Args:
-        leader: all ranks together.
-        snapshots: gets frozen versions.
-        store: gets checkpoints.
         freeze_timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
         observe: returns more metrics of a trained step; called in the thread.
     """

@@ -93,17 +93,9 @@ class LoopSettings:
 
 
 class TrainLoop:
-    """All steps of one run.
+    """All steps of one run. `fleet` and `state` are shared with the service's calls.
 
     Args:
-        settings: when the loop validates and saves.
-        policy: the trained model.
-        data: the reward service.
-        publisher: sends weights to replicas.
-        reporter: gets metrics and accounts.
-        accounting: counts tokens and seconds of the run.
-        fleet: the replicas; shared with the service's calls.
-        state: progress and control; shared with the service's calls.
         resume_from: data progress of the checkpoint; None for a new run.
     """
 
@@ -413,9 +405,6 @@ class PolicyAnnouncer:
     older version after a newer one.
 
     Args:
-        data: the reward service.
-        fleet: the replicas.
-        state: has the current version.
         progress: the position in the data set, with the batch in hand counted as trained; read for
             each announcement. A restarted reward service continues there and samples no prompt of
             that batch again; a service that did not restart ignores it.
@@ -459,7 +448,6 @@ class StepTrace:
 
     Args:
         step: from 1.
-        tracer: records the spans.
     """
 
     def __init__(self, step: int, tracer: Tracer = TRACER) -> None:

@@ -69,8 +69,6 @@ class ShardedGradients:
     FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
 
     Args:
-        parameters: sharded ones.
-        parallel: all ranks.
         num_copies: ranks that hold the same shard.
     """
 

@@ -150,7 +150,6 @@ class EvenPasses:
 
     Args:
         shards: the model; ``None`` if it is not sharded.
-        parallel: all ranks.
         idle_pass: runs the model forward over a micro-batch; returns a value per token.
         device: gets the inputs of idle passes.
     """

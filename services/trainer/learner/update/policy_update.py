@@ -101,10 +101,6 @@ class PolicyUpdate:
     over micro-batches, and one collective adds them up over ranks before the optimizer step.
 
     Args:
-        settings: losses, advantages and how batches are cut.
-        policy: the model that is trained, with its optimizer.
-        parallel: all ranks.
-        device: computes the passes.
         reference: frozen policy, if a term measures the divergence from it.
         critic: value model, if the estimator needs one.
         image_prompts: decodes the prompts' images for a vision-language model.
