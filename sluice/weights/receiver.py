@@ -24,9 +24,9 @@ from sluice.weights.sparse_update import ChangeReceivingPort
 from sluice.weights.transfer import (
     Base,
     BucketPort,
+    DeviceReceivingPort,
     DirectPort,
     Trailer,
-    UnpackingPort,
     UpdateHeader,
     broadcast_buckets,
     header_bytes,
@@ -245,8 +245,10 @@ class WeightReceiver:
 
     def _port_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> BucketPort:
         device = self._device.torch_device
+        if header.base is None and device.type == "cpu":
+            return DirectPort(buffer)
         if header.base is None:
-            return DirectPort(buffer) if device.type == "cpu" else UnpackingPort(buffer, device)
+            return DeviceReceivingPort(buffer, device)
         try:
             base = self._base(header.base)
             return ChangeReceivingPort(buffer, base, header.sizes, device, phase)

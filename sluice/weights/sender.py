@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
@@ -24,7 +23,6 @@ from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import (
     TransferPlan,
     WeightBuffer,
-    dtype_name,
     hiding_bucket_bytes,
     plan_transfer,
 )
@@ -33,17 +31,14 @@ from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode
 from sluice.weights.transfer import (
     Base,
     BucketPort,
+    DeviceSendingPort,
     DirectPort,
-    PackingPort,
     Trailer,
     UpdateHeader,
     broadcast_buckets,
     send,
     version_deadline_s,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +200,7 @@ class WeightSender:
 
     def broadcast(
         self,
-        weights: WeightBuffer | Mapping[str, torch.Tensor],
+        weights: WeightBuffer,
         version: int,
         should_stop: threading.Event,
         update: SparseUpdate | None = None,
@@ -213,8 +208,8 @@ class WeightSender:
         """Send one version to all members. Repeatable in one epoch.
 
         Args:
-            weights: exactly the tensors of the epoch. A buffer (a snapshot) is sent without a
-                copy if the wire is on the CPU. They must not change until this returns.
+            weights: exactly the tensors of the epoch, in their order. They are sent without a copy
+                if the wire is on the CPU, and must not change until this returns.
             version: goes to the receivers in header and trailer.
             should_stop: set it when a member's control channel fails; the epoch is then over.
             update: from `encode_update` of the same weights; sent instead of them.
@@ -278,41 +273,25 @@ class WeightSender:
         return UpdateHeader(version, sizes, base, keep=self._keeps_base)
 
     def _port(
-        self,
-        plan: TransferPlan,
-        weights: WeightBuffer | Mapping[str, torch.Tensor],
-        update: SparseUpdate | None,
+        self, plan: TransferPlan, weights: WeightBuffer, update: SparseUpdate | None
     ) -> BucketPort:
+        if weights.plan.tensors != plan.tensors:
+            different = sorted({*plan.tensors} ^ {*weights.plan.tensors}, key=lambda one: one.name)
+            raise InvalidRequestError(
+                f"weights: {different[:3]} are in only one of the epoch's {len(plan.tensors)} "
+                f"tensors and the {len(weights.plan.tensors)} given, or the order differs; form a "
+                "new epoch for other weights"
+            )
         wire_device = self._device.torch_device
-        tensors = weights.tensors if isinstance(weights, WeightBuffer) else weights
-        _check_weights(plan, tensors)
-        if update is not None and isinstance(weights, WeightBuffer):
+        if update is not None:
             return ChangeSendingPort(update, weights, wire_device)
-        if not isinstance(weights, WeightBuffer) or wire_device.type != "cpu":
-            return PackingPort(plan, tensors, wire_device)
-        # The same tensors in another order have another layout.
-        same_layout = weights.plan.tensors == plan.tensors
-        return DirectPort(weights) if same_layout else PackingPort(plan, tensors, wire_device)
+        if wire_device.type == "cpu":
+            return DirectPort(weights)
+        return DeviceSendingPort(weights, plan, wire_device)
 
 
 def _plan(tensors: Sequence[TensorSpec], most_bucket_bytes: int) -> TransferPlan:
     return plan_transfer(tensors, hiding_bucket_bytes(tensors, most_bucket_bytes))
-
-
-def _check_weights(plan: TransferPlan, weights: Mapping[str, torch.Tensor]) -> None:
-    planned = {spec.name: spec for spec in plan.tensors}
-    if difference := planned.keys() ^ weights.keys():
-        raise InvalidRequestError(
-            f"weights: {sorted(difference)[:5]} are in only one of the epoch's {len(planned)} "
-            f"tensors and the {len(weights)} given; form a new epoch for another set"
-        )
-    for name, tensor in weights.items():
-        given = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-        if given != planned[name]:
-            raise InvalidRequestError(
-                f"weights: {name} is {given.dtype} {given.shape}, but the epoch was formed for "
-                f"{planned[name].dtype} {planned[name].shape}"
-            )
 
 
 def _places(members: Sequence[str], ranks: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -12,7 +12,6 @@ import hashlib
 import struct
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -192,36 +191,23 @@ class DirectPort:
         return wire
 
 
-class PackingPort:
-    """Tensors in any layout, to be sent: each bucket is packed on the device of the wire."""
+class DeviceSendingPort:
+    """The sender's port for a wire on a device: each bucket is copied there from the buffer."""
 
-    def __init__(
-        self, plan: TransferPlan, weights: Mapping[str, torch.Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, buffer: WeightBuffer, plan: TransferPlan, device: torch.device) -> None:
+        self._buffer = buffer
         self._ring = _ring(plan, device)
-        self._flat = [
-            weights[spec.name].detach().contiguous().view(-1).view(torch.uint8)
-            for spec in plan.tensors
-        ]
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's pieces, with zeros between them."""
         wire = self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
-        wire.zero_()
-        for piece in bucket.pieces:
-            source = self._flat[piece.tensor]
-            wire[piece.bucket_start : piece.bucket_start + piece.num_bytes].copy_(
-                source[piece.tensor_start : piece.tensor_start + piece.num_bytes]
-            )
-        return wire
+        return wire.copy_(self._buffer.bucket(bucket))
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Return what was sent, for the digest."""
-        return wire.cpu()
+        return self._buffer.bucket(bucket)
 
 
-class UnpackingPort:
-    """Memory on a device to receive into; each bucket is copied to a buffer on the CPU."""
+class DeviceReceivingPort:
+    """The receiver's port for a wire on a device: each bucket is copied to the buffer."""
 
     def __init__(self, buffer: WeightBuffer, device: torch.device) -> None:
         self._buffer = buffer

@@ -178,13 +178,8 @@ class ReplicaClient:
 
     async def probe(self, timeout_s: float) -> None:
         """Return when the replica's engine answers from its loop."""
-        await unary_call(
-            self._rollout.GetStatus,
-            rollout.GetStatusRequest(),
-            peer=self.replica.name,
-            phase="answering a probe",
-            deadline_s=timeout_s,
-        )
+        request = rollout.GetStatusRequest()
+        await self._call(self._rollout.GetStatus, request, "answering a probe", timeout_s)
 
     async def _call(
         self,

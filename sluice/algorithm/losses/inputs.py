@@ -13,17 +13,6 @@ import torch
 from sluice.errors import ConfigError
 
 
-def row_index_of_offsets(offsets: torch.Tensor) -> torch.Tensor:
-    """The row of each token, int64 [N], from segment offsets.
-
-    Args:
-        offsets: int64 [rows + 1], ascending from 0 to N: row i holds tokens
-            ``offsets[i]..offsets[i + 1] - 1``.
-    """
-    lengths = offsets.diff()
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=offsets.device), lengths)
-
-
 def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Sum of each row's tokens, [rows]; 0 for a row without tokens."""
     zeros = torch.zeros(num_rows, dtype=values.dtype, device=values.device)

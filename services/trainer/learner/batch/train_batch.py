@@ -44,11 +44,6 @@ class BatchTable:
     mask: Tensor  # bool [rows, W], true at response tokens
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
 
-    @property
-    def width(self) -> int:
-        """Return W, at least 1."""
-        return self.mask.shape[1]
-
 
 def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
     """Return the batch as a table."""
