@@ -121,6 +121,7 @@ class BackgroundSink:
         self._open_sink = open_sink
         self._close_timeout_s = close_timeout_s
         self.opening: Future[GuardedSink] = Future()
+        self.opening.set_running_or_notify_cancel()  # an awaiter that gives up does not cancel it
         self._writer = BoundedWriter[Callable[[], None]](
             "writes",
             f"logger {name}",

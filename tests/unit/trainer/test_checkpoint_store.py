@@ -59,7 +59,7 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     folder = save(store, 3)
     assert latest(CheckpointStore(tmp_path / "checkpoints")) == Checkpoint(
-        3, folder / "actor", PROGRESS, {"policy_version": 3.0}
+        3, folder / "actor", PROGRESS
     )
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert tracker.read_text(encoding="ascii") == "3"
