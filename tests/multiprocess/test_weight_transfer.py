@@ -123,11 +123,12 @@ def test_a_lost_peer_ends_the_broadcast_by_name_and_the_survivor_gets_the_next_e
 def test_a_control_channel_that_fails_ends_the_broadcast_long_before_its_timeout() -> None:
     with _sender(timeout_s=120) as sender, peer_processes(["r0"]) as peers:
         _form(sender, 1, peers, _large(1))
+        weights = buffer_of(_large(1))
         peers[0].stage(1, signal=int(signal.SIGSTOP), bucket=3)
         channel_failed = threading.Event()
         threading.Timer(0.5, channel_failed.set).start()
         with pytest.raises(WeightSyncError, match=r"stopped by the caller, at bucket \d+"):
-            sender.broadcast(buffer_of(_large(1)), 1, channel_failed)
+            sender.broadcast(weights, 1, channel_failed)
     # The pending operation ended with its peer, which the block above killed.
     assert wait_for_retired_threads(3 * _SHORT_S) == 0
 
