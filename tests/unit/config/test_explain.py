@@ -16,7 +16,7 @@ from sluice.config.explain import (
     replaced_values,
 )
 from sluice.config.loading.keys import is_known
-from sluice.config.loading.loader import read_settings, settings_of
+from sluice.config.loading.loader import load_config, read_settings, settings_of
 from sluice.errors import ConfigError
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -98,6 +98,17 @@ def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead()
     assert (other.rule, other.text) == (
         KeyStatus.MAPPED,
         "critic.grad_clip = 0.5 is read as critic.optim.clip_grad",
+    )
+
+
+@pytest.mark.parametrize("setting", ["ledger_samples_interval_s = 1", "ledger_samples_mb = 64"])
+def test_a_key_of_an_older_version_is_accepted_and_noticed(setting: str) -> None:
+    override = f"sluice.reward.{setting.replace(' ', '')}"
+    load_config(None, [override])
+    (one,) = notices(settings_of({}, [override], "test"))
+    assert one.text == (
+        f"sluice.reward.{setting} has no effect: samples are no longer saved across a restart of "
+        "the reward service"
     )
 
 
