@@ -30,28 +30,15 @@ from sluice.config.schema.limits import LimitsConfig
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_PHASE_TO_PROTO = {
-    RunPhase.STARTING: trainer.RUN_PHASE_STARTING,
-    RunPhase.WAITING_FOR_REPLICAS: trainer.RUN_PHASE_WAITING_FOR_REPLICAS,
-    RunPhase.WAITING_FOR_BATCH: trainer.RUN_PHASE_WAITING_FOR_BATCH,
-    RunPhase.TRAINING: trainer.RUN_PHASE_TRAINING,
-    RunPhase.PUBLISHING: trainer.RUN_PHASE_PUBLISHING,
-    RunPhase.EVALUATING: trainer.RUN_PHASE_EVALUATING,
-    RunPhase.SAVING: trainer.RUN_PHASE_SAVING,
-    RunPhase.PAUSED: trainer.RUN_PHASE_PAUSED,
-    RunPhase.FINISHED: trainer.RUN_PHASE_FINISHED,
-}
+_PHASE_TO_PROTO = {phase: trainer.RunPhase.Value(f"RUN_PHASE_{phase.name}") for phase in RunPhase}
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Calls for membership, progress and control.
 
     Args:
-        fleet: the replicas.
-        state: progress and control of the run.
         heartbeat_interval_s: seconds between a replica's heartbeats.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
-        limits: limits for clients.
     """
 
     def __init__(
@@ -84,7 +71,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Heartbeat(
         self, request: trainer.HeartbeatRequest, context: Context
     ) -> trainer.HeartbeatResponse:
-        """Record a replica's heartbeat."""
         check_heartbeat(request)
         self._fleet.heartbeat(
             request.name,
@@ -99,7 +85,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetStatus(
         self, request: trainer.GetStatusRequest, context: Context
     ) -> trainer.GetStatusResponse:
-        """Return the state of the run."""
         state, now_s = self._state, time.monotonic()
         return trainer.GetStatusResponse(
             instance_id=state.instance_id,

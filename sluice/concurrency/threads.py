@@ -180,8 +180,8 @@ class WriteError(Exception):
 class BoundedWriter(Generic[_ItemT]):
     """A bounded queue, and the thread that writes what is in it, in batches.
 
-    `put` never waits: what finds no space is dropped and counted. An outage is logged when it
-    begins and when it ends, once each.
+    `put` never waits: it drops and counts items that find no space, and logs the first one. An
+    outage is logged when it begins and when it ends, once each.
 
     Args:
         noun: what is written, in the plural, for the log.
@@ -218,6 +218,7 @@ class BoundedWriter(Generic[_ItemT]):
         self._wake = threading.Event()
         self._is_closing = False
         self._is_failing = False
+        self._has_overflowed = False
         self.num_dropped = 0
         self.num_written = 0
         self._thread = threading.Thread(
@@ -229,10 +230,17 @@ class BoundedWriter(Generic[_ItemT]):
         """Add one item, or drop it if the queue is full. Returns at once."""
         size = len(self._items)
         if size >= self._most:
+            if not self._has_overflowed:
+                self._has_overflowed = True
+                _log.warning(
+                    "%s come faster than %s takes them, and some are dropped",
+                    self._noun,
+                    self._destination,
+                )
             self._drop(1)
             return
         self._items.append(item)
-        if size == self._batch:
+        if size + 1 == self._batch:
             self._wake.set()
 
     def close(self, timeout_s: float) -> None:
@@ -244,6 +252,10 @@ class BoundedWriter(Generic[_ItemT]):
         self._thread.join(timeout_s / 2)
         self._break_off()
         self._thread.join(max(0.0, ends_s - time.monotonic()))
+        if self._thread.is_alive():
+            _log.warning(
+                "%s did not finish within %g s and is left behind", self._destination, timeout_s
+            )
         if lost := self.num_dropped + len(self._items):
             _log.warning(
                 "%d %s never reached %s, %d did",

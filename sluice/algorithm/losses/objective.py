@@ -1,4 +1,6 @@
-"""What policy losses share: the ratio, the aggregation (loss_agg_mode), the result, the total."""
+"""What policy losses share: the importance ratio, the aggregation (loss_agg_mode), the result, and
+the total with the entropy bonus and the divergence from the reference.
+"""
 
 from __future__ import annotations
 

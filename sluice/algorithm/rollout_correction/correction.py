@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from sluice.algorithm.losses.inputs import Correction, Corrector, MetricMean
-from sluice.algorithm.rollout_correction.plan import RolloutCorrectionSettings
 from sluice.algorithm.rollout_correction.rejection import reject
+from sluice.algorithm.rollout_correction.settings import RolloutCorrectionSettings
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     Reading,

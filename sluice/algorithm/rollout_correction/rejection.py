@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.rollout_correction.plan import RejectionRule
+from sluice.algorithm.rollout_correction.settings import RejectionRule
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     Reading,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.rollout_correction.plan import WeightBounds, check_level
+from sluice.algorithm.rollout_correction.settings import WeightBounds, check_level
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     Reading,

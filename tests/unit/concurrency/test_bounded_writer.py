@@ -136,3 +136,13 @@ def test_any_error_costs_its_batch_and_no_more(
     assert (writer.num_dropped, writer.num_written) == (1, 1)
     assert sorted(destination.counted) == [-1, 1]
     assert caplog.text.count("lines do not reach somewhere") == 1
+
+
+def test_a_batch_of_one_is_written_at_once() -> None:
+    destination = Destination()
+    writer = BoundedWriter[int](
+        "lines", "somewhere", destination.write, most=2, batch=1, interval_s=3600
+    )
+    writer.put(1)
+    assert destination.arrived.acquire(timeout=WAIT_S)
+    writer.close(WAIT_S)

@@ -123,6 +123,10 @@ ALGORITHMS = (
     (f"{ADPO} {LOSS}.loss_mode=vanilla", "set both to adpo or neither"),
     (f"algorithm.adv_estimator=grpo {LOSS}.loss_mode=adpo", "set both to adpo or neither"),
     (
+        f"{ADPO} {CORRECTION}.rollout_rs=token_k1 {CORRECTION}.rollout_rs_threshold=2",
+        "loss_mode = adpo: it compares whole responses of complete groups",
+    ),
+    (
         f"{ADPO} {CORRECTION}.bypass_mode=true",
         "bypass_mode = true replaces actor_rollout_ref.actor.policy_loss.loss_mode = adpo by its "
         "own loss; set bypass_mode=false",

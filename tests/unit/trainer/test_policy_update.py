@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 
 from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update import policy_update
 from services.trainer.learner.worker import Learner
 from sluice.config.run import RunConfig
@@ -31,7 +31,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_learner(config: RunConfig) -> Learner:
-    return Learner(config, SingleProcess(), total_steps=10)
+    return Learner(config, DataParallel(), total_steps=10)
 
 
 def train(config: RunConfig, *batches: TrainBatch) -> tuple[Weights, dict[str, float]]:

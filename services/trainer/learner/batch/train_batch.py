@@ -1,13 +1,18 @@
-"""One rank's share of each optimizer step of a train batch."""
+"""A train batch on this rank: as tables [rows, longest response], and cut into mini-batches.
+
+Advantages need the whole batch, while forward passes run on packed micro-batches of one rank;
+tables collect the results of all ranks' passes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Self
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import (
     MicroBatch,
@@ -15,7 +20,8 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
     training_rows,
 )
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
+from sluice.algorithm.losses.inputs import GlobalCounts
 from sluice.algorithm.packing import (
     MicroBatchPlan,
     assign_groups_to_ranks,
@@ -25,42 +31,100 @@ from sluice.algorithm.packing import (
     plan_whole_group_micro_batches,
 )
 from sluice.errors import ConfigError
-from sluice.types import TrainGroup
+from sluice.types import TrainBatch, TrainGroup
 from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 
-if TYPE_CHECKING:
-    import torch
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchTable:
+    """The batch's rows in the order of its groups and their rollouts; W is the longest response."""
+
+    scores: Tensor  # float32 [rows], shaped rewards
+    group_index: Tensor  # int64 [rows]
+    mask: Tensor  # bool [rows, W], true at response tokens
+    baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
+
+
+def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
+    """Return the batch as a table."""
+    rows = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
+    lengths = torch.tensor([batch.groups[g].rollouts[i].num_tokens for g, i in rows], device=device)
+    width = max(1, int(lengths.max()))
+    return BatchTable(
+        scores=torch.tensor(
+            [batch.groups[g].scores[i].reward for g, i in rows], dtype=torch.float32, device=device
+        ),
+        group_index=torch.tensor([g for g, _ in rows], device=device),
+        mask=torch.arange(width, device=device) < lengths[:, None],
+        baselines=_baselines(batch, device),
+    )
+
+
+def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
+    missing = float("nan")
+    found = [
+        missing if group.baseline_reward is None else group.baseline_reward
+        for group in batch.groups
+        for _ in group.rollouts
+    ]
+    return torch.tensor(found, dtype=torch.float32, device=device)
+
+
+def reward_components(
+    batch: TrainBatch, names: Sequence[str], device: torch.device
+) -> Mapping[str, Tensor]:
+    """Return named values of the scorer, float32 [rows] each.
+
+    Raises:
+        ConfigError: a sample lacks a value.
+    """
+    scores = [scored for group in batch.groups for scored in group.scores]
+    for name in names:
+        if any(name not in scored.metrics for scored in scores):
+            known = sorted(set[str]().union(*(scored.metrics for scored in scores)))
+            raise ConfigError(
+                f"algorithm.gdpo_reward_keys: '{name}' is not among the values that the reward "
+                f"function returns for every sample ({', '.join(known)})"
+            )
+    return {
+        name: torch.tensor([scored.metrics[name] for scored in scores], device=device)
+        for name in names
+    }
+
+
+def gather_tokens(
+    found: Iterable[tuple[MicroBatch, Tensor]],
+    table: BatchTable,
+    parallel: DataParallel,
+    phase: str,
+) -> Tensor:
+    """Return a table [rows, W] of the values [N] of all ranks' micro-batches. Collective.
+
+    Each token is one rank's, so a sum over ranks puts the table together; it is 0 off the mask.
+    """
+    values = torch.zeros(table.mask.shape, dtype=torch.float32, device=table.mask.device)
+    for micro_batch, tokens in found:
+        values[micro_batch.batch_rows, micro_batch.columns] = tokens.detach().float()
+    parallel.all_reduce_sum([values], phase)
+    return values
+
+
+def tokens_of(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Return the values [N] of a micro-batch's tokens from a table."""
+    return values[micro_batch.batch_rows, micro_batch.columns]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MiniBatch:
     """This rank's micro-batches of one optimizer step, and the step's counts over all ranks.
 
-    `global_rows` includes empty responses; `global_tokens` are response tokens. Both include
-    skipped rows, since these have a loss of 0 and stay in the denominators.
+    The counts include empty responses and skipped rows, which have a loss of 0 and stay in the
+    denominators. `rank_rows` are the rows that each rank trains, as indices in the train batch.
     """
 
     micro_batches: tuple[MicroBatch, ...]
-    global_groups: int
-    global_rows: int
-    global_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of each mini-batch's rows that this rank trains.
-
-    Today every rank trains different rows. Ranks that hold parts of one layer or of one pipeline
-    will have the same share.
-    """
-
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(cls, parallel: DataParallel) -> Self:
-        """Return this rank's share."""
-        return cls(parallel.rank, parallel.world_size)
+    counts: GlobalCounts
+    rank_rows: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +145,7 @@ class BatchCut:
 def split_batch(
     groups: Sequence[TrainGroup],
     cut: BatchCut,
-    share: Share,
+    parallel: DataParallel,
     *,
     step: int,
     device: torch.device,
@@ -109,7 +173,7 @@ def split_batch(
             [groups[order[i]] for i in members],
             [numbers[order[i]] for i in members],
             cut,
-            share,
+            parallel,
             device,
             image_prompts,
             skipped,
@@ -122,7 +186,7 @@ def _mini_batch(
     groups: Sequence[TrainGroup],
     numbers: Sequence[Sequence[int]],
     cut: BatchCut,
-    share: Share,
+    parallel: DataParallel,
     device: torch.device,
     image_prompts: ImagePromptReader | None,
     skipped: Container[int],
@@ -133,9 +197,10 @@ def _mini_batch(
     assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
     # Every rank computes the assignment of all ranks and takes its own part.
+    assigned = assign(sizes, parallel.world_size)
     plans = plan(
         sizes,
-        assign(sizes, share.world_size)[share.rank],
+        assigned[parallel.rank],
         token_budget=cut.token_budget,
         rows_per_micro=cut.rows_per_micro,
     )
@@ -144,9 +209,12 @@ def _mini_batch(
     # Counts of all rows: the loss must not depend on which rank computes or skips a row.
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
-        global_groups=len(groups),
-        global_rows=len(all_rows),
-        global_tokens=sum(row.size.response_tokens for row in all_rows),
+        GlobalCounts(
+            tokens=sum(row.size.response_tokens for row in all_rows),
+            rows=len(all_rows),
+            groups=len(groups),
+        ),
+        tuple(tuple(rows[index].number for index in own) for own in assigned),
     )
 
 

@@ -1,4 +1,8 @@
-"""Collectives between the trainer's ranks, each with a deadline.
+"""The trainer's ranks: the store where they meet, and their collectives, each with a deadline.
+
+Torch's own store (``env://``) looks up the name of each address that connects; a lost answer of
+the name server costs 5 s. The store of the weight transfers does no such look-up. Rank 0 opens it
+at MASTER_ADDR:MASTER_PORT, for one epoch, until the ranks end.
 
 Gradients are summed on their device. Commands and metrics always travel between CPUs over Gloo, so
 that they never queue behind kernels. A failed collective is never repeated: the group is broken,
@@ -11,9 +15,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
@@ -21,31 +26,158 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from services.trainer.learner.ranks.rendezvous import (
-    FORMING,
-    LATE_REMEDY,
-    RankPlace,
-    RankRendezvous,
-    rank_place,
-)
 from sluice.concurrency.waits import waiting_for
+from sluice.config.addresses import join_host_port, split_host_port
 from sluice.device.protocol import WITHOUT_GATHER, Device, rank_backends
-from sluice.errors import DeadlineError, PeerError, WeightSyncError
+from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
+from sluice.types import TransferGroupSpec
+from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+FORMING = "forming the trainer ranks' process group"
+LATE_REMEDY = (
+    "see the other ranks' logs; raise sluice.trainer.command_timeout_s if one of them was only slow"
+)
 SHARD_DIM, COPY_DIM = "shard", "copy"
 """Dimensions of the mesh over which a model is sharded."""
 
 # Texts in the errors of torch's backends.
 _GLOO = "gloo"
 _LATE = "timed out"
+_EPOCH = 0
+_RETRY_S = 0.1
 
 
-class DataParallel(Protocol):
-    """Ranks that train different rows of one batch.
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """This process's rank, and the address of rank 0's store."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+
+    @property
+    def store_name(self) -> str:
+        """Return the store's name for errors."""
+        return f"trainer rank 0 at {join_host_port(self.host, self.port)}"
+
+
+class RankRendezvous:
+    """A store that all ranks have reached. Keep it as long as their group exists.
+
+    Args:
+        place: this rank's.
+        timeout_s: seconds until all ranks have arrived; also for each later wait of torch.
+
+    Raises:
+        ConfigError: rank 0 cannot listen at its address.
+        DeadlineError: rank 0 or other ranks did not arrive; names them.
+        PeerError: the store refused a request, or its connection was lost.
+    """
+
+    def __init__(self, place: RankPlace, timeout_s: float) -> None:
+        self._server = RendezvousStore(place.host, place.port) if place.rank == 0 else None
+        try:
+            if self._server is not None:
+                self._server.begin(_EPOCH)
+            self.store = _joined(place, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close rank 0's store; the group must have ended."""
+        if self._server is not None:
+            self._server.close()
+
+
+def rank_place(environment: Mapping[str, str]) -> RankPlace:
+    """Return the place from torchrun's variables.
+
+    Raises:
+        ConfigError: a variable is missing or invalid; names it.
+    """
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if rank >= world_size:
+        raise _no_place(f"RANK = {rank} is not below WORLD_SIZE = {world_size}")
+    port = _number(environment, "MASTER_PORT")
+    if not 0 < port <= 65535:
+        raise _no_place(f"MASTER_PORT = {port} is not in 1..65535")
+    host = split_host_port(_given(environment, "MASTER_ADDR"))[0]
+    return RankPlace(rank, world_size, host, port)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = _given(environment, name)
+    if not (text.isascii() and text.isdigit()):
+        raise _no_place(f"{name} = {text!r} is not a number")
+    return int(text)
+
+
+def _given(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        raise _no_place(f"{name} is not set")
+    return environment[name]
+
+
+def _no_place(why: str) -> ConfigError:
+    return ConfigError(
+        f"several trainer ranks need torchrun's environment, and {why}; start them with torchrun "
+        "or sluice up"
+    )
+
+
+def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
+    """Reach the store and wait there for all ranks."""
+    spec = TransferGroupSpec(
+        epoch=_EPOCH,
+        host=place.host,
+        port=place.port,
+        rank=place.rank,
+        world_size=place.world_size,
+        backend="",
+        bucket_bytes=0,
+        timeout_s=timeout_s,
+        tensors=(),
+        plan_digest="",
+    )
+    store = _reached(spec, place)
+    try:
+        gather(store, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
+    except DeadlineError as error:
+        raise DeadlineError(error.peer, FORMING, timeout_s, LATE_REMEDY) from error
+    except WeightSyncError as error:
+        raise PeerError(place.store_name, FORMING, error.detail) from error
+    return store
+
+
+def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
+    """Ask again until the store answers: rank 0 may start later than the others.
+
+    Torch needs the store before this process has an event loop, so `sluice.rpc.retries` cannot wait
+    here.
+    """
+    ends_s = time.monotonic() + spec.timeout_s
+    while True:
+        try:
+            store = EpochStore(spec, FORMING, "another trainer rank", lambda: None)
+            store.present(())
+        except (DeadlineError, WeightSyncError) as error:
+            if time.monotonic() > ends_s:
+                why = f"{error}; {LATE_REMEDY}"
+                raise DeadlineError(place.store_name, FORMING, spec.timeout_s, why) from error
+        else:
+            return store
+        time.sleep(_RETRY_S)
+
+
+class DataParallel:
+    """Ranks that train different rows of one batch. This class is the only rank of a run, which has
+    nothing to exchange; `TorchDistributed` connects several.
 
     Every method is collective: all ranks call it in the same order. `phase` names the moment in
     errors.
@@ -55,27 +187,21 @@ class DataParallel(Protocol):
         PeerError: a rank failed or vanished.
     """
 
-    @property
-    def rank(self) -> int:
-        """Return this process's number, 0-based."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        ...
+    rank: int = 0
+    """This process's number, 0-based."""
+    world_size: int = 1
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
         """Replace each tensor by its sum over ranks, in place; the same bits on every rank."""
-        ...
 
     def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
         """Return every rank's numbers (as float64), in order of rank; equally many on each."""
-        ...
+        return [list(values)]
 
     def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
         """Return rank 0's bytes on every rank; the others pass ``None``."""
-        ...
+        assert payload is not None
+        return payload
 
     def shard_mesh(self, size: int) -> DeviceMesh | None:
         """Return groups of `size` neighboring ranks that share one model.
@@ -87,7 +213,7 @@ class DataParallel(Protocol):
             dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` if each rank
             holds the whole model: `size` is 1, or these ranks cannot share.
         """
-        ...
+        return None
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
         """Gather equally long tensors ``[n]`` of a group of ranks that includes rank 0.
@@ -95,55 +221,20 @@ class DataParallel(Protocol):
         Returns:
             ``[ranks, n]`` on rank 0, ``None`` on the others.
         """
-        ...
-
-    def naming_failures(self, phase: str) -> AbstractContextManager[object]:
-        """Name failures of collectives that torch itself calls in the block."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
-
-
-class SingleProcess:
-    """The only rank of a run: it has nothing to exchange."""
-
-    rank = 0
-    world_size = 1
-
-    def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
-        """Do nothing: the sum over one rank is already there."""
-
-    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
-        """Return this rank's numbers."""
-        return [list(values)]
-
-    def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
-        """Return the payload."""
-        assert payload is not None
-        return payload
-
-    def shard_mesh(self, size: int) -> DeviceMesh | None:
-        """Return None: there is no other rank."""
-        return None
-
-    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
-        """Return this rank's tensor."""
         return own[None]
 
     def naming_failures(self, phase: str) -> AbstractContextManager[object]:
-        """Return a context without effect: no other rank can fail."""
+        """Name failures of collectives that torch itself calls in the block."""
         return nullcontext()
 
     def close(self) -> None:
-        """Do nothing: no group exists."""
+        """Leave the group."""
 
 
-class TorchDistributed:
+class TorchDistributed(DataParallel):
     """Ranks that a launcher starts with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    They meet at a store that rank 0 opens at that address (`ranks.rendezvous`). If torchrun's agent
+    They meet at a store that rank 0 opens at that address (`RankRendezvous`). If torchrun's agent
     already has a store there (TORCHELASTIC_USE_AGENT_STORE), they use that one: torch's ``env://``.
 
     Args:
@@ -236,7 +327,6 @@ class TorchDistributed:
             self._fail(error, phase, is_late=_LATE in text.lower())
 
     def close(self) -> None:
-        """Destroy the process group."""
         dist.destroy_process_group()
         self._leave_rendezvous()
 
