@@ -35,7 +35,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -191,7 +190,7 @@ def _round(parsed: argparse.Namespace) -> dict[str, float]:
 
 def _watched(
     parsed: argparse.Namespace, folder: Path, switch: Path, overrides: Sequence[str]
-) -> tuple[RoundFigures, Counter[str], Sequence[Row]]:
+) -> tuple[RoundFigures, dict[str, float], Sequence[Row]]:
     """Train to the last step that counts; telemetry's own account starts after the warm-up.
 
     Telemetry is on while the file `switch` exists: the scraper and the run's processes look for it.

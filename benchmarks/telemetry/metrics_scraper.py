@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ _TIMEOUT_S = 10.0
 
 
 # By process: CPU seconds of the threads that send spans, of those that answer scrapes, and spans.
-TelemetryAccount = dict[str, Counter[str]]
+TelemetryAccount = dict[str, dict[str, float]]
 
 
 def telemetry_account(run_dir: Path) -> TelemetryAccount:
@@ -34,7 +34,7 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount:
     """
     account: TelemetryAccount = {}
     for name, page in _pages(run_dir):
-        found = account.setdefault(name, Counter())
+        found = account.setdefault(name, defaultdict(float))
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if sample.name == process.TELEMETRY_CPU.name:
@@ -46,7 +46,7 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount:
     return account
 
 
-def spent_since(now: TelemetryAccount, before: TelemetryAccount) -> Counter[str]:
+def spent_since(now: TelemetryAccount, before: TelemetryAccount) -> dict[str, float]:
     """Return what all processes together have spent since `before`.
 
     Raises:
@@ -56,10 +56,10 @@ def spent_since(now: TelemetryAccount, before: TelemetryAccount) -> Counter[str]
         raise RuntimeError(
             f"metrics came from {sorted(before)} and then from {sorted(now)}; repeat the benchmark"
         )
-    total = Counter[str]()
+    total: dict[str, float] = defaultdict(float)
     for name, found in now.items():
-        total.update(found)
-        total.subtract(before[name])
+        for figure, value in found.items():
+            total[figure] += value - before[name].get(figure, 0.0)
     return total
 
 
