@@ -29,7 +29,7 @@ class Added:
 
 
 def added(steps: Sequence[Step]) -> Added:
-    """Fit seconds = base + drift + per generated token + per trained token + switch.
+    """Fit seconds = base + drift + per generated and per trained token + switch.
 
     Least squares. The drift, by the step's place, is the machine's and the run's. No step is left out: what the
     switch adds may be rare and large.
