@@ -16,7 +16,8 @@ _UINT64 = (*_UINT32, 2**53 + 1, 2**63, 2**64 - 1)
 _FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, 100.0, 100.1, math.nan, math.inf, -math.inf, 1e30)
 # fmt: off
 _TEXTS = (
-    "", " ", "a", "\0", "\n\r\t", "\x1b[2J\x07", "\u202e", "\ufeff", "é" * 64, "日本語", "\U0001f600",
+    "", " ", "a", "\0", "\n\r\t", "\x1b[2J\x07", "\u202e", "\ufeff", "é" * 64, "日本語",
+    "\U0001f600",
     "../../etc/passwd", "data-0", "'; DROP TABLE prompts; --", "%s%n%x", "{{ 7 * 7 }}", "${HOME}",
     "localhost:0", "127.0.0.1:99999", "[::1", "http://[", "unix:/tmp/x", "host:port", ":1", "nan",
     "\\boxed{" * 50, "#### 1,1,1", "<|im_start|>", "</think>", "9" * 400, "(" * 300,
