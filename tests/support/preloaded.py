@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+# Torch, transformers, trainer and engine, once for each process of pytest.
+_CONTEXT.set_forkserver_preload(
+    ["tests.support.rank_peer", "tests.support.replica_process", "tests.support.causal_lms"]
+)
 
 
 class PreloadedProcess:
@@ -21,13 +25,12 @@ class PreloadedProcess:
     end without the interpreter's end, so a rule about that needs a process of its own.
 
     Args:
-        module: has a `main` that returns the exit status; the same one in all calls of a process.
+        module: has a `main` that returns the exit status; preloaded, or it is imported then.
         arguments: of its command line.
         environment: on top of this process's.
     """
 
     def __init__(self, module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
-        _CONTEXT.set_forkserver_preload([module])
         its_input, own_input = _CONTEXT.Pipe(duplex=False)
         own_output, its_output = _CONTEXT.Pipe(duplex=False)
         its_errors = Connection(os.dup(2), readable=False)

@@ -38,7 +38,7 @@ _MAX_EXAMPLES = 20
 # Calls that do work for every valid request: a few are enough.
 _SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.02, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
 _WAITING = ("WatchSteps", "TakeBatch", "StageUpdate", "SaveCheckpoint", "JoinGroup", "Evaluate")
-# grpc.aio's caller reports this by itself when it sends while the answer to a stream comes in;
+# grpc.aio's caller reports this on its own when it sends while the answer to a stream comes in;
 # other callers get the service's answer.
 _OWN_FAILURE = "Internal error from Core"
 _SHORT_S, _LONG_S = 0.15, 15.0
