@@ -14,7 +14,6 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.telemetry.instruments import process
 from sluice.telemetry.metrics_page import FOLDER, PATH
 
 INTERVAL_S = 5.0
@@ -37,9 +36,9 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount:
         found = account.setdefault(name, defaultdict(float))
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                if sample.name == process.TELEMETRY_CPU.name:
+                if sample.name == "sluice_telemetry_cpu_seconds_total":
                     found[sample.labels["part"]] += sample.value
-                elif sample.name == process.TELEMETRY_SPANS.name:
+                elif sample.name == "sluice_telemetry_spans_total":
                     found[NUM_SPANS] += sample.value
     if not account:
         raise RuntimeError(f"no process of the run in {run_dir} serves metrics")

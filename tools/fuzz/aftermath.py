@@ -84,7 +84,7 @@ class HonestCaller:
                 incorrect = await self._generates() or await self._scores() or await self._trains()
         except Exception as error:  # noqa: BLE001  any failure is the finding
             incorrect = f"{type(error).__name__}: {error}"[:500]
-        prompts = await _wait_for_none("the end of all accepted prompts", self._open_prompts)
+        prompts = await _wait_for_none("the count of all accepted prompts", self._uncounted_prompts)
         found = {"slots": slots, "correctness": incorrect, "prompts": prompts}
         return {name: text for name, text in found.items() if text is not None}
 
@@ -93,14 +93,13 @@ class HonestCaller:
         busy = status.slots_busy + status.queued
         return f"{status.slots_busy} busy, {status.queued} queued" if busy else None
 
-    async def _open_prompts(self) -> str | None:
+    async def _uncounted_prompts(self) -> str | None:
         status = await self._reward.GetStatus(reward.GetStatusRequest(), timeout=_CALL_S)
         lost = status.statistics["reward/prompts_lost"]
         ended = sum(status.prompts_by_end.values())
         if lost or status.prompts_submitted != ended + status.prompts_pending:
             return f"{lost} prompts lost"
-        waiting = status.statistics.get("reward/clients_pending", 0)
-        return f"{waiting} client prompts unfinished" if waiting else None
+        return None
 
     async def _generates(self) -> str | None:
         request = rollout.GenerateRequest(

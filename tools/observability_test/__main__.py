@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
 from tools.launched_run import SIZES, LaunchedRun, launched_run, prepare_run
@@ -123,7 +123,7 @@ def _scrape(server: PrometheusServer, phases: Phases, found: dict[str, object]) 
         first = server.value(trained) or 0.0
         _until("more trained tokens", lambda: (server.value(trained) or 0.0) > first)
     with phases.phase("every declared metric"):
-        declared = {s for group in INSTRUMENTS.values() for i in group for s in i.series}
+        declared = {s for group in instruments().values() for i in group for s in i.series}
         absent = ONLY_AFTER_A_FAILURE | ONLY_WITH_TLS
         _until_none("metrics", lambda: declared - absent - server.names())
     found["missing_metrics"] = sorted(declared - server.names())
