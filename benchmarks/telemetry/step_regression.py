@@ -31,8 +31,8 @@ class Added:
 def added(steps: Sequence[Step]) -> Added:
     """Fit seconds = base + drift + per generated and per trained token + switch.
 
-    Least squares. The drift, by the step's place, is the machine's and the run's. No step is left out: what the
-    switch adds may be rare and large.
+    By least squares. The drift, by the step's place, is the machine's and the run's. No step is
+    left out: what the switch adds may be rare and large.
 
     Raises:
         ValueError: fewer than 10 steps, or the switch was never turned.
