@@ -18,7 +18,7 @@ from sluice.simulate.settings import (
     TrainerSettings,
 )
 from sluice.simulate.strategies import Compared, compare
-from sluice.simulate.workload import MIXTURES, MixtureWorkload
+from sluice.simulate.workload import MIXTURES, mixture_workload
 
 BATCH, GROUP, STALENESS = 64, 16, 4
 GEN_BATCH = BATCH
@@ -64,7 +64,7 @@ def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFi
 def _compare(mixture: str, seed: int, steps: int) -> dict[str, Compared]:
     rules = SamplingRules(StrategyName.STREAM, BATCH, STALENESS, GROUP, GEN_BATCH, seed=seed)
     settings = SimulationSettings(rules, fleet=FLEET, trainer=TRAINER, num_steps=steps, seed=seed)
-    found = compare(settings, lambda: MixtureWorkload(mixture, seed))
+    found = compare(settings, lambda: mixture_workload(mixture, seed))
     return {compared.result.strategy: compared for compared in found}
 
 
@@ -186,7 +186,7 @@ def _stream(
     rules = SamplingRules(StrategyName.STREAM, BATCH, 1, GROUP, GEN_BATCH, seed=seed)
     rules = replace(rules, **changes)  # type: ignore[arg-type]
     settings = SimulationSettings(rules, fleet=FLEET, trainer=trainer, num_steps=steps, seed=seed)
-    return simulate(settings, MixtureWorkload(mixture, seed))
+    return simulate(settings, mixture_workload(mixture, seed))
 
 
 def simulator_speed() -> tuple[float, int]:
@@ -198,5 +198,5 @@ def simulator_speed() -> tuple[float, int]:
     rules = SamplingRules(StrategyName.STREAM, 512, 4, GROUP, 512)
     fleet = FleetSettings(num_replicas=1024, slots=32)
     began_s = time.perf_counter()
-    result = simulate(SimulationSettings(rules, fleet=fleet, num_steps=70), MixtureWorkload("mid"))
+    result = simulate(SimulationSettings(rules, fleet=fleet, num_steps=70), mixture_workload("mid"))
     return time.perf_counter() - began_s, result.num_samples

@@ -1,6 +1,6 @@
 """Set a run beside its simulation: `python -m benchmarks.simulator RUN`.
 
-With --compare or --sweep the run's fitted workload, fleet and trainer take the place of those of
+With --compare the run's fitted workload, fleet and trainer take the place of those of
 `sluice simulate`, and options change the fleet. docs/simulator.md has what is fitted.
 """
 
@@ -14,9 +14,10 @@ import typer
 
 from benchmarks.simulator.fit import fitted_simulation
 from benchmarks.simulator.twin import print_twin, twin, twin_as_json
+from sluice.algorithm.sampling.rules import StrategyName
 from sluice.cli.simulate import options
-from sluice.cli.simulate.command import compare_strategies, print_result, progress, sweep_fleets
-from sluice.cli.simulate.subject import Choices, Subject, changed, with_choices
+from sluice.cli.simulate.command import compare_strategies, print_result, progress
+from sluice.cli.simulate.subject import Given, Subject, with_options
 from sluice.cli.terminal import output_console
 from sluice.errors import ConfigError, SluiceError
 
@@ -38,26 +39,30 @@ def main(  # noqa: PLR0913 - one parameter an option
     trainer_s: options.TrainerSeconds = None,
     seed: options.Seed = 0,
     compare_all: options.Compare = False,
-    sweep_grid: options.SweepGrid = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Set a run beside its simulation; --compare and --sweep ask what it would do otherwise."""
-    model = options.Model(
-        *(None, None, replicas, slots, step_ms, sequence_ms, None, None, gen_batch_size, trainer_s)
+    """Set a run beside its simulation; --compare asks what it would do otherwise."""
+    given = Given(
+        *(None, None, replicas, slots, step_ms, sequence_ms),
+        *(None, None, gen_batch_size, trainer_s),
+        strategy=strategy,
+        max_staleness=max_staleness,
+        ahead_share=ahead_share,
+        on_policy_fill=on_policy_fill,
+        on_stale=on_stale,
     )
-    choices = Choices(strategy, max_staleness, ahead_share, on_policy_fill, on_stale)
     fitted = fitted_simulation(run, steps, seed)
-    settings = with_choices(changed(fitted.settings, model), choices)
-    found = Subject(str(run), settings, fitted.open_workload)
+    settings = with_options(fitted.settings, given)
+    for name in StrategyName if compare_all else (settings.rules.strategy,):
+        fitted.check_strategy(name)
     if compare_all:
-        compare_strategies(found, as_json=as_json)
-    elif sweep_grid:
-        sweep_fleets(found, as_json=as_json)
+        subject = Subject(str(run), settings, fitted.open_workload)
+        compare_strategies(subject, as_json=as_json)
     elif settings != fitted.settings:
         # Another rule or fleet makes a difference that is no error of the simulation.
         raise ConfigError(
             f"{run}: a run is set beside its own simulation; leave the options out that change its "
-            "rules, fleet or trainer, or ask with --compare or --sweep"
+            "rules, fleet or trainer, or ask with --compare"
         )
     else:
         with progress("simulating", 2 * settings.num_steps) as on_step:
