@@ -57,25 +57,11 @@ class TwinFigure:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A run's figures beside its simulation's.
+    """A run's figures beside its simulation's; the simulation, and its times to fill a batch."""
 
-    Args:
-        figures: step time, idle shares and waste.
-        result: the simulation.
-        fill: the same with a trainer that takes no time; its steps are the times to fill a batch.
-    """
-
-    figures: tuple[TwinFigure, ...]
+    figures: dict[str, TwinFigure]
     result: SimulationResult
     fill: SimulationResult
-
-    def figure(self, name: str) -> TwinFigure:
-        """A figure by its name."""
-        return next(figure for figure in self.figures if figure.name == name)
-
-    def error(self, name: str) -> float:
-        """Absolute error of a figure."""
-        return abs(self.figure(name).error)
 
 
 def twin(
@@ -102,14 +88,23 @@ def twin(
     fill = simulate_fill_times(settings, workload, on_step)
     real = _real(fitted.record, settings)
     simulated = {**_times(recorder, settings), "waste": result.gen_per_trained}
-    figures = tuple(TwinFigure(name, value, simulated[name]) for name, value in real.items())
+    figures = {name: TwinFigure(name, value, simulated[name]) for name, value in real.items()}
     return Twin(figures, result, fill)
 
 
 def print_twin(console: Console, title: str, found: Twin) -> None:
     """Print a run's figures beside its simulation's."""
     columns = ("figure", "run", "simulated", "difference", "relative error")
-    rows = [twin_row(figure) for figure in found.figures]
+    rows = []
+    for figure in found.figures.values():
+        if figure.is_share:
+            values = (f"{figure.real:.1%}", f"{figure.simulated:.1%}")
+            difference = f"{100 * figure.difference:+.1f} points"
+        else:
+            values = (f"{figure.real:.3f}", f"{figure.simulated:.3f}")
+            difference = f"{figure.difference:+.3f}"
+        relative = "" if figure.relative_error is None else f"{figure.relative_error:+.1%}"
+        rows.append((figure.name.replace("_", " "), *values, difference, relative))
     print_table(console, title, columns, rows, right=columns[1:])
     console.print(
         "difference: simulated less run, in points of idle shares; relative error: that over the "
@@ -118,21 +113,10 @@ def print_twin(console: Console, title: str, found: Twin) -> None:
     )
 
 
-def twin_row(figure: TwinFigure) -> tuple[str, str, str, str, str]:
-    """Return a figure's name, both values, their difference, and that over the run's."""
-    name, relative = figure.name.replace("_", " "), figure.relative_error
-    of_run = "" if relative is None else f"{relative:+.1%}"
-    if figure.is_share:
-        points = f"{100 * figure.difference:+.1f} points"
-        return name, f"{figure.real:.1%}", f"{figure.simulated:.1%}", points, of_run
-    difference = f"{figure.difference:+.3f}"
-    return name, f"{figure.real:.3f}", f"{figure.simulated:.3f}", difference, of_run
-
-
 def twin_as_json(found: Twin) -> dict[str, object]:
     """Return figures by name, and the simulation."""
     return {
-        "twin_error": {figure.name: figure.error for figure in found.figures},
+        "twin_error": {name: figure.error for name, figure in found.figures.items()},
         "figures": [
             {
                 **asdict(figure),
@@ -140,7 +124,7 @@ def twin_as_json(found: Twin) -> dict[str, object]:
                 "difference": figure.difference,
                 "relative_error": figure.relative_error,
             }
-            for figure in found.figures
+            for figure in found.figures.values()
         ],
         "simulated": result_as_json(found.result, found.fill),
     }
