@@ -25,7 +25,7 @@ the group is as it was and no observer hears of it. An event that the table does
 defect and raises `IllegalTransitionError` before anything changes. Observers are called in the
 event loop, in the order in which they were added; they must be quick, change no group and not fail.
 An error of an observer is a defect: it fails the call or the task that made the event, and later
-observers miss the event. In the callback at the end of a group's task it is only logged.
+observers miss the event. A task that fails ends the service.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ class Group:
         budget: time and tokens that its requests share.
         tokens: what replicas sent for it.
         graded: the group as it is kept, filtered or failed.
-        task: runs it.
+        task: runs it; ``None``: none does.
+        is_running: the task has begun, so a cancellation reaches its code.
         cancel_reason: why the task was cancelled; ``None``: it was not.
     """
 
@@ -212,6 +213,7 @@ class Group:
     tokens: GroupTokens = field(default_factory=GroupTokens)
     graded: GradedGroup | None = None
     task: asyncio.Task[None] | None = None
+    is_running: bool = False
     cancel_reason: CancelReason | None = None
 
     @property
@@ -234,10 +236,12 @@ class Group:
         return PromptOutcome(self.prompt, ending.end, ending.step, rewards, ending.detail, samples)
 
     def cancel(self, reason: CancelReason) -> None:
-        """Cancel the task, once."""
+        """Cancel the task, once. One that has not begun finds the reason when it does: asyncio ends
+        such a task without running any of its code."""
         if self.cancel_reason is None and self.task is not None:
             self.cancel_reason = reason
-            self.task.cancel()
+            if self.is_running:
+                self.task.cancel()
 
     def check_cancelled(self) -> None:
         """Stop a cancelled task before its group is filtered or kept.

@@ -38,7 +38,7 @@ class GroupAdmission:
     Args:
         settings: sizes of groups.
         groups: all groups.
-        batches: knows how many groups are in training, and which version may start.
+        batches: knows how many groups are in training.
         strategy: decides how many groups start, and which.
         source: of prompts.
         queue: knows the fleet's capacity.
@@ -81,7 +81,7 @@ class GroupAdmission:
         source = self._source
         while self._num_to_start() > 0:
             prompt = await source.next_prompt(
-                self._batches.version_to_sample() or 0, time.monotonic()
+                self._groups.policy_version or 0, time.monotonic()
             )
             if prompt is None:
                 return True
@@ -109,7 +109,7 @@ class GroupAdmission:
         return False
 
     def _num_to_start(self) -> int:
-        version = self._batches.version_to_sample()
+        version = self._groups.policy_version
         if version is None:
             return 0
         return self._strategy.num_to_start(self._batches.load(self.capacity(version)))
@@ -127,7 +127,7 @@ class GroupAdmission:
         """Decide about a prompt; ``None``: it may not start any more."""
         key = prompt_key(prompt)
         history = await self._history(prompt, key)
-        version = self._batches.version_to_sample()
+        version = self._groups.policy_version
         if version is None or not self._num_to_start():
             return None
         return self._strategy.attempt(key, prompt.sequence, history, version)

@@ -44,6 +44,7 @@ from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.source import PromptSource
 from services.reward.records.traces import PromptTraces
+from sluice.algorithm.groups.staleness import reserves_slot
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.strategy import SamplingStrategy
@@ -165,13 +166,12 @@ class Pipeline:
             if trainer != self._trainer:
                 self._groups.policy_version = None  # nothing is admitted meanwhile
                 await self._take_over(trainer, version, resume_from)
-            self.batches.announcing(version)
+            self.batches.settle_recovered(version)
             if version != self._learned_version:
                 self._strategy.forecast.announced(time.monotonic())
                 await self._learn()
             self._learned_version = self._groups.policy_version = version
         await self._dispatcher.announce(replicas)
-        self.batches.published(version)
         logger.info("version %d on %d replicas", version, len(replicas))
         self._changes.notify()
 
@@ -201,24 +201,35 @@ class Pipeline:
 
     def _start(self, tasks: asyncio.TaskGroup, group: Group, attempt: Attempt) -> None:
         self._strategy.started(attempt)
-        reserves = self.batches.reserves_slot(group)
+        reserves = self._strategy.rules.preempts and reserves_slot(
+            group.num_preemptions, self._groups.num_reserved, self._settings.rules.batch_size
+        )
         is_whole = attempt.first_samples >= self._settings.samples_per_group
         num_sequences = attempt.first_samples + (is_whole and self._settings.greedy is not None)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
         if reserves:  # it takes a slot that others may be running for
             self.batches.cancel_expired()
         with self._traces.within(group.prompt_id) if TRACER.is_on else nullcontext():
-            group.task = tasks.create_task(self._runs.run(group), name=f"prompt {group.prompt_id}")
-        group.task.add_done_callback(partial(self._left, group))
+            group.task = tasks.create_task(self._run(group), name=f"prompt {group.prompt_id}")
 
-    def _left(self, group: Group, task: asyncio.Task[None]) -> None:
-        """A group's task ended. If it was cancelled, its prompt starts again or ends as stale."""
-        self._changes.notify()
-        if group.task is not task:  # kept, and requeued before this call
-            return
-        group.task = None
-        if not task.cancelled() or not group.is_in_flight:
-            return
+    async def _run(self, group: Group) -> None:
+        """Run an attempt to its end. If it is cancelled, its prompt starts again or ends as stale.
+
+        All of it belongs to the task: an error in it, an observer's included, ends the service.
+        """
+        group.is_running = True
+        try:
+            group.check_cancelled()
+            await self._runs.run(group)
+        except asyncio.CancelledError:
+            self._give_up(group)
+            raise
+        finally:
+            group.task = None
+            self._changes.notify()
+
+    def _give_up(self, group: Group) -> None:
+        """End the attempt of a cancelled task."""
         match group.cancel_reason:
             case CancelReason.TOO_OLD:
                 detail = f"started under version {group.start_version}, too old to be trained"

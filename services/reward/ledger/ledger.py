@@ -138,6 +138,7 @@ class PromptLedger:
         self._num_acknowledged = content.num_acknowledged
         self._trainer = content.trainer
         self._lease = content.lease
+        self._newest_leased = content.lease.version if content.lease else None
         self._strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
 
     def __enter__(self) -> Self:
@@ -384,6 +385,14 @@ class PromptLedger:
         return self._lease
 
     @property
+    def newest_leased_version(self) -> int | None:
+        """Version of the newest batch that was leased and not taken back, since a trainer began.
+
+        ``None``: there was none. Of an earlier service only an open lease is known.
+        """
+        return self._newest_leased
+
+    @property
     def num_acknowledged(self) -> int:
         """Groups of all acknowledged batches."""
         return self._num_acknowledged
@@ -403,23 +412,21 @@ class PromptLedger:
         if missing:
             raise NotFoundError(f"prompt '{missing[0]}' is not pending")
         self._lease = OpenLease(batch_id, version, tuple(prompt_ids))
+        self._newest_leased = version
         packed = msgspec.msgpack.encode(self._lease.prompt_ids)
         self._write((_LEASE, (batch_id, version, packed)))
 
-    def leased(self, batch_id: str) -> tuple[str, ...] | None:
-        """Return the pending prompts of the open lease; ``None`` if it was acknowledged before.
+    def is_leased(self, batch_id: str) -> bool:
+        """Return whether a batch is the open lease; ``False``: it was acknowledged before.
 
         Raises:
             NotFoundError: no such batch is open or among the last that were acknowledged.
         """
         if batch_id in self._acknowledged:
-            return None
+            return False
         if self._lease is None or self._lease.batch_id != batch_id:
-            raise NotFoundError(
-                f"batch '{batch_id}' is not leased (it was taken back, or never existed); "
-                "take the next batch"
-            )
-        return self.leased_ids()
+            raise not_leased(batch_id)
+        return True
 
     def leased_ids(self) -> tuple[str, ...]:
         """Return the pending prompts of the open lease; none without one."""
@@ -427,7 +434,9 @@ class PromptLedger:
         return tuple(prompt_id for prompt_id in prompt_ids if prompt_id in self._prompts)
 
     def release_lease(self) -> None:
-        """Take the open lease back."""
+        """Take the open lease back, if there is one."""
+        if self._lease is not None:
+            self._newest_leased = self._lease.version - 1
         self._lease = None
         self._write((_FORGET_LEASE, ()))
 
@@ -455,6 +464,7 @@ class PromptLedger:
     def begin_trainer(self, instance_id: str) -> None:
         """Note who trains."""
         self._trainer = instance_id
+        self._newest_leased = None
         self._write((_TRAINER, (instance_id,)))
 
     # ------------------------------------------------------------------------------------ strikes
@@ -515,6 +525,14 @@ class PromptLedger:
         """Hand one change to the writer: all of its statements reach the file, or none."""
         if self._writer is not None:
             self._writer.write(statements)
+
+
+def not_leased(batch_id: str) -> NotFoundError:
+    """Return the error of a call that names a batch which is not leased."""
+    return NotFoundError(
+        f"batch '{batch_id}' is not leased (it was taken back, or never existed); take the next "
+        "batch"
+    )
 
 
 def _accepted(prompt: Prompt, body: bytes) -> list[Statement]:
