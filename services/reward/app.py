@@ -23,7 +23,6 @@ from services.reward.groups.loop import Pipeline
 from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
-    GroupNeeds,
     PipelineSettings,
     outcome_policy,
     round_size,
@@ -47,6 +46,7 @@ from services.reward.records.group_log import EndedGroups, GroupLog, sample_dump
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
 from services.reward.records.yield_guard import YieldGuard
+from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName
@@ -282,7 +282,7 @@ class RewardLoop:
             self.grader,
             self.dumps,
             lambda: self.groups.policy_version,
-            on_tokens=self.counters.evaluated,
+            on_tokens=self.counters.validated,
         )
 
     def _observe(self) -> None:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from services.reward.grading.messages import ScorerInput
-from sluice.algorithm.groups.outcomes import OutcomePolicy
+from sluice.algorithm.groups.filter import OutcomeAction, OutcomePolicy
 from sluice.algorithm.overlong import overlong_penalty
 from sluice.config.schema.reward import RewardConfig
 from sluice.errors import ExhaustedError, InvalidRequestError
@@ -145,7 +145,7 @@ class Grader:
         """One outcome per item, after all the attempts that the policy gives it."""
         outcomes: list[Outcome] = list(await self._scorer.score(items)) if items else []
         attempts = 1
-        while again := self._policy.to_score_again(outcomes, attempts):
+        while again := self._policy.to_repeat(outcomes, attempts, OutcomeAction.SCORE_AGAIN):
             attempts += 1
             self.num_scored_again += len(again)
             answers = await self._scorer.score([items[place] for place in again])

@@ -80,9 +80,7 @@ class GroupAdmission:
         """
         source = self._source
         while self._num_to_start() > 0:
-            prompt = await source.next_prompt(
-                self._groups.policy_version or 0, time.monotonic()
-            )
+            prompt = await source.next_prompt(self._groups.policy_version or 0, time.monotonic())
             if prompt is None:
                 return True
             group = self._groups[prompt.prompt_id]

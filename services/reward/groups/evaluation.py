@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import Priority
 from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,
     GroupTokens,
     OverlongPromptError,
+    Purpose,
     first_samples,
     for_prompt,
 )
@@ -180,7 +180,7 @@ class Evaluator:
             prompt,
             first_samples(order.samples_per_prompt),
             for_prompt(order.sampling, prompt, stage="validation"),
-            Priority.EVALUATION,
+            Purpose.VALIDATION,
             lowest_version=order.policy_version,
             highest_version=order.policy_version,
             tokens=tokens,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice.algorithm.groups.filter import LEAST_SHARE
-from sluice.algorithm.groups.outcomes import OutcomeAction, OutcomePolicy, OutcomeRule
+from sluice.algorithm.groups.filter import (
+    GroupNeeds,
+    OutcomeAction,
+    OutcomePolicy,
+    OutcomeRule,
+)
 from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
@@ -22,21 +26,6 @@ class BatchRules:
     batch_size: int
     max_staleness: int
     on_stale: OnStale
-
-
-@dataclass(frozen=True, slots=True)
-class GroupNeeds:
-    """What a group has to have.
-
-    Args:
-        whole_groups: every sample must be scored, since the loss compares all of them.
-        least_share: of the samples that must be scored (`fewest_samples`).
-        policy: which failures cost the whole group, however many samples are left.
-    """
-
-    whole_groups: bool = False
-    least_share: float = LEAST_SHARE
-    policy: OutcomePolicy = field(default_factory=OutcomePolicy)
 
 
 @dataclass(frozen=True, slots=True)

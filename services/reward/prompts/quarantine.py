@@ -21,7 +21,7 @@ import msgspec
 
 from services.reward.generation.request import prompt_key
 from services.reward.ledger.ledger import PromptLedger
-from sluice.algorithm.groups.outcomes import is_quarantined
+from sluice.algorithm.groups.filter import is_quarantined
 from sluice.errors import DataError
 from sluice.types import Failed, Prompt
 

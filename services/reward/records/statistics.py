@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from services.reward.generation.queue import Priority
-from services.reward.generation.request import GroupTokens
+from services.reward.generation.request import GroupTokens, Purpose
 from services.reward.group import (
     SCORED,
     Discard,
@@ -75,7 +74,7 @@ class TokenUse(StrEnum):
     ABORTED = "aborted"
     SURPLUS = "surplus"
     TAKEN_OVER = "taken_over"
-    EVALUATION = "evaluation"
+    VALIDATION = "evaluation"
 
 
 USE_BY_END = {
@@ -248,7 +247,7 @@ class GroupStatistics:
 
     def __init__(
         self,
-        received: Mapping[Priority, int],
+        received: Mapping[Purpose, int],
         *,
         round_size: int,
         scorer_seconds: Callable[[], float],
@@ -362,16 +361,16 @@ class GroupStatistics:
         self._totals["reward/batches_acknowledged"] += 1
         self._totals["reward/groups_acknowledged"] += num_groups
 
-    def evaluated(self, num_tokens: int) -> None:
-        """A group was generated, whole or in part, for an evaluation."""
-        self._tokens.assign(TokenUse.EVALUATION, num_tokens)
+    def validated(self, num_tokens: int) -> None:
+        """Note the tokens generated for a group of a validation."""
+        self._tokens.assign(TokenUse.VALIDATION, num_tokens)
 
     def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
         """Return the statistics since the last batch, which this batch carries; begin again."""
         now, scorer_seconds = time.monotonic(), self._scorer_seconds()
         interval, self._interval = self._interval, IntervalStatistics(now, scorer_seconds)
         self.on_batch(groups, version, now - interval.started_at)
-        received = self._received[Priority.TRAINING]
+        received = self._received[Purpose.TRAINING]
         num_generated, self._received_before = received - self._received_before, received
         by_use = self._tokens.close_interval()
         return {
@@ -406,7 +405,7 @@ class GroupStatistics:
         tokens = {
             **{f"reward/tokens/{use}": float(count) for use, count in by_use.items()},
             "reward/tokens/received": float(sum(self._received.values())),
-            "reward/generated_tokens": float(self._received[Priority.TRAINING]),
+            "reward/generated_tokens": float(self._received[Purpose.TRAINING]),
         }
         return zero | tokens | {name: float(count) for name, count in self._totals.items()}
 

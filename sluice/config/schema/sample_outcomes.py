@@ -11,7 +11,7 @@ from sluice.config.schema.section import PositiveInt, Section
 
 ThenKey = Literal["leave_out", "drop_group"]
 ScoringActionKey = Literal["score_again", "generate_again", "leave_out", "drop_group"]
-"""The values of `sluice.algorithm.groups.outcomes.OutcomeAction`."""
+"""The values of `sluice.algorithm.groups.filter.OutcomeAction`."""
 
 Then = Annotated[
     ThenKey,

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import Priority, ReplicaQueue
-from services.reward.generation.request import GroupRequest
+from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.request import (
+    GroupRequest,
+    Purpose,
+)
 from services.reward.grading.grader import Grader, SampleScorer
 from services.reward.grading.messages import ScorerInput
 from services.reward.groups.evaluation import (
@@ -120,8 +123,8 @@ async def test_all_tokens_of_an_evaluation_are_told_even_if_it_does_not_end(
     with suppress(DeadlineError):
         await world.run(seconds=0.5)
     received = world.dispatcher.num_received
-    assert sum(world.reported_tokens) == received[Priority.EVALUATION] > 0
-    assert received[Priority.TRAINING] == 0
+    assert sum(world.reported_tokens) == received[Purpose.VALIDATION] > 0
+    assert received[Purpose.TRAINING] == 0
     assert world.evaluation.num_pending_tokens == 0
 
 

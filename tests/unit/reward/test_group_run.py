@@ -13,8 +13,8 @@ from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.group import GroupState
-from services.reward.groups.run import joined, judge_probes
-from services.reward.groups.settings import GroupNeeds
+from services.reward.groups.run import joined
+from sluice.algorithm.groups.filter import GroupNeeds, judge_probes
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, InvalidRequestError
 from sluice.types import (

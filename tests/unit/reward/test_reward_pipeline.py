@@ -94,7 +94,7 @@ async def test_an_observers_error_at_the_end_of_a_cancelled_group_ends_the_servi
         if event.kind is EventKind.REQUEUED:
             raise ZeroDivisionError("a defect of an observer")
 
-    with pytest.raises(ExceptionGroup) as failure:
+    async def run() -> None:
         async with running_loop(config(), client) as loop:
             loop.groups.observe(fail)
             submit(loop, [MIXED])
@@ -102,6 +102,9 @@ async def test_an_observers_error_at_the_end_of_a_cancelled_group_ends_the_servi
             await settled(lambda: loop.pipeline.num_generating == 1)
             loop.groups["p0"].cancel(CancelReason.PREEMPTED)
             await asyncio.sleep(5)
+
+    with pytest.raises(ExceptionGroup) as failure:
+        await run()
     assert failure.group_contains(ZeroDivisionError, match="a defect of an observer")
 
 
