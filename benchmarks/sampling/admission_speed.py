@@ -100,8 +100,7 @@ class _World:
 
     def admit(self, prompt: Prompt) -> None:
         for _ in range(2):
-            load = self._batches.load(self._admission.capacity(0))
-            assert self.strategy.num_to_start(load) > 0
+            assert self._admission.num_to_start() > 0
         self.line_up(prompt)
         group = self._in_line.pop(self._order.take(0, 1_500.0))
         assert self._quarantine.reason(group.prompt) is None

@@ -151,7 +151,7 @@ class PromptOutcome:
     `samples` counts the samples by how they ended, where that is known.
     """
 
-    prompt: Prompt
+    prompt_id: str
     end: PromptEnd
     step: int | None
     rewards: tuple[float, ...]
@@ -233,7 +233,9 @@ class Group:
         assert ending is not None, f"prompt {self.prompt_id} has not ended"
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
         samples = outcome_counts(graded.outcomes) if graded else {}
-        return PromptOutcome(self.prompt, ending.end, ending.step, rewards, ending.detail, samples)
+        return PromptOutcome(
+            self.prompt_id, ending.end, ending.step, rewards, ending.detail, samples
+        )
 
     def cancel(self, reason: CancelReason) -> None:
         """Cancel the task, once. One that has not begun finds the reason when it does: asyncio ends
@@ -297,6 +299,14 @@ class GroupTable:
     Args:
         ledger: the durable part; its pending prompts wait, or are leased.
         ages: for the staleness rules.
+
+    Attributes, which only this class writes but for `policy_version`:
+        counts: groups by state.
+        policy_version: the version announced; ``None`` before the first, and while a trainer takes
+            over.
+        num_sure: groups in flight that count as kept.
+        num_reserved: groups in flight with a reserved slot.
+        num_unrequested: sequences that groups in flight have not requested yet.
     """
 
     def __init__(self, ledger: PromptLedger, ages: GroupAges) -> None:
@@ -305,12 +315,10 @@ class GroupTable:
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
         for prompt_id in ledger.leased_ids():
             self._groups[prompt_id].state = GroupState.LEASED
-        self._counts = Counter(group.state for group in self._groups.values())
+        self.counts = Counter(group.state for group in self._groups.values())
         self.ages = ages
-        self.policy_version: int | None = None  # announced; None: a trainer takes over
-        self.num_sure = 0  # groups in flight that count as kept
-        self.num_reserved = 0  # groups in flight with a reservation
-        self.num_unrequested = 0  # sequences that groups in flight have not requested yet
+        self.policy_version: int | None = None
+        self.num_sure = self.num_reserved = self.num_unrequested = 0
 
     def observe(self, observer: Observer) -> None:
         """Add an observer; it hears of the groups that are pending now, the oldest first."""
@@ -333,19 +341,15 @@ class GroupTable:
         """Return the group of a pending prompt; ``None`` if it is not pending."""
         return self._groups.get(prompt_id)
 
-    def num(self, *states: GroupState) -> int:
-        """Count the groups in these states."""
-        return sum(self._counts[state] for state in states)
-
     @property
     def num_in_flight(self) -> int:
         """Groups being generated or graded."""
-        return self._counts[GroupState.GENERATING] + self._counts[GroupState.GRADING]
+        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
 
     @property
     def num_kept(self) -> int:
         """Groups that wait for a train batch."""
-        return self._counts[GroupState.KEPT]
+        return self.counts[GroupState.KEPT]
 
     def in_state(self, *states: GroupState) -> list[Group]:
         """Return the groups in these states."""
@@ -527,7 +531,7 @@ class GroupTable:
 
     def _add(self, prompt: Prompt) -> Group:
         group = self._groups[prompt.prompt_id] = Group(prompt)
-        self._counts[GroupState.WAITING] += 1
+        self.counts[GroupState.WAITING] += 1
         self._publish(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
         return group
 
@@ -544,9 +548,9 @@ class GroupTable:
         before, group.state = group.state, after
         if before is after:
             return before
-        self._counts[before] -= 1
+        self.counts[before] -= 1
         if after is not GroupState.ENDED:
-            self._counts[after] += 1
+            self.counts[after] += 1
         if before in IN_FLIGHT and after not in IN_FLIGHT:
             self.num_unrequested -= group.num_unrequested
             self.num_sure -= group.is_sure

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from services.reward.app import RewardLoop
-from services.reward.group import PENDING_STATES
+from services.reward.group import PENDING_STATES, GroupState
 from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
 from sluice.algorithm.routing import FleetUse, replicas_needed, slots_needed
@@ -227,7 +227,7 @@ class RewardMetrics:
         for end, count in ledger.by_end.items():
             yield reward.PROMPTS_ENDED.at(float(count), end)
         for state in PENDING_STATES:
-            yield reward.PROMPTS.at(float(groups.num(state)), state)
+            yield reward.PROMPTS.at(float(groups.counts[state]), state)
         yield reward.GROUPS_QUEUED.at(float(self.loop.queue.num_waiting))
 
     def _counted(self) -> Iterator[InstrumentReading]:
@@ -247,8 +247,8 @@ class RewardMetrics:
         yield reward.BATCH_ASKED.at(float(pipeline.batches.is_asked))
         yield reward.RESPONSES_AT_BOUND.at(float(self.bound.num_at_bound))
         yield reward.MAX_STALENESS.at(float(self.max_staleness))
-        if pipeline.policy_version is not None:
-            yield reward.KNOWN_VERSION.at(float(pipeline.policy_version))
+        if (version := self.loop.groups.policy_version) is not None:
+            yield reward.KNOWN_VERSION.at(float(version))
         yield reward.KNOWN_REPLICAS.at(float(len(self.loop.queue.replicas)))
         for wait, seconds in pipeline.awaited():
             # The key of a lease ends with the batch's id.
@@ -266,7 +266,7 @@ class RewardMetrics:
 def fleet_facts(loop: RewardLoop, num_batches: int) -> FleetFacts:
     """What demand depends on, now, after so many batches were formed."""
     replicas = loop.queue.replicas
-    generates = loop.pipeline.num_generating > 0 or not replicas
+    generates = loop.groups.counts[GroupState.GENERATING] > 0 or not replicas
     return FleetFacts(
         num_batches,
         loop.pipeline.batches.is_asked and generates,
@@ -330,12 +330,12 @@ class RewardWork:
 
     def work_state(self) -> WorkState:
         """In the event loop."""
-        pipeline = self._loop.pipeline
-        generates = pipeline.num_generating > 0 and bool(self._loop.queue.replicas)
+        pipeline, groups = self._loop.pipeline, self._loop.groups
+        generates = groups.counts[GroupState.GENERATING] > 0 and bool(self._loop.queue.replicas)
         progress = (
-            pipeline.policy_version,
-            self._loop.groups.num_kept,
+            groups.policy_version,
+            groups.num_kept,
             self._loop.counters.progress,
         )
-        has_work = generates or pipeline.num_grading > 0
+        has_work = generates or groups.counts[GroupState.GRADING] > 0
         return WorkState(progress, has_work, self._patience_s, as_waits(pipeline.awaited()))

@@ -11,7 +11,7 @@ import grpc
 from services.reward.app import RewardLoop
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
-from services.reward.group import PromptOutcome
+from services.reward.group import GroupState, PromptOutcome
 from services.reward.groups.evaluation import EvaluationOrder, EvaluationResult
 from services.reward.groups.loop import as_waits
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
@@ -258,7 +258,7 @@ def _event_to_proto(event: Receipt | PromptOutcome) -> reward.SubmitPromptsRespo
         )
         return reward.SubmitPromptsResponse(receipt=receipt)
     outcome = reward.PromptOutcome(
-        prompt_id=event.prompt.prompt_id,
+        prompt_id=event.prompt_id,
         end=PROMPT_END_TO_PROTO[event.end],
         step=event.step,
         rewards=event.rewards,
@@ -300,11 +300,11 @@ def _status_to_proto(loop: RewardLoop) -> reward.GetStatusResponse:
         prompts_submitted=ledger.num_submitted,
         prompts_by_end={end.value: count for end, count in ledger.by_end.items()},
         prompts_pending=len(loop.groups),
-        groups_generating=pipeline.num_generating,
-        groups_grading=pipeline.num_grading,
+        groups_generating=loop.groups.counts[GroupState.GENERATING],
+        groups_grading=loop.groups.counts[GroupState.GRADING],
         groups_kept=loop.groups.num_kept,
         dataset_rows=loop.dataset_rows,
-        policy_version=pipeline.policy_version,
+        policy_version=loop.groups.policy_version,
         replicas=replicas,
         awaited=[
             reward.Awaited(peer=wait.peer, phase=wait.phase, seconds=seconds)

@@ -122,11 +122,9 @@ class OutcomePolicy:
 
         All attempts are over.
         """
-        for outcome in outcomes:
-            is_failed = isinstance(outcome, Failed)
-            if is_failed and self.rule(outcome.kind).final is OutcomeAction.DROP_GROUP:
-                return outcome
-        return None
+        failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        costly = [o for o in failed if self.rule(o.kind).final is OutcomeAction.DROP_GROUP]
+        return costly[0] if costly else None
 
 
 def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> Failed | None:

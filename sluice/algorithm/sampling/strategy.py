@@ -44,12 +44,18 @@ class SamplingStrategy:
 
     Args:
         rules: which strategy, and its settings.
+
+    Attributes:
+        rules: see above.
+        discards_surplus: whether kept groups beyond a batch are thrown away.
+        estimate: of the yield.
+        forecast: how long groups take.
     """
 
     def __init__(self, rules: SamplingRules) -> None:
-        self._rules = rules
+        self.rules = rules
         # These are asked at every start, and follow from the rules.
-        self._discards_surplus = rules.strategy is StrategyName.ROUNDS
+        self.discards_surplus = rules.strategy is StrategyName.ROUNDS
         self._num_ahead = rules.num_ahead
         self._uses_memory = rules.strategy.uses_memory
         uses_probes = rules.strategy.uses_probes
@@ -67,24 +73,14 @@ class SamplingStrategy:
         self.forecast = FinishForecast(rules.max_staleness)
 
     @property
-    def rules(self) -> SamplingRules:
-        """What it was made of."""
-        return self._rules
-
-    @property
-    def discards_surplus(self) -> bool:
-        """Whether kept groups beyond a batch are thrown away."""
-        return self._discards_surplus
-
-    @property
     def num_in_line(self) -> int:
         """Prompts that are weighed against each other for the next start (`pacing`); 1: none.
 
         No more than a batch: about so many start in a version's time at the least, so that hardly
         one is skipped for longer.
         """
-        is_paced = self._rules.paces and self._rules.max_staleness > 0
-        return self._rules.train_batch_size if is_paced else 1
+        is_paced = self.rules.paces and self.rules.max_staleness > 0
+        return self.rules.train_batch_size if is_paced else 1
 
     def num_to_start(self, load: LoopLoad) -> int:
         """Groups to start now.
@@ -102,8 +98,8 @@ class SamplingStrategy:
         num_in_flight, num_kept, num_in_training, capacity, num_sure = load
         num_unsure = num_in_flight - num_sure
         return groups_to_admit(
-            train_batch_size=self._rules.train_batch_size,
-            max_staleness=self._rules.max_staleness,
+            train_batch_size=self.rules.train_batch_size,
+            max_staleness=self.rules.max_staleness,
             num_ahead=self._num_ahead,
             num_in_flight=num_unsure,
             num_kept=num_kept + num_sure,
@@ -127,7 +123,7 @@ class SamplingStrategy:
         if history is None or not self._uses_memory:
             return Attempt(key, sequence, None, self._first_samples)
         attempt = Attempt(key, sequence, history, self._first_samples)
-        return choose_attempt(self._knowledge, self._rules, attempt, version)
+        return choose_attempt(self._knowledge, self.rules, attempt, version)
 
     def started(self, attempt: Attempt) -> None:
         """The group of an attempt starts."""
@@ -154,7 +150,7 @@ class SamplingStrategy:
         """Decide about the rest of a group; ``None``: it ends here as filtered."""
         continued = choose_rest(
             self._knowledge,
-            self._rules,
+            self.rules,
             attempt,
             num_right=num_right,
             num_scored=num_scored,
@@ -188,10 +184,11 @@ class SamplingStrategy:
             seconds: since it was admitted.
         """
         self.estimate = self.estimate.observe(kept)
-        if num_scored == self._rules.samples_per_group:
+        if num_scored == self.rules.samples_per_group:
             self.forecast.ended(attempt.key, mean_tokens=mean_tokens, seconds=seconds)
-        grade_counts = GradeCounts(float(num_right), float(num_scored - num_right))
-        self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, kept, version))
+        if self._learns:
+            grade_counts = GradeCounts(float(num_right), float(num_scored - num_right))
+            self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, kept, version))
 
     def may_form(self, load: LoopLoad) -> bool:
         """Whether a full batch may be taken from the kept groups."""
@@ -199,7 +196,7 @@ class SamplingStrategy:
 
     def batch_formed(self) -> None:
         """A batch was taken from the kept groups."""
-        if self._discards_surplus:
+        if self.discards_surplus:
             self._rounds = self._rounds.batch_formed()
 
     def new_version(self) -> list[tuple[str, RememberedAttempt]]:
@@ -208,10 +205,10 @@ class SamplingStrategy:
         Returns:
             what to add to the histories (`remembered`), by key and in order; none without memory.
         """
-        ends, self._ends = sorted(self._ends, key=lambda end: end.attempt.sequence), []
         if not self._learns:
             return []
-        self._knowledge = self._knowledge.after(ends, self._rules.samples_per_group)
+        ends, self._ends = sorted(self._ends, key=lambda end: end.attempt.sequence), []
+        self._knowledge = self._knowledge.after(ends, self.rules.samples_per_group)
         if not self._uses_memory:
             return []
         return [(end.attempt.key, _seen(end)) for end in ends]

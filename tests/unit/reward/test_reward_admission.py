@@ -66,7 +66,7 @@ async def test_groups_that_start_together_take_no_more_room_than_there_is(num_gr
         await settled(lambda: len(client.calls) >= 4)
         await turns(50)
         assert loop.queue.num_waiting == 0
-        assert loop.pipeline.num_generating == 12 // (2 + num_greedy)  # 8 slots, slack 1.5
+        assert loop.groups.counts["generating"] == 12 // (2 + num_greedy)  # 8 slots, slack 1.5
 
 
 async def test_a_group_larger_than_the_fleet_starts_all_the_same() -> None:
@@ -76,7 +76,7 @@ async def test_a_group_larger_than_the_fleet_starts_all_the_same() -> None:
         await loop.pipeline.announce("trainer", 0, [replica("a", slots=1)], None)
         await settled(lambda: len(client.calls) == 1)
         await turns(50)
-        assert loop.pipeline.num_generating == 1
+        assert loop.groups.counts["generating"] == 1
 
 
 def test_a_prompts_key_depends_on_its_words_and_not_on_its_place() -> None:

@@ -99,7 +99,7 @@ async def test_an_observers_error_at_the_end_of_a_cancelled_group_ends_the_servi
             loop.groups.observe(fail)
             submit(loop, [MIXED])
             await publish(loop, client, 0)
-            await settled(lambda: loop.pipeline.num_generating == 1)
+            await settled(lambda: loop.groups.counts["generating"] == 1)
             loop.groups["p0"].cancel(CancelReason.PREEMPTED)
             await asyncio.sleep(5)
 
@@ -310,7 +310,7 @@ async def test_at_shutdown_streams_are_cancelled_and_prompts_stay_pending() -> N
         submit(loop, [MIXED] * 2)
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 2)
-        assert loop.groups.num(GroupState.GENERATING) == 2
+        assert loop.groups.counts[GroupState.GENERATING] == 2
     assert sorted(client.cancelled) == ["p0", "p1"]
     assert loop.ledger.num_pending == 2
     assert loop.ledger.by_end[PromptEnd.DROPPED_FAILED] == 0

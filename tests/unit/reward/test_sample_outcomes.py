@@ -234,7 +234,7 @@ def test_whatever_becomes_of_samples_every_prompt_ends_once_and_no_failure_is_a_
     rules: dict[str, Any], fates: list[FailureKind | None], breaking: int, strategy: str
 ) -> None:
     settled = asyncio.run(_ends_of(rules, fates, breaking, strategy))
-    assert Counter(outcome.prompt.prompt_id for outcome in settled) == Counter(
+    assert Counter(outcome.prompt_id for outcome in settled) == Counter(
         {f"p{number}": 1 for number in range(12)}
     )
     for outcome in settled:
@@ -281,7 +281,7 @@ async def _ends_of(
 
 async def _train_what_is_kept(loop: RewardLoop, client: ScriptedClient) -> None:
     if loop.groups.num_kept:
-        version = loop.pipeline.policy_version or 0
+        version = loop.groups.policy_version or 0
         batch = await loop.pipeline.batches.take(version + 1, version, 5)
         check_scored(batch.groups)
         loop.pipeline.batches.acknowledge(batch.batch_id, version + 1)
