@@ -10,11 +10,10 @@ from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import prompt_key
 from services.reward.group import Group, GroupEnding, GroupTable
 from services.reward.groups.admission import GroupAdmission
-from services.reward.groups.leases import ChangeSignal, TrainBatches
+from services.reward.groups.leases import ChangeSignal, TrainBatches, YieldGuard
 from services.reward.groups.settings import BatchRules, PipelineSettings
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.quarantine import Quarantine
-from services.reward.records.yield_guard import YieldGuard
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.pacing import AdmissionOrder

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from services.reward.grading.scorers.registry import check_routes, scorer_for
 from services.reward.group import GroupState, GroupTable, prompts_lost
 from services.reward.groups.admission import GroupAdmission
 from services.reward.groups.evaluation import Evaluator
-from services.reward.groups.leases import ChangeSignal, TrainBatches
+from services.reward.groups.leases import ChangeSignal, TrainBatches, YieldGuard
 from services.reward.groups.loop import Pipeline
 from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
@@ -42,10 +41,9 @@ from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
-from services.reward.records.group_log import EndedGroups, GroupLog, sample_dumps
+from services.reward.records.group_log import GroupLog, sample_dumps
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
-from services.reward.records.yield_guard import YieldGuard
 from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
@@ -74,20 +72,15 @@ class RunFiles:
 
     Args:
         memory: of earlier attempts; ``None`` for strategies without one.
-        log: may be one that writes nothing.
+        log: of groups that ended; ``None``: nothing is logged.
         ledger: may be one in memory.
         quarantine: where prompts in quarantine are listed; ``None``: nowhere.
     """
 
-    memory: PromptMemoryStore | None
-    log: GroupLog
+    memory: PromptMemoryStore | None = None
+    log: GroupLog | None = None
     ledger: PromptLedger = field(default_factory=PromptLedger)
     quarantine: Path | None = None
-
-
-def no_run_files() -> RunFiles:
-    """Return what a loop without files uses."""
-    return RunFiles(None, GroupLog(None), PromptLedger())
 
 
 @contextmanager
@@ -98,21 +91,22 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
         DataError: ledger or memory of prompts are damaged, in use or of another program.
     """
     folder, uses_memory = Path(config.sluice.run_dir), _uses_memory(config)
-    log_file = folder / LOG_FILE if config.sluice.reward.group_log else None
-    num_samples = config.actor_rollout_ref.rollout.n
-    log = GroupLog(log_file, num_samples, samples=_ended_groups(config))
     store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
     is_durable = config.sluice.reward.ledger == "sqlite"
     with PromptLedger(folder / LEDGER_FILE if is_durable else None) as ledger, store as memory:
-        yield RunFiles(memory, log, ledger, folder / QUARANTINE_FILE)
+        log = _group_log(config, folder)
+        with closing(log) if log else nullcontext():
+            yield RunFiles(memory, log, ledger, folder / QUARANTINE_FILE)
 
 
-def _ended_groups(config: RunConfig) -> EndedGroups | None:
+def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
+    path = folder / LOG_FILE if config.sluice.reward.group_log else None
     kept = config.sluice.dashboard
-    if kept.samples_mb == 0:
+    archive = SampleArchive(folder / FOLDER_NAME, mib(kept.samples_mb)) if kept.samples_mb else None
+    if path is None and archive is None:
         return None
-    folder = Path(config.sluice.run_dir) / FOLDER_NAME
-    return EndedGroups(SampleArchive(folder, mib(kept.samples_mb)), kept.sample_chars)
+    num_samples = config.actor_rollout_ref.rollout.n
+    return GroupLog(path, num_samples, samples=archive, most_chars=kept.sample_chars)
 
 
 def _uses_memory(config: RunConfig) -> bool:
@@ -150,13 +144,12 @@ class RewardLoop:
         client: GenerationClient,
         files: RunFiles | None = None,
     ) -> None:
-        files = files or no_run_files()
+        files = files or RunFiles()
         open_stream = _training_opener(config, sets.training, sets.images)
         check_data_source = _data_source_check(config)
         rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
         settings = _settings(config, rows)
         self.dataset_rows = rows
-        self.log = files.log
         self.ledger = files.ledger
         self.strategy = _strategy(config, files.memory)
         rules = settings.rules
@@ -186,7 +179,7 @@ class RewardLoop:
         self.guard = YieldGuard(group_filter.min_yield, group_filter.min_yield_groups)
         self._build_pipeline(settings, files.memory, capacity)
         self._build_clients(config, sets, scorers, check_data_source)
-        self._observe()
+        self._observe(files.log)
 
     def _issue_pending(self) -> None:
         """Issue what the ledger of an earlier service holds before anything else."""
@@ -285,22 +278,15 @@ class RewardLoop:
             on_tokens=self.counters.validated,
         )
 
-    def _observe(self) -> None:
-        """Publish the events of groups. Those that write nothing are left out."""
+    def _observe(self, log: GroupLog | None) -> None:
+        """Publish the events of groups. Observers that write nothing are left out."""
         self.groups.observe(self.guard.observe)
         self.groups.observe(self.counters.observe)
         if TRACER.is_on:
             self.groups.observe(self.traces.observe)
-        if self.log.is_on:
-            self.groups.observe(self.log.observe)
+        if log is not None:
+            self.groups.observe(log.observe)
         self.groups.observe(self.submissions.observe)
-
-    async def run(self) -> None:
-        """Run the loop and write the group log, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            if self.log.is_on:
-                tasks.create_task(self.log.run(), name="group log")
-            tasks.create_task(self.pipeline.run(), name="pipeline")
 
     def statistics(self) -> dict[str, float]:
         """Return counters since the start, and ``reward/prompts_lost``, which only a defect raises.

@@ -238,7 +238,7 @@ class RewardMetrics:
             yield reward.SAMPLES.at(counts.get(f"reward/outcomes/{outcome}", 0.0), outcome)
         for what, name in _AGAIN.items():
             yield reward.SAMPLES_AGAIN.at(counts.get(name, 0.0), what)
-        yield reward.SCORER_SECONDS.at(self.loop.counters.scorer_seconds)
+        yield reward.SCORER_SECONDS.at(self.loop.counters.scorer_seconds())
 
     def _batch(self) -> Iterator[InstrumentReading]:
         pipeline, num_kept = self.loop.pipeline, self.loop.groups.num_kept

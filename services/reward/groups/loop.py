@@ -196,7 +196,7 @@ class Pipeline:
 
     def _start(self, tasks: asyncio.TaskGroup, group: Group, attempt: Attempt) -> None:
         self._strategy.started(attempt)
-        reserves = self._strategy.rules.preempts and reserves_slot(
+        reserves = self._strategy.preempts and reserves_slot(
             group.num_preemptions, self._groups.num_reserved, self._settings.rules.batch_size
         )
         is_whole = attempt.first_samples >= self._settings.samples_per_group

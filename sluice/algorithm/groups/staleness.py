@@ -85,7 +85,7 @@ def may_form_batch(
     num_missing = max(0, batch_size - sum(len(kept[v]) for v in eligible))
     if num_missing:
         return BatchDecision((), dropped, (), expired, num_missing)
-    filling = _filling(kept, eligible, batch_size)
+    newest = _newest_chosen(kept, eligible, batch_size)
     waiting_for: tuple[int, ...] = ()
     if on_stale == "wait":
         alive = {v: len(ids) for v, ids in running.items() if v >= first_alive and ids}
@@ -93,10 +93,14 @@ def may_form_batch(
             if v >= oldest_allowed and ids:
                 alive[v] = alive.get(v, 0) + len(ids)
         waiting_for = _last_chance(
-            alive, filling[-1], oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
+            alive, newest, oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
         )
-    chosen = () if waiting_for else _in_order(kept, filling)[:batch_size]
-    return BatchDecision(chosen, dropped, waiting_for, expired, 0)
+    if waiting_for:
+        return BatchDecision((), dropped, waiting_for, expired, 0)
+    chosen: list[str] = []
+    for version_kept in eligible[: eligible.index(newest) + 1]:
+        chosen += sorted(kept[version_kept], key=kept[version_kept].__getitem__)
+    return BatchDecision(tuple(chosen[:batch_size]), dropped, (), expired, 0)
 
 
 def expired_groups(
@@ -155,22 +159,14 @@ def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[st
     return tuple(prompt_id for v in old for prompt_id in groups[v])
 
 
-def _filling(kept: KeptByVersion, eligible: Sequence[int], batch_size: int) -> list[int]:
-    """The oldest of the eligible versions whose groups fill a batch; all of them are needed."""
-    filling, filled = [], 0
+def _newest_chosen(kept: KeptByVersion, eligible: Sequence[int], batch_size: int) -> int:
+    """Return the youngest of the eligible versions that the oldest `batch_size` groups need."""
+    filled = 0
     for version in eligible:
-        filling.append(version)
         filled += len(kept[version])
         if filled >= batch_size:
-            break
-    return filling
-
-
-def _in_order(kept: KeptByVersion, versions: Sequence[int]) -> tuple[str, ...]:
-    """Kept groups of ascending versions, by sequence within each."""
-    return tuple(
-        prompt_id for v in versions for prompt_id in sorted(kept[v], key=kept[v].__getitem__)
-    )
+            return version
+    raise AssertionError("fewer kept groups than a batch")
 
 
 def _last_chance(

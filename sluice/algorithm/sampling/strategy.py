@@ -48,6 +48,7 @@ class SamplingStrategy:
     Attributes:
         rules: see above.
         discards_surplus: whether kept groups beyond a batch are thrown away.
+        preempts: whether a full batch cancels the groups that still run.
         estimate: of the yield.
         forecast: how long groups take.
     """
@@ -60,7 +61,7 @@ class SamplingStrategy:
         self._uses_memory = rules.strategy.uses_memory
         uses_probes = rules.strategy.uses_probes
         self._learns = uses_probes or self._uses_memory
-        self._preempts = rules.preempts
+        self.preempts = rules.preempts
         self._first_samples = rules.probe_samples if uses_probes else rules.samples_per_group
         self._rounds = Rounds(
             rules.gen_batch_size, rules.train_batch_size, rules.max_num_gen_batches
@@ -106,7 +107,7 @@ class SamplingStrategy:
             num_in_training=num_in_training,
             estimate=self.estimate,
             max_in_flight=num_unsure + capacity,
-            fills_on_average=self._preempts,
+            fills_on_average=self.preempts,
         )
 
     def attempt(

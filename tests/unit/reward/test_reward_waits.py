@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from services.reward.generation.request import for_prompt, training_sampling, validation_sampling
+from services.reward.groups.leases import YieldGuard
 from services.reward.groups.loop import LoopFacts, awaited_now
-from services.reward.records.yield_guard import YieldGuard
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import BatchUnfillableError
@@ -75,12 +76,13 @@ async def test_a_wait_is_as_old_as_its_kind_whatever_its_words(
     async def hold(*_: object) -> None:
         await gate.wait()
 
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("services.reward.groups.loop.time", clock)
     client = ScriptedClient(before_sample=hold)
     async with running_loop(RunConfig(), client) as loop:
         submit(loop, ["answer=1 right=1"])
         await publish(loop, client, 0)
         await settled(lambda: loop.groups.counts["generating"] == 1)
-        monkeypatch.setattr("services.reward.groups.loop.time.monotonic", lambda: now[0])
         (before, _), *_ = loop.pipeline.awaited()
         now[0] = 12.0
         submit(loop, ["answer=1 right=1"], first=1)
