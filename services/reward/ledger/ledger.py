@@ -28,14 +28,12 @@ from typing import Self
 
 import msgspec
 
-from services.reward.ledger.content import (
+from services.reward.ledger.schema import (
     EndedPrompt,
     LedgerContent,
     OpenLease,
     body_digest,
     encode_body,
-)
-from services.reward.ledger.schema import (
     open_ledger_file,
     pack_rewards,
     read_content,

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from services.reward.group import EventKind, GroupEvent, PromptOutcome
-from services.reward.ledger.content import EndedPrompt, body_digest, encode_body
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.ledger.schema import EndedPrompt, body_digest, encode_body
 from services.reward.prompts.source import DATASET_ID_PREFIX
 from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
 from sluice.rpc.status import QUOTA_REFUSALS
