@@ -16,7 +16,6 @@ from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, 
 from services.reward.grading.scorers.registry import check_routes, scorer_for
 from services.reward.group import GroupState, GroupTable, prompts_lost
 from services.reward.groups.admission import GroupAdmission
-from services.reward.groups.evaluation import Evaluator
 from services.reward.groups.leases import ChangeSignal, TrainBatches, YieldGuard
 from services.reward.groups.loop import Pipeline
 from services.reward.groups.run import GroupRun
@@ -28,6 +27,7 @@ from services.reward.groups.settings import (
     sampling_rules,
     straggler_rules,
 )
+from services.reward.groups.validation import Validator
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import (
     PromptStream,
@@ -269,7 +269,7 @@ class RewardLoop:
         )
         self.score_requests = ScoreRequests(scorers, limits.max_client_score_items)
         self.dumps = sample_dumps(config.trainer)
-        self.evaluation = Evaluator(
+        self.validation = Validator(
             _validation_opener(config, sets.validation, sets.images),
             self.dispatcher,
             self.grader,
@@ -300,11 +300,11 @@ class RewardLoop:
         return {
             **self.counters.totals(),
             **self.strategy.statistics(),
-            "reward/tokens/pending": float(pending + self.evaluation.num_pending_tokens),
+            "reward/tokens/pending": float(pending + self.validation.num_pending_tokens),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
             "reward/quarantine": float(len(self.quarantine)),
             "reward/groups_acknowledged": float(self.ledger.num_acknowledged),
-            "reward/validation_groups": float(self.evaluation.num_graded_groups),
+            "reward/validation_groups": float(self.validation.num_graded_groups),
             "reward/prompts_lost": float(lost),
         }
 

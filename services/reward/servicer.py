@@ -12,8 +12,8 @@ from services.reward.app import RewardLoop
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
 from services.reward.group import GroupState, PromptOutcome
-from services.reward.groups.evaluation import EvaluationOrder, EvaluationResult
 from services.reward.groups.loop import as_waits
+from services.reward.groups.validation import ValidationOrder, ValidationResult
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
@@ -173,10 +173,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.EvaluateResponse:
         """Validates the announced policy."""
         with TRACER.unrecorded():
-            result = await self._loop.evaluation.run(
+            result = await self._loop.validation.run(
                 self._order_from_proto(request), _seconds(context, "Evaluate")
             )
-        return _evaluation_to_proto(result)
+        return _validation_to_proto(result)
 
     async def GetStatus(
         self, request: reward.GetStatusRequest, context: Context
@@ -215,11 +215,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         )
         return ScorerInput(item.data_source, item.response, item.ground_truth, extra_info)
 
-    def _order_from_proto(self, request: reward.EvaluateRequest) -> EvaluationOrder:
+    def _order_from_proto(self, request: reward.EvaluateRequest) -> ValidationOrder:
         check_evaluation(request)
         temperature = request.temperature if request.HasField("temperature") else None
         num_samples = request.n if request.HasField("n") else self._rollout.val_kwargs.n
-        return EvaluationOrder(
+        return ValidationOrder(
             request.policy_version,
             num_samples,
             validation_sampling(self._rollout, self._max_response_length, temperature),
@@ -274,7 +274,7 @@ def _result_to_proto(outcome: Scored | Failed) -> reward.ScoreResult:
     return reward.ScoreResult(score=score_to_proto(outcome))
 
 
-def _evaluation_to_proto(result: EvaluationResult) -> reward.EvaluateResponse:
+def _validation_to_proto(result: ValidationResult) -> reward.EvaluateResponse:
     return reward.EvaluateResponse(
         metrics=result.metrics,
         examples=[

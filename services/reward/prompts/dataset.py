@@ -199,7 +199,7 @@ def training_stream(
 def validation_stream(
     files: PromptFiles, data: DataConfig, images: ImageLimits | None = None
 ) -> PromptStream:
-    """Return the validation set once, in the same order in every evaluation.
+    """Return the validation set once, in the same order every time.
 
     ``data.shuffle`` decides which rows ``data.val_max_samples`` leaves, as in training (verl's
     rule); ``data.validation_shuffle`` decides their order alone.
