@@ -123,7 +123,7 @@ class PromptSets:
 
 
 class RewardLoop:
-    """The whole service but its servicer: what the servicer, the metrics and the watchdog ask.
+    """The whole service but its servicer; servicer, metrics and watchdog read it.
 
     Args:
         config: the run's configuration.

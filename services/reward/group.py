@@ -577,7 +577,7 @@ def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 
 def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> int:
-    """Count prompts that nothing explains or nobody holds; 0 unless there is a defect.
+    """Count prompts that no event explains or that nothing holds; 0 unless there is a defect.
 
     The ledger's counts alone add up by construction. So its pending prompts are compared with two
     independent things: the events (accepted, ended), and what must hold a group in its state: the

@@ -52,7 +52,7 @@ from sluice.types import ChatMessage, Failed, Scored
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 ANSWER_MARGIN_S = 0.5
-"""An answer that says what was waited for has to leave before the caller's deadline."""
+"""An error that names what was waited for has to arrive before the caller's deadline."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -65,12 +65,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """The service over the wire.
 
     Args:
-        loop: what does the work.
+        loop: the service's parts.
         rollout: defaults of validation sampling.
         max_response_length: longest response, tokens.
-        limits: of what clients may send.
+        limits: of clients' messages.
         images: limits of images; ``None``: the model reads none.
-        tokens: that name clients; none: they name themselves.
+        tokens: name clients; ``None``: clients name themselves.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def SubmitPrompts(  # type: ignore[override]
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
     ) -> None:
-        """Receipts at once, outcomes as prompts end."""
+        """Send receipts at once, outcomes as prompts end."""
         refusal: SluiceError | None = None
         submissions = self._loop.submissions
         client = caller_of(context, self._tokens)
@@ -114,7 +114,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def TakeBatch(
         self, request: reward.TakeBatchRequest, context: Context
     ) -> reward.TakeBatchResponse:
-        """Leases the next train batch."""
+        """Lease the next train batch."""
         check_take(request)
         batch = await self._loop.pipeline.batches.take(
             request.step, request.policy_version, _seconds(context, "TakeBatch")
@@ -128,7 +128,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def TakeImages(  # type: ignore[override]
         self, request: reward.TakeImagesRequest, context: Context
     ) -> None:
-        """Sends the images of the leased batch."""
+        """Send the images of the leased batch."""
         check_take_images(request)
         batches = self._loop.pipeline.batches
         for images in group_images_to_proto(batches.batch(request.batch_id)):
@@ -138,7 +138,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def AcknowledgeBatch(
         self, request: reward.AcknowledgeBatchRequest, context: Context
     ) -> reward.AcknowledgeBatchResponse:
-        """Closes a lease."""
+        """Close a lease."""
         check_acknowledgement(request)
         groups = self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
         await self._loop.ledger.durable()
@@ -148,7 +148,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def AnnouncePolicy(
         self, request: reward.AnnouncePolicyRequest, context: Context
     ) -> reward.AnnouncePolicyResponse:
-        """Takes on a version and its fleet."""
+        """Take on a version and its fleet."""
         check_announcement(request)
         await self._loop.pipeline.announce(
             request.trainer_instance_id,
@@ -160,7 +160,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return reward.AnnouncePolicyResponse()
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
-        """Grades responses."""
+        """Grade responses."""
         self._loop.score_requests.check_size(len(request.items))
         check_score(request)
         items = [self._item(item, index) for index, item in enumerate(request.items)]
@@ -171,7 +171,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Evaluate(
         self, request: reward.EvaluateRequest, context: Context
     ) -> reward.EvaluateResponse:
-        """Validates the announced policy."""
+        """Validate the announced policy."""
         with TRACER.unrecorded():
             result = await self._loop.validation.run(
                 self._order_from_proto(request), _seconds(context, "Evaluate")
@@ -181,7 +181,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def GetStatus(
         self, request: reward.GetStatusRequest, context: Context
     ) -> reward.GetStatusResponse:
-        """Counters and waits."""
+        """Return counters and waits."""
         return _status_to_proto(self._loop)
 
     def _submit(self, request: reward.SubmitPromptsRequest, session: SubmissionSession) -> None:
@@ -228,7 +228,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
 
 def _seconds(context: _HasDeadline, method: str) -> float:
-    """Seconds we may take, so that our own error arrives before the caller gives up."""
+    """Return the seconds a call may take, so that its error arrives before the caller gives up."""
     remaining = context.time_remaining()
     if remaining is None:
         return CALL_POLICIES[f"RewardService/{method}"].deadline_s

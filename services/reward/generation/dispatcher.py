@@ -384,7 +384,7 @@ def end_early(collected: CollectedGroup) -> None:
 
 
 def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> None:
-    """End a group that failed too often without the samples that nobody could generate.
+    """End a group that failed too often without the samples that no replica could generate.
 
     Raises:
         GroupFailedError: the request does not go without them, or no sample has finished.

@@ -61,7 +61,7 @@ MAX_SOURCE_CHARS = 100
 
 @dataclass(slots=True, eq=False)
 class _WorkerSlot:
-    """A place for one process; empty before the first use and after a fault.
+    """A worker slot: one process, or none before the first use and after a fault.
 
     Attributes:
         worker: the process.
@@ -83,9 +83,9 @@ class ScorerPool:
         pool: limits.
         custom: the user's function, if any.
         routes: built-in scorers by data source, before verl's routing.
-        reward_model: whom to ask instead of the built-in scorers, if anyone.
+        reward_model: used instead of the built-in scorers, if there is one.
         run_dir: the run's folder; what earlier services of the same run left behind is ended.
-            ``None``: this is no run's.
+            ``None``: the pool belongs to no run.
     """
 
     def __init__(
@@ -111,16 +111,12 @@ class ScorerPool:
         )
         self._slots = [_WorkerSlot() for _ in range(pool.num_workers)]
         self._idle: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
-        self._busy_seconds = 0.0
+        self.busy_seconds = 0.0
+        """Seconds that processes have worked since the start, in sum."""
         self.num_replaced = 0
         """Processes ended for what they did, since the start."""
         self.num_ended_idle = 0
         """Those of them that used CPU while they had nothing to score."""
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds that processes have worked since the start, in sum."""
-        return self._busy_seconds
 
     async def start(self) -> None:
         """Start every process, so that a scorer that cannot be loaded is known at once.
@@ -161,8 +157,8 @@ class ScorerPool:
     async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         """Grade responses; the reward of a scored one is its score.
 
-        Requests wait for a process in turn; those who ask bound how many do. An item that cannot
-        be sent is unscorable.
+        Requests wait for a process in turn; the callers bound their number. An item that cannot be
+        sent is unscorable.
         """
         sent = [self._shortened(item) for item in items]
         outcomes: dict[int, Scored | Failed] = _unsendable(sent)
@@ -195,7 +191,7 @@ class ScorerPool:
                 with waiting_for("scorer process", "grading"):
                     return await worker.score(items)
             finally:
-                self._busy_seconds += time.monotonic() - started_at
+                self.busy_seconds += time.monotonic() - started_at
 
     @asynccontextmanager
     async def _worker(self, last_source: str) -> AsyncIterator[ScorerWorker]:
@@ -238,7 +234,7 @@ class ScorerPool:
         }
 
     def _idle_slot(self, mark: str, num_uses: int) -> _WorkerSlot | None:
-        """Where that process idles; ``None``: it has been asked, or replaced, since that number."""
+        """Return the slot of an idle process; ``None``: it got a request since, or was replaced."""
         for slot in self._slots:
             if slot.worker is not None and slot.worker.mark == mark:
                 return slot if slot.is_idle and slot.num_uses == num_uses else None
@@ -316,7 +312,7 @@ async def _beside(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
 def configured_scorer_pool(
     reward: RewardConfig, run_dir: Path
 ) -> AbstractAsyncContextManager[ScorerPool]:
-    """The pool that a run's configuration asks for, as `running_scorer_pool`.
+    """Return the configured pool, as `running_scorer_pool`.
 
     Raises:
         ConfigError: a reward model is enabled without its address or name.

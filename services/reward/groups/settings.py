@@ -59,7 +59,7 @@ class PipelineSettings:
 
 
 def sampling_rules(config: RunConfig) -> SamplingRules:
-    """The rules of the run's strategy."""
+    """Return the rules of the run's strategy."""
     sampling, batch_size = config.sluice.sampling, config.data.train_batch_size
     return SamplingRules(
         StrategyName(sampling.strategy),
@@ -79,15 +79,15 @@ def sampling_rules(config: RunConfig) -> SamplingRules:
 
 
 def round_size(rules: SamplingRules) -> int:
-    """Groups that count as one round of generation: a wave, or a train batch without waves."""
+    """Return the groups of one round of generation: of a wave, or of a train batch without waves."""
     has_waves = rules.strategy is StrategyName.ROUNDS
     return rules.gen_batch_size if has_waves else rules.train_batch_size
 
 
 def straggler_rules(config: RunConfig) -> StragglerRules:
-    """When streams and groups are given up on.
+    """Return when streams and groups are given up.
 
-    Without partial tokens nobody can tell a long sample from a stuck one, so that only
+    Without partial tokens a long sample looks like a stuck one, so that only
     `sluice.reward.generate_timeout_s` ends a stream. Where a run must repeat itself bit by bit, no
     stream is moved for being slow: which one is, is a matter of timing, and a continued sample's
     logprobs differ from an unbroken one's by rounding.
@@ -103,7 +103,7 @@ def straggler_rules(config: RunConfig) -> StragglerRules:
 
 
 def outcome_policy(config: RunConfig) -> OutcomePolicy:
-    """`sluice.reward.outcomes` as rules; the engine's attempts are counted by the dispatcher."""
+    """Return `sluice.reward.outcomes` as rules; the dispatcher counts the engine's attempts."""
     outcomes = config.sluice.reward.outcomes
     return OutcomePolicy(
         {

@@ -229,11 +229,11 @@ MAX_FAILED_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ValidatedPrompt:
-    """What is kept of a prompt until the means are taken: no tokens, and texts only if asked for.
+    """A prompt until the means are taken: no tokens, and texts only if they are to be written.
 
     Attributes:
         data_source: of the prompt.
-        outcomes: one per sample asked for.
+        outcomes: one per requested sample.
         num_response_tokens: generated; 0 if the group could not be generated.
         samples: to be written to a file.
     """

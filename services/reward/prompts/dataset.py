@@ -115,11 +115,11 @@ class PromptStream:
             window += 1
 
     def _permuted(self, slabs: list[Slab], epoch: int, window: int) -> Iterator[tuple[Slab, int]]:
-        places = [(slab, index) for slab in slabs for index in range(len(slab))]
+        rows = [(slab, index) for slab in slabs for index in range(len(slab))]
         if not self._order.shuffle:
-            return iter(places)
+            return iter(rows)
         generator = np.random.default_rng([self._order.seed, epoch, window + 1])
-        return (places[i] for i in generator.permutation(len(places)))
+        return (rows[i] for i in generator.permutation(len(rows)))
 
     def _slabs(self, epoch: int, skip_rows: int) -> Iterator[Slab]:
         """Yield slabs of the epoch's blocks in their order, without the first `skip_rows` rows."""

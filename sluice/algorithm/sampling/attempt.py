@@ -74,13 +74,13 @@ class Attempt:
 
     Args:
         key: names the prompt across attempts.
-        sequence: its place in the order of issue.
+        sequence: its number in the order of issue.
         history: of its earlier attempts, where a strategy remembers them.
         first_samples: samples to generate first; 0: the prompt is skipped.
         admission_probability: with which it is not skipped, by its history; in (0, 1].
         probability: with which it came this far, the choice about its rest included; in (0, 1].
-        side, worth: of the choice it passed, for the coverage guard; the harder one's of two, its
-            worth times the other's probability.
+        side, value: of the choice it passed, for the coverage guard; of two choices those of the
+            harder one, its value times the other's probability.
     """
 
     key: str

@@ -198,14 +198,14 @@ def choose_rest(
     num_scored: int,
     version: int,
 ) -> Attempt | None:
-    """Draw the rest of a group or stop it, by its first samples.
+    """Continue a group or stop it, by its first samples.
 
     Args:
         knowledge: at this time.
         rules: of the run.
         attempt: the attempt the probes are of.
         num_right: right probes.
-        num_scored: graded probes; one that could not be graded says nothing.
+        num_scored: graded probes; one that could not be graded does not count.
         version: announced now.
 
     Returns:

@@ -7,7 +7,7 @@ shortest. Expected is what the prompt's earlier attempts took, in tokens, times 
 groups have lately taken for each of their mean tokens (their longest sample and the wait for a
 slot included).
 
-Nobody waits for long: a prompt that two announcements have passed by goes first. At S = 0 the order
+No prompt waits for long: one that was skipped for two announcements goes first. At S = 0 the order
 stays that of issue, and a run repeats.
 
 State without I/O; the reward service and the simulator drive the same object, each with its clock.
@@ -117,7 +117,7 @@ class AdmissionOrder:
             tokens_in_time: see `FinishForecast`; ``None``: in the order in which they came.
 
         Raises:
-            IndexError: nobody is in line.
+            IndexError: no prompt is in line.
         """
         if not self._line:
             raise IndexError("no prompt is in line")
@@ -140,7 +140,7 @@ class AdmissionOrder:
         return sequence
 
     def clear(self) -> None:
-        """Nobody is in line any more."""
+        """Remove all prompts from the line."""
         for alike in self._alike:
             alike.clear()
         self._filled = 0

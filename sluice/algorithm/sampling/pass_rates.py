@@ -28,7 +28,7 @@ Weights = npt.NDArray[np.float64]  # [grid], sums to 1
 
 _LOGITS = np.linspace(-6.2, 6.2, 41)
 GRID: Weights = 1.0 / (1.0 + np.exp(-_LOGITS))
-"""Pass rates, 0.002 to 0.998, evenly spaced in log odds: nobody is hopeless or sure for ever."""
+"""Pass rates, 0.002 to 0.998, evenly spaced in log odds: no prompt is hopeless or certain."""
 
 _LOG_RIGHT, _LOG_WRONG = np.log(GRID), np.log1p(-GRID)
 _STEP = _LOGITS[1] - _LOGITS[0]

@@ -28,7 +28,7 @@ class LoopLoad(NamedTuple):
 
     `num_in_flight` started and did not end, `num_kept` wait for a batch, `num_in_training` are
     leased and their new policy is not announced yet; the fleet could take `capacity` more.
-    `num_sure` of those in flight have a place as if they were kept: their samples differ already,
+    `num_sure` of those in flight have a slot as if they were kept: their samples differ already,
     or they have a reserved slot (`staleness.reserves_slot`).
     """
 
@@ -55,7 +55,7 @@ class SamplingStrategy:
 
     def __init__(self, rules: SamplingRules) -> None:
         self.rules = rules
-        # These are asked at every start, and follow from the rules.
+        # These are needed at every start, and follow from the rules.
         self.discards_surplus = rules.strategy is StrategyName.ROUNDS
         self._num_ahead = rules.num_ahead
         self._uses_memory = rules.strategy.uses_memory
@@ -117,7 +117,7 @@ class SamplingStrategy:
 
         Args:
             key: names the prompt across attempts.
-            sequence: its place in the order of issue.
+            sequence: its number in the order of issue.
             history: of its earlier attempts; ignored by strategies without memory.
             version: announced now.
         """

@@ -1,4 +1,4 @@
-"""How a reward model behind HTTP is asked."""
+"""Settings of a reward model behind HTTP."""
 
 from __future__ import annotations
 
