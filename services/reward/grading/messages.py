@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.reward.grading.scorers.reward_model_settings import RewardModelSettings
+from sluice.config.schema.reward import RewardModelConfig
 
 FRAME_HEADER = struct.Struct("<I")
 MAX_REPLY_BYTES = 64 * 2**20
@@ -40,7 +40,7 @@ class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float
     memory_bytes: int
     routes: Mapping[str, str] = {}
-    reward_model: RewardModelSettings | None = None
+    reward_model: RewardModelConfig | None = None
 
 
 class SetupReply(msgspec.Struct, frozen=True, array_like=True):

@@ -35,10 +35,6 @@ from services.reward.grading.messages import (
     encoding_error,
 )
 from services.reward.grading.scorers.registry import scored_characters
-from services.reward.grading.scorers.reward_model_settings import (
-    RewardModelSettings,
-    configured_settings,
-)
 from services.reward.grading.worker import (
     END_TIMEOUT_S,
     PEER,
@@ -48,7 +44,12 @@ from services.reward.grading.worker import (
 )
 from sluice.concurrency.deadlines import deadline
 from sluice.concurrency.waits import waiting_for
-from sluice.config.schema.reward import CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
+from sluice.config.schema.reward import (
+    CustomRewardFunctionConfig,
+    RewardConfig,
+    RewardModelConfig,
+    ScorerPoolConfig,
+)
 from sluice.errors import DeadlineError
 from sluice.types import Failed, FailureKind, Scored
 
@@ -93,7 +94,7 @@ class ScorerPool:
         pool: ScorerPoolConfig,
         custom: CustomRewardFunctionConfig,
         routes: Mapping[str, str] | None = None,
-        reward_model: RewardModelSettings | None = None,
+        reward_model: RewardModelConfig | None = None,
         run_dir: Path | None = None,
     ) -> None:
         self._family = family_of(run_dir)
@@ -280,7 +281,7 @@ async def running_scorer_pool(
     pool: ScorerPoolConfig,
     custom: CustomRewardFunctionConfig,
     routes: Mapping[str, str] | None = None,
-    reward_model: RewardModelSettings | None = None,
+    reward_model: RewardModelConfig | None = None,
     run_dir: Path | None = None,
 ) -> AsyncIterator[ScorerPool]:
     """A started pool (arguments of `ScorerPool`); no process outlives the block."""
@@ -312,14 +313,13 @@ async def _beside(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
 def configured_scorer_pool(
     reward: RewardConfig, run_dir: Path
 ) -> AbstractAsyncContextManager[ScorerPool]:
-    """Return the configured pool, as `running_scorer_pool`.
-
-    Raises:
-        ConfigError: a reward model is enabled without its address or name.
-    """
-    model = configured_settings(reward.reward_model)
+    """Return the configured pool, as `running_scorer_pool`."""
     return running_scorer_pool(
-        reward.scorer_pool, reward.custom_reward_function, reward.scorer_routes, model, run_dir
+        reward.scorer_pool,
+        reward.custom_reward_function,
+        reward.scorer_routes,
+        reward.reward_model if reward.reward_model.enable else None,
+        run_dir,
     )
 
 

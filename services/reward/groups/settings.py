@@ -79,7 +79,7 @@ def sampling_rules(config: RunConfig) -> SamplingRules:
 
 
 def round_size(rules: SamplingRules) -> int:
-    """Return the groups of one round of generation: of a wave, or of a train batch without waves."""
+    """Return the groups of one round of generation: a wave, or a train batch without waves."""
     has_waves = rules.strategy is StrategyName.ROUNDS
     return rules.gen_batch_size if has_waves else rules.train_batch_size
 

@@ -218,7 +218,7 @@ class YieldFloor:
         return LastGroups(num_groups, (last.kept << 1 | is_kept) & within)
 
     def is_hopeless(self, last: LastGroups) -> bool:
-        """Return whether too few of the last groups were kept; not before there are `num_groups`."""
+        """Return whether too few of the last `num_groups` were kept; not while there are fewer."""
         return last.num_groups >= self.num_groups and last.share < self.min_yield
 
     def error(

@@ -93,7 +93,7 @@ def scorer_for(
 
 
 def scored_characters(data_source: str, routes: Mapping[str, str]) -> int | None:
-    """Return how many last characters of a response its scorer reads; ``None``: all, or no scorer."""
+    """Return how many last characters of a response its scorer reads; ``None``: all or none."""
     return TAILS.get(_name(data_source, routes) or "")
 
 
