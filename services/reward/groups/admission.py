@@ -67,7 +67,9 @@ class GroupAdmission:
         self._quarantine = quarantine
         # Needed at every start, so computed once.
         self._max_staleness = settings.rules.max_staleness
-        self._first_sequences = settings.first_sequences
+        self._first_sequences = settings.first_sequences(
+            settings.probe_samples or settings.samples_per_group
+        )
         self._epoch_rows = settings.epoch_rows
         self._num_skipped = 0  # in a row
 

@@ -199,8 +199,7 @@ class Pipeline:
         reserves = self._strategy.preempts and reserves_slot(
             group.num_preemptions, self._groups.num_reserved, self._settings.rules.batch_size
         )
-        is_whole = attempt.first_samples >= self._settings.samples_per_group
-        num_sequences = attempt.first_samples + (is_whole and self._settings.greedy is not None)
+        num_sequences = self._settings.first_sequences(attempt.first_samples)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
         if reserves:  # it takes a slot that others may be running for
             self.batches.cancel_expired()

@@ -46,16 +46,14 @@ class PipelineSettings:
     probe_samples: int | None = None
     epoch_rows: int = 0
 
-    @property
-    def first_sequences(self) -> int:
-        """Sequences that a group asks the fleet for at first.
+    def first_sequences(self, first_samples: int) -> int:
+        """Return the sequences of a group's first request, which is for so many samples.
 
         The greedy response is of no use to a group that ends after its probes, so it is generated
         with the rest.
         """
-        if self.probe_samples is not None:
-            return self.probe_samples
-        return self.samples_per_group + (self.greedy is not None)
+        is_whole = first_samples >= self.samples_per_group
+        return first_samples + (is_whole and self.greedy is not None)
 
 
 def sampling_rules(config: RunConfig) -> SamplingRules:

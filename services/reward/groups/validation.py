@@ -38,7 +38,6 @@ from sluice.types import (
     FailureKind,
     Outcome,
     Prompt,
-    PromptOrigin,
     RolloutGroup,
     SamplingParams,
     Scored,
@@ -144,7 +143,7 @@ class Validator:
         self, issued: IssuedRow, order: ValidationOrder, found: ValidationRun
     ) -> None:
         """Add the outcomes of one prompt."""
-        prompt = _prompt(issued)
+        prompt = issued.prompt(f"validation-{issued.position}", issued.position)
         tokens = GroupTokens()
         self._open.add(tokens)
         try:
@@ -204,22 +203,6 @@ class Validator:
 def _note_failure(prompt: Prompt, failed: Failed, tokens: GroupTokens) -> None:
     logger.warning(
         "%s left out (replica %s): %s: %s", prompt.prompt_id, tokens, failed.kind, failed.detail
-    )
-
-
-def _prompt(issued: IssuedRow) -> Prompt:
-    row = issued.row
-    return Prompt(
-        prompt_id=f"validation-{issued.position}",
-        sequence=issued.position,
-        messages=row.messages,
-        data_source=row.data_source,
-        ground_truth=row.ground_truth,
-        origin=PromptOrigin.DATASET,
-        position=issued.position,
-        extra_info=row.extra_info,
-        place=row.place,
-        images=issued.images,
     )
 
 

@@ -27,7 +27,7 @@ from sluice.data.prompt_files import (
 )
 from sluice.data.prompt_rows import PromptColumns, PromptRow, images_refused
 from sluice.data.row_files import RowBlock, RowIndexes, Slab
-from sluice.types import DataProgress
+from sluice.types import DataProgress, Prompt, PromptOrigin
 from sluice.vision.image_files import images_of_row
 from sluice.vision.image_limits import ImageLimits
 from sluice.vision.vision_shape import reads_images
@@ -42,6 +42,21 @@ class IssuedRow:
     position: int
     row: PromptRow
     images: tuple[bytes, ...] = ()
+
+    def prompt(self, prompt_id: str, sequence: int) -> Prompt:
+        """Return the row as a prompt."""
+        return Prompt(
+            prompt_id=prompt_id,
+            sequence=sequence,
+            messages=self.row.messages,
+            data_source=self.row.data_source,
+            ground_truth=self.row.ground_truth,
+            origin=PromptOrigin.DATASET,
+            position=self.position,
+            extra_info=self.row.extra_info,
+            place=self.row.place,
+            images=self.images,
+        )
 
 
 @dataclass(frozen=True, slots=True)

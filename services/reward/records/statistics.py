@@ -60,7 +60,7 @@ class TokenUse(StrEnum):
     that were generated again;
     ``withdrawn``: of groups that were preempted when a batch was full
     (`sluice.algorithm.groups.staleness`);
-    ``taken_over``: of groups that another trainer made start again.
+    ``taken_over``: of groups that another trainer made start again. Each `Discard` is a use as well.
     """
 
     TRAINED = "trained"
@@ -91,12 +91,6 @@ USE_BY_END = {
 _DISCARD_BY_END = {
     PromptEnd.DROPPED_STALE: Discard.STALE,
     PromptEnd.DROPPED_FAILED: Discard.FAILED,
-}
-_USE_BY_DISCARD = {
-    Discard.STALE: TokenUse.STALE,
-    Discard.PREEMPTED: TokenUse.PREEMPTED,
-    Discard.FAILED: TokenUse.FAILED,
-    Discard.TAKEN_OVER: TokenUse.TAKEN_OVER,
 }
 
 
@@ -252,7 +246,7 @@ class GroupStatistics:
         The log has only what concerns single groups and was not expected: a change of the trainer
         and the end of the service requeue all groups, and every full batch may preempt some.
         """
-        self._assign(_USE_BY_DISCARD[why], group.tokens, None)
+        self._assign(TokenUse(why.value), group.tokens, None)
         self._totals[f"reward/discarded_tokens/{why}"] += group.tokens.num_received
         self._totals["reward/groups_restarted"] += 1
         if why is Discard.STALE:
