@@ -145,7 +145,15 @@ class RewardLoop:
         files: RunFiles | None = None,
     ) -> None:
         files = files or RunFiles()
-        open_stream = _training_opener(config, sets.training, sets.images)
+        open_stream: Callable[[DataProgress], PromptStream] | None = None
+        if sets.training is not None:
+            open_stream = partial(
+                training_stream,
+                sets.training,
+                config.data,
+                total_epochs=config.trainer.total_epochs,
+                images=sets.images,
+            )
         check_data_source = _data_source_check(config)
         rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
         settings = _settings(config, rows)
@@ -268,9 +276,11 @@ class RewardLoop:
             limits.max_client_images_mb << 20,
         )
         self.score_requests = ScoreRequests(scorers, limits.max_client_score_items)
-        self.dumps = sample_dumps(config.trainer)
+        self.dumps, validation = sample_dumps(config.trainer), sets.validation
         self.validation = Validator(
-            _validation_opener(config, sets.validation, sets.images),
+            None
+            if validation is None
+            else partial(validation_stream, validation, config.data, images=sets.images),
             self.dispatcher,
             self.grader,
             self.dumps,
@@ -356,27 +366,6 @@ def _settings(config: RunConfig, epoch_rows: int) -> PipelineSettings:
         probe_samples=choice.probe_samples if choice.strategy.uses_probes else None,
         epoch_rows=epoch_rows,
     )
-
-
-def _training_opener(
-    config: RunConfig, files: PromptFiles | None, images: ImageLimits | None
-) -> Callable[[DataProgress], PromptStream] | None:
-    if files is None:
-        return None
-    total_epochs = config.trainer.total_epochs
-
-    def open_stream(progress: DataProgress) -> PromptStream:
-        return training_stream(
-            files, config.data, total_epochs=total_epochs, progress=progress, images=images
-        )
-
-    return open_stream
-
-
-def _validation_opener(
-    config: RunConfig, files: PromptFiles | None, images: ImageLimits | None
-) -> Callable[[], PromptStream] | None:
-    return None if files is None else partial(validation_stream, files, config.data, images=images)
 
 
 def _data_source_check(config: RunConfig) -> Callable[[str], None]:

@@ -421,7 +421,7 @@ class GroupTable:
             self.ages.runs(group.prompt_id, version)
 
     def generated(self, group: Group, num_greedy_tokens: int = 0) -> None:
-        """The samples of a request have come, and the greedy response if there is one."""
+        """Note that the samples of a request have come, and the greedy response if there is one."""
         num_requests = group.num_requests - 1
         after = GroupState.GENERATING if num_requests else GroupState.GRADING
         before = self._move(group, EventKind.GENERATED, after)
@@ -432,14 +432,14 @@ class GroupTable:
         self._publish(GroupEvent(event, group, before, num_greedy_tokens=num_greedy_tokens))
 
     def graded(self, group: Group, graded: GradedGroup) -> None:
-        """Some samples have their outcomes; a greedy response counts as one more."""
+        """Note the outcomes of some samples; a greedy response counts as one more."""
         before = self._move(group, EventKind.GRADED, group.state)
         group.num_ungraded -= len(graded.outcomes)
         group.num_ungraded -= len(graded.greedy.outcomes) if graded.greedy else 0
         self._publish(GroupEvent(EventKind.GRADED, group, before, graded))
 
     def continued(self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()) -> None:
-        """More samples are requested, or others for those `replaced`.
+        """Note that more samples are requested, or others for those `replaced`.
 
         Args:
             group: whose.
@@ -456,7 +456,7 @@ class GroupTable:
         self._publish(GroupEvent(event, group, before, num_replaced=len(replaced)))
 
     def keep(self, group: Group, graded: GradedGroup) -> None:
-        """A group waits for a train batch."""
+        """Keep a group: it waits for a train batch."""
         before = self._move(group, EventKind.KEPT, GroupState.KEPT)
         group.graded = graded
         group.num_preemptions = 0
@@ -477,7 +477,7 @@ class GroupTable:
         return [self._groups[prompt_id] for prompt_id in self._ledger.leased_ids()]
 
     def take_back_lease(self) -> None:
-        """The batch of the open lease is void: its groups wait for another one."""
+        """Void the open lease: its groups wait for another batch."""
         groups = self.leased()
         self._ledger.release_lease()
         for group in groups:

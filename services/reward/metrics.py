@@ -264,7 +264,7 @@ class RewardMetrics:
 
 
 def fleet_facts(loop: RewardLoop, num_batches: int) -> FleetFacts:
-    """What demand depends on, now, after so many batches were formed."""
+    """Return what demand depends on, now, after so many batches were formed."""
     replicas = loop.queue.replicas
     generates = loop.groups.counts[GroupState.GENERATING] > 0 or not replicas
     return FleetFacts(
@@ -306,7 +306,7 @@ def exported(config: RunConfig, loop: RewardLoop, name: str) -> Iterator[None]:
 
 
 def watching(config: RunConfig, loop: RewardLoop, address: str) -> AbstractContextManager[None]:
-    """The reward service's watchdog; `address` is where it serves."""
+    """Return the reward service's watchdog; `address` is where it serves."""
     timeouts = config.sluice.reward.outcomes.scorer_timeout.max_attempts
     # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
     grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s

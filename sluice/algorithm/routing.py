@@ -63,7 +63,7 @@ class ReplicaRequirement:
     highest_version: int | None = None
 
     def accepts(self, version: int) -> bool:
-        """Whether a replica that serves `version` will do."""
+        """Return whether a replica that serves `version` will do."""
         below = self.highest_version is None or version <= self.highest_version
         return below and version >= self.lowest_version
 
@@ -123,20 +123,19 @@ class ReplicaRouter:
 
     Args:
         slack: sequences in flight per slot, at most.
+
+    Attributes:
+        announced: all replicas in the order announced.
     """
 
     def __init__(self, slack: float) -> None:
         self._slack = slack
+        self.announced: tuple[AnnouncedReplica, ...] = ()
         self._members: dict[tuple[str, str], RoutedReplica] = {}
         self._by_slots: dict[int, _SameSlots] = {}
         self._num_serving: Counter[int] = Counter()  # replicas by policy version
         self._num_free: Counter[int] = Counter()  # sequences by policy version
         self._paused: set[RoutedReplica] = set()  # since the last announcement
-
-    @property
-    def announced(self) -> tuple[AnnouncedReplica, ...]:
-        """All replicas in the order announced."""
-        return tuple(member.announced for member in self._members.values())
 
     @property
     def num_slots_in_use(self) -> int:
@@ -153,13 +152,14 @@ class ReplicaRouter:
             member.announced = replica
             member.paused_until = 0.0
             self._members[key] = member
+        self.announced = tuple(member.announced for member in self._members.values())
         for gone in previous.values():
             gone.removed = True
         self._arrange()
         return tuple(previous.values())
 
     def serves(self, wanted: ReplicaRequirement) -> bool:
-        """Whether any replica, busy or paused, is of a wanted version."""
+        """Return whether any replica, busy or paused, is of a wanted version."""
         return any(wanted.accepts(version) for version in self._num_serving)
 
     def choose(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
@@ -171,7 +171,7 @@ class ReplicaRouter:
         return min(candidates, key=lambda member: (member.load, member.order), default=None)
 
     def num_free(self, lowest_version: int, now: float) -> int:
-        """Sequences that could be started now on replicas of `lowest_version` or later."""
+        """Return how many sequences could start now on replicas of `lowest_version` or later."""
         free = 0
         for version, count in self._num_free.items():  # asked at every start: no generator
             if version >= lowest_version:
@@ -203,7 +203,7 @@ class ReplicaRouter:
         reservation.num_missing = 0
 
     def answered(self, member: RoutedReplica) -> None:
-        """The replica works: end its probation."""
+        """End the probation of a replica that works."""
         member.on_probation = False
         member.next_pause_s = FIRST_PAUSE_S
 

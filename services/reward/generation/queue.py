@@ -56,7 +56,7 @@ class ReplicaQueue:
         return self._fleet.num_slots_in_use
 
     def num_free_sequences(self, lowest_version: int) -> int:
-        """Sequences that could start now, less those that wait for a replica already."""
+        """Return how many sequences could start now, less those that wait for a replica already."""
         free = self._fleet.num_free(lowest_version, time.monotonic())
         if not self._waiters:
             return free

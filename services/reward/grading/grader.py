@@ -40,7 +40,7 @@ class SampleScorer(Protocol):
     """Seconds that scorers have worked since the start."""
 
     async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
-        """One outcome per item."""
+        """Return one outcome per item."""
         ...
 
 

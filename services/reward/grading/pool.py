@@ -138,7 +138,7 @@ class ScorerPool:
             self._put_back(slot)
 
     async def watch(self) -> None:
-        """Until cancelled: end idle processes that use CPU; the next request starts another."""
+        """End idle processes that use CPU, until cancelled; the next request starts another."""
         await watch_idle(self._idle_uses, self._end_idle)
 
     async def stop(self) -> None:
@@ -227,7 +227,7 @@ class ScorerPool:
         slot.is_idle = False
 
     def _idle_uses(self) -> dict[str, int]:
-        """Requests so far of each process that has none now, by its mark."""
+        """Return the requests so far of each process that has none now, by its mark."""
         return {
             slot.worker.mark: slot.num_uses
             for slot in self._slots
@@ -284,7 +284,7 @@ async def running_scorer_pool(
     reward_model: RewardModelConfig | None = None,
     run_dir: Path | None = None,
 ) -> AsyncIterator[ScorerPool]:
-    """A started pool (arguments of `ScorerPool`); no process outlives the block."""
+    """Run a pool (arguments of `ScorerPool`); no process outlives the block."""
     scorers = ScorerPool(pool, custom, routes, reward_model, run_dir)
     try:
         await scorers.start()
@@ -348,7 +348,7 @@ def _whole(_data_source: str) -> int | None:
 
 
 def _unsendable(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
-    """Failures of the items that cannot be encoded, by index; any data file may hold such a row."""
+    """Return the failures of items that cannot be encoded, by index; data may hold such rows."""
     errors = {i: encoding_error(item) for i, item in enumerate(items)}
     return {
         i: Failed(

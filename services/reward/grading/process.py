@@ -254,7 +254,7 @@ class ProcessLimit:
 
 
 def _allow(num_threads: int, most: int | None = None) -> None:
-    """The hard limit is read each time: the scorer may have lowered it, and none can raise it."""
+    """Set the limit. The hard limit is read each time: the scorer may have lowered it."""
     hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     if most is not None:
         hard_limit = _at_most(hard_limit, most)

@@ -158,7 +158,7 @@ class ScorerWorker:
                 ) from None
 
     def _time_left(self) -> float:
-        """Of the item in work, but not of more than all items together, and one to read them."""
+        """Return the time left to the item in work, within that of all items and one more."""
         progress = self._progress()
         started_at = progress.started_at if progress else self._sent_at
         ends_at = min(

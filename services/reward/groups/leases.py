@@ -206,8 +206,8 @@ class TrainBatches:
         if self._batch is None and lease is not None and lease.version < version:
             self.acknowledge(lease.batch_id, lease.version + 1)
 
-    def change_trainer(self) -> list[Group]:
-        """Void the lease, since another trainer begins. Return the groups that were leased."""
+    def void_lease(self) -> list[Group]:
+        """Void the lease. Return the groups that were leased, which are to wait or to end."""
         self._batch = None
         groups = self._groups.leased()
         self._ledger.release_lease()
@@ -257,7 +257,7 @@ class TrainBatches:
             self._groups.take_back_lease()
             return None
         logger.warning("batch %s died with the service that leased it", lease.batch_id)
-        for group in self.change_trainer():
+        for group in self.void_lease():
             self._groups.requeue(group, Discard.TAKEN_OVER)
             self._source.put(group.prompt)
         self._changes.notify()

@@ -241,7 +241,7 @@ class Pipeline:
     async def _take_over(
         self, trainer: str, version: int, resume_from: DataProgress | None
     ) -> None:
-        """A trainer begins, perhaps from an older policy: what is pending is generated again.
+        """Begin with a trainer, perhaps from an older policy: what is pending is generated again.
 
         The trainer that the ledger knows continues: only this service has restarted.
         """
@@ -283,7 +283,7 @@ class Pipeline:
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
         """Kept and leased prompts wait again, but for those the resumed policy was trained on."""
-        leased = self.batches.change_trainer()
+        leased = self.batches.void_lease()
         kept = self._groups.in_state(GroupState.KEPT)
         for group in sorted([*leased, *kept], key=lambda group: group.prompt.sequence):
             if resume_from is not None and _covers(resume_from, group.prompt.position):

@@ -201,9 +201,9 @@ def validation_files(data: DataConfig, images: ImageLimits | None = None) -> Pro
 def training_stream(
     files: PromptFiles,
     data: DataConfig,
+    progress: DataProgress,
     *,
     total_epochs: int,
-    progress: DataProgress,
     images: ImageLimits | None = None,
 ) -> PromptStream:
     """Return the stream of training rows as configured."""

@@ -60,7 +60,7 @@ class TokenUse(StrEnum):
     that were generated again;
     ``withdrawn``: of groups that were preempted when a batch was full
     (`sluice.algorithm.groups.staleness`);
-    ``taken_over``: of groups that another trainer made start again. Each `Discard` is a use as well.
+    ``taken_over``: of groups that another trainer made start again. Each `Discard` is a use, too.
     """
 
     TRAINED = "trained"

@@ -28,7 +28,7 @@ class PromptHistory:
     num_attempts: int
 
     def aged(self, version: int) -> PromptHistory:
-        """The same with the counts discounted to `version`, older or younger than its own."""
+        """Return the same with the counts discounted to `version`, an older or a younger one."""
         factor = KEPT_PER_VERSION ** abs(version - self.version)
         return PromptHistory(
             self.num_right * factor,
@@ -54,7 +54,7 @@ class RememberedAttempt:
 
 
 def remembered(history: PromptHistory | None, seen: RememberedAttempt) -> PromptHistory:
-    """The history after one more attempt; ``None``: there was none before."""
+    """Return the history after one more attempt; ``None``: there was none before."""
     before = (history or PromptHistory(0.0, 0.0, 0.0, seen.version, 0)).aged(seen.version)
     weight_before = before.num_right + before.num_wrong
     total = weight_before + seen.num_scored
@@ -98,7 +98,7 @@ class Attempt:
         return self.first_samples == 0
 
     def known(self, version: int) -> GradeCounts:
-        """The grades of its earlier attempts, discounted to `version`."""
+        """Return the grades of its earlier attempts, discounted to `version`."""
         if self.history is None:
             return GradeCounts()
         aged = self.history.aged(version)

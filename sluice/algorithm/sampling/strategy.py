@@ -84,7 +84,7 @@ class SamplingStrategy:
         return self.rules.train_batch_size if is_paced else 1
 
     def num_to_start(self, load: LoopLoad) -> int:
-        """Groups to start now.
+        """Return how many groups to start now.
 
         Raises:
             BatchUnfillableError: ``rounds`` used up its waves.
@@ -127,19 +127,19 @@ class SamplingStrategy:
         return choose_attempt(self._knowledge, self.rules, attempt, version)
 
     def started(self, attempt: Attempt) -> None:
-        """The group of an attempt starts."""
+        """Note that the group of an attempt starts."""
         if self.discards_surplus:
             self._rounds = self._rounds.drew()
         self._counts["visits"] += 1
         self._counts["explored"] += attempt.side in _EXPLORED
 
     def skipped(self, attempt: Attempt) -> None:
-        """A prompt was skipped."""
+        """Note that a prompt was skipped."""
         self._counts["skipped"] += 1
         self._counts[f"skipped_{attempt.side}"] += 1
 
     def restarted(self, attempt: Attempt) -> None:
-        """A group was broken off and its prompt waits again, for another attempt."""
+        """Note that a group was cancelled and its prompt waits for another attempt."""
         if self.discards_surplus:
             self._rounds = self._rounds.gave_back()
         self._counts["visits"] -= 1
@@ -173,7 +173,7 @@ class SamplingStrategy:
         version: int,
         seconds: float,
     ) -> None:
-        """A group was kept or filtered (a stopped one is filtered). A failed one is not reported.
+        """Note that a group was kept or filtered, as one that was stopped; not if it failed.
 
         Args:
             attempt: as `after_probes` returned it, if it continued.
@@ -192,11 +192,11 @@ class SamplingStrategy:
             self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, kept, version))
 
     def may_form(self, load: LoopLoad) -> bool:
-        """Whether a full batch may be taken from the kept groups."""
+        """Return whether a full batch may be taken from the kept groups."""
         return not self.discards_surplus or self._rounds.has_ended(load.num_in_flight)
 
     def batch_formed(self) -> None:
-        """A batch was taken from the kept groups."""
+        """Note that a batch was taken from the kept groups."""
         if self.discards_surplus:
             self._rounds = self._rounds.batch_formed()
 
@@ -215,7 +215,7 @@ class SamplingStrategy:
         return [(end.attempt.key, _seen(end)) for end in ends]
 
     def statistics(self) -> dict[str, float]:
-        """Gauges and counts since the start, by metric name."""
+        """Return gauges and counts since the start, by metric name."""
         gauges = {"sampling/yield": self.estimate.mean}
         if self._learns:
             gauges |= _of_knowledge(self._knowledge)
