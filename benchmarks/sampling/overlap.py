@@ -12,7 +12,7 @@ from benchmarks.sampling.simulated import BATCH, FLEET, GEN_BATCH, GROUP, TRAINE
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import SimulationSettings, TrainerSettings
-from sluice.simulate.workload import MIXTURES, MixtureWorkload
+from sluice.simulate.workload import MIXTURES, mixture_workload
 
 AHEAD_SHARES = (0.25, 0.5, 1.0)
 TRAIN_S = (60.0, 200.0, 400.0)
@@ -78,4 +78,4 @@ def simulate_stream(
     rules = SamplingRules(StrategyName.STREAM, BATCH, 1, GROUP, GEN_BATCH, seed=seed)
     rules = replace(rules, **changes)  # type: ignore[arg-type]
     settings = SimulationSettings(rules, fleet=FLEET, trainer=trainer, num_steps=steps, seed=seed)
-    return simulate(settings, MixtureWorkload(mixture, seed))
+    return simulate(settings, mixture_workload(mixture, seed))

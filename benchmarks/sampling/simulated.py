@@ -14,7 +14,7 @@ from rich.table import Table
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
 from sluice.simulate.strategies import Compared, compare
-from sluice.simulate.workload import MIXTURES, MixtureWorkload
+from sluice.simulate.workload import MIXTURES, mixture_workload
 
 BATCH, GROUP, STALENESS = 64, 16, 4
 GEN_BATCH = BATCH
@@ -64,7 +64,7 @@ def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFi
 def _compare(mixture: str, seed: int, steps: int) -> dict[str, Compared]:
     rules = SamplingRules(StrategyName.STREAM, BATCH, STALENESS, GROUP, GEN_BATCH, seed=seed)
     settings = SimulationSettings(rules, fleet=FLEET, trainer=TRAINER, num_steps=steps, seed=seed)
-    found = compare(settings, lambda: MixtureWorkload(mixture, seed))
+    found = compare(settings, lambda: mixture_workload(mixture, seed))
     return {compared.result.strategy: compared for compared in found}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings
-from sluice.simulate.workload import MixtureWorkload
+from sluice.simulate.workload import mixture_workload
 
 _BATCH, _STALENESS, _GROUP = 512, 4, 16
 _FLEET = FleetSettings(num_replicas=1024, slots=32)
@@ -37,7 +37,7 @@ def measure_simulator(steps: int = _STEPS, least_samples: int = LEAST_SAMPLES) -
     rules = SamplingRules(StrategyName.STREAM, _BATCH, _STALENESS, _GROUP, _BATCH)
     settings = SimulationSettings(rules, fleet=_FLEET, num_steps=steps)
     began_s = time.perf_counter()
-    result = simulate(settings, MixtureWorkload("mid"))
+    result = simulate(settings, mixture_workload("mid"))
     found = SimulatorSpeed(time.perf_counter() - began_s, result.num_samples)
     if found.num_samples < least_samples:
         raise SystemExit(

@@ -311,7 +311,7 @@ def calibrated(fitted: FittedRun, settings: SimulationSettings) -> SimulationSet
     for _ in range(NUM_ROUNDS):
         recorder = SimulationRecorder()
         workload = FittedWorkload(fitted.groups, settings.seed)
-        simulate(settings.as_issued(), workload, recorder)
+        simulate(as_issued(settings), workload, recorder)
         last = recorder.steps[-1]
         scale = last.generated / last.busy_s / measured
         settings = replace(settings, fleet=_scaled(settings.fleet, scale))
@@ -326,6 +326,11 @@ def _scaled(fleet: FleetSettings, factor: float) -> FleetSettings:
     )
 
 
+def as_issued(settings: SimulationSettings) -> SimulationSettings:
+    """Return the settings without pacing: the workload has the order of the run's groups."""
+    return replace(settings, rules=replace(settings.rules, paces=False))
+
+
 @dataclass(frozen=True, slots=True)
 class FittedSimulation:
     """A run, and what simulates it."""
@@ -333,6 +338,23 @@ class FittedSimulation:
     run: FittedRun
     settings: SimulationSettings
     open_workload: OpenWorkload
+
+    def check_strategy(self, name: StrategyName) -> None:
+        """Refuse to judge first samples if the record has the filter's metric of no single sample.
+
+        Raises:
+            ConfigError: names the strategies that the record can show.
+        """
+        is_known = all(group.is_decided_by_grades for group in self.run.groups)
+        if self.settings.filters_groups and name.uses_probes and not is_known:
+            raise ConfigError(
+                f"simulation: sluice.sampling.strategy = {name} decides by a group's first "
+                f"samples, but {GROUPS_NAME} has groups that were kept or filtered otherwise than "
+                "by how many samples were right, as algorithm.filter_groups.metric does where "
+                "there is partial credit, and it has that metric of no single sample; simulate "
+                "stream, rounds or memory (leave --compare out), or record a run with "
+                "algorithm.filter_groups.metric=acc and answers that are right or wrong"
+            )
 
 
 def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulation:
@@ -377,9 +399,6 @@ def _settings(
         warmup_steps=0,
         seed=seed,
         filters_groups=group_filter.enable,
-        # Without a filter none is judged.
-        knows_each_sample=not group_filter.enable
-        or all(group.is_decided_by_grades for group in fitted.groups),
         yield_floor=YieldFloor(group_filter.min_yield, group_filter.min_yield_groups),
     )
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from sluice.errors import ConfigError
 from sluice.simulate.result import SimulationResult
-from sluice.simulate.strategies import Compared, FillTimes
-from sluice.simulate.sweep import Sweep
+from sluice.simulate.strategies import Compared
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,18 +36,13 @@ def plot_comparison(folder: Path, compared: Sequence[Compared]) -> tuple[Path, .
     return tuple(_draw(folder / f"{name}.png", draw) for name, draw in plans)
 
 
-def plot_result(folder: Path, result: SimulationResult, fill: FillTimes) -> tuple[Path, ...]:
+def plot_result(folder: Path, result: SimulationResult, fill: SimulationResult) -> tuple[Path, ...]:
     """Write one simulation's curves of fill and step times and its staleness; errors likewise."""
     return (
         _draw(folder / "fill-time-curves.png", lambda axes: _draw_fills(axes, [fill])),
         _draw(folder / "step-time-curves.png", lambda axes: _draw_steps(axes, [result])),
         _draw(folder / "staleness.png", lambda axes: _draw_staleness(axes, [result])),
     )
-
-
-def plot_sweep(folder: Path, found: Sweep) -> tuple[Path, ...]:
-    """Write a map of step rates over replicas and S; errors likewise."""
-    return (_draw(folder / "sweep.png", lambda axes: _draw_map(axes, found)),)
 
 
 def _draw(file: Path, draw: Callable[[Axes], None]) -> Path:
@@ -65,14 +59,14 @@ def _draw(file: Path, draw: Callable[[Axes], None]) -> Path:
 
 def _draw_bars(axes: Axes, compared: Sequence[Compared], *, waste: bool) -> None:
     names = [one.result.strategy for one in compared]
-    values = [one.result.gen_per_trained if waste else one.fill.mean_s for one in compared]
+    values = [one.result.gen_per_trained if waste else one.fill.step_s for one in compared]
     bars = axes.bar(names, values, color=_COLOURS[: len(names)])
     axes.bar_label(bars, fmt="%.2f" if waste else "%.0f")
     axes.set_ylabel("generated / trained tokens" if waste else "seconds to fill a batch")
 
 
-def _draw_fills(axes: Axes, fills: Sequence[FillTimes]) -> None:
-    _draw_steps(axes, [fill.ideal for fill in fills])
+def _draw_fills(axes: Axes, fills: Sequence[SimulationResult]) -> None:
+    _draw_steps(axes, fills)
     axes.set_xlabel("seconds to fill a batch (a trainer that takes no time)")
 
 
@@ -97,23 +91,3 @@ def _draw_staleness(axes: Axes, results: Sequence[SimulationResult]) -> None:
     axes.set_xlabel("versions behind")
     axes.set_ylabel("share of trained samples")
     axes.legend(frameon=False)
-
-
-def _draw_map(axes: Axes, found: Sweep) -> None:
-    replicas = sorted({point.num_replicas for point in found.points})
-    bounds = sorted({point.max_staleness for point in found.points})
-    rates = np.full((len(bounds), len(replicas)), np.nan)
-    for point in found.points:
-        place = bounds.index(point.max_staleness), replicas.index(point.num_replicas)
-        rates[place] = point.result.steps_per_hour
-        best = " *" if point is found.recommended else ""
-        axes.text(place[1], place[0], f"{rates[place]:.1f}{best}", ha="center", va="center")
-    # The dark end of the colours would hide the numbers.
-    most = 1.6 * float(np.nanmax(rates))
-    image = axes.imshow(rates, aspect="auto", origin="lower", cmap="YlGn", vmin=0.0, vmax=most)
-    axes.set_xticks(range(len(replicas)), [str(number) for number in replicas])
-    axes.set_yticks(range(len(bounds)), [str(bound) for bound in bounds])
-    axes.set_xlabel("replicas")
-    axes.set_ylabel("max_staleness")
-    assert axes.figure is not None
-    axes.figure.colorbar(image, label="steps per hour (* recommended)")

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from benchmarks.simulator.fit import FittedRun, FittedWorkload
+from benchmarks.simulator.fit import FittedRun, FittedWorkload, as_issued
 from sluice.cli.simulate.command import result_as_json
 from sluice.cli.terminal import print_table
 from sluice.report.run_record import RunRecord
 from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.strategies import FillTimes, simulate_fill_times
+from sluice.simulate.strategies import simulate_fill_times
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,12 +62,12 @@ class Twin:
     Args:
         figures: step time, idle shares and waste.
         result: the simulation.
-        fill: times to fill a batch of the same simulation.
+        fill: the same with a trainer that takes no time; its steps are the times to fill a batch.
     """
 
     figures: tuple[TwinFigure, ...]
     result: SimulationResult
-    fill: FillTimes
+    fill: SimulationResult
 
     def figure(self, name: str) -> TwinFigure:
         """A figure by its name."""
@@ -93,7 +93,7 @@ def twin(
     Raises:
         BatchUnfillableError: the workload is hopeless.
     """
-    settings, recorder = settings.as_issued(), SimulationRecorder()
+    settings, recorder = as_issued(settings), SimulationRecorder()
     trainer = replace(settings.trainer, recorded_s=_training_times(fitted.record))
     settings = replace(settings, trainer=trainer)
     workload = FittedWorkload(fitted.groups, settings.seed)

@@ -19,6 +19,7 @@ from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.codec.bounds import check_fields
 from sluice.codec.messages import (
     check_submitted_images,
     present_waits_to_proto,
@@ -27,13 +28,8 @@ from sluice.codec.messages import (
 )
 from sluice.codec.reward import (
     PROMPT_END_TO_PROTO,
-    check_acknowledgement,
-    check_announcement,
-    check_evaluation,
     check_prompt,
     check_score,
-    check_take,
-    check_take_images,
     extra_info_of,
     group_images_to_proto,
     progress_from_proto,
@@ -115,7 +111,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.TakeBatchRequest, context: Context
     ) -> reward.TakeBatchResponse:
         """Lease the next train batch."""
-        check_take(request)
+        check_fields(request)
         batch = await self._loop.pipeline.batches.take(
             request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
@@ -129,7 +125,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.TakeImagesRequest, context: Context
     ) -> None:
         """Send the images of the leased batch."""
-        check_take_images(request)
+        check_fields(request)
         batches = self._loop.pipeline.batches
         for images in group_images_to_proto(batches.batch(request.batch_id)):
             with waiting_for("trainer", "taking images of a batch"):
@@ -139,7 +135,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.AcknowledgeBatchRequest, context: Context
     ) -> reward.AcknowledgeBatchResponse:
         """Close a lease."""
-        check_acknowledgement(request)
+        check_fields(request)
         groups = self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
         await self._loop.ledger.durable()
         await self._loop.dumps.trained(groups, request.step)
@@ -149,7 +145,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.AnnouncePolicyRequest, context: Context
     ) -> reward.AnnouncePolicyResponse:
         """Take on a version and its fleet."""
-        check_announcement(request)
+        check_fields(request)
         await self._loop.pipeline.announce(
             request.trainer_instance_id,
             request.policy_version,
@@ -216,7 +212,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return ScorerInput(item.data_source, item.response, item.ground_truth, extra_info)
 
     def _order_from_proto(self, request: reward.EvaluateRequest) -> ValidationOrder:
-        check_evaluation(request)
+        check_fields(request)
         temperature = request.temperature if request.HasField("temperature") else None
         num_samples = request.n if request.HasField("n") else self._rollout.val_kwargs.n
         return ValidationOrder(

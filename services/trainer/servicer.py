@@ -13,6 +13,7 @@ from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.telemetry import phase_waits
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
+from sluice.codec.bounds import check_fields
 from sluice.codec.messages import (
     counters_from_proto,
     present_waits_to_proto,
@@ -23,9 +24,6 @@ from sluice.codec.trainer import (
     check_heartbeat,
     check_pause,
     check_register,
-    check_resume,
-    check_stop,
-    check_watch,
     check_watchers,
 )
 from sluice.config.schema.limits import LimitsConfig
@@ -120,7 +118,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.WatchStepsRequest, context: Context
     ) -> AsyncIterator[trainer.WatchStepsResponse]:
         """Stream finished steps until the run ends."""
-        check_watch(request)
+        check_fields(request)
         check_watchers(self._num_watchers, self._limits.max_watchers)
         self._num_watchers += 1
         try:
@@ -150,13 +148,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.ResumeRequest, context: Context
     ) -> trainer.ResumeResponse:
         """End one holder's pause."""
-        check_resume(request)
+        check_fields(request)
         self._state.resume(request.holder)
         return trainer.ResumeResponse(step=self._state.step)
 
     async def Stop(self, request: trainer.StopRequest, context: Context) -> trainer.StopResponse:
         """End the run after the current step."""
-        check_stop(request)
+        check_fields(request)
         self._state.stop(request.reason or "asked to stop")
         return trainer.StopResponse(step=self._state.step)
 

@@ -20,7 +20,7 @@ about ``24 h^2 L`` and ``4 h L^2`` operations, a ratio of ``6 h``; 4096 is the h
 
 
 def workload(num_tokens: int) -> int:
-    """Cost of a sequence in arbitrary units: ``24576 * L + L**2``."""
+    """Return the cost of a sequence in arbitrary units: ``24576 * L + L**2``."""
     return LINEAR_WORKLOAD * num_tokens + num_tokens * num_tokens
 
 

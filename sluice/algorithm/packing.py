@@ -43,7 +43,7 @@ class MicroBatchPlan:
 
 
 def plan_minibatches(num_groups: int, mini_batch_groups: int) -> tuple[range, ...]:
-    """Consecutive ranges of groups, one per optimizer step.
+    """Return consecutive ranges of groups, one per optimizer step.
 
     Raises:
         ConfigError: the groups do not divide evenly into mini-batches.
@@ -133,7 +133,7 @@ def plan_micro_batches(
 
 
 def whole_groups(rows: Sequence[RowSize], row_indices: Iterable[int]) -> list[GroupPiece]:
-    """One piece per group present among `row_indices`, groups in order of their first row."""
+    """Return a piece per group present among `row_indices`, in order of their first row."""
     members: dict[int, list[int]] = {}
     for index in sorted(row_indices):
         members.setdefault(rows[index].group, []).append(index)
@@ -141,13 +141,13 @@ def whole_groups(rows: Sequence[RowSize], row_indices: Iterable[int]) -> list[Gr
 
 
 def piece_tokens(rows: Sequence[RowSize], piece: GroupPiece) -> int:
-    """Tokens computed for a piece: its prompt once and every response."""
+    """Return tokens computed for a piece: its prompt once and every response."""
     prompt_tokens = rows[piece.row_indices[0]].prompt_tokens
     return prompt_tokens + sum(rows[index].response_tokens for index in piece.row_indices)
 
 
 def piece_workload(rows: Sequence[RowSize], piece: GroupPiece) -> int:
-    """Cost of a piece; for a single row `karmarkar_karp.workload` of its length.
+    """Return the cost of a piece; for a single row `karmarkar_karp.workload` of its length.
 
     A response token attends to prompt and response, hence ``(P + R)**2 - P**2`` a row on top of
     the prompt's own ``P**2``.

@@ -8,7 +8,6 @@ from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE
 from sluice.algorithm.sampling.rules import OnPolicyFill
 from sluice.config.run import RunConfig
-from sluice.config.schema.actor import ActorConfig, OptimConfig
 from sluice.config.schema.data import DataConfig
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
@@ -23,11 +22,6 @@ def world_size(config: RunConfig) -> int:
 def rows_per_batch(config: RunConfig) -> int:
     """Return the samples in one train batch: prompts times responses per prompt."""
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-
-
-def mini_batches_per_batch(data: DataConfig, actor: ActorConfig) -> int:
-    """Return the mini-batches in one pass over a train batch; the rules make them whole."""
-    return data.train_batch_size // actor.ppo_mini_batch_size
 
 
 def max_row_tokens(data: DataConfig) -> int:
@@ -123,13 +117,6 @@ def total_training_steps(config: RunConfig, dataset_rows: int) -> int:
     if configured is not None:
         return configured
     return dataset_rows * config.trainer.total_epochs // config.data.train_batch_size
-
-
-def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Return the train batches of linear warm-up: as configured, or a share of the total."""
-    if optim.lr_warmup_steps > 0:
-        return optim.lr_warmup_steps
-    return int(optim.lr_warmup_steps_ratio * total_steps)
 
 
 def checkpoint_folder(config: RunConfig) -> str:

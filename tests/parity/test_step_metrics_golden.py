@@ -14,7 +14,6 @@ from services.trainer.metrics.step_metrics import (
     row_tokens,
     step_metrics,
 )
-from sluice.algorithm.advantages.grpo import grpo_advantages
 from sluice.algorithm.batch_metrics import (
     BatchRows,
     batch_metrics,
@@ -31,6 +30,7 @@ from sluice.types import (
     TrainGroup,
     VersionSpan,
 )
+from tests.support.group_advantages import grpo_advantages
 
 ROWS, GROUPS, SAMPLES, RANKS = 1024, 64, 16, 64
 RESPONSE_TOKENS = 7562384

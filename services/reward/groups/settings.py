@@ -15,7 +15,7 @@ from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.config.derived import batch_invariant, on_policy_fill
 from sluice.config.run import RunConfig
-from sluice.config.schema.sample_outcomes import ScoringFailureConfig
+from sluice.config.schema.service import ScoringFailureConfig
 from sluice.types import FailureKind, SamplingParams
 
 

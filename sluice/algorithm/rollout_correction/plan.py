@@ -164,11 +164,11 @@ class RolloutCorrectionSettings:
         self.rules()
 
     def bounds(self) -> WeightBounds:
-        """Bounds of the importance weights."""
+        """Return bounds of the importance weights."""
         return weight_bounds(self.rollout_is_threshold)
 
     def rules(self) -> tuple[RejectionRule, ...]:
-        """Rejection rules, none without `rollout_rs`."""
+        """Return rejection rules, none without `rollout_rs`."""
         if self.rollout_rs is None:
             return ()
         return rejection_rules(self.rollout_rs, self.rollout_rs_threshold)
@@ -204,7 +204,7 @@ class CorrectionPlan:
 
 
 def correction_plan(settings: RolloutCorrectionSettings, *, loss_mode: str) -> CorrectionPlan:
-    """The plan for a configuration.
+    """Return the plan for a configuration.
 
     In bypass mode, also where only the loss is named, the loss is verl's ``bypass_mode``: with
     ``ppo_clip`` the ratio to the engine's policy corrects alone and is not weighted again,

@@ -34,7 +34,7 @@ class TokenRows:
         return cls(of_token, lengths)
 
     def on_cpu(self) -> TokenRows:
-        """The same rows for tensors in host memory."""
+        """Return the same rows for tensors in host memory."""
         return TokenRows(self.of_token.cpu(), self.lengths.cpu())
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -42,16 +42,16 @@ class TokenRows:
         return values.new_zeros(self.lengths.numel()).index_add_(0, self.of_token, values)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over each row: float [tokens] to [rows]."""
+        """Return the mean over each row: float [tokens] to [rows]."""
         return self.sum(values) / self.lengths
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Maximum over each row: float [tokens] to [rows]."""
+        """Return the maximum over each row: float [tokens] to [rows]."""
         lowest = values.new_full((self.lengths.numel(),), float("-inf"))
         return lowest.scatter_reduce_(0, self.of_token, values, "amax")
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
-        """Whether a flag is set in each row: bool [tokens] to [rows]."""
+        """Return whether a flag is set in each row: bool [tokens] to [rows]."""
         return self.sum(flags.float()) > 0
 
 
@@ -82,7 +82,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Moments:
-        """Moments of the numbers [n], taken in float64; bool counts as 0 and 1."""
+        """Return moments of the numbers [n], taken in float64; bool counts as 0 and 1."""
         if values.numel() == 0:
             return cls()
         numbers = values.detach().cpu().double()
@@ -90,7 +90,7 @@ class Moments:
         return cls(float(numbers.numel()), *found.tolist())
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of the numbers of both."""
+        """Return moments of the numbers of both."""
         return Moments(
             self.count + other.count,
             self.total + other.total,
@@ -100,7 +100,7 @@ class Moments:
         )
 
     def read(self, reading: Reading) -> float:
-        """One statistic; there must be a number."""
+        """Return one statistic; there must be a number."""
         mean, mean_square = self.total / self.count, self.squares / self.count
         variance = max(mean_square - mean * mean, 0.0)
         match reading:
@@ -132,7 +132,7 @@ Statistics = Mapping[str, Statistic]
 
 
 def merge_statistics(first: Statistics, second: Statistics) -> dict[str, Statistic]:
-    """The same metrics over the numbers of both; both have the same names."""
+    """Return the same metrics over the numbers of both; both have the same names."""
     return {
         name: Statistic(one.moments.merge(second[name].moments), one.reading)
         for name, one in first.items()
@@ -140,7 +140,7 @@ def merge_statistics(first: Statistics, second: Statistics) -> dict[str, Statist
 
 
 def statistics_to_vector(statistics: Statistics) -> list[float]:
-    """Five numbers a metric for an all-gather, in the order of the names as given."""
+    """Return five numbers a metric for an all-gather, in the order of the names as given."""
     return [number for one in statistics.values() for number in astuple(one.moments)]
 
 
@@ -153,7 +153,7 @@ def statistics_from_vector(like: Statistics, vector: Sequence[float]) -> dict[st
 
 
 def metrics_of(statistics: Statistics, *, prefix: str = "rollout_corr/") -> dict[str, float]:
-    """Metrics by name; a statistic over no numbers is left out."""
+    """Return metrics by name; a statistic over no numbers is left out."""
     return {
         f"{prefix}{name}": one.moments.read(one.reading)
         for name, one in statistics.items()

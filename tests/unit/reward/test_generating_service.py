@@ -38,7 +38,7 @@ async def test_the_reward_service_is_no_client(
     in_trace: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     further = {"metadata": (SPAN,)} if in_trace else {}
-    monkeypatch.setattr("sluice.rpc.client.call_options", lambda: further)
+    monkeypatch.setattr("sluice.rpc.client.call_options", lambda *_: further)
     replica = Replica()
     server = RpcServer(
         [lambda grpc_: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(replica, grpc_)],

@@ -15,11 +15,11 @@ from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, tok
 from services.trainer.learner.ranks.parallel import SingleProcess
 from services.trainer.learner.update import policy_update
 from services.trainer.learner.worker import Learner
-from sluice.algorithm.advantages.grpo import grpo_advantages
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.types import Rollout, TrainBatch
 from tests.support.domain_values import with_turn
+from tests.support.group_advantages import grpo_advantages
 from tests.support.tiny_policy import make_batch, make_config, make_group, save_model
 
 Weights = dict[str, torch.Tensor]

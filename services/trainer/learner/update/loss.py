@@ -13,8 +13,7 @@ from services.trainer.learner.model.forward import TokenOutputs
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.kl_estimator import kl_estimate
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
-from sluice.algorithm.losses.objective import PolicyObjective
-from sluice.algorithm.losses.total_loss import TotalLoss, total_loss
+from sluice.algorithm.losses.objective import PolicyObjective, TotalLoss, total_loss
 from sluice.algorithm.registry import policy_objective
 from sluice.algorithm.rollout_correction.correction import (
     RolloutCorrection,

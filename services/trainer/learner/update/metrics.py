@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.trainer.learner.ranks.parallel import DataParallel
 from sluice.algorithm.losses.inputs import MetricMean
-from sluice.algorithm.losses.total_loss import TotalLoss
+from sluice.algorithm.losses.objective import TotalLoss
 from sluice.algorithm.rollout_correction.probs_diff import ProbsDiffSums
 from sluice.algorithm.rollout_correction.statistics import (
     Statistics,
