@@ -187,14 +187,15 @@ class BoundedWriter(Generic[_ItemT]):
         noun: what is written, in the plural, for the log.
         destination: where it goes, for the log.
         write: writes one batch; called in the thread. Its errors cost the batch, no more.
-        most: items that may wait.
+        most: items that may wait; with `size` the sum of their sizes. One item always may.
         batch: items of one call of `write` at most.
         interval_s: how long an item waits for others to be written with.
         break_off: called by `close` from another thread; ends a `write` that hangs.
         count: called with the number of items that were written or, negative, dropped.
+        size: of an item, in the unit of `most`; ``None``: each counts as 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the bounds and callbacks by keyword
         self,
         noun: str,
         destination: str,
@@ -205,6 +206,7 @@ class BoundedWriter(Generic[_ItemT]):
         interval_s: float,
         break_off: Callable[[], None] = lambda: None,
         count: Callable[[int], None] = lambda _: None,
+        size: Callable[[_ItemT], int] | None = None,
     ) -> None:
         self._noun = noun
         self._destination = destination
@@ -214,7 +216,10 @@ class BoundedWriter(Generic[_ItemT]):
         self._interval_s = interval_s
         self._break_off = break_off
         self._count = count
-        self._items: deque[_ItemT] = deque()
+        self._size = size
+        self._items: deque[tuple[_ItemT, int]] = deque()
+        self._lock = threading.Lock()  # over the queue and what waits in it
+        self._waiting = 0
         self._wake = threading.Event()
         self._is_closing = False
         self._is_failing = False
@@ -228,20 +233,27 @@ class BoundedWriter(Generic[_ItemT]):
 
     def put(self, item: _ItemT) -> None:
         """Add one item, or drop it if the queue is full. Returns at once."""
-        size = len(self._items)
-        if size >= self._most:
-            if not self._has_overflowed:
-                self._has_overflowed = True
-                _log.warning(
-                    "%s come faster than %s takes them, and some are dropped",
-                    self._noun,
-                    self._destination,
-                )
-            self._drop(1)
-            return
-        self._items.append(item)
-        if size + 1 == self._batch:
+        size = 1 if self._size is None else self._size(item)
+        with self._lock:
+            num_items = len(self._items)
+            has_space = not num_items or self._waiting + size <= self._most
+            if has_space:
+                self._items.append((item, size))
+                self._waiting += size
+        if not has_space:
+            self._overflow()
+        elif num_items + 1 == self._batch:
             self._wake.set()
+
+    def _overflow(self) -> None:
+        if not self._has_overflowed:
+            self._has_overflowed = True
+            _log.warning(
+                "%s come faster than %s takes them, and some are dropped",
+                self._noun,
+                self._destination,
+            )
+        self._drop(1)
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, for `timeout_s` seconds at most, and end the thread."""
@@ -274,7 +286,10 @@ class BoundedWriter(Generic[_ItemT]):
 
     def _drain(self) -> None:
         while self._items:
-            batch = [self._items.popleft() for _ in range(min(self._batch, len(self._items)))]
+            with self._lock:
+                taken = [self._items.popleft() for _ in range(min(self._batch, len(self._items)))]
+                self._waiting -= sum(size for _, size in taken)
+            batch = [item for item, _ in taken]
             try:
                 self._write(batch)
             except Exception as error:  # noqa: BLE001 - the thread outlives whatever a write raises

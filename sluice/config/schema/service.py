@@ -183,7 +183,7 @@ class RolloutServiceConfig(Section, frozen=True):
 
 ThenKey = Literal["leave_out", "drop_group"]
 ScoringActionKey = Literal["score_again", "generate_again", "leave_out", "drop_group"]
-"""The values of `sluice.algorithm.groups.outcomes.OutcomeAction`."""
+"""The values of `sluice.algorithm.groups.filter.OutcomeAction`."""
 
 
 class ScoringFailureConfig(Section, frozen=True):

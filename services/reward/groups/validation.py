@@ -1,9 +1,9 @@
 """Validation: the held-out set, sampled and graded with one policy version (verl's `_validate`).
 
 A sample that could not be generated or graded, after all its retries, has a failure for an outcome:
-it is counted and left out of the means; too many of them end the evaluation (`check_failures`).
+it is counted and left out of the means; too many of them end the validation (`check_failures`).
 
-One evaluation runs at a time; another waits for its end, within its own deadline.
+One validation runs at a time; another waits for its end, within its own deadline.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import Priority
 from services.reward.generation.request import (
     GroupFailedError,
     GroupRequest,
     GroupTokens,
     OverlongPromptError,
+    Purpose,
     first_samples,
     for_prompt,
 )
@@ -38,7 +38,6 @@ from sluice.types import (
     FailureKind,
     Outcome,
     Prompt,
-    PromptOrigin,
     RolloutGroup,
     SamplingParams,
     Scored,
@@ -51,8 +50,8 @@ ROWS_PER_READ = 64
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationOrder:
-    """What is asked for: `num_examples` responses are returned at most."""
+class ValidationOrder:
+    """A request for a validation; `num_examples` responses are returned at most."""
 
     policy_version: int
     samples_per_prompt: int
@@ -60,16 +59,16 @@ class EvaluationOrder:
     num_examples: int
 
 
-class Evaluator:
+class Validator:
     """Validation runs.
 
     Args:
         open_stream: opens the validation set; ``None``: there is none.
-        dispatcher: where groups are generated, before any training group.
+        dispatcher: generates groups, before any training group.
         grader: grades them as in training.
         on_tokens: called with the tokens generated for each group, whatever its outcome.
-        dumps: get the responses.
-        announced_version: the version announced last.
+        dumps: write the responses to files.
+        announced_version: returns the version announced last.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Evaluator:
         """Tokens generated for groups that have not ended."""
         return sum(tokens.num_received for tokens in self._open)
 
-    async def run(self, order: EvaluationOrder, seconds: float) -> EvaluationResult:
+    async def run(self, order: ValidationOrder, seconds: float) -> ValidationReport:
         """Sample and grade the whole validation set.
 
         Raises:
@@ -101,39 +100,33 @@ class Evaluator:
             NotReadyError: another version is announced.
             PeerError: a replica sampled with another version meanwhile, or more than
                 `MAX_FAILED_SHARE` of the samples failed.
-            DeadlineError: not within `seconds`, the wait for another evaluation included.
+            DeadlineError: not within `seconds`, the wait for another validation included.
         """
-        open_stream = self._open_stream
-        if open_stream is None:
+        if self._open_stream is None:
             raise InvalidRequestError("there is no validation set; set data.val_files")
-        ends_at = time.monotonic() + seconds
-        phase = f"waiting to evaluate version {order.policy_version} after another evaluation"
+        version, ends_at = order.policy_version, time.monotonic() + seconds
+        phase = f"waiting to validate version {version} after another validation"
         async with deadline(seconds, peer="reward service", phase=phase):
             await self._turn.acquire()
         try:
-            return await self._run(open_stream(), order, ends_at - time.monotonic())
+            announced = self._announced_version()
+            if announced != version:
+                raise NotReadyError(
+                    f"version {version} is to be validated, but "
+                    f"{'none' if announced is None else announced} is announced; announce it first"
+                )
+            phase = f"validating version {version}"
+            async with deadline(ends_at - time.monotonic(), peer="rollout fleet", phase=phase):
+                found = await self._grade_all(self._open_stream(), order)
+            prompts = found.prompts
+            await self._dumps.validated([s for p in prompts for s in p.samples], version)
+            check_failures([o for p in prompts for o in p.outcomes], phase)
+            return found.result()
         finally:
             self._turn.release()
 
-    async def _run(
-        self, stream: RowStream, order: EvaluationOrder, seconds: float
-    ) -> EvaluationResult:
-        announced = self._announced_version()
-        if announced != order.policy_version:
-            raise NotReadyError(
-                f"version {order.policy_version} is to be evaluated, but "
-                f"{'none' if announced is None else announced} is announced; announce it first"
-            )
-        phase = f"evaluating version {order.policy_version}"
-        async with deadline(seconds, peer="rollout fleet", phase=phase):
-            found = await self._grade_all(stream, order)
-        prompts = found.prompts
-        await self._dumps.validated([s for p in prompts for s in p.samples], order.policy_version)
-        check_failures([o for p in prompts for o in p.outcomes], phase)
-        return found.result()
-
-    async def _grade_all(self, stream: RowStream, order: EvaluationOrder) -> ValidationRun:
-        """All groups."""
+    async def _grade_all(self, stream: RowStream, order: ValidationOrder) -> ValidationRun:
+        """Validate all prompts of the set."""
         found = ValidationRun(order.num_examples)
         capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
@@ -147,10 +140,10 @@ class Evaluator:
         return found
 
     async def _validate(
-        self, issued: IssuedRow, order: EvaluationOrder, found: ValidationRun
+        self, issued: IssuedRow, order: ValidationOrder, found: ValidationRun
     ) -> None:
-        """Adds the outcomes of one prompt."""
-        prompt = _prompt(issued)
+        """Add the outcomes of one prompt."""
+        prompt = issued.prompt(f"validation-{issued.position}", issued.position)
         tokens = GroupTokens()
         self._open.add(tokens)
         try:
@@ -174,13 +167,13 @@ class Evaluator:
         self.num_graded_groups += 1
 
     async def _generated(
-        self, prompt: Prompt, order: EvaluationOrder, tokens: GroupTokens
+        self, prompt: Prompt, order: ValidationOrder, tokens: GroupTokens
     ) -> RolloutGroup:
         request = GroupRequest(
             prompt,
             first_samples(order.samples_per_prompt),
             for_prompt(order.sampling, prompt, stage="validation"),
-            Priority.EVALUATION,
+            Purpose.VALIDATION,
             lowest_version=order.policy_version,
             highest_version=order.policy_version,
             tokens=tokens,
@@ -190,9 +183,9 @@ class Evaluator:
         if versions - {order.policy_version}:
             raise PeerError(
                 "rollout fleet",
-                f"evaluating version {order.policy_version}",
+                f"validating version {order.policy_version}",
                 f"samples of versions {sorted(versions)} came; no weights may be published "
-                "during an evaluation",
+                "during a validation",
             )
         return group
 
@@ -213,33 +206,17 @@ def _note_failure(prompt: Prompt, failed: Failed, tokens: GroupTokens) -> None:
     )
 
 
-def _prompt(issued: IssuedRow) -> Prompt:
-    row = issued.row
-    return Prompt(
-        prompt_id=f"validation-{issued.position}",
-        sequence=issued.position,
-        messages=row.messages,
-        data_source=row.data_source,
-        ground_truth=row.ground_truth,
-        origin=PromptOrigin.DATASET,
-        position=issued.position,
-        extra_info=row.extra_info,
-        place=row.place,
-        images=issued.images,
-    )
-
-
 MAX_FAILED_SHARE = 0.1
 """Beyond this share of failed samples the means would be those of another set of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValidatedPrompt:
-    """What is kept of a prompt until the means are taken: no tokens, and texts only if asked for.
+    """A prompt until the means are taken: no tokens, and texts only if they are to be written.
 
     Attributes:
         data_source: of the prompt.
-        outcomes: one per sample asked for.
+        outcomes: one per requested sample.
         num_response_tokens: generated; 0 if the group could not be generated.
         samples: to be written to a file.
     """
@@ -256,8 +233,8 @@ class ValidatedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationExample:
-    """One response to look at."""
+class ValidationExample:
+    """One response, for display."""
 
     prompt: str
     response: str
@@ -266,16 +243,16 @@ class EvaluationExample:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationResult:
+class ValidationReport:
     """Metrics by verl's names, and response tokens generated for them."""
 
     metrics: dict[str, float]
-    examples: list[EvaluationExample]
+    examples: list[ValidationExample]
     num_generated_tokens: int
 
 
 def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
-    """Raises `PeerError` if more than `MAX_FAILED_SHARE` of the samples failed."""
+    """Raise `PeerError` if more than `MAX_FAILED_SHARE` of the samples failed."""
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     if len(failed) <= MAX_FAILED_SHARE * len(outcomes):
         return
@@ -297,21 +274,21 @@ class ValidationRun:
     """The validated prompts of one run, by position, and the examples of the first of them.
 
     Args:
-        num_examples: responses to look at, at most.
+        num_examples: responses that are kept for display, at most.
     """
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples
         self._prompts: dict[int, ValidatedPrompt] = {}
-        self._examples: dict[int, EvaluationExample] = {}
+        self._examples: dict[int, ValidationExample] = {}
 
     @property
     def prompts(self) -> list[ValidatedPrompt]:
-        """In the order of their positions."""
+        """All of them, in the order of their positions."""
         return [self._prompts[position] for position in sorted(self._prompts)]
 
     def add(
-        self, position: int, prompt: ValidatedPrompt, example: EvaluationExample | None
+        self, position: int, prompt: ValidatedPrompt, example: ValidationExample | None
     ) -> None:
         """Note a prompt; of the examples those of the lowest positions stay."""
         self._prompts[position] = prompt
@@ -320,8 +297,8 @@ class ValidationRun:
             if len(self._examples) > self._num_examples:
                 del self._examples[max(self._examples)]
 
-    def result(self) -> EvaluationResult:
-        """verl's metrics over what could be scored, and the examples."""
+    def result(self) -> ValidationReport:
+        """Return verl's metrics over what could be scored, and the examples."""
         prompts = self.prompts
         scored = [ValidationPrompt(p.data_source, p.scored) for p in prompts if p.scored]
         num_failed = sum(len(p.outcomes) - len(p.scored) for p in prompts)
@@ -329,18 +306,18 @@ class ValidationRun:
             "val-aux/num_prompts": float(len(scored)),
             "val-aux/num_failed_samples": float(num_failed),
         }
-        return EvaluationResult(
+        return ValidationReport(
             validation_metrics(scored) | counts,
             [self._examples[position] for position in sorted(self._examples)],
             sum(p.num_response_tokens for p in prompts),
         )
 
 
-def example_of(group: RolloutGroup, outcomes: Sequence[Outcome]) -> EvaluationExample | None:
-    """The first response that was scored; ``None``: none was."""
+def example_of(group: RolloutGroup, outcomes: Sequence[Outcome]) -> ValidationExample | None:
+    """Return the first response that was scored; ``None``: none was."""
     prompt = group.prompt
     for rollout, outcome in zip(group.rollouts, outcomes, strict=True):
         if isinstance(outcome, Scored):
-            asked = prompt.messages[-1].content
-            return EvaluationExample(asked, rollout.text, prompt.ground_truth, outcome.score)
+            question = prompt.messages[-1].content
+            return ValidationExample(question, rollout.text, prompt.ground_truth, outcome.score)
     return None

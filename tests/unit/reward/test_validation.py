@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import Priority, ReplicaQueue
-from services.reward.generation.request import GroupRequest
+from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.request import (
+    GroupRequest,
+    Purpose,
+)
 from services.reward.grading.grader import Grader, SampleScorer
 from services.reward.grading.messages import ScorerInput
-from services.reward.groups.evaluation import (
-    EvaluationOrder,
-    EvaluationResult,
-    Evaluator,
+from services.reward.groups.validation import (
+    ValidationOrder,
+    ValidationReport,
+    Validator,
     check_failures,
 )
 from services.reward.prompts.dataset import IssuedRow
@@ -61,7 +64,7 @@ class BreakingPrompts:
 
 
 class World:
-    """An evaluation of `num_prompts` on one replica."""
+    """A validation of `num_prompts` on one replica."""
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class World:
         self.dispatcher = GroupDispatcher(
             client, ReplicaQueue(1.0, lambda: None), max_attempts=1, leave_out_overlong=True
         )
-        self.evaluation = Evaluator(
+        self.validation = Validator(
             lambda: Rows(num_prompts),
             self.dispatcher,
             Grader(scorer or InlineScorer(), None),
@@ -83,11 +86,11 @@ class World:
             on_tokens=self.reported_tokens.append,
         )
 
-    async def run(self, num_examples: int = 0, seconds: float = 10.0) -> EvaluationResult:
+    async def run(self, num_examples: int = 0, seconds: float = 10.0) -> ValidationReport:
         await self.dispatcher.announce([replica("a")])
         sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1)
-        order = EvaluationOrder(0, SAMPLES, sampling, num_examples)
-        return await self.evaluation.run(order, seconds)
+        order = ValidationOrder(0, SAMPLES, sampling, num_examples)
+        return await self.validation.run(order, seconds)
 
 
 async def test_a_prompt_that_cannot_be_generated_is_counted_and_left_out_of_the_mean(
@@ -103,8 +106,8 @@ async def test_a_prompt_that_cannot_be_generated_is_counted_and_left_out_of_the_
         all(word in line for word in ("validation-3", "replica a", "engine_error", "out of memory"))
         for line in caplog.messages
     )
-    assert world.evaluation.num_pending_tokens == 0
-    assert world.evaluation.num_graded_groups == 20
+    assert world.validation.num_pending_tokens == 0
+    assert world.validation.num_graded_groups == 20
 
 
 async def hold_the_second_sample(_name: str, request: GroupRequest, index: int) -> None:
@@ -113,16 +116,16 @@ async def hold_the_second_sample(_name: str, request: GroupRequest, index: int) 
 
 
 @pytest.mark.parametrize("before_sample", [BreakingPrompts("validation-3"), hold_the_second_sample])
-async def test_all_tokens_of_an_evaluation_are_told_even_if_it_does_not_end(
+async def test_all_tokens_of_a_validation_are_told_even_if_it_does_not_end(
     before_sample: Any,
 ) -> None:
     world = World(ScriptedClient(before_sample=before_sample), 20)
     with suppress(DeadlineError):
         await world.run(seconds=0.5)
     received = world.dispatcher.num_received
-    assert sum(world.reported_tokens) == received[Priority.EVALUATION] > 0
-    assert received[Priority.TRAINING] == 0
-    assert world.evaluation.num_pending_tokens == 0
+    assert sum(world.reported_tokens) == received[Purpose.VALIDATION] > 0
+    assert received[Purpose.TRAINING] == 0
+    assert world.validation.num_pending_tokens == 0
 
 
 class ScorerOutOfOrder(InlineScorer):
@@ -143,12 +146,12 @@ async def test_a_group_for_which_no_scorer_can_be_had_does_not_end_the_evaluatio
     assert metrics["val-aux/num_prompts"] == 19
 
 
-async def test_too_many_failures_end_the_evaluation_with_their_number_and_an_example() -> None:
+async def test_too_many_failures_end_the_validation_with_their_number_and_an_example() -> None:
     client = ScriptedClient(before_sample=BreakingPrompts(*(f"validation-{i}" for i in range(3))))
     with pytest.raises(PeerError) as failure:
         await World(client, 20).run()
     text = str(failure.value)
-    assert text.startswith("rollout fleet: failed while evaluating version 0")
+    assert text.startswith("rollout fleet: failed while validating version 0")
     assert "6 of 40 samples failed (6 engine_error), more than the 10%" in text
     assert "out of memory" in text
 
@@ -158,10 +161,10 @@ def test_a_tenth_of_the_samples_may_fail(num_failed: int, fails: bool) -> None:
     outcomes: list[Outcome] = [RIGHT] * (10 - num_failed)
     outcomes += [Failed(FailureKind.UNSCORABLE, "no number")] * num_failed
     if not fails:
-        check_failures(outcomes, "evaluating version 7")
+        check_failures(outcomes, "validating version 7")
         return
     with pytest.raises(PeerError, match=r"scorer pool: .*version 7: 2 of 10 .*\(2 unscorable\)"):
-        check_failures(outcomes, "evaluating version 7")
+        check_failures(outcomes, "validating version 7")
 
 
 class HeldPrompts:
@@ -186,7 +189,7 @@ async def test_tokens_are_let_go_as_soon_as_a_group_is_graded() -> None:
     world = World(ScriptedClient(before_sample=held, make=make), 20)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(world.run(num_examples=3))
-        await settled(lambda: world.evaluation.num_graded_groups == 19)
+        await settled(lambda: world.validation.num_graded_groups == 19)
         gc.collect()
         assert len(tokens) == 19 * SAMPLES
         assert [token for token in tokens if token() is not None] == []
@@ -201,18 +204,18 @@ async def test_the_examples_are_those_of_the_first_prompts_whoever_is_graded_fir
     world = World(ScriptedClient(before_sample=held), 6)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(world.run(num_examples=2))
-        await settled(lambda: world.evaluation.num_graded_groups == 5)
+        await settled(lambda: world.validation.num_graded_groups == 5)
         held.gate.set()
     assert [example.prompt[-1] for example in running.result().examples] == ["0", "1"]
 
 
-async def test_a_second_evaluation_starts_after_the_first_has_ended() -> None:
+async def test_a_second_validation_starts_after_the_first_has_ended() -> None:
     held = HeldPrompts("validation-2")
     client = ScriptedClient(before_sample=held)
     world = World(client, 3)
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(world.run()) for _ in range(2)]
-        await settled(lambda: world.evaluation.num_graded_groups == 2)
+        await settled(lambda: world.validation.num_graded_groups == 2)
         for _ in range(100):
             await asyncio.sleep(0)
         assert len(client.calls) == 3
@@ -221,19 +224,19 @@ async def test_a_second_evaluation_starts_after_the_first_has_ended() -> None:
     assert [task.result().metrics["val-aux/num_prompts"] for task in running] == [3.0, 3.0]
 
 
-async def test_an_evaluation_waits_for_another_no_longer_than_its_deadline() -> None:
+async def test_a_validation_waits_for_another_no_longer_than_its_deadline() -> None:
     held = HeldPrompts("validation-0")
     world = World(ScriptedClient(before_sample=held), 1)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(world.run())
-        await settled(lambda: len(world.evaluation._open) == 1)
-        with pytest.raises(DeadlineError, match="after another evaluation"):
+        await settled(lambda: len(world.validation._open) == 1)
+        with pytest.raises(DeadlineError, match="after another validation"):
             await world.run(seconds=0.05)
         held.gate.set()
     assert running.result().metrics["val-aux/num_prompts"] == 1.0
 
 
-async def test_an_evaluation_that_is_cancelled_ends_its_streams() -> None:
+async def test_a_validation_that_is_cancelled_ends_its_streams() -> None:
     never = asyncio.Event()
 
     async def hang(_name: str, _request: GroupRequest, _index: int) -> None:
@@ -246,7 +249,7 @@ async def test_an_evaluation_that_is_cancelled_ends_its_streams() -> None:
         await settled(lambda: len(client.calls) == 3)
         running.cancel()
     assert len(client.cancelled) == 3
-    assert world.evaluation.num_pending_tokens == 0
+    assert world.validation.num_pending_tokens == 0
 
 
 async def test_a_prompt_that_is_too_long_is_no_part_of_the_validation_set() -> None:
