@@ -36,9 +36,9 @@ class DeviceShare:
         each = self.devices_per_replica
         return self._slice(self.trainer_ranks + index * each, each)
 
-    def is_enough_for(self, replicas: int) -> bool:
-        """Return whether every trainer rank and so many replicas have theirs."""
-        return len(self.numbers) >= self.trainer_ranks + replicas * self.devices_per_replica
+    def wanted(self, replicas: int) -> int:
+        """Return the devices that all trainer ranks and so many replicas take."""
+        return self.trainer_ranks + replicas * self.devices_per_replica
 
     def _slice(self, first: int, count: int) -> tuple[str, ...]:
         return tuple(self.numbers[first : first + count])
@@ -124,7 +124,8 @@ def _gpus(
     config: RunConfig, taken: Sequence[str], count: int, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Share GPUs; if there are too few, every process sees all, as without a launcher."""
-    is_enough = gpu_share(config, given).is_enough_for(config.sluice.rollout.replicas)
+    share = gpu_share(config, given)
+    is_enough = len(share.numbers) >= share.wanted(config.sluice.rollout.replicas)
     if not taken or len(taken) < count or not is_enough:
         return {}
     return {host.CUDA_VISIBLE_VARIABLE: ",".join(taken)}
