@@ -15,7 +15,8 @@ from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import DeadlineError, NotReadyError, PeerError
-from sluice.launch.replica_scale import check_number, is_replica_name
+from sluice.launch.replica_scale import check_number
+from sluice.launch.service_spec import replica_number
 from sluice.launch.servicer import launcher_of
 
 _POLL_S = 0.5
@@ -105,7 +106,8 @@ async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
 
     That is draining replicas that have not left, and other replicas that do not serve yet.
     """
-    replicas = [each for each in await launcher.services() if is_replica_name(each.name)]
+    processes = await launcher.services()
+    replicas = [each for each in processes if replica_number(each.name) is not None]
     serving = await _serving(monitor)
     late = [f"{each.name} to leave" for each in replicas if each.is_draining]
     return late + [

@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
@@ -25,13 +24,11 @@ from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
-from sluice.config.schema.security import with_absolute_files
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.cluster.nodes import with_absolute_paths
 from sluice.launch.cluster.placement import parse_demands
 from sluice.launch.cluster.ray_run import RayOptions, ray_plan
 from sluice.launch.network_layout import launcher_grace_s
-from sluice.launch.plan import LaunchPlan, check_reward_function, local_plan
+from sluice.launch.plan import LaunchPlan, check_reward_function, local_plan, with_absolute_paths
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
@@ -182,12 +179,13 @@ async def _start(
     await _refuse_beside_another(config_file.parent)
     # A run with this file has reached its end.
     (config_file.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
+    config = with_absolute_paths(config)
     if ray is None:
-        config = with_ports(_with_absolute_paths(config))
+        config = with_ports(config)
         write_config(config, config_file)
         return await _supervise(local_plan(config, config_file), console, logs=logs)
     console.print("placing the run on the Ray cluster")
-    async with ray_plan(with_absolute_paths(config), config_file, ray) as plan:
+    async with ray_plan(config, config_file, ray) as plan:
         return await _supervise(plan, console, logs=logs)
 
 
@@ -234,19 +232,10 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
         expect_no_tls()
     monitor = RunMonitor(trainer, reward, credentials=credentials)
     scale = ReplicaScale(supervisor, plan.make_replica, has_fixed_port=plan.has_fixed_port)
-    control = launch_service(run_dir, supervisor, scale)
+    control = launch_service(run_dir, scale)
     forget_targets(run_dir)
     async with monitor, control, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()
         following.cancel()
     return end
-
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make the run folder and credentials absolute: other commands may run elsewhere."""
-    run_dir = str(Path(config.sluice.run_dir).absolute())
-    security = with_absolute_files(config.sluice.security)
-    return msgspec.structs.replace(
-        config, sluice=msgspec.structs.replace(config.sluice, run_dir=run_dir, security=security)
-    )

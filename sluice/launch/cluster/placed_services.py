@@ -19,11 +19,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from sluice.concurrency.deadlines import deadline
 from sluice.config.loading.yaml_text import dump_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, PeerDefectError, PeerError
-from sluice.launch.cluster.nodes import NodeFacts, ServicePlan, facts_from_json, spec_on
+from sluice.launch.cluster.nodes import NodeFacts, ServicePlan, spec_on
 from sluice.launch.cluster.placement import (
     Cluster,
     HostCalls,
@@ -33,7 +35,7 @@ from sluice.launch.cluster.placement import (
     shortage,
 )
 from sluice.launch.network_layout import Kind
-from sluice.launch.processes.child import KILLED_S, seconds_left
+from sluice.launch.processes.child import Child
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
@@ -43,47 +45,29 @@ _PAUSE_S = 0.5
 _SILENCE_S = 10.0
 
 
-class RemoteChild:
-    """A running process.
-
-    Args:
-        name: of the service.
-        pid: on its node.
-        host: keeps it; if it dies, the process has died with it.
-    """
+class RemoteChild(Child):
+    """A process that a host on another node keeps; if the host dies, the process dies with it."""
 
     def __init__(self, name: str, pid: int, host: HostCalls) -> None:
-        self._name = name
-        self._pid = pid
+        super().__init__(name, pid)
         self._host = host
         self._code: int | None = None
-        self._killed_s: float | None = None
         self._asking = asyncio.Lock()
 
     @property
-    def pid(self) -> int:
-        """Process id on its node."""
-        return self._pid
-
-    @property
     def has_ended(self) -> bool:
-        """Whether its exit code is known here."""
         return self._code is not None
 
     async def lines(self) -> AsyncIterator[str]:
-        """Yield its output, until it has ended or its host is lost.
-
-        A host that is away for a moment is asked again: the process blocks in its next line once
-        nobody reads and the pipe is full.
-        """
         while True:
             try:
-                lines, is_over = await self._host.call("lines", self._pid)
+                lines, is_over = await self._host.call("lines", self.pid)
             except HostLostError:
                 return
             except PeerError:
                 if self.has_ended:
                     return
+                # Try again: the process blocks in its next line once the pipe is full.
                 await asyncio.sleep(_PAUSE_S)
                 continue
             for line in lines:
@@ -92,52 +76,24 @@ class RemoteChild:
                 return
 
     async def wait(self) -> int:
-        """Return the exit code; minus SIGKILL if its host is lost, as it ended with the host."""
         async with self._asking:
             if self._code is None:
-                self._code = await self._asked()
+                self._code = await self._exit_code()
             return self._code
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process."""
-        self._host.send("terminate", self._pid)
+        self._host.send("terminate", self.pid)
 
-    def kill(self) -> None:
-        """Send SIGKILL to the process and to all that it started."""
-        self._killed_s = time.monotonic() if self._killed_s is None else self._killed_s
-        self._host.send("kill", self._pid)
+    def _send_kill(self) -> None:
+        self._host.send("kill", self.pid)
 
-    async def end(self, grace_s: float) -> bool:
-        """Send SIGTERM, then SIGKILL after `grace_s` seconds; return whether it had to be killed.
-
-        A process that does not end then is left to its node, and `has_ended` stays false.
-        """
-        if not self.has_ended:
-            self.terminate()
-        killed = False
-        try:
-            async with asyncio.timeout(grace_s if self._killed_s is None else 0.0):
-                await self.wait()
-        except TimeoutError:
-            killed = True
-        self.kill()
-        try:
-            async with asyncio.timeout(seconds_left(self._killed_s)):
-                await self.wait()
-        except TimeoutError:
-            logger.warning(
-                "%s: process %d on its node has not ended %g s after SIGKILL: the kernel there "
-                "holds it, or its host does not say; it is left behind",
-                *(self._name, self._pid, KILLED_S),
-            )
-        return killed
-
-    async def _asked(self) -> int:
+    async def _exit_code(self) -> int:
+        """Return the exit code; minus SIGKILL if its host is lost, since it ended with the host."""
         silent_since_s: float | None = None
         while True:
             asked_s = time.monotonic()
             try:
-                return int(await self._host.call("ended", self._pid))
+                return int(await self._host.call("ended", self.pid))
             except HostLostError as error:
                 logger.warning("%s", error)
                 return -signal.SIGKILL
@@ -357,10 +313,11 @@ class PlacedServices:
             HostGoneError, PeerDefectError: it never will.
         """
         assert self._shared is not None
-        plan = self._shared.plan(placed.plan.kind).as_json()
+        plan = msgspec.json.encode(self._shared.plan(placed.plan.kind))
         while True:
             try:
-                return facts_from_json(await placed.host.call("look", plan))
+                facts = await placed.host.call("look", plan)
+                return msgspec.json.decode(facts, type=NodeFacts)
             except _UNFIT:
                 raise
             except PeerError:  # it is being started

@@ -15,9 +15,11 @@ import signal
 import socket
 from contextlib import suppress
 
+import msgspec
+
 from sluice.errors import ConfigError
-from sluice.launch.cluster.nodes import look_around, plan_from_json
-from sluice.launch.processes.child import ChildProcess, start_child
+from sluice.launch.cluster.nodes import ServicePlan, look_around
+from sluice.launch.processes.child import LocalChild, start_child
 from sluice.launch.service_spec import ServiceSpec, free_ports
 
 # Lines that come together travel together.
@@ -33,7 +35,7 @@ class ServiceHost:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._child: ChildProcess | None = None
+        self._child: LocalChild | None = None
 
     async def place(self, num_ports: int) -> tuple[str, str, list[int]]:
         """Return address and name of the node, and ports of that address that are free at the
@@ -41,9 +43,10 @@ class ServiceHost:
         """
         return self._address, socket.gethostname(), free_ports([self._address] * num_ports)
 
-    async def look(self, plan: str) -> str:
+    async def look(self, plan: bytes) -> bytes:
         """Get the node ready for a service; take a `ServicePlan`, return `NodeFacts`, as JSON."""
-        return look_around(plan_from_json(plan), self._address).as_json()
+        asked = msgspec.json.decode(plan, type=ServicePlan)
+        return msgspec.json.encode(look_around(asked, self._address))
 
     async def start(
         self, name: str, command: list[str], environment: dict[str, str]
@@ -102,6 +105,6 @@ class ServiceHost:
         if child is not None:
             child.kill()
 
-    def _of(self, pid: int) -> ChildProcess | None:
+    def _of(self, pid: int) -> LocalChild | None:
         child = self._child
         return child if child is not None and child.pid == pid else None

@@ -191,7 +191,7 @@ def test_a_service_whose_launcher_died_knows_how_often_it_was_started(folder: Fo
 def test_each_service_has_the_command_that_the_local_launcher_gives_it(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(container, "own_address_within", lambda *_: "10.0.0.9")
+    monkeypatch.setattr(container, "own_address", lambda *_: "10.0.0.9")
     monkeypatch.setattr(container.socket, "gethostname", lambda: "abc")
     commands = {
         kind: services_of(kind, folder.config, folder.file, folder.run)[0].command[1:]

@@ -129,12 +129,11 @@ async def test_a_process_that_does_not_end_when_asked_is_killed() -> None:
 async def test_a_process_that_its_node_s_kernel_holds_is_left_behind_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in ("processes.child", "cluster.placed_services"):
-        monkeypatch.setattr(f"sluice.launch.{module}.KILLED_S", 0.1)
+    monkeypatch.setattr("sluice.launch.processes.child.KILLED_S", 0.1)
     host = ScriptedHost(asyncio.Event())
     child = RemoteChild("rollout-0", PID, host)
     async with asyncio.timeout(WAIT_S):
         assert await child.end(0.0)
     assert not child.has_ended
-    assert "rollout-0: process 77 on its node has not ended 0.1 s after SIGKILL" in caplog.text
+    assert "rollout-0: process 77 has not ended 0.1 s after SIGKILL" in caplog.text
     assert [call for call in host.calls if call != "ended"] == ["terminate", "kill"]

@@ -10,9 +10,7 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.launch import own_address as addresses
 from sluice.launch.network_layout import KINDS, SERVICE_PORTS, network_settings
-from sluice.launch.own_address import own_address, own_address_within
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.service_contract import TRACKER_NAME
 
@@ -90,29 +88,3 @@ def test_services_are_found_by_their_names_at_ports_of_their_own() -> None:
         assert (endpoint.advertise, endpoint.port) == (kind, SERVICE_PORTS[kind].port)
         assert endpoint.health_port == SERVICE_PORTS[kind].health_port
     assert service.rollout.replicas == 0
-
-
-def test_a_replicas_address_is_that_of_the_network_that_leads_to_the_trainer() -> None:
-    assert own_address("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"trainer\.invalid cannot be reached"):
-        own_address("trainer.invalid")
-
-
-def test_a_peer_whose_name_comes_late_is_waited_for_and_one_that_stays_away_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(addresses.time, "sleep", lambda _: None)
-
-    def known_from_the_third_time(host: str) -> str:
-        asked.append(host)
-        if len(asked) < 3:
-            raise ConfigError(f"{host} cannot be reached")
-        return "198.18.0.9"
-
-    monkeypatch.setattr(addresses, "own_address", known_from_the_third_time)
-    assert own_address_within("trainer", 60.0) == "198.18.0.9"
-    assert asked == ["trainer"] * 3
-    asked.clear()
-    with pytest.raises(ConfigError, match="cannot be reached"):
-        own_address_within("trainer", 0.0)
