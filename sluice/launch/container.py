@@ -1,9 +1,9 @@
 """The program of a container: keep one service of a run.
 
-Started as `python -m sluice.launch.container KIND --config FILE`; FILE is in the run's folder, which
-all containers see. The restart policies of Compose and Kubernetes start a container again. They
-know neither when a run is over, nor that all ranks of a trainer start together, nor a replica's own
-address: this launcher adds that.
+Started as `python -m sluice.launch.container KIND --config FILE`; FILE is in the folder of the run,
+which all containers see. Restart policies of Compose and Kubernetes start a container again. They
+know neither when a run is over, nor that all ranks of a trainer start together, nor the address of
+a replica: this launcher adds that.
 
 Exit codes: 0, the service ended with its run, or on request; 1, it failed, with a diagnosis, and
 would fail again; 70, an unforeseen error of the launcher itself, with its traceback; 130, a trainer
