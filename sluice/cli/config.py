@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from msgspec import UNSET
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.terminal import output_console, print_table, split_arguments
+from sluice.cli.arguments import AsJson, split_arguments
+from sluice.cli.terminal import output_console, print_json, print_table
 from sluice.config.catalogue.table import KeyStatus
 from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import KeyDescription, all_keys, explain_key, keys_of_section
@@ -72,7 +72,6 @@ ConfigArguments = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @config_commands.command("check")
@@ -117,7 +116,7 @@ def check(
     )
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
-        typer.echo(json.dumps(report_as_json(report, broken), sort_keys=True))
+        print_json(report_as_json(report, broken))
     else:
         print_report(output_console(), report, broken)
     if broken:
@@ -143,13 +142,13 @@ def explain(
     keys = all_keys() if key is None else keys_of_section(key)
     if key is None or keys:
         if as_json:
-            typer.echo(json.dumps([description_as_json(one) for one in keys], sort_keys=True))
+            print_json([description_as_json(one) for one in keys])
         else:
             print_keys(output_console(), keys)
         return
     description = explain_key(key)
     if as_json:
-        typer.echo(json.dumps(description_as_json(description), sort_keys=True))
+        print_json(description_as_json(description))
     else:
         print_description(output_console(), description)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.terminal import output_console, printable, split_arguments
+from sluice.cli.arguments import AsJson, split_arguments
+from sluice.cli.terminal import output_console, print_json, printable
 from sluice.doctor.examination import CHECKS, Result, examine
 from sluice.doctor.finding import FindingLevel, examined_run
 
@@ -67,7 +67,7 @@ def doctor(
         ),
     ] = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine before a run: what is wrong, why it matters, and what to do.
 
@@ -81,7 +81,7 @@ def doctor(
       sluice doctor run.yaml
       sluice doctor run.yaml sluice.rollout.replicas=4 --json
     """
-    examined = examined_run(*split_arguments(arguments or []))
+    examined = examined_run(*split_arguments(arguments))
     console = output_console()
     results: list[Result] = []
     for result in examine(examined, CHECKS):
@@ -91,14 +91,15 @@ def doctor(
     counts = Counter(one.severity for result in results for one in result.findings)
     problems, warnings = counts[FindingLevel.PROBLEM], counts[FindingLevel.WARNING]
     if as_json:
-        found = {
-            "ok": not problems,
-            "has_run": examined.has_run,
-            "problems": problems,
-            "warnings": warnings,
-            "findings": results_as_json(results),
-        }
-        typer.echo(json.dumps(found, sort_keys=True))
+        print_json(
+            {
+                "ok": not problems,
+                "has_run": examined.has_run,
+                "problems": problems,
+                "warnings": warnings,
+                "findings": results_as_json(results),
+            }
+        )
     else:
         console.print(verdict(problems, warnings, has_run=examined.has_run), soft_wrap=True)
     if problems:

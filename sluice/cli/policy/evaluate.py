@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from sluice.cli.arguments import DEFAULT_RUN, RunArgument
 from sluice.cli.running_run import ask_run
 from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
@@ -19,7 +20,7 @@ ResultT = TypeVar("ResultT")
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
+    run: RunArgument = DEFAULT_RUN,
     *,
     n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,

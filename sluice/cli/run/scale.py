@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
+from sluice.cli.arguments import DEFAULT_RUN, RunOption
 from sluice.client.launcher import Launcher, Scaling
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
@@ -22,17 +21,11 @@ from sluice.launch.servicer import launcher_of
 _POLL_S = 0.5
 
 
-class Scalable(StrEnum):
-    """The services that can be scaled."""
-
-    ROLLOUT = "rollout"
-
-
 def scale(
-    service: Annotated[Scalable, typer.Argument(help="What to scale.")],
+    service: Annotated[Literal["rollout"], typer.Argument(help="What to scale.")],
     count: Annotated[int, typer.Argument(help="The new number of replicas, 1 or more.")],
     *,
-    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    run_dir: RunOption = DEFAULT_RUN,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds to wait until it is done.")
     ] = 600.0,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from sluice.cli.terminal import print_line, printable, split_arguments
+from sluice.cli.arguments import ConfigArguments, split_arguments
+from sluice.cli.terminal import print_line, printable
 from sluice.cli.watch.live_view import LiveView
 from sluice.client.launcher import Launcher
 from sluice.client.run_address import CONFIG_NAME
@@ -42,23 +42,11 @@ from sluice.telemetry.metrics_page import forget_target, forget_targets
 _LAUNCHER_ANSWERS_S = 3.0
 
 
-class Where(StrEnum):
-    """The place to start a run."""
-
-    LOCAL = "local"
-    RAY = "ray"
-
-
-ConfigAndOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG] [KEY=VALUE]...",
-        help="A YAML file, and keys to override in verl's spelling.",
-        show_default=False,
-    ),
-]
 ShowLogs = Annotated[bool, typer.Option("--logs", help="Show all log lines of the services.")]
-On = Annotated[Where, typer.Option("--on", help="Start processes here, or on a Ray cluster.")]
+On = Annotated[
+    Literal["local", "ray"],
+    typer.Option("--on", help="Start processes here, or on a Ray cluster."),
+]
 RayAddress = Annotated[
     str,
     typer.Option(
@@ -85,10 +73,10 @@ OldCapacityTimeout = Annotated[
 
 
 def up(
-    arguments: ConfigAndOverrides = None,
+    arguments: ConfigArguments = None,
     *,
     logs: ShowLogs = False,
-    on: On = Where.LOCAL,
+    on: On = "local",
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
     capacity_timeout: CapacityTimeout = 300.0,
@@ -107,14 +95,14 @@ def up(
     """
     patience_s = old_capacity_timeout or capacity_timeout
     ray = RayOptions(ray_address, parse_demands(resources or ()), patience_s)
-    if on is not Where.RAY and resources:
+    if on != "ray" and resources:
         raise ConfigError(
             "--resources: only a Ray cluster hands them out; add --on ray, or leave --resources out"
         )
-    _run(arguments, logs=logs, ray=ray if on is Where.RAY else None)
+    _run(arguments, logs=logs, ray=ray if on == "ray" else None)
 
 
-def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
+def train(arguments: ConfigArguments = None, *, logs: ShowLogs = False) -> None:
     """Train on this machine: another name of `sluice up`.
 
     \b
@@ -125,7 +113,7 @@ def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> No
 
 
 def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = None) -> None:
-    file, overrides = split_arguments(arguments or [])
+    file, overrides = split_arguments(arguments)
     console, config = Console(), load_config(file, overrides)
     for note in launch_notes(config, read_settings(file, overrides)):
         print_line(console, f"notice: {note.text}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -199,11 +198,6 @@ def wait_table(explanation: Explanation) -> RenderableType:
         for row in _rows(service):
             table.add_row(*(Text(cell) for cell in row))
     return Group(Text(explanation.cause, style="bold"), table)
-
-
-def wait_object(explanation: Explanation) -> dict[str, Any]:
-    """Return ``cause``, ``root`` and ``services`` with all of their waits, for programs."""
-    return asdict(explanation)
 
 
 def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:

@@ -22,20 +22,20 @@ def saved(folder: Path, step: int) -> None:
     fresh.replace(folder / TRACKER_NAME)
 
 
-def test_a_run_that_goes_on_keeps_its_beginning_and_its_counts(tmp_path: Path) -> None:
+def test_a_run_that_continues_keeps_its_beginning_and_its_counts(tmp_path: Path) -> None:
     run, checkpoints = SharedRun(tmp_path), tmp_path / "checkpoints"
-    assert run.begin(checkpoints)
+    run.begin(checkpoints)
     mark = run.checkpoints_before()
     assert [run.count_start("reward") for _ in range(3)] == [0, 1, 2]
     saved(checkpoints, 5)
-    assert not run.begin(checkpoints)
+    assert run.is_active
     assert run.checkpoints_before() == mark
     assert run.count_start("reward") == 3
     assert run.count_start("trainer") == 0
 
 
 @pytest.mark.parametrize("failures", [(), ("reward ended with code 1",)])
-def test_a_run_that_has_ended_or_failed_begins_anew(
+def test_a_run_that_has_ended_or_failed_begins_again(
     tmp_path: Path, failures: tuple[str, ...]
 ) -> None:
     run, checkpoints = SharedRun(tmp_path), tmp_path / "checkpoints"
@@ -44,7 +44,8 @@ def test_a_run_that_has_ended_or_failed_begins_anew(
     run.count_start("reward")
     saved(checkpoints, 5)
     run.end(Ending("reward", failures))
-    assert run.begin(checkpoints)
+    assert not run.is_active
+    run.begin(checkpoints)
     assert run.ending() is None
     assert run.checkpoints_before() != mark
     assert run.count_start("reward") == 0
