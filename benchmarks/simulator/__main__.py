@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ import typer
 from benchmarks.simulator.fit import FittedSimulation, fitted_simulation
 from benchmarks.simulator.plots import plot_comparison, plot_result, plot_sweep
 from benchmarks.simulator.twin import Twin, print_twin, twin, twin_as_json
+from sluice.cli.arguments import AsJson
 from sluice.cli.simulate import options
 from sluice.cli.simulate.command import (
     compare_strategies,
@@ -26,13 +26,7 @@ from sluice.cli.simulate.command import (
     simulate_one,
     sweep_fleets,
 )
-from sluice.cli.simulate.subject import (
-    Choices,
-    Subject,
-    changed,
-    described_subject,
-    with_choices,
-)
+from sluice.cli.simulate.subject import Subject, changed, described_subject
 from sluice.cli.terminal import output_console
 from sluice.errors import ConfigError, SluiceError
 
@@ -69,21 +63,29 @@ def main(  # noqa: PLR0913 - one parameter an option
     compare_all: options.Compare = False,
     sweep_grid: options.SweepGrid = False,
     plot: Annotated[Path | None, typer.Option(help="Folder to write PNG files to.")] = None,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Set a run beside its simulation; --compare and --sweep ask what it would do otherwise."""
     model = options.Model(
-        *(mixture, None, replicas, slots, step_ms, sequence_ms),
-        *(None, None, gen_batch_size, trainer_s),
+        mixture=mixture,
+        strategy=strategy,
+        replicas=replicas,
+        slots=slots,
+        step_ms=step_ms,
+        sequence_ms=sequence_ms,
+        max_staleness=max_staleness,
+        ahead_share=ahead_share,
+        on_policy_fill=on_policy_fill,
+        on_stale=on_stale,
+        gen_batch_size=gen_batch_size,
+        trainer_s=trainer_s,
     )
-    choices = Choices(strategy, max_staleness, ahead_share, on_policy_fill, on_stale)
     asks_what_if = compare_all or sweep_grid
     if run is None:
         found = described_subject(model, steps, seed)
-        found = replace(found, settings=with_choices(found.settings, choices))
     else:
         fitted = fitted_simulation(run, steps, seed)
-        settings = with_choices(changed(fitted.settings, model), choices)
+        settings = changed(fitted.settings, model)
         if mixture is not None or (settings != fitted.settings and not asks_what_if):
             # Another rule or fleet makes a difference that is no error of the simulation.
             raise ConfigError(

@@ -18,7 +18,7 @@ from sluice.cli.run.certificates import (
     renew_certificates,
     security_settings,
 )
-from sluice.cli.run.quickstart import PreparationView, asset_settings
+from sluice.cli.run.quickstart import asset_settings, preparation
 from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
@@ -187,8 +187,8 @@ def _newest_step(config: RunConfig) -> int | None:
 
 
 def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:
-    with PreparationView(console) as view:
+    with preparation(console) as show:
         assets = prepare_quickstart(
-            run_dir / "assets", task="quickstart", seed=_SEED, progress=view.show
+            run_dir / "assets", task="quickstart", seed=_SEED, progress=show
         )
     return asset_settings(assets, run_dir, _SEED)

@@ -1,22 +1,18 @@
-"""`sluice simulate`: estimate what a strategy, a fleet and a staleness bound cost, before they
-are paid.
-"""
+"""`sluice simulate`: estimate the cost of a strategy, a fleet and a staleness bound."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
-import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sluice.algorithm.sampling.rules import StrategyName
+from sluice.cli.arguments import AsJson
 from sluice.cli.simulate import options
-from sluice.cli.simulate.subject import Choices, Subject, described_subject, with_choices
-from sluice.cli.terminal import output_console, print_table
+from sluice.cli.simulate.subject import Subject, described_subject
+from sluice.cli.terminal import counted, output_console, print_json, print_table
 from sluice.errors import ConfigError
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.result import simulate as simulate_run
@@ -196,7 +192,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     seed: options.Seed = 0,
     compare_all: options.Compare = False,
     sweep_grid: options.SweepGrid = False,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate over-generation, staleness and fleet with the functions that drive a run.
 
@@ -216,12 +212,23 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     if compare_all and sweep_grid:
         raise ConfigError("simulate: --compare and --sweep exclude each other; give one of them")
     model = options.Model(
-        *(mixture, workload, replicas, slots, step_ms, sequence_ms),
-        *(group_size, batch_size, gen_batch_size, trainer_s),
+        mixture,
+        workload,
+        strategy,
+        replicas,
+        slots,
+        step_ms,
+        sequence_ms,
+        max_staleness,
+        ahead_share,
+        on_policy_fill,
+        on_stale,
+        group_size,
+        batch_size,
+        gen_batch_size,
+        trainer_s,
     )
-    choices = Choices(strategy, max_staleness, ahead_share, on_policy_fill, on_stale)
     found = described_subject(model, steps, seed)
-    found = replace(found, settings=with_choices(found.settings, choices))
     if compare_all:
         compare_strategies(found, as_json=as_json)
     elif sweep_grid:
@@ -236,7 +243,7 @@ def compare_strategies(found: Subject, *, as_json: bool) -> list[Compared]:
     with progress("comparing", 2 * len(StrategyName) * settings.num_steps) as on_step:
         compared = compare(settings, found.open_workload, on_step=on_step)
     if as_json:
-        typer.echo(json.dumps(comparison_as_json(compared), sort_keys=True))
+        print_json(comparison_as_json(compared))
     else:
         print_comparison(output_console(), f"{found.name}: {_described(settings)}", compared)
     return list(compared)
@@ -251,7 +258,7 @@ def sweep_fleets(found: Subject, *, as_json: bool) -> Sweep:
     with progress("sweeping", len(sizes) * len(bounds) * settings.num_steps) as on_step:
         points = sweep(settings, found.open_workload, sizes, bounds, on_step=on_step)
     if as_json:
-        typer.echo(json.dumps(sweep_as_json(points), sort_keys=True))
+        print_json(sweep_as_json(points))
     else:
         title = f"{found.name}, {settings.rules.strategy}: {_described(settings)}"
         print_sweep(output_console(), title, points)
@@ -265,7 +272,7 @@ def simulate_one(found: Subject, *, as_json: bool) -> tuple[SimulationResult, Fi
         result = simulate_run(settings, found.open_workload(), on_step=on_step)
         fill = simulate_fill_times(settings, found.open_workload(), on_step)
     if as_json:
-        typer.echo(json.dumps(result_as_json(result, fill), sort_keys=True))
+        print_json(result_as_json(result, fill))
     else:
         print_result(output_console(), result, fill)
     return result, fill
@@ -290,14 +297,5 @@ def _described(settings: SimulationSettings) -> str:
 @contextmanager
 def progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on standard error if that is a terminal; each call advances it by one step."""
-    console = Console(stderr=True)
-    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(
-        *shown,
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bars:
-        bar = bars.add_task(task, total=total)
-        yield lambda _num_leased: bars.advance(bar)
+    with counted(task, total) as advance:
+        yield lambda _num_leased: advance(1)

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from sluice.algorithm.groups import staleness
+from sluice.algorithm.sampling import rules
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.errors import ConfigError
 
 Mixture = Annotated[
     Literal["early", "mid", "late"] | None,
@@ -75,32 +76,24 @@ Compare = Annotated[bool, typer.Option("--compare", help="All strategies side by
 SweepGrid = Annotated[
     bool, typer.Option("--sweep", help="A grid of replicas and S; recommends the cheapest.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is simulated, by the names of the options; ``None``: not given."""
+    """The options that say what is simulated, by their names; ``None``: not given."""
 
     mixture: str | None = None
     workload: Path | None = None
+    strategy: StrategyName | None = None
     replicas: int | None = None
     slots: int | None = None
     step_ms: float | None = None
     sequence_ms: float | None = None
+    max_staleness: int | None = None
+    ahead_share: float | None = None
+    on_policy_fill: rules.OnPolicyFill | None = None
+    on_stale: staleness.OnStale | None = None
     group_size: int | None = None
     batch_size: int | None = None
     gen_batch_size: int | None = None
     trainer_s: float | None = None
-
-    def refuse_two_workloads(self) -> None:
-        """Refuse a mixture and a file at once.
-
-        Raises:
-            ConfigError: both were given.
-        """
-        if self.mixture is not None and self.workload is not None:
-            raise ConfigError(
-                f"--workload: {self.workload} and --mixture {self.mixture} both name the workload; "
-                "leave one out"
-            )

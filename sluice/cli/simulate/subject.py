@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 
-from sluice.algorithm.groups.staleness import OnStale
-from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.cli.simulate.options import Model
 from sluice.errors import ConfigError
 from sluice.simulate.settings import (
@@ -38,24 +37,17 @@ class Subject:
     open_workload: OpenWorkload
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """Rules of the simulation; ``None``: not given."""
-
-    strategy: StrategyName | None = None
-    max_staleness: int | None = None
-    ahead_share: float | None = None
-    on_policy_fill: OnPolicyFill | None = None
-    on_stale: OnStale | None = None
-
-
 def described_subject(model: Model, steps: int | None, seed: int) -> Subject:
     """Return what the options describe.
 
     Raises:
         ConfigError: options exclude each other, or a workload's file is wrong.
     """
-    model.refuse_two_workloads()
+    if model.mixture is not None and model.workload is not None:
+        raise ConfigError(
+            f"--workload: {model.workload} and --mixture {model.mixture} both name the workload; "
+            "leave one out"
+        )
     settings = of_model(model, steps, seed)
     if model.workload is not None:
         description = read_workload(model.workload)
@@ -88,34 +80,28 @@ def of_model(model: Model, steps: int | None, seed: int) -> SimulationSettings:
 
 
 def changed(settings: SimulationSettings, model: Model) -> SimulationSettings:
-    """Return the settings with the fleet, the trainer and the waves that were given."""
+    """Return the settings with the fleet, the trainer and the rules that were given."""
     times = {"step-ms": model.step_ms, "sequence-ms": model.sequence_ms}
     for name, value in {**times, "trainer-s": model.trainer_s}.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"--{name}: {value:g} is no time; give a finite number")
     rules = settings.rules
+    if model.max_staleness is not None:
+        rules = replace(rules, max_staleness=model.max_staleness)
+    if model.ahead_share is not None:
+        rules = replace(rules, ahead_share=model.ahead_share)
+    if model.on_policy_fill is not None:
+        rules = replace(rules, on_policy_fill=model.on_policy_fill)
     if model.gen_batch_size is not None:
-        wave = model.gen_batch_size or rules.train_batch_size
-        rules = replace(rules, gen_batch_size=wave)
-    return replace(
+        rules = replace(rules, gen_batch_size=model.gen_batch_size or rules.train_batch_size)
+    settings = replace(
         settings,
         rules=rules,
         fleet=_fleet(settings.fleet, model),
         trainer=_trainer(settings.trainer, model.trainer_s),
+        on_stale=model.on_stale or settings.on_stale,
     )
-
-
-def with_choices(settings: SimulationSettings, choices: Choices) -> SimulationSettings:
-    """Return the settings with the rules that were given."""
-    rules = settings.rules
-    if choices.max_staleness is not None:
-        rules = replace(rules, max_staleness=choices.max_staleness)
-    if choices.ahead_share is not None:
-        rules = replace(rules, ahead_share=choices.ahead_share)
-    if choices.on_policy_fill is not None:
-        rules = replace(rules, on_policy_fill=choices.on_policy_fill)
-    settings = replace(settings, rules=rules, on_stale=choices.on_stale or settings.on_stale)
-    return of_strategy(settings, choices.strategy or rules.strategy)
+    return of_strategy(settings, model.strategy or rules.strategy)
 
 
 def _fleet(fleet: FleetSettings, model: Model) -> FleetSettings:
