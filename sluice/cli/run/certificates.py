@@ -6,7 +6,6 @@ import datetime
 import secrets
 import shlex
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -99,13 +98,20 @@ def _checked(hosts: list[str]) -> list[str]:
     return names
 
 
-def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
+def need_cryptography() -> None:
+    """Raise ConfigError if the package that signs and reads certificates is missing."""
     try:
-        from sluice.security.development_ca import LOCAL_NAMES, DevelopmentCa
+        import cryptography  # noqa: F401 - whether it is installed
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"sluice certs needs the package {error.name}; pip install 'sluice[certs]'"
+            "certificates need the package cryptography; pip install 'sluice[certs]'"
         ) from error
+
+
+def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
+    need_cryptography()
+    from sluice.security.development_ca import LOCAL_NAMES, DevelopmentCa
+
     authority = DevelopmentCa(days)
     service = authority.service(tuple(dict.fromkeys((*LOCAL_NAMES, *hosts))), days)
     client = authority.client(days)
@@ -173,9 +179,10 @@ def ensure_certificates(folder: Path, report: Callable[[str], None]) -> None:
         report: called with each notice.
 
     Raises:
-        ConfigError: the folder cannot be read or written, and nothing was replaced; or files have
-            to be made, and the package that signs is missing.
+        ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
+            that signs is missing.
     """
+    need_cryptography()
     files = _read(folder)
     _delete_authority_key(folder, report, is_users=_is_users(files))
     if all(files[name] is None for name in _SERVICE.values()):
@@ -191,8 +198,8 @@ def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_ac
     """Make all files of `folder` again if they are usable, but not for long.
 
     That is: a certificate expires within 30 days, or clients' files are missing, expired or of
-    another authority. The services of an active run hold the files that they began with: then,
-    for files of the user, and without the package that reads dates, a notice is all.
+    another authority. The services of an active run hold the files that they began with: then, and
+    for files of the user, a notice is all.
 
     Args:
         folder: the folder of the files.
@@ -200,15 +207,9 @@ def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_ac
         run_is_active: whether a run uses the files.
 
     Raises:
-        ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
-            that signs is missing.
+        ConfigError: the folder cannot be read or written, and nothing was replaced.
     """
     files = _read(folder)
-    if not _can_read_certificates():
-        report(
-            f"notice: it was not checked whether certificates in {folder} expire soon, which needs "
-            "the package cryptography; pip install 'sluice[certs]'"
-        )
     certificates = ("ca.pem", "service.pem", "client.pem")
     reason = _fault(folder, files, _CLIENT, certificates, _RENEWED_BEFORE)
     if reason is None:
@@ -282,8 +283,6 @@ def _is_users(files: _Files) -> bool:
 
 
 def _is_foreign(files: _Files) -> bool:
-    if not _can_read_certificates():
-        return False
     from sluice.security.development_ca import is_of_a_development_ca
 
     for pem in (files["ca.pem"], files["service.pem"]):
@@ -316,8 +315,6 @@ def _fault(
     missing = [name for name in needed if files[name] is None]
     if missing:
         return f"{folder} has no {', '.join(missing)}"
-    if not _can_read_certificates():
-        return None
     from sluice.security.certificates import ends_of_validity
     from sluice.security.development_ca import was_issued_by
 
@@ -334,7 +331,3 @@ def _fault(
     if _is_foreign(files) or was_issued_by(files[issued] or b"", files["ca.pem"] or b""):
         return None
     return f"{folder / issued} was not issued by ca.pem"
-
-
-def _can_read_certificates() -> bool:
-    return find_spec("cryptography") is not None

@@ -1,12 +1,10 @@
 """Run a launcher's processes on the nodes of a cluster, each kept by a `ServiceHost` there.
 
-Consumes: plans and specifications. Waits for: resources, hosts, files that nodes lack. Unblocked
-by: nodes that join or get free, files that appear, and cancellation (a replica that is not wanted
-any more). Produces: running processes. On failure: before the run begins, an error that names what
-each node lacks; later a repeated warning, while the others continue. The cluster restarts a host
-that died, on another node if its own is lost. A replica whose host is permanently dead, or broken,
-gives its resources back and asks for others; trainer and reward service end the run then, because
-the others know them by their address.
+It waits for resources, hosts, and files that nodes lack. Before the run begins a failure is an
+error that names what each node lacks; later it is a repeated warning, while the others continue.
+The cluster restarts a host that died, on another node if its own is lost. A replica whose host is
+permanently dead, or broken, gives its resources back and gets others. A trainer or reward service
+then ends the run, because the others know them by their address.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.5
-# Longer than a network hiccup. By then the process has ended with its host, or its node is lost.
+_RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
+# Longer than a network hiccup: by then the process has ended with its host, or its node is lost.
 _SILENCE_S = 10.0
 
 
@@ -68,7 +66,7 @@ class RemoteChild(Child):
                 if self.has_ended:
                     return
                 # Try again: the process blocks in its next line once the pipe is full.
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_RETRY_S)
                 continue
             for line in lines:
                 yield str(line)
@@ -104,11 +102,10 @@ class RemoteChild(Child):
                     logger.warning("%s", error)
                 if now_s - silent_since_s > _SILENCE_S:
                     return -signal.SIGKILL
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_RETRY_S)
 
 
-_RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
-# Of a host: asking it again does not help.
+# Errors of a host that a repetition does not mend.
 _UNFIT = (HostLostError, PeerDefectError)
 
 
@@ -117,7 +114,6 @@ class NodePlace:
     """The node that a host is on, with free ports of its address."""
 
     address: str
-    host_name: str
     ports: tuple[int, ...]
 
 
@@ -195,13 +191,13 @@ class PlacedServices:
         ):
             while True:
                 try:
-                    address, host_name, ports = await placed.host.call("place", num_ports)
+                    address, ports = await placed.host.call("place", num_ports)
                 except _UNFIT as error:
                     raise ConfigError(f"{error}; is sluice installed there?") from error
                 except PeerError:
                     await asyncio.sleep(_RETRY_S)
                     continue
-                return NodePlace(address, host_name, tuple(ports))
+                return NodePlace(address, tuple(ports))
 
     async def prepare(self, shared: SharedConfig) -> None:
         """Let every node get ready for what it is going to run.
@@ -310,7 +306,7 @@ class PlacedServices:
         """Return what the host finds, once it is there.
 
         Raises:
-            HostGoneError, PeerDefectError: it never will.
+            HostLostError, PeerDefectError: it never will.
         """
         assert self._shared is not None
         plan = msgspec.json.encode(self._shared.plan(placed.plan.kind))

@@ -218,7 +218,7 @@ class HostCalls(Protocol):
 
         Raises:
             PeerError: the host is away; it may come back, then without its process.
-            HostGoneError: it will not.
+            HostLostError: it will not.
             PeerDefectError: the host is there, and the method itself failed.
         """
         ...

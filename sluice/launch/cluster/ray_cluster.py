@@ -57,7 +57,7 @@ class RayHost:
 
         Raises:
             PeerError: the actor is restarting.
-            HostGoneError: it is permanently dead.
+            HostLostError: it is permanently dead.
             PeerDefectError: the method raised an exception; the actor lives.
         """
         from ray import exceptions

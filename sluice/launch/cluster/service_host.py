@@ -1,18 +1,14 @@
 """A thin host of one service's process on a node of a cluster: the body of an actor.
 
-It decides nothing. The launcher decides what starts and when it ends, and asks for output and exit
-code by calls that wait. Values that go in and out are texts, numbers and lists of them.
-
-Waits for: the process. On failure: when this host dies, the kernel ends the process with it. A
-caller that asks a restarted host for a process it does not have gets the answer that a SIGKILL has
-ended it.
+It decides nothing. The launcher decides what starts and when it ends, and fetches output and exit
+code by calls that wait. When this host dies, the kernel ends the process with it; a restarted host
+reports such a process as ended by SIGKILL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from contextlib import suppress
 
 import msgspec
@@ -37,11 +33,9 @@ class ServiceHost:
         self._address = address
         self._child: LocalChild | None = None
 
-    async def place(self, num_ports: int) -> tuple[str, str, list[int]]:
-        """Return address and name of the node, and ports of that address that are free at the
-        moment.
-        """
-        return self._address, socket.gethostname(), free_ports([self._address] * num_ports)
+    async def place(self, num_ports: int) -> tuple[str, list[int]]:
+        """Return the address of the node, and free ports there."""
+        return self._address, free_ports([self._address] * num_ports)
 
     async def look(self, plan: bytes) -> bytes:
         """Get the node ready for a service; take a `ServicePlan`, return `NodeFacts`, as JSON."""
@@ -63,9 +57,7 @@ class ServiceHost:
         return self._child.pid, ""
 
     async def lines(self, pid: int) -> tuple[list[str], bool]:
-        """Return its next lines of output, and whether they were the last ones; one caller at a
-        time.
-        """
+        """Return its next lines of output, and whether they were the last; for one caller only."""
         child = self._of(pid)
         if child is None:
             return [], True

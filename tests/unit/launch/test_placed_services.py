@@ -18,7 +18,6 @@ from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError
 from sluice.launch.cluster import placed_services
-from sluice.launch.cluster import placed_services as remote_child
 from sluice.launch.cluster.placed_services import PlacedServices, SharedConfig
 from sluice.launch.cluster.placement import NodeCapacity, PlacedProcess, PlacementPlan
 from sluice.launch.cluster.ray_run import RayOptions, placed_run
@@ -35,8 +34,7 @@ CPU = {"CPU": 4.0}
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(remote_child, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(remote_child, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(placed_services, "_SILENCE_S", 0.05)
     monkeypatch.setattr(placed_services, "_RETRY_S", 0.01)
     monkeypatch.setattr(placed_services, "_LOOK_AGAIN_S", 0.05)
     monkeypatch.setattr(placed_services, "_REMIND_S", 0.05)

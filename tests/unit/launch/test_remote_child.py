@@ -20,7 +20,7 @@ PID = 77
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed_services, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(placed_services, "_RETRY_S", 0.01)
     # A machine that is busy for a while is no silent host.
     monkeypatch.setattr(placed_services, "_SILENCE_S", 10 * WAIT_S)
 

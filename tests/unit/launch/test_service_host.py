@@ -37,7 +37,7 @@ async def end(host: ServiceHost, pid: int) -> int:
 
 
 async def test_it_tells_its_nodes_address_and_ports_that_are_free_and_differ() -> None:
-    address, _, ports = await ServiceHost(ADDRESS).place(3)
+    address, ports = await ServiceHost(ADDRESS).place(3)
     assert address == ADDRESS
     assert len(set(ports)) == 3
 
