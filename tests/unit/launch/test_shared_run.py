@@ -83,7 +83,7 @@ def test_a_folder_in_which_no_run_began_is_told_with_the_remedy(tmp_path: Path) 
 
 
 def test_services_are_found_by_their_names_at_ports_of_their_own() -> None:
-    service = load_config(None, network_settings()).sluice
+    service = load_config(None, [*network_settings()]).sluice
     for kind in KINDS:
         endpoint = getattr(service, kind).endpoint
         assert (endpoint.advertise, endpoint.port) == (kind, SERVICE_PORTS[kind].port)
