@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.cli.arguments import AsJson, split_arguments
-from sluice.cli.terminal import output_console, print_json, print_table
+from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import KeyStatus
 from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import KeyDescription, all_keys, explain_key, keys_of_section
@@ -203,7 +203,7 @@ def print_description(console: Console, key: KeyDescription) -> None:
     ]
     console.print(Text(key.path, style="bold"), soft_wrap=True)
     if key.asked != key.path:
-        console.print(Text(f"  asked for as {key.asked}"), soft_wrap=True)
+        print_line(console, f"  given as {key.asked}")
     for name, value in facts:
         if value:
             console.print(Text(f"  {name}: ", style="dim") + Text(value), soft_wrap=True)
@@ -231,11 +231,13 @@ def print_report(console: Console, report: CheckReport, broken: Sequence[Problem
         right=("as verl would run it", "here"),
     )
     if report.memory is None:
-        console.print("No memory estimate: no config.json of the model; see --model-config FILE.\n")
+        print_line(
+            console, "No memory estimate: no config.json of the model; see --model-config FILE.\n"
+        )
     else:
         _print_memory(console, report.memory)
     print_problems(console, (*report.notes, *broken))
-    console.print(Text(f"{_keys(report.keys)}{_verdict(broken)}"), soft_wrap=True)
+    print_line(console, f"{_keys(report.keys)}{_verdict(broken)}")
 
 
 def print_problems(console: Console, problems: Sequence[Problem]) -> None:
@@ -247,7 +249,7 @@ def print_problems(console: Console, problems: Sequence[Problem]) -> None:
         console.print(Text(f"{heading}:", style=style))
         for one in found:
             rule = "" if severity is Severity.NOTE else f"[{one.rule}] "
-            console.print(Text(f"  - {rule}{one.text}"), soft_wrap=True)
+            print_line(console, f"  - {rule}{one.text}")
         if severity is Severity.NOTE:
             console.print()
 
@@ -331,14 +333,11 @@ def _print_memory(console: Console, memory: MemoryReport) -> None:
     )
     if memory.device_bytes is not None:
         fit = "none" if memory.smallest_tp is None else str(memory.smallest_tp)
-        console.print(
-            Text(
-                "Smallest tensor parallel size of the engine (device memory * "
-                f"gpu_memory_utilization * TP > parameters * 2 bytes): {fit}"
-            ),
-            soft_wrap=True,
+        print_line(
+            console,
+            "Smallest tensor parallel size of the engine (device memory * "
+            f"gpu_memory_utilization * TP > parameters * 2 bytes): {fit}\n",
         )
-        console.print()
 
 
 def _training_cells(name: str, one: TrainingMemory) -> tuple[str, ...]:

@@ -247,10 +247,9 @@ def print_prepared(console: Console, output: str, made: Prepared) -> None:
         *([f"{made.num_bad} unusable rows"] if made.num_bad else []),
     ]
     tail = f", left out {' and '.join(left_out)}" if left_out else ""
-    line = f"{output}: {made.num_written} rows of {made.num_read} read{tail}"
-    print_line(console, printable(line))
+    print_line(console, f"{output}: {made.num_written} rows of {made.num_read} read{tail}")
     for problem in made.problems:
-        print_line(console, printable(f"  {problem}"))
+        print_line(console, f"  {problem}")
 
 
 def _sources(found: Inspection) -> list[tuple[str, str, str]]:
@@ -282,34 +281,27 @@ def _print_row(console: Console, number: int, row: PromptRow) -> None:
     for message in row.messages:
         text = message.content
         cut = text if len(text) <= _HEAD_CHARACTERS else f"{text[:_HEAD_CHARACTERS]}…"
-        console.print(
-            Text(printable(f"{message.role}: {cut}")), soft_wrap=True, markup=False, highlight=False
-        )
-    console.print(Text(printable(f"ground truth: {row.ground_truth}\n")), soft_wrap=True)
+        print_line(console, f"{message.role}: {cut}")
+    print_line(console, f"ground truth: {row.ground_truth}\n")
 
 
 def _print_remedies(console: Console, found: Inspection) -> None:
     for problem in found.problems:
-        console.print(Text(printable(f"problem: {problem}")), soft_wrap=True)
+        print_line(console, f"problem: {problem}")
     if found.num_bad > len(found.problems):
-        console.print(Text(f"and {found.num_bad - len(found.problems)} more"))
+        print_line(console, f"and {found.num_bad - len(found.problems)} more")
     unknown = sorted(source for source in found.sources if scorer_name(source) is None)
     if unknown:
-        names = printable(", ".join(unknown))
-        console.print(
-            Text(
-                f"note: no built-in scorer for {names}; name one with reward.scorer_routes, or set "
-                "reward.custom_reward_function.path"
-            ),
-            soft_wrap=True,
+        print_line(
+            console,
+            f"note: no built-in scorer for {', '.join(unknown)}; name one with "
+            "reward.scorer_routes, or set reward.custom_reward_function.path",
         )
     if found.num_duplicates:
-        console.print(
-            Text(
-                f"note: {found.num_duplicates} rows repeat earlier ones; 'sluice data prepare' "
-                "leaves them out with --deduplicate"
-            ),
-            soft_wrap=True,
+        print_line(
+            console,
+            f"note: {found.num_duplicates} rows repeat earlier ones; 'sluice data prepare' leaves "
+            "them out with --deduplicate",
         )
 
 

@@ -47,8 +47,8 @@ def output_console() -> Console:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Print a line as it is: unwrapped, without markup and colours."""
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    """Print text unwrapped, without markup and colours; escape what a terminal would obey."""
+    console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
 
 
 def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:

@@ -12,7 +12,7 @@ from sluice.algorithm.sampling.rules import StrategyName
 from sluice.cli.arguments import AsJson
 from sluice.cli.simulate import options
 from sluice.cli.simulate.subject import Subject, described_subject
-from sluice.cli.terminal import counted, output_console, print_json, print_table
+from sluice.cli.terminal import counted, output_console, print_json, print_line, print_table
 from sluice.errors import ConfigError
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.result import simulate as simulate_run
@@ -43,8 +43,7 @@ def print_result(console: Console, result: SimulationResult, fill: FillTimes) ->
     ]
     title = f"{result.strategy}: {result.num_steps} steps"
     print_table(console, title, ("figure", "value"), rows, right=("value",))
-    console.print("* simulated with a trainer that takes no time", soft_wrap=True)
-    console.print()
+    print_line(console, "* simulated with a trainer that takes no time\n")
     total = result.accounts["generated"]
     accounts = [(n, f"{v:.0f}", f"{v / total:.1%}") for n, v in result.accounts.items()]
     columns = ("response tokens", "number", "share")
@@ -81,9 +80,7 @@ def print_comparison(console: Console, title: str, compared: Sequence[Compared])
         for one in compared
     ]
     print_table(console, title, columns, rows, right=columns[1:])
-    console.print(
-        "fill: with a trainer that takes no time. staleness: mean, p99, max.", soft_wrap=True
-    )
+    print_line(console, "fill: with a trainer that takes no time. staleness: mean, p99, max.")
 
 
 def print_sweep(console: Console, title: str, found: Sweep) -> None:
@@ -103,16 +100,16 @@ def print_sweep(console: Console, title: str, found: Sweep) -> None:
     ]
     print_table(console, title, columns, rows, right=columns[:-1])
     best = found.recommended
-    console.print(
+    print_line(
+        console,
         f"{best.num_replicas} replicas and max_staleness {best.max_staleness}: the fewest "
         f"replicas, then the least staleness, within {TOLERANCE:.0%} of the best step rate",
-        soft_wrap=True,
     )
     if found.is_at_edge:
-        console.print(
+        print_line(
+            console,
             "That is at the edge of the grid: more may be better. The grid lies around "
             "--replicas and --max-staleness; give larger ones.",
-            soft_wrap=True,
         )
 
 
