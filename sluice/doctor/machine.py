@@ -194,10 +194,10 @@ def check_npus(examined: Examined) -> Iterator[Finding]:
 
 
 def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -> Iterator[Finding]:
-    """Yield those of `ascend_findings`; where the run asks for no NPU, none is a problem."""
+    """Yield those of `ascend_findings`; none is a problem if the run needs no NPU."""
     is_wanted = demand.num_devices > 0
     if not (is_wanted or has_package or host.num_devices):
-        yield fine("no NPU is here, and none is asked for")
+        yield fine("there is no NPU, and the run needs none")
         return
     found = ascend_findings(host, demand)
     for one in found:

@@ -17,8 +17,6 @@ from sluice.errors import ConfigError
 class DeviceShare:
     """The devices of a run's processes, by the numbers that the vendor's variable takes.
 
-    There are none where a process takes none.
-
     Trainer ranks have the first ones, one each; replicas follow, in the order of their numbers.
     No two processes share one: HCCL and NCCL take a device for one rank of a group only.
     """
@@ -55,18 +53,14 @@ def device_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
 
 def gpu_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
     """Share its GPUs; share none if a key names one, since another process could get it as well."""
-    wants_gpu = host.wants_gpu
-    if any((key or "").startswith("cuda:") for key in (config.trainer.device, _rollout(config))):
+    trainer, rollout = config.trainer.device, config.sluice.rollout.device
+    if any((key or "").startswith("cuda:") for key in (trainer, rollout)):
         return DeviceShare((), 0, 0)
     return DeviceShare(
         host.gpu_numbers(given),
-        config.trainer.n_gpus_per_node if wants_gpu(config.trainer.device, given) else 0,
-        replica_devices(config) if wants_gpu(_rollout(config), given) else 0,
+        config.trainer.n_gpus_per_node if host.wants_gpu(trainer, given) else 0,
+        replica_devices(config) if host.wants_gpu(rollout, given) else 0,
     )
-
-
-def _rollout(config: RunConfig) -> str | None:
-    return config.sluice.rollout.device
 
 
 def rank_environment(config: RunConfig, rank: int, given: Mapping[str, str]) -> dict[str, str]:

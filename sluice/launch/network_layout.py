@@ -53,7 +53,7 @@ SERVICE_PORTS: dict[Kind, ServicePorts] = {
     "rollout": ServicePorts(7001, 7101, 7201),
     "reward": ServicePorts(7002, 7102, 7202),
 }
-# Of the live page, which a process beside the trainer's rank 0 serves where it is asked for.
+# Of the live page, which a process beside the trainer's rank 0 can serve.
 DASHBOARD_PORT = 8080
 _EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; who may call is up to tokens
 
@@ -68,7 +68,7 @@ class ContainerLayout:
         entrypoint: program of the image; it keeps the service's process and restarts it.
         arguments: of that program.
         health: a command inside the container; code 0 while the service serves.
-        readiness: the name under which health says that it can do its work; empty: the service's.
+        readiness: the name of the health state that stands for readiness; empty: the service's.
         place: its ports.
         mounts: volumes that it sees, and whether it may write there.
         takes_devices: whether it computes on NPUs or GPUs.
@@ -94,7 +94,7 @@ def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLay
 
     Args:
         kind: of the service.
-        shutdown_grace_s: ``sluice.shutdown_grace_s``, the default unless the run says otherwise.
+        shutdown_grace_s: ``sluice.shutdown_grace_s``, by default the key's own default.
     """
     return ContainerLayout(
         kind=kind,

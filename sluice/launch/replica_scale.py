@@ -14,18 +14,18 @@ MOST_REPLICAS = 1024
 
 
 class Processes(Protocol):
-    """What a supervisor offers; see `Supervisor`."""
+    """The part of a `Supervisor` that changes the number of its processes."""
 
     def services(self) -> tuple[ServiceState, ...]:
         """Return all processes."""
         ...
 
     def add(self, spec: ServiceSpec, /) -> None:
-        """Start one more."""
+        """Start a process."""
         ...
 
     def dismiss(self, name: str, /) -> None:
-        """Ask one to leave."""
+        """Let one leave."""
         ...
 
 
@@ -54,7 +54,7 @@ def check_number(wanted: int) -> None:
     """Refuse a number of replicas that no run can have.
 
     Raises:
-        InvalidRequestError: says why.
+        InvalidRequestError: with the reason.
     """
     if wanted < 1:
         raise InvalidRequestError(

@@ -106,7 +106,7 @@ class NodeFacts:
 
 
 def look_around(plan: ServicePlan, address: str) -> NodeFacts:
-    """Get this node ready for a service; the configuration is there afterwards.
+    """Get this node ready for a service, which includes writing the configuration.
 
     Args:
         plan: of the service.
@@ -120,7 +120,7 @@ def look_around(plan: ServicePlan, address: str) -> NodeFacts:
         problems.append(f"{plan.config_file} cannot be written ({error.strerror or error})")
     else:
         missing = missing_paths(paths_of(plan.kind, config))
-        problems += [f"{one} is not there" for one in missing]
+        problems += [f"{one} does not exist" for one in missing]
         endpoint = endpoint_on(getattr(config.sluice, plan.kind).endpoint, address)
         devices = {
             "trainer": config.trainer.device,

@@ -119,13 +119,13 @@ class NodePlace:
 
 @dataclass(frozen=True, slots=True)
 class SharedConfig:
-    """A run's configuration as its services get it.
+    """The configuration of a run as its services receive it.
 
     Args:
         config: with addresses of trainer and reward service.
         file: by which path every node reads it.
         mark: a file of the run's folder, which only nodes that share the folder see.
-        variables: of the launcher that its services are to have, too.
+        variables: of the launcher that its services need too.
     """
 
     config: RunConfig
@@ -134,7 +134,7 @@ class SharedConfig:
     variables: dict[str, str] = field(default_factory=dict, repr=False)
 
     def plan(self, kind: Kind) -> ServicePlan:
-        """Return what a node is asked to get ready for."""
+        """Return the plan of a service of that kind."""
         text = dump_config(self.config)
         return ServicePlan(kind, str(self.file), text, str(self.mark))
 
@@ -176,7 +176,7 @@ class PlacedServices:
                 )
 
     async def node_of(self, name: str, num_ports: int) -> NodePlace:
-        """Return where a service is going to run.
+        """Return the node on which a service will run.
 
         Raises:
             ConfigError: its host cannot be started there.
@@ -200,7 +200,7 @@ class PlacedServices:
                 return NodePlace(address, tuple(ports))
 
     async def prepare(self, shared: SharedConfig) -> None:
-        """Let every node get ready for what it is going to run.
+        """Let every node get ready for its service.
 
         Raises:
             ConfigError: nodes lack something; names all of them, with paths.
@@ -263,7 +263,7 @@ class PlacedServices:
         return placements
 
     async def _start_on(self, placed: Placement, spec: ServiceSpec) -> RemoteChild:
-        """Start a process on a node once that is ready for it."""
+        """Start a process on a node once the node is ready for it."""
         assert self._shared is not None, "prepare comes first"
         while True:
             facts = await self._ready(placed)
@@ -285,7 +285,7 @@ class PlacedServices:
             return RemoteChild(spec.name, pid, placed.host)
 
     async def _ready(self, placed: Placement) -> NodeFacts:
-        """Return a node that has all that the service needs, as soon as there is one."""
+        """Return the facts of a node that has everything the service needs, once there is one."""
         while True:
             while not await self._cluster.is_reserved(placed.plan, _REMIND_S):
                 missing = shortage(placed.plan, self._cluster.nodes())
@@ -303,10 +303,10 @@ class PlacedServices:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _look(self, placed: Placement) -> NodeFacts:
-        """Return what the host finds, once it is there.
+        """Return the facts that the host finds, once it answers.
 
         Raises:
-            HostLostError, PeerDefectError: it never will.
+            HostLostError, PeerDefectError: it will never answer.
         """
         assert self._shared is not None
         plan = msgspec.json.encode(self._shared.plan(placed.plan.kind))

@@ -100,7 +100,7 @@ def test_services_that_keep_state_are_refused_where_the_folder_is_another_one(
 def test_a_path_that_is_missing_is_told_with_its_key(node: Node) -> None:
     node.model.rmdir()
     (problem,) = look_around(node.plan("rollout"), ADDRESS).problems
-    assert problem == f"actor_rollout_ref.model.path = {node.model} is not there"
+    assert problem == f"actor_rollout_ref.model.path = {node.model} does not exist"
 
 
 def test_a_folder_that_cannot_be_written_is_told(node: Node) -> None:

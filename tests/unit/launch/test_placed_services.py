@@ -289,7 +289,7 @@ async def test_nodes_without_the_model_are_named_with_the_path_before_anything_s
             pass
     reported = str(refused.value).splitlines()[1:]
     assert reported == [
-        f"  {NODE} ({name}): actor_rollout_ref.model.path = {model} is not there"
+        f"  {NODE} ({name}): actor_rollout_ref.model.path = {model} does not exist"
         for name in ("trainer", "rollout-0", "rollout-1")
     ]
     assert sorted(cluster.given_back) == ["reward", "rollout-0", "rollout-1", "trainer"]
