@@ -278,3 +278,15 @@ def test_what_a_vendors_image_brings_is_neither_asked_for_nor_pinned(tmp_path: P
     assert "numpy" not in names
     assert "\ntorch==" not in pins
     assert "\ntransformers==" in pins
+
+
+def test_compose_builds_with_the_defaults_of_the_dockerfile() -> None:
+    found = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+    arguments = found["x-compute"]["build"]["args"]
+    own = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
+    default = {
+        name: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", arguments[name] or "") for name in arguments
+    }
+    common = own.keys() & default.keys()
+    assert {"EXTRAS", "REWARD_EXTRAS", "BASE_IMAGE"} <= common
+    assert {name: default[name] or '""' for name in common} == {name: own[name] for name in common}
