@@ -100,14 +100,13 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rollout:
-    """One sampled response.
+class Turn:
+    """One model call of a sample: the tokens that the policy sampled in it.
 
     Raises:
         ValueError: lengths differ, or the version spans do not tile ``[0, tokens)`` in order.
     """
 
-    sample_index: int
     token_ids: TokenIds  # [tokens]
     behavior_logprobs: Logprobs  # [tokens], natural log
     version_spans: tuple[VersionSpan, ...]
@@ -117,29 +116,91 @@ class Rollout:
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.behavior_logprobs.shape or self.token_ids.ndim != 1:
             raise ValueError(
-                f"rollout {self.sample_index}: {self.token_ids.shape} token ids against "
-                f"{self.behavior_logprobs.shape} behavior logprobs"
+                f"{self.token_ids.shape} token ids against {self.behavior_logprobs.shape} behavior "
+                "logprobs"
             )
         cursor = 0
         for span in self.version_spans:
             if span.start != cursor or span.end <= span.start:
-                raise ValueError(f"rollout {self.sample_index}: version spans leave gaps: {span}")
+                raise ValueError(f"version spans leave gaps: {span}")
             cursor = span.end
         if cursor != self.token_ids.size:
-            raise ValueError(
-                f"rollout {self.sample_index}: version spans cover {cursor} of "
-                f"{self.token_ids.size} tokens"
-            )
+            raise ValueError(f"version spans cover {cursor} of {self.token_ids.size} tokens")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One sample: its turns, in order. Today every sample has exactly one.
+
+    The properties that read a single turn are those of a single-turn sample's response.
+
+    Raises:
+        ValueError: the number of turns is not one.
+    """
+
+    sample_index: int
+    turns: tuple[Turn, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.turns) != 1:
+            raise ValueError(f"sample {self.sample_index}: {len(self.turns)} turns instead of one")
+
+    @classmethod
+    def of_one_turn(
+        cls,
+        sample_index: int,
+        token_ids: TokenIds,
+        behavior_logprobs: Logprobs,
+        version_spans: tuple[VersionSpan, ...],
+        finish_reason: FinishReason,
+        text: str,
+    ) -> Rollout:
+        """Return a sample of one turn; see `Turn` for the arguments.
+
+        Raises:
+            ValueError: names the sample; see `Turn`.
+        """
+        try:
+            turn = Turn(token_ids, behavior_logprobs, version_spans, finish_reason, text)
+        except ValueError as error:
+            raise ValueError(f"rollout {sample_index}: {error}") from error
+        return cls(sample_index, (turn,))
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Sampled tokens, ``[tokens]``."""
+        return self.turns[0].token_ids
+
+    @property
+    def behavior_logprobs(self) -> Logprobs:
+        """Their log probabilities when they were sampled, ``[tokens]``, natural log."""
+        return self.turns[0].behavior_logprobs
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """The policy versions that sampled them."""
+        return self.turns[0].version_spans
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the last turn ended."""
+        return self.turns[-1].finish_reason
+
+    @property
+    def text(self) -> str:
+        """The text of the last turn."""
+        return self.turns[-1].text
 
     @property
     def num_tokens(self) -> int:
-        """Response length in tokens, the stop token included."""
-        return int(self.token_ids.size)
+        """Sampled tokens, stop tokens included."""
+        return sum(turn.token_ids.size for turn in self.turns)
 
     @property
     def oldest_version(self) -> int | None:
-        """The version that drew the oldest token; ``None`` for an empty response."""
-        return min((span.version for span in self.version_spans), default=None)
+        """The version that sampled the oldest token; ``None`` for an empty response."""
+        spans = (span for turn in self.turns for span in turn.version_spans)
+        return min((span.version for span in spans), default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -77,7 +77,7 @@ class GrowingSample:
         self, sample_index: int, finish_reason: FinishReason = FinishReason.ABORTED, text: str = ""
     ) -> Rollout:
         """Return the sample so far; by default as aborted and without text."""
-        return Rollout(
+        return Rollout.of_one_turn(
             sample_index,
             self.token_ids(),
             self.logprobs(),

@@ -58,7 +58,7 @@ def rollout_from_proto(message: common.Rollout) -> Rollout:
     if finish_reason is None:
         raise InvalidRequestError(f"rollout.finish_reason: {message.finish_reason} is unknown")
     try:
-        return Rollout(
+        return Rollout.of_one_turn(
             sample_index=message.sample_index,
             token_ids=token_ids_from_bytes(message.token_ids_u32, "rollout.token_ids_u32"),
             behavior_logprobs=logprobs_from_bytes(

@@ -158,7 +158,7 @@ class _Part(msgspec.Struct):
     image_url: _ImageUrl | None = None
 
 
-class _Turn(msgspec.Struct):
+class _ChatTurn(msgspec.Struct):
     role: str
     content: str | list[_Part] | None = None
 
@@ -193,7 +193,7 @@ class _RequestFields(msgspec.Struct):
 class ChatRequest(_RequestFields):
     """The body of ``/v1/chat/completions``."""
 
-    messages: list[_Turn] = msgspec.field(default_factory=list)
+    messages: list[_ChatTurn] = msgspec.field(default_factory=list)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -408,7 +408,7 @@ def _prompts(prompt: str | Sequence[str | int | Sequence[int]]) -> tuple[Prompt,
     return found
 
 
-def _conversation(turns: Sequence[_Turn]) -> Prompt:
+def _conversation(turns: Sequence[_ChatTurn]) -> Prompt:
     """Return turns for the SDK, with ``<image>`` in a text where an image was."""
     images: list[bytes] = []
     messages = tuple(_message(turn, index, images) for index, turn in enumerate(turns))
@@ -423,7 +423,7 @@ def _conversation(turns: Sequence[_Turn]) -> Prompt:
     return ChatWithImages(messages, tuple(images))
 
 
-def _message(turn: _Turn, index: int, images: list[bytes]) -> ChatMessage:
+def _message(turn: _ChatTurn, index: int, images: list[bytes]) -> ChatMessage:
     if turn.content is None or isinstance(turn.content, str):
         return ChatMessage(turn.role, turn.content or "")
     field = f"messages[{index}].content"

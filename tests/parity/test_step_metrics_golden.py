@@ -73,7 +73,7 @@ def test_clip_ratio_and_score_bounds_equal_the_sample_logs() -> None:
 def rollout(index: int, num_tokens: int) -> Rollout:
     tokens, logprobs = np.zeros(num_tokens, np.uint32), np.zeros(num_tokens, np.float32)
     spans = (VersionSpan(0, 0, num_tokens),)
-    return Rollout(index, tokens, logprobs, spans, FinishReason.STOP, "")
+    return Rollout.of_one_turn(index, tokens, logprobs, spans, FinishReason.STOP, "")
 
 
 def sample_batch() -> TrainBatch:

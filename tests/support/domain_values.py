@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -29,12 +31,18 @@ int64 = st.integers(0, 2**63 - 1)
 token_ids = st.lists(uint32, max_size=9).map(lambda ids: np.array(ids, np.uint32))
 
 
+def with_turn(rollout: Rollout, **changes: Any) -> Rollout:
+    """Return the sample with another value of its only turn."""
+    (turn,) = rollout.turns
+    return replace(rollout, turns=(replace(turn, **changes),))
+
+
 @st.composite
 def rollouts(draw: st.DrawFn) -> Rollout:
     ids = draw(token_ids)
     cuts = sorted(draw(st.sets(st.integers(1, max(ids.size - 1, 1)), max_size=3)))
     edges = sorted({0, *(cut for cut in cuts if cut < ids.size), ids.size})
-    return Rollout(
+    return Rollout.of_one_turn(
         sample_index=draw(uint32),
         token_ids=ids,
         behavior_logprobs=np.array(

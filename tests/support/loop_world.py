@@ -44,7 +44,7 @@ SETTINGS = LoopSettings(
 
 
 def batch_of(step: int) -> TrainBatch:
-    rollout = Rollout(
+    rollout = Rollout.of_one_turn(
         0,
         np.arange(4, dtype=np.uint32),
         np.zeros(4, np.float32),

@@ -36,7 +36,7 @@ def rollout_of(text: str, sample_index: int, version: int, seed: int, num_tokens
     """A response whose tokens depend on seed and sample alone."""
     digest = hashlib.blake2b(f"{seed}/{sample_index}".encode(), digest_size=8).digest()
     generator = np.random.default_rng(int.from_bytes(digest, "little"))
-    return Rollout(
+    return Rollout.of_one_turn(
         sample_index,
         generator.integers(0, 300, num_tokens, dtype=np.uint32),
         -generator.random(num_tokens, dtype=np.float32),

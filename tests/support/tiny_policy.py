@@ -159,7 +159,7 @@ def make_batch(num_groups: int = 6, seed: int = 0) -> TrainBatch:
 
 
 def _rollout(random: np.random.Generator, index: int, length: int) -> Rollout:
-    return Rollout(
+    return Rollout.of_one_turn(
         sample_index=index,
         token_ids=random.integers(VOCABULARY, size=length).astype(np.uint32),
         behavior_logprobs=-4.0 - random.random(length).astype(np.float32),

@@ -32,7 +32,7 @@ def whole_sample(index: int, length: int, version: int, reason: FinishReason) ->
     """A sample of `length` tokens."""
     ids = np.arange(100 * index, 100 * index + length, dtype=np.uint32)
     spans = (VersionSpan(version, 0, length),) if length else ()
-    return Rollout(index, ids, -ids.astype(np.float32) / 8, spans, reason, text_of(ids))
+    return Rollout.of_one_turn(index, ids, -ids.astype(np.float32) / 8, spans, reason, text_of(ids))
 
 
 @dataclass

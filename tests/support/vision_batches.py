@@ -9,6 +9,7 @@ import numpy as np
 
 from sluice.types import DataProgress, TrainBatch, TrainGroup
 from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
+from tests.support.domain_values import with_turn
 from tests.support.tiny_policy import VOCABULARY, make_group
 from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, image_file
 
@@ -37,7 +38,7 @@ def make_image_group(reader: ImagePromptReader, seed: int, num_images: int) -> T
     if num_images:
         prompt = reader.expand(prompt, images)
         first[-1 if first.size == 1 else -2] = IMAGE
-    rollouts = (replace(group.rollouts[0], token_ids=first), *group.rollouts[1:])
+    rollouts = (with_turn(group.rollouts[0], token_ids=first), *group.rollouts[1:])
     return replace(group, prompt_token_ids=prompt, rollouts=rollouts, images=images)
 
 

@@ -24,7 +24,7 @@ from sluice.types import (
 
 def rollout(index: int, num_tokens: int) -> Rollout:
     spans = (VersionSpan(0, 0, num_tokens),) if num_tokens else ()
-    return Rollout(
+    return Rollout.of_one_turn(
         index,
         np.zeros(num_tokens, dtype=np.uint32),
         np.zeros(num_tokens, dtype=np.float32),

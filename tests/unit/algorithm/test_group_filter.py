@@ -33,7 +33,9 @@ def scored(score: float, penalty: float = 0.0, **metrics: float) -> Scored:
 def graded(*outcomes: Outcome) -> GradedGroup:
     prompt = Prompt("p", 0, (), "math_dapo", "34", PromptOrigin.DATASET, 0)
     empty = (np.array([], dtype=np.uint32), np.array([], dtype=np.float32))
-    rollouts = tuple(Rollout(i, *empty, (), FinishReason.STOP, "") for i in range(len(outcomes)))
+    rollouts = tuple(
+        Rollout.of_one_turn(i, *empty, (), FinishReason.STOP, "") for i in range(len(outcomes))
+    )
     return GradedGroup(RolloutGroup(prompt, np.array([1], dtype=np.uint32), rollouts), outcomes)
 
 

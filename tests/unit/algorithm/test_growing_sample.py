@@ -18,7 +18,7 @@ def whole(versions: list[int]) -> Rollout:
     size = len(versions)
     starts = [i for i in range(size) if i == 0 or versions[i] != versions[i - 1]]
     ends = [*starts[1:], size] if starts else []
-    return Rollout(
+    return Rollout.of_one_turn(
         5,
         np.arange(size, dtype=np.uint32) + 100,
         -np.arange(size, dtype=np.float32),

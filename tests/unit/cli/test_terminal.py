@@ -50,7 +50,7 @@ def test_text_without_control_characters_stays_as_it_is(text: str) -> None:
 def test_generate_escapes_for_a_terminal_and_leaves_a_pipe_its_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, is_terminal: bool
 ) -> None:
-    rollout = Rollout(
+    rollout = Rollout.of_one_turn(
         0,
         np.zeros(1, np.uint32),
         np.zeros(1, np.float32),

@@ -312,7 +312,7 @@ def partial(logprobs: list[float], version: int = 0) -> Rollout:
     size = len(logprobs)
     spans = (VersionSpan(version, 0, size),)
     ids, values = np.zeros(size, np.uint32), np.array(logprobs, np.float32)
-    return Rollout(0, ids, values, spans, FinishReason.ABORTED, "")
+    return Rollout.of_one_turn(0, ids, values, spans, FinishReason.ABORTED, "")
 
 
 @pytest.mark.parametrize("broken", [partial([-1.0, NAN]), partial([-math.inf]), partial([0.0], -1)])

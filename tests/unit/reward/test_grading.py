@@ -29,6 +29,7 @@ from sluice.types import (
     RolloutGroup,
     Scored,
 )
+from tests.support.domain_values import with_turn
 from tests.support.scripted_rollout import PROMPT_TOKENS, rollout_of
 
 PROMPT = Prompt(
@@ -59,7 +60,7 @@ def group(*rollouts: Rollout) -> RolloutGroup:
 
 
 def rollout(index: int, num_tokens: int = 5, **changes: Any) -> Rollout:
-    return replace(rollout_of(f"text {index}", index, 0, 0, num_tokens), **changes)
+    return with_turn(rollout_of(f"text {index}", index, 0, 0, num_tokens), **changes)
 
 
 async def test_the_scorer_sees_text_and_reference() -> None:

@@ -20,6 +20,7 @@ from sluice.errors import (
     PromptTooLongError,
 )
 from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollout, SamplingParams
+from tests.support.domain_values import with_turn
 from tests.support.reward_loop import ScriptedClient, replica, settled
 from tests.support.scripted_rollout import rollout_of
 
@@ -212,7 +213,7 @@ async def test_aborted_samples_are_generated_again() -> None:
     def aborted_on_a(name: str, request: GroupRequest, index: int) -> Rollout:
         rollout = rollout_of("text", index, 0, request.sampling.seed, 4)
         is_cut = name == "a" and index > 0
-        return replace(rollout, finish_reason=FinishReason.ABORTED) if is_cut else rollout
+        return with_turn(rollout, finish_reason=FinishReason.ABORTED) if is_cut else rollout
 
     setting = Setting(ScriptedClient(make=aborted_on_a))
     await setting.dispatcher.announce([replica("a"), replica("b")])

@@ -56,7 +56,9 @@ def whole(index: int, size: int, version: int = 0, start: Sequence[VersionSpan] 
     ids = np.array([token(index, place) for place in range(size)], np.uint32)
     sampled = start[-1].end if start else 0
     spans = (*start, VersionSpan(version, sampled, size))
-    return Rollout(index, ids, -ids.astype(np.float32), spans, FinishReason.STOP, f"text {index}")
+    return Rollout.of_one_turn(
+        index, ids, -ids.astype(np.float32), spans, FinishReason.STOP, f"text {index}"
+    )
 
 
 def sent(*rollouts: Rollout) -> GenerateEvent:
@@ -176,7 +178,7 @@ async def test_tokens_that_are_too_old_are_thrown_away_and_counted() -> None:
 
 
 async def test_samples_that_a_replica_broke_off_go_on_from_its_tokens() -> None:
-    cut = Rollout(
+    cut = Rollout.of_one_turn(
         *(1, np.array([100, 101], np.uint32), -np.array([100, 101], np.float32)),
         *((VersionSpan(0, 0, 2),), FinishReason.ABORTED, ""),
     )

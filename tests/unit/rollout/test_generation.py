@@ -195,7 +195,9 @@ async def test_half_a_character_is_not_shown_until_it_is_whole_or_the_sample_end
 def partial_of(index: int, text: str, version: int) -> Rollout:
     part = chunk(index, text, version)
     spans = (VersionSpan(version, 0, part.token_ids.size),)
-    return Rollout(index, part.token_ids, part.behavior_logprobs, spans, FinishReason.ABORTED, text)
+    return Rollout.of_one_turn(
+        index, part.token_ids, part.behavior_logprobs, spans, FinishReason.ABORTED, text
+    )
 
 
 async def test_a_continued_sample_is_whole_with_both_versions() -> None:
@@ -296,7 +298,9 @@ async def test_text_that_an_aborted_sample_held_back_is_sent_once_where_the_samp
 async def test_a_part_that_ends_in_many_bytes_of_no_character_does_not_repeat_its_text() -> None:
     ids = np.frombuffer(b"abc" + b"\xff" * 6, np.uint8).astype(np.uint32)
     spans = (VersionSpan(0, 0, ids.size),)
-    part = Rollout(0, ids, np.zeros(ids.size, np.float32), spans, FinishReason.ABORTED, "abc")
+    part = Rollout.of_one_turn(
+        0, ids, np.zeros(ids.size, np.float32), spans, FinishReason.ABORTED, "abc"
+    )
     engine = ScriptedEngine([chunk(0, "z", 0, STOP)])
     events = await generate(engine, 0, partials=[part], every_token=True)
     reported = "".join(delta.text for event in events for delta in event.deltas)
@@ -320,7 +324,9 @@ async def test_a_long_part_of_bytes_that_are_no_text_costs_no_more_than_any_othe
 ) -> None:
     ids = np.full(5000, 0xFF, np.uint32)
     spans = (VersionSpan(0, 0, ids.size),)
-    part = Rollout(0, ids, np.zeros(ids.size, np.float32), spans, FinishReason.ABORTED, "")
+    part = Rollout.of_one_turn(
+        0, ids, np.zeros(ids.size, np.float32), spans, FinishReason.ABORTED, ""
+    )
     engine, tokenizer = ScriptedEngine([chunk(0, "z", 0, STOP)]), CountedUtf8()
 
     async def send(event: GenerationEvent) -> None:
@@ -368,7 +374,9 @@ class ByteEngine:
 async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
     data = np.frombuffer(TEXT.encode(), np.uint8).astype(np.uint32)[:cut]
     zeros = np.zeros(cut, np.float32)
-    partial = Rollout(0, data, zeros, (VersionSpan(0, 0, cut),), FinishReason.ABORTED, "")
+    partial = Rollout.of_one_turn(
+        0, data, zeros, (VersionSpan(0, 0, cut),), FinishReason.ABORTED, ""
+    )
     before = TEXT.encode()[:cut].decode("utf-8", errors="ignore")  # whole characters came
     sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)
     prompt = np.arange(2, dtype=np.uint32)

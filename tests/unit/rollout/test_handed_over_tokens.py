@@ -84,7 +84,9 @@ class Caller:
 def partial(index: int, length: int) -> Rollout:
     ids = np.arange(1, length + 1, dtype=np.uint32)
     spans = (VersionSpan(0, 0, length),) if length else ()
-    return Rollout(index, ids, np.zeros(length, np.float32), spans, FinishReason.ABORTED, "")
+    return Rollout.of_one_turn(
+        index, ids, np.zeros(length, np.float32), spans, FinishReason.ABORTED, ""
+    )
 
 
 async def call(

@@ -88,7 +88,7 @@ def test_a_long_text_keeps_its_beginning_and_its_end(text: str, most: int) -> No
 
 def rollout(number: int, versions: tuple[int, ...]) -> Rollout:
     count = len(versions)
-    return Rollout(
+    return Rollout.of_one_turn(
         number,
         np.zeros(count, dtype=np.uint32),
         np.zeros(count, dtype=np.float32),

@@ -30,7 +30,7 @@ def rollout(index: int, *versions: int, logprob: float = -1.0) -> Rollout:
     spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
     logprobs = np.full(len(versions), logprob, np.float32)
     tokens = np.zeros(len(versions), np.uint32)
-    return Rollout(index, tokens, logprobs, spans, FinishReason.STOP, "")
+    return Rollout.of_one_turn(index, tokens, logprobs, spans, FinishReason.STOP, "")
 
 
 def group(name: str, *rollouts: Rollout, reward: float = 1.0) -> TrainGroup:
@@ -52,7 +52,7 @@ def with_sample(sample: Rollout) -> TrainBatch:
 
 def unequal_lengths() -> TrainBatch:
     sample = rollout(1, 5, 5)
-    object.__setattr__(sample, "behavior_logprobs", np.zeros(1, np.float32))
+    object.__setattr__(sample.turns[0], "behavior_logprobs", np.zeros(1, np.float32))
     return with_sample(sample)
 
 

@@ -18,6 +18,7 @@ from sluice.algorithm.registry import BATCH_ESTIMATORS, POLICY_OBJECTIVES
 from sluice.config.run import RunConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.types import Rollout, Scored, TrainBatch
+from tests.support.domain_values import with_turn
 from tests.support.tiny_policy import make_batch, make_config, save_model, uniform
 
 CUT_DEPENDENT = {"geo_mean", "clip_cov", "kl_cov"}  # defined over the micro-batch, as in verl
@@ -371,7 +372,7 @@ def _far_tails(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
     for rollout in rollouts:
         logprobs = rollout.behavior_logprobs.copy()
         logprobs[-_TAIL:] = -60.0
-        found.append(replace(rollout, behavior_logprobs=logprobs))
+        found.append(with_turn(rollout, behavior_logprobs=logprobs))
     return tuple(found)
 
 
@@ -380,7 +381,7 @@ def _with_behavior(batch: TrainBatch, logprob: float) -> TrainBatch:
         replace(
             group,
             rollouts=tuple(
-                replace(r, behavior_logprobs=np.full(r.num_tokens, logprob, np.float32))
+                with_turn(r, behavior_logprobs=np.full(r.num_tokens, logprob, np.float32))
                 for r in group.rollouts
             ),
         )

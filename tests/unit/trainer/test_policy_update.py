@@ -19,6 +19,7 @@ from sluice.algorithm.advantages.grpo import grpo_advantages
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.types import Rollout, TrainBatch
+from tests.support.domain_values import with_turn
 from tests.support.tiny_policy import make_batch, make_config, make_group, save_model
 
 Weights = dict[str, torch.Tensor]
@@ -251,7 +252,8 @@ def _checkpointed(config: RunConfig) -> RunConfig:
 
 def _with_behavior(batch: TrainBatch, logprob: float) -> TrainBatch:
     def changed(rollout: Rollout) -> Rollout:
-        return replace(rollout, behavior_logprobs=np.full(rollout.num_tokens, logprob, np.float32))
+        logprobs = np.full(rollout.num_tokens, logprob, np.float32)
+        return with_turn(rollout, behavior_logprobs=logprobs)
 
     return replace(
         batch,

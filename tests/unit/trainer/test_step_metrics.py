@@ -38,7 +38,7 @@ FLEET = FleetInterval(generated_tokens=400, busy_s=6.0, replicas=2)
 
 def batch(*lengths: int, low_water: int = 1, **statistics: float) -> TrainBatch:
     rollouts = tuple(
-        Rollout(
+        Rollout.of_one_turn(
             i,
             np.zeros(n, np.uint32),
             np.zeros(n, np.float32),
