@@ -26,7 +26,7 @@ from sluice.cli.simulate.command import (
     simulate_one,
     sweep_fleets,
 )
-from sluice.cli.simulate.subject import Subject, changed, described_subject
+from sluice.cli.simulate.options import Subject, changed, described_subject
 from sluice.cli.terminal import output_console
 from sluice.errors import ConfigError, SluiceError
 

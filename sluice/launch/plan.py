@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import msgspec
 
-from sluice.config.rules.checks import fixed_ports
 from sluice.config.run import RunConfig
 from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.section import Section
@@ -91,7 +90,7 @@ def _absolute(path: str | list[str] | None) -> str | list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A run that is about to be started.
+    """A run before its start.
 
     Args:
         config: with the addresses at which its services are found.
@@ -104,11 +103,6 @@ class LaunchPlan:
     specs: tuple[ServiceSpec, ...]
     make_replica: Callable[[int], ServiceSpec]
     host: ProcessHost
-
-    @property
-    def has_fixed_port(self) -> bool:
-        """Return whether all replicas would listen on the same port, or answer probes there."""
-        return bool(fixed_ports(self.config.sluice.rollout))
 
 
 def local_plan(config: RunConfig, config_file: Path) -> LaunchPlan:

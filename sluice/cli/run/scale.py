@@ -75,7 +75,7 @@ async def scale_rollout(
                 phase=f"scaling to {count} replicas",
                 remedy=f"see the logs in {location.run_dir / 'logs'}; the change continues",
             ):
-                while left := await _seen_outstanding(launcher, monitor):
+                while left := await _outstanding(launcher, monitor):
                     status.update(f"waiting for {', '.join(left)}")
                     await asyncio.sleep(_POLL_S)
         console.print(f"done: {count} replicas")
@@ -86,20 +86,15 @@ def _as_text(change: Scaling) -> str:
     return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
 
 
-async def _seen_outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
-    """Return `_outstanding`; a launcher on a busy machine may answer late meanwhile."""
-    try:
-        return await _outstanding(launcher, monitor)
-    except (DeadlineError, PeerError):
-        return ["the launcher to answer"]
-
-
 async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
     """Return what is not done yet, also of other commands' changes.
 
     That is draining replicas that have not left, and other replicas that do not serve yet.
     """
-    processes = await launcher.services()
+    try:
+        processes = await launcher.services()
+    except (DeadlineError, PeerError):  # a launcher on a busy machine may answer late
+        return ["the launcher to answer"]
     replicas = [each for each in processes if replica_number(each.name) is not None]
     serving = await _serving(monitor)
     late = [f"{each.name} to leave" for each in replicas if each.is_draining]

@@ -22,7 +22,7 @@ from sluice.config.addresses import peer_address
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import write_config
-from sluice.config.rules.checks import check_config
+from sluice.config.rules.checks import check_config, fixed_ports
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, SluiceError
 from sluice.launch.cluster.placement import parse_demands
@@ -219,7 +219,9 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
     if not credentials.is_encrypted:
         expect_no_tls()
     monitor = RunMonitor(trainer, reward, credentials=credentials)
-    scale = ReplicaScale(supervisor, plan.make_replica, has_fixed_port=plan.has_fixed_port)
+    scale = ReplicaScale(
+        supervisor, plan.make_replica, has_fixed_port=bool(fixed_ports(service.rollout))
+    )
     control = launch_service(run_dir, scale)
     forget_targets(run_dir)
     async with monitor, control, asyncio.TaskGroup() as tasks:

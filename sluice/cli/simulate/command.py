@@ -11,7 +11,7 @@ from rich.console import Console
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.cli.arguments import AsJson
 from sluice.cli.simulate import options
-from sluice.cli.simulate.subject import Subject, described_subject
+from sluice.cli.simulate.options import Subject, described_subject
 from sluice.cli.terminal import counted, output_console, print_json, print_line, print_table
 from sluice.errors import ConfigError
 from sluice.simulate.result import SimulationResult

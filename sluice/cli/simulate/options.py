@@ -1,16 +1,30 @@
-"""The options of `sluice simulate`."""
+"""The options of `sluice simulate`, and the subject that they describe."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from sluice.algorithm.groups import staleness
-from sluice.algorithm.sampling import rules
-from sluice.algorithm.sampling.rules import StrategyName
+from sluice.algorithm.sampling import rules as sampling
+from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
+from sluice.errors import ConfigError
+from sluice.simulate.settings import (
+    DEFAULT_STEPS,
+    FleetSettings,
+    SimulationSettings,
+    TrainerSettings,
+)
+from sluice.simulate.strategies import OpenWorkload, of_strategy
+from sluice.simulate.workload import DescribedWorkload, MixtureWorkload
+from sluice.simulate.workload_file import read_workload
+
+_MS = 1e-3
 
 Mixture = Annotated[
     Literal["early", "mid", "late"] | None,
@@ -91,9 +105,116 @@ class Model:
     sequence_ms: float | None = None
     max_staleness: int | None = None
     ahead_share: float | None = None
-    on_policy_fill: rules.OnPolicyFill | None = None
+    on_policy_fill: sampling.OnPolicyFill | None = None
     on_stale: staleness.OnStale | None = None
     group_size: int | None = None
     batch_size: int | None = None
     gen_batch_size: int | None = None
     trainer_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is simulated.
+
+    Args:
+        name: of the workload, for titles.
+        settings: the rest.
+        open_workload: the same data set at each call.
+    """
+
+    name: str
+    settings: SimulationSettings
+    open_workload: OpenWorkload
+
+
+def described_subject(model: Model, steps: int | None, seed: int) -> Subject:
+    """Return what the options describe.
+
+    Raises:
+        ConfigError: options exclude each other, or a workload's file is wrong.
+    """
+    if model.mixture is not None and model.workload is not None:
+        raise ConfigError(
+            f"--workload: {model.workload} and --mixture {model.mixture} both name the workload; "
+            "leave one out"
+        )
+    settings = of_model(model, steps, seed)
+    if model.workload is not None:
+        description = read_workload(model.workload)
+        return Subject(str(model.workload), settings, partial(DescribedWorkload, description, seed))
+    mixture = model.mixture or "mid"
+    return Subject(mixture, settings, partial(MixtureWorkload, mixture, seed))
+
+
+def of_model(model: Model, steps: int | None, seed: int) -> SimulationSettings:
+    """Return the settings; the defaults are those that the options' help names."""
+    batch_size, group_size = model.batch_size or 64, model.group_size or 16
+    rules = SamplingRules(
+        StrategyName.STREAM,
+        train_batch_size=batch_size,
+        max_staleness=4,
+        samples_per_group=group_size,
+        gen_batch_size=batch_size,
+        probe_samples=min(4, group_size - 1),
+        seed=seed,
+        on_policy_fill="expected",
+    )
+    settings = SimulationSettings(
+        rules,
+        fleet=FleetSettings(num_replicas=8, slots=128),
+        trainer=TrainerSettings(train_s=60.0),
+        num_steps=steps or DEFAULT_STEPS,
+        seed=seed,
+    )
+    return changed(settings, model)
+
+
+def changed(settings: SimulationSettings, model: Model) -> SimulationSettings:
+    """Return the settings with the fleet, the trainer and the rules that were given."""
+    times = {"step-ms": model.step_ms, "sequence-ms": model.sequence_ms}
+    for name, value in {**times, "trainer-s": model.trainer_s}.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"--{name}: {value:g} is no time; give a finite number")
+    rules = settings.rules
+    if model.max_staleness is not None:
+        rules = replace(rules, max_staleness=model.max_staleness)
+    if model.ahead_share is not None:
+        rules = replace(rules, ahead_share=model.ahead_share)
+    if model.on_policy_fill is not None:
+        rules = replace(rules, on_policy_fill=model.on_policy_fill)
+    if model.gen_batch_size is not None:
+        rules = replace(rules, gen_batch_size=model.gen_batch_size or rules.train_batch_size)
+    settings = replace(
+        settings,
+        rules=rules,
+        fleet=_fleet(settings.fleet, model),
+        trainer=_trainer(settings.trainer, model.trainer_s),
+        on_stale=model.on_stale or settings.on_stale,
+    )
+    return of_strategy(settings, model.strategy or rules.strategy)
+
+
+def _fleet(fleet: FleetSettings, model: Model) -> FleetSettings:
+    base_s = fleet.base_step_s if model.step_ms is None else model.step_ms * _MS
+    per_sequence_s = fleet.per_sequence_s if model.sequence_ms is None else model.sequence_ms * _MS
+    if base_s + per_sequence_s <= 0.0:
+        raise ConfigError(
+            f"--step-ms: {base_s / _MS:g}, and --sequence-ms: {per_sequence_s / _MS:g}: a decoding "
+            "step would take no time; give one of them above 0"
+        )
+    return replace(
+        fleet,
+        num_replicas=model.replicas or fleet.num_replicas,
+        slots=model.slots or fleet.slots,
+        base_step_s=base_s,
+        per_sequence_s=per_sequence_s,
+    )
+
+
+def _trainer(trainer: TrainerSettings, train_s: float | None) -> TrainerSettings:
+    """Scale the spread with the mean: a faster trainer's steps differ by fewer seconds."""
+    if train_s is None:
+        return trainer
+    factor = train_s / trainer.train_s if trainer.train_s else 1.0
+    return replace(trainer, train_s=train_s, spread_s=trainer.spread_s * factor)

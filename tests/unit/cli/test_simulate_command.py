@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.main import commands
-from sluice.cli.simulate.options import Model
-from sluice.cli.simulate.subject import changed, of_model
+from sluice.cli.simulate.options import Model, changed, of_model
 from sluice.errors import ConfigError
 from sluice.simulate.settings import TrainerSettings
 from tests.unit.simulate.simulations import small
