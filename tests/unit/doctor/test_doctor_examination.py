@@ -28,7 +28,7 @@ def broken(_: Examined) -> Iterator[Finding]:
     raise ZeroDivisionError("division by zero")
 
 
-def test_a_check_that_hangs_is_a_problem_and_the_others_are_told_before_it_ends() -> None:
+def test_a_check_that_hangs_is_a_problem_and_the_others_are_reported_before_it_ends() -> None:
     released = threading.Event()
 
     def hanging(_: Examined) -> list[Finding]:
@@ -82,7 +82,7 @@ def test_an_error_of_ours_is_a_problem_with_its_remedy() -> None:
     assert (found.what, found.remedy) == ("the key = 3: too large", "set it to 2")
 
 
-def test_a_defect_of_a_check_is_told_and_hides_no_other() -> None:
+def test_a_defect_of_a_check_is_reported_and_hides_no_other() -> None:
     results = list(
         examine(run_of("data.seed=3"), (Check("a", "the disk", broken), Check("b", "c", sound)))
     )

@@ -78,7 +78,7 @@ def test_a_missing_file_is_counted_and_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_pointer_of_git_lfs_is_told_with_its_remedy(tmp_path: Path) -> None:
+def test_a_pointer_of_git_lfs_is_reported_with_its_remedy(tmp_path: Path) -> None:
     first, _ = write_model(tmp_path)
     first.write_text("version https://git-lfs\noid sha256:0\nsize 5\n", encoding="utf-8")
     found = only(model_findings(KEY, str(tmp_path)), "problem")
@@ -117,7 +117,7 @@ def test_a_critic_that_starts_from_another_model_is_looked_at(tmp_path: Path) ->
     assert found[1].what.startswith("critic.model.path")
 
 
-def test_rows_are_counted_and_their_sources_told(tmp_path: Path) -> None:
+def test_rows_are_counted_and_their_sources_reported(tmp_path: Path) -> None:
     rows = prompt_rows([f"question {i}" for i in range(130)])
     file = write_prompts(tmp_path / "train.parquet", rows)
     examined = run_of(f"data.train_files={file}", "data.train_batch_size=64")
@@ -169,7 +169,7 @@ def test_without_a_function_built_in_scorers_grade() -> None:
     assert "built-in scorers" in only(check_reward(run_of()), "ok").what
 
 
-def test_rules_of_the_configuration_are_told_but_not_those_of_other_checks() -> None:
+def test_rules_of_the_configuration_are_reported_but_not_those_of_other_checks() -> None:
     broken = run_of("actor_rollout_ref.rollout.n=1", "algorithm.filter_groups.enable=true")
     texts = [one.what for one in check_configuration(broken)]
     assert any("actor_rollout_ref.rollout.n = 1" in text for text in texts)
@@ -181,7 +181,7 @@ def secured(folder: Path, *more: str) -> tuple[str, ...]:
     return (*(f"sluice.security.{name}={value}" for name, value in files.items()), *more)
 
 
-def test_sound_certificates_are_told_with_their_end(tmp_path: Path) -> None:
+def test_sound_certificates_are_reported_with_their_end(tmp_path: Path) -> None:
     found = list(check_security(run_of(*secured(tmp_path))))
     assert severities(found) == ["ok", "ok"]
     assert found[0].what.startswith("sluice.security.cert_file holds until ")

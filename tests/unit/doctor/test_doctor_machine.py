@@ -48,13 +48,13 @@ def test_a_package_without_devices_is_a_warning_where_no_npu_is_asked_for() -> N
     assert set(severities(npus(wanted=0, package="2.9.0"))) == {"warning"}
 
 
-def test_a_run_that_asks_for_npus_is_told_what_this_machine_lacks() -> None:
+def test_a_run_that_asks_for_npus_is_reported_what_this_machine_lacks() -> None:
     found = list(check_npus(run_of("trainer.device=npu", "sluice.rollout.device=npu")))
     assert "problem" in severities(found)
     assert any("torch_npu is not installed" in one.what for one in found)
 
 
-def test_a_run_with_vllm_on_npus_is_told_that_its_plugin_is_missing() -> None:
+def test_a_run_with_vllm_on_npus_is_reported_that_its_plugin_is_missing() -> None:
     engine = "actor_rollout_ref.rollout.name=vllm"
     with_vllm = list(check_npus(run_of(engine, "trainer.device=cpu", "sluice.rollout.device=npu")))
     assert any("vllm_ascend is not installed" in one.what for one in with_vllm)

@@ -199,7 +199,7 @@ def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
         assert services()[kind]["init"] is True
 
 
-def test_prepare_is_told_how_long_compose_lets_a_service_stop_whatever_that_is() -> None:
+def test_prepare_is_reported_how_long_compose_lets_a_service_stop_whatever_that_is() -> None:
     reported = services()["prepare"]["environment"][STOP_GRACE_VARIABLE]
     assert {services()[kind]["stop_grace_period"] for kind in KINDS} == {reported}
     assert VARIABLE.fullmatch(reported)[1] == STOP_GRACE_VARIABLE  # type: ignore[index]

@@ -40,7 +40,7 @@ def test_every_process_has_npus_of_its_own_ranks_first() -> None:
     }
 
 
-def test_processes_on_npus_are_told_hccls_variables_and_the_reward_service_is_not() -> None:
+def test_processes_on_npus_are_reported_hccls_variables_and_the_reward_service_is_not() -> None:
     specs = _services(*_ON_NPUS, "sluice.weights.timeout_s=200")
     assert specs["trainer"].environment["HCCL_CONNECT_TIMEOUT"] == "200"
     assert specs["rollout-0"].environment["HCCL_ASYNC_ERROR_HANDLING"] == "0"

@@ -97,19 +97,19 @@ def test_services_that_keep_state_are_refused_where_the_folder_is_another_one(
     assert kind in problem
 
 
-def test_a_path_that_is_missing_is_told_with_its_key(node: Node) -> None:
+def test_a_path_that_is_missing_is_reported_with_its_key(node: Node) -> None:
     node.model.rmdir()
     (problem,) = look_around(node.plan("rollout"), ADDRESS).problems
     assert problem == f"actor_rollout_ref.model.path = {node.model} does not exist"
 
 
-def test_a_folder_that_cannot_be_written_is_told(node: Node) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(node: Node) -> None:
     node.file.parent.write_text("a file\n", encoding="utf-8")
     (problem,) = look_around(node.plan("rollout"), ADDRESS).problems
     assert problem.startswith(f"{node.file} cannot be written (")
 
 
-def test_another_version_of_the_package_is_told(node: Node) -> None:
+def test_another_version_of_the_package_is_reported(node: Node) -> None:
     (problem,) = look_around(node.plan("rollout", "0.0.1"), ADDRESS).problems
     assert "the run has 0.0.1" in problem
 

@@ -79,12 +79,12 @@ async def lines_of(child: RemoteChild) -> list[str]:
         return [line async for line in child.lines()]
 
 
-async def test_output_ends_with_its_host_and_what_came_before_is_told() -> None:
+async def test_output_ends_with_its_host_and_what_came_before_is_reported() -> None:
     child = RemoteChild("rollout-0", PID, ScriptedHost((["a", "b"], False), (["c"], False), GONE))
     assert await lines_of(child) == ["a", "b", "c"]
 
 
-async def test_output_goes_on_after_a_host_was_away_so_that_nobody_blocks_in_a_line() -> None:
+async def test_output_continues_after_a_host_was_away_so_that_nobody_blocks_in_a_line() -> None:
     host = ScriptedHost((["a"], False), AWAY, AWAY, (["b"], False), (["c"], True))
     assert await lines_of(RemoteChild("rollout-0", PID, host)) == ["a", "b", "c"]
 

@@ -65,7 +65,9 @@ def test_every_service_may_be_started_again_but_only_replicas_after_errors_of_th
     assert [each.name for each in specs if each.restarts.retries_errors] == ["rollout-0"]
 
 
-def test_the_trainer_is_told_which_checkpoints_were_there_before_the_run(tmp_path: Path) -> None:
+def test_the_trainer_is_reported_which_checkpoints_were_there_before_the_run(
+    tmp_path: Path,
+) -> None:
     def mark() -> str:
         folder = f"trainer.default_local_dir={tmp_path}"
         return services(folder)["trainer"].environment[MARK_VARIABLE]
@@ -91,7 +93,7 @@ def test_a_reward_service_is_started_again_where_its_ledger_outlives_it_and_it_d
     assert services("sluice.reward.ledger=memory")["reward"].restarts == NO_RESTARTS
 
 
-def test_each_trainer_rank_is_told_who_it_is_and_where_to_meet() -> None:
+def test_each_trainer_rank_is_reported_who_it_is_and_where_to_meet() -> None:
     ranks = [
         each.environment
         for name, each in services("trainer.n_gpus_per_node=2").items()

@@ -77,7 +77,7 @@ def test_a_volume_that_fails_for_a_moment_is_no_fault_of_the_configuration(
         run.checkpoints_before()
 
 
-def test_a_folder_in_which_no_run_began_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_a_folder_in_which_no_run_began_is_reported_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sluice prepare"):
         SharedRun(tmp_path).checkpoints_before()
 
