@@ -21,7 +21,7 @@ from sluice.launch.processes.child import ProcessHost, ThisMachine
 from sluice.launch.service_spec import ServiceSpec, local_services, rollout_service
 
 COMMAND = ("-m", "services.reward.scorer_check")
-SectionT = TypeVar("SectionT", bound=Section)
+PartT = TypeVar("PartT", bound=Section)
 TIMEOUT_S = 90.0  # above the check's own deadline
 
 
@@ -73,7 +73,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config
 
 
-def _with_absolute(section: SectionT, names: Sequence[str]) -> SectionT:
+def _with_absolute(section: PartT, names: Sequence[str]) -> PartT:
     name, *below = names
     value = getattr(section, name)
     changed = _with_absolute(value, below) if below else _absolute(value)
