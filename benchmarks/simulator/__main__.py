@@ -43,6 +43,19 @@ def _simulate_twin(found: FittedSimulation, title: str, *, as_json: bool) -> Twi
     return both
 
 
+def _subject_of(
+    run: Path, fitted: FittedSimulation, model: options.Model, *, asks_what_if: bool
+) -> Subject:
+    settings = changed(fitted.settings, model)
+    if model.mixture is not None or (settings != fitted.settings and not asks_what_if):
+        # Another rule or fleet makes a difference that is no error of the simulation.
+        raise ConfigError(
+            f"{run}: a run is set beside its own simulation; leave the options out that "
+            "change its workload, rules, fleet or trainer, or ask with --compare or --sweep"
+        )
+    return Subject(str(run), settings, fitted.open_workload)
+
+
 def main(  # noqa: PLR0913 - one parameter an option
     run: Annotated[Path | None, typer.Argument(help="Folder of a run.")] = None,
     *,
@@ -85,14 +98,7 @@ def main(  # noqa: PLR0913 - one parameter an option
         found = described_subject(model, steps, seed)
     else:
         fitted = fitted_simulation(run, steps, seed)
-        settings = changed(fitted.settings, model)
-        if mixture is not None or (settings != fitted.settings and not asks_what_if):
-            # Another rule or fleet makes a difference that is no error of the simulation.
-            raise ConfigError(
-                f"{run}: a run is set beside its own simulation; leave the options out that "
-                "change its workload, rules, fleet or trainer, or ask with --compare or --sweep"
-            )
-        found = Subject(str(run), settings, fitted.open_workload)
+        found = _subject_of(run, fitted, model, asks_what_if=asks_what_if)
     files: Sequence[Path] = ()
     if compare_all:
         compared = compare_strategies(found, as_json=as_json)

@@ -46,6 +46,11 @@ from sluice.telemetry.metrics_page import forget_targets
 
 _SEED = 0  # of the quickstart's files
 
+_KEPT = (
+    "stays as it is, and other settings are ignored: the run has not ended, and its services read "
+    "that file; stop them, then give --restart to begin a new run"
+)
+
 _Quickstart = Annotated[
     bool, typer.Option("--quickstart", help="Make the quickstart's model and data first.")
 ]
@@ -115,8 +120,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     certificates = run_dir.absolute() / CERTIFICATES
     file, overrides = split_arguments(arguments)
     settings: list[str] = []
-    if quickstart:
-        settings += _quickstart_settings(run_dir, console)
+    settings += _quickstart_settings(run_dir, console) if quickstart else ()
     if secure:
         # The configuration's checks need usable files; a renewal can wait until after them.
         ensure_certificates(certificates, report)
@@ -142,11 +146,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     if not is_active:
         _begin(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):
-        report(
-            f"notice: {written} stays as it is, and other settings are ignored: the run has not "
-            "ended, and its services read that file; stop them, then give --restart to begin "
-            "a new run"
-        )
+        report(f"notice: {written} {_KEPT}")
     report(f"{run_dir}: the run {'continues' if is_active else 'begins'}")
 
 

@@ -206,8 +206,6 @@ def simulate(  # noqa: PLR0913 - one parameter an option
       lengths: {median_tokens_solved: 1500, median_tokens_unsolved: 3500, max_tokens: 16384}
       num_prompts: 8192
     """
-    if compare_all and sweep_grid:
-        raise ConfigError("simulate: --compare and --sweep exclude each other; give one of them")
     model = options.Model(
         mixture,
         workload,
@@ -225,13 +223,10 @@ def simulate(  # noqa: PLR0913 - one parameter an option
         gen_batch_size,
         trainer_s,
     )
-    found = described_subject(model, steps, seed)
-    if compare_all:
-        compare_strategies(found, as_json=as_json)
-    elif sweep_grid:
-        sweep_fleets(found, as_json=as_json)
-    else:
-        simulate_one(found, as_json=as_json)
+    if compare_all and sweep_grid:
+        raise ConfigError("simulate: --compare and --sweep exclude each other; give one of them")
+    show = compare_strategies if compare_all else sweep_fleets if sweep_grid else simulate_one
+    show(described_subject(model, steps, seed), as_json=as_json)
 
 
 def compare_strategies(found: Subject, *, as_json: bool) -> list[Compared]:
