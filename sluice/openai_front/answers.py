@@ -61,7 +61,7 @@ async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink
                 tasks.create_task(call(index, prompt, options), name=f"prompt {index}")
 
 
-class _Token(NamedTuple):
+class _AnswerToken(NamedTuple):
     """A token; `text` is what became certain with it.
 
     It is empty in the middle of a character, or while a stop string may have begun.
@@ -76,7 +76,7 @@ class _Token(NamedTuple):
 class _Choice:
     text: str = ""
     num_tokens: int = 0
-    tokens: list[_Token] = field(default_factory=list)  # only if the request asks for them
+    tokens: list[_AnswerToken] = field(default_factory=list)  # only if the request asks for them
     reason: str | None = None
 
 
@@ -117,7 +117,7 @@ class AnswerBuilder:
         choice.num_tokens += int(grown.token_ids.size)
         choice.tokens += self._tokens(grown)
 
-    def _tokens(self, grown: SampleDelta | Rollout) -> list[_Token]:
+    def _tokens(self, grown: SampleDelta | Rollout) -> list[_AnswerToken]:
         """Return tokens that came together, if the request asks for them."""
         if not self._asked.logprobs and not self._asked.token_ids:
             return []
@@ -125,7 +125,7 @@ class AnswerBuilder:
         # Tokens inside a character have no text of their own: all of it belongs to the last one.
         last = len(ids) - 1
         return [
-            _Token(token, logprob, grown.text if index == last else "")
+            _AnswerToken(token, logprob, grown.text if index == last else "")
             for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
         ]
 
@@ -172,7 +172,7 @@ class AnswerBuilder:
         self,
         index: int,
         said: JsonObject,
-        tokens: Sequence[_Token] | None = None,
+        tokens: Sequence[_AnswerToken] | None = None,
         offset: int = 0,
         reason: str | None = None,
     ) -> JsonObject:
@@ -203,7 +203,7 @@ class AnswerBuilder:
             "total_tokens": read + sampled,
         }
 
-    def _logprobs(self, tokens: Sequence[_Token], offset: int) -> JsonObject:
+    def _logprobs(self, tokens: Sequence[_AnswerToken], offset: int) -> JsonObject:
         if self._is_chat:
             return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
         offsets = []
@@ -218,7 +218,7 @@ class AnswerBuilder:
         }
 
 
-def _chat_logprob(token: _Token) -> JsonObject:
+def _chat_logprob(token: _AnswerToken) -> JsonObject:
     return {
         "token": token.text,
         "logprob": token.logprob,
