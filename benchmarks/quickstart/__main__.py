@@ -5,9 +5,9 @@ without a group filter; TRL's GRPOTrainer on the same model, data, reward, batch
 rate, in an environment of its own, in two set-ups: the fastest that was found (data-parallel
 processes), and one process with the library's default micro-batch; and `sluice quickstart` with
 DAPO's group filter. Accuracy is measured every few batches by the same code, and its time counts
-for neither: TRL's clock is stopped meanwhile, sluice's checkpoints are measured after the run. Then
-the embedded engine against transformers `generate`. The last line printed is one JSON object; its
-lists are in the order of the seeds, and keys that end with `_filtered` are of the group filter.
+for neither: TRL's clock stops meanwhile, and sluice's checkpoints are measured after the run. The
+last line printed is one JSON object; its lists are in the order of the seeds, and keys that end
+with `_filtered` are of the group filter.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"{sorted(starts)}); remove {parsed.output}, where models of another day may be, "
                 "and run again"
             )
-    model = parsed.output / f"seed-{parsed.seeds[0]}" / "assets" / "model"
-    command = [sys.executable, "-m", "benchmarks.quickstart.generate", "--model", str(model)]
-    return print_report(_report(ours, trl, last_json(command), parsed), parsed.output)
+    return print_report(_report(ours, trl, parsed), parsed.output)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -177,7 +175,6 @@ def trl_python(directory: Path) -> Path:
 def _report(
     ours: Mapping[str, Sequence[SluiceRun]],
     trl: Mapping[str, Sequence[Mapping[str, object]]],
-    generate: Mapping[str, object],
     parsed: argparse.Namespace,
 ) -> dict[str, object]:
     """Return the last line; keys of our runs end with the key of `ours`."""
@@ -193,7 +190,6 @@ def _report(
         for figure in ("seconds_to_target", "seconds_per_batch", "stopped_by"):
             report[f"{figure}_{name}"] = [run.get(figure) for run in found]
         report[f"curves_{name}"] = [run.get("curve") for run in found]
-    report |= {"generate_ratio_hf": generate["generate_ratio_hf"], "generate": dict(generate)}
     for suffix, runs in ours.items():
         report[f"accuracy_before{suffix}"] = [run.curve[0][2] for run in runs]
         report[f"accuracy_after{suffix}"] = [run.curve[-1][2] for run in runs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -107,9 +106,6 @@ def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 3)
 
 
-AHEAD_SHARES = (0.25, 0.5, 1.0)
-# Seconds that a batch takes to train. To sample one takes the fleet about 190 to 250.
-TRAIN_S = (60.0, 200.0, 400.0)
 Figures = dict[str, float]
 
 
@@ -135,39 +131,17 @@ def pacing(steps: int, run: tuple[str, int]) -> Figures:
     return {"speedup": plain.step_s / _stream(run, steps).step_s}
 
 
-def ahead(steps: int, run: tuple[str, int]) -> Figures:
-    """Return figures at S = 1, for a trainer of t seconds and `ahead_share` x.
-
-    `speedup_t_x` is the ratio of a synchronous step's seconds to those of a step at S = 1;
-    `staleness_t_x` the mean of trained samples, in versions.
-    """
-    found = {}
-    for train_s in TRAIN_S:
-        trainer = replace(TRAINER, train_s=train_s)
-        synchronous = _stream(run, steps, trainer, max_staleness=0)
-        for share in AHEAD_SHARES:
-            result = _stream(run, steps, trainer, ahead_share=share)
-            found[f"speedup_{train_s:g}_{share:g}"] = synchronous.step_s / result.step_s
-            found[f"staleness_{train_s:g}_{share:g}"] = result.staleness_mean
-    return found
-
-
 def on_policy(steps: int, run: tuple[str, int]) -> Figures:
     """Return figures at S = 0, for ``exact`` and ``expected`` batches of `stream`.
 
     `fill_speedup_*` is the ratio of the seconds that a batch of ``rounds`` takes to fill to theirs,
     `tokens_ratio_*` theirs of generated tokens to those of ``rounds`` for as many batches,
-    `withdrawn_share_expected` the share of all tokens that preempted groups took,
-    `long_prompt_ratio_*` the share of long prompts among the trained over that among the issued,
-    `hard_share_ratio_expected` the share of hard prompts over that of exact batches.
+    `long_prompt_ratio_*` the share of long prompts among the trained over that among the issued.
     """
     simulated = partial(_stream, run, steps, IDEAL_TRAINER, max_staleness=0)
     waves = simulated(strategy=StrategyName.ROUNDS)
     exact, expected = simulated(), simulated(on_policy_fill="expected")
-    figures = {
-        "withdrawn_share_expected": expected.accounts["withdrawn"] / expected.accounts["generated"],
-        "hard_share_ratio_expected": expected.hard_share / exact.hard_share,
-    }
+    figures: Figures = {}
     for name, one in (("exact", exact), ("expected", expected)):
         tokens = one.accounts["generated"] / waves.accounts["generated"]
         figures |= {
@@ -187,16 +161,3 @@ def _stream(
     rules = replace(rules, **changes)  # type: ignore[arg-type]
     settings = SimulationSettings(rules, fleet=FLEET, trainer=trainer, num_steps=steps, seed=seed)
     return simulate(settings, mixture_workload(mixture, seed))
-
-
-def simulator_speed() -> tuple[float, int]:
-    """Simulate `stream` on 1,024 replicas with 32 slots; return seconds and samples.
-
-    One process, one core. Of the two simulations that `sluice simulate --strategy stream --replicas
-    1024 --slots 32 --batch-size 512 --steps 70` makes, it is the one with the trainer.
-    """
-    rules = SamplingRules(StrategyName.STREAM, 512, 4, GROUP, 512)
-    fleet = FleetSettings(num_replicas=1024, slots=32)
-    began_s = time.perf_counter()
-    result = simulate(SimulationSettings(rules, fleet=fleet, num_steps=70), mixture_workload("mid"))
-    return time.perf_counter() - began_s, result.num_samples
