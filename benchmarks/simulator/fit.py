@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
@@ -24,7 +23,6 @@ from sluice.report.run_record import RunRecord, read_progress
 from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
-from sluice.simulate.strategies import OpenWorkload
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 
 NUM_NEIGHBOURS = 128
@@ -316,39 +314,11 @@ def as_issued(settings: SimulationSettings) -> SimulationSettings:
     return replace(settings, rules=replace(settings.rules, paces=False))
 
 
-@dataclass(frozen=True, slots=True)
-class FittedSimulation:
-    """A run, and what simulates it."""
-
-    run: FittedRun
-    settings: SimulationSettings
-    open_workload: OpenWorkload
-
-    def check_strategy(self, name: StrategyName) -> None:
-        """Refuse to judge first samples if the record has the filter's metric of no single sample.
-
-        Raises:
-            ConfigError: names the strategies that the record can show.
-        """
-        is_known = all(group.is_decided_by_grades for group in self.run.groups)
-        if self.settings.filters_groups and name.uses_probes and not is_known:
-            raise ConfigError(
-                f"simulation: sluice.sampling.strategy = {name} decides by a group's first "
-                f"samples, but {GROUPS_NAME} has groups that were kept or filtered otherwise than "
-                "by how many samples were right, as algorithm.filter_groups.metric does where "
-                "there is partial credit, and it has that metric of no single sample; simulate "
-                "stream, rounds or memory (leave --compare out), or record a run with "
-                "algorithm.filter_groups.metric=acc and answers that are right or wrong"
-            )
-
-
-def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulation:
-    """Fit a simulation to a run's record.
+def fitted_simulation(run: Path) -> tuple[FittedRun, SimulationSettings]:
+    """Fit a simulation of as many steps as the run has trained to its record.
 
     Args:
         run: the run's folder.
-        steps: batches to simulate; ``None``: as many as the run has trained.
-        seed: of everything random.
 
     Raises:
         ConfigError: nothing was started from there, or the configuration is not the recorded run's.
@@ -365,24 +335,19 @@ def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulati
         slack=config.sluice.reward.inflight_slack,
     )
     _check_filter(config, fitted, file)
-    settings = _settings(config, fitted, steps, seed)
-    settings = calibrated(fitted, settings)
-    return FittedSimulation(fitted, settings, partial(FittedWorkload, fitted.groups, seed))
+    return fitted, calibrated(fitted, _settings(config, fitted))
 
 
-def _settings(
-    config: RunConfig, fitted: FittedRun, steps: int | None, seed: int
-) -> SimulationSettings:
+def _settings(config: RunConfig, fitted: FittedRun) -> SimulationSettings:
     group_filter = config.algorithm.filter_groups
     return SimulationSettings(
-        _rules(config, seed),
+        _rules(config),
         on_stale=config.sluice.asynchrony.on_stale,
         fleet=fitted.fleet,
         trainer=fitted.trainer,
-        num_steps=max(2, steps or len(fitted.record.steps)),
+        num_steps=len(fitted.record.steps),
         # Steps of a short run are few: only the first one, which starts with nothing, is left out.
         warmup_steps=0,
-        seed=seed,
         filters_groups=group_filter.enable,
         yield_floor=YieldFloor(group_filter.min_yield, group_filter.min_yield_groups),
     )
@@ -400,7 +365,7 @@ def _check_filter(config: RunConfig, fitted: FittedRun, file: Path) -> None:
         )
 
 
-def _rules(config: RunConfig, seed: int) -> SamplingRules:
+def _rules(config: RunConfig) -> SamplingRules:
     sampling, num_samples = config.sluice.sampling, config.actor_rollout_ref.rollout.n
     return SamplingRules(
         strategy=StrategyName(sampling.strategy),
@@ -412,7 +377,6 @@ def _rules(config: RunConfig, seed: int) -> SamplingRules:
         probe_samples=max(1, min(sampling.probe_samples, num_samples - 1)),
         exploration=sampling.exploration,
         coverage_guard=sampling.coverage_guard,
-        seed=seed,
         paces=config.sluice.asynchrony.pace,
         ahead_share=config.sluice.asynchrony.ahead_share,
         on_policy_fill=on_policy_fill(config),
