@@ -1,11 +1,10 @@
 """Run the loop in containers on this machine; `make compose-test`, `make compose-quickstart`.
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
-(replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`,
-`strangers_told` (by a secured run), `page_told` (by its live page, HTTP status without and with a
-token), `scraped` (by Prometheus, null without one) and more. Exit
-code 0: all is as it has to be; or there is no Docker engine and SLUICE_SKIP_WITHOUT_DOCKER=1 allows
-that. Needs Python and Docker, and no package.
+(replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`, `page_told`
+(by a secured run's live page, HTTP status without and with a token), `scraped` (by Prometheus, null
+without one) and more. Exit code 0: all is as it has to be; or there is no Docker engine and
+SLUICE_SKIP_WITHOUT_DOCKER=1 allows that. Needs Python and Docker, and no package.
 """
 
 from __future__ import annotations
@@ -22,13 +21,7 @@ from pathlib import Path
 from tools.commands import CommandError, free_port
 from tools.compose_test.base_image import NoBaseImageError
 from tools.compose_test.engine import NoEngineError, engine
-from tools.compose_test.images import (
-    BASE_IMAGE,
-    build,
-    check_reward_image,
-    rebuild,
-    remove_images,
-)
+from tools.compose_test.images import BASE_IMAGE, build, check_reward_image, remove_images
 from tools.compose_test.overlays import (
     PROMETHEUS_STAND_IN,
     OverlayRun,
@@ -104,26 +97,20 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
         name = f"sluice-test-{os.getpid()}"
         project = Project(ROOT, name, variables, [_network(scratch / "main.yaml", _SUBNET)])
         build(project, phases)
-        if not options.only_overlays:
-            rebuild(project, phases)
-            check_reward_image()
-            scenario = Scenario(project, phases, options.patience)
-            try:
-                with _taken_down(project, phases, keep=options.keep):
-                    _drive(scenario)
-            finally:
-                report |= scenario.outcome.report()
-            problems += scenario.outcome.problems(_KILLED, _COUNTS)
+        check_reward_image()
+        scenario = Scenario(project, phases, options.patience)
+        try:
+            with _taken_down(project, phases, keep=options.keep):
+                _drive(scenario)
+        finally:
+            report |= scenario.outcome.report()
+        problems += scenario.outcome.problems(_KILLED, _COUNTS)
         network = _network(scratch / "overlays.yaml", _OVERLAYS_SUBNET)
         project, overlays = _overlay_run(phases, variables, network, options.patience)
         with _taken_down(project, phases, keep=options.keep):
             overlays.run()
         problems += overlays.problems()
-        report |= {
-            "strangers_told": overlays.answers,
-            "page_told": overlays.page_answers,
-            "scraped": overlays.targets,
-        }
+        report |= {"page_told": overlays.page_answers, "scraped": overlays.targets}
     except _FAILURES as error:
         problems.append(str(error))
     finally:
@@ -192,9 +179,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog="example: python -m tools.compose_test --steps 80",
     )
     parser.add_argument("--quickstart", action="store_true", help="only train, and show it")
-    parser.add_argument(
-        "--only-overlays", action="store_true", help="only a secured run, its page and Prometheus"
-    )
     parser.add_argument("--steps", type=int, default=80, help="of training")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for each wait")
     parser.add_argument("--keep", action="store_true", help="leave containers and images")
