@@ -15,15 +15,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from rich.console import Console
-from rich.table import Table
 
 from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.config.addresses import peer_address
@@ -48,7 +46,7 @@ from tools.phases import PhaseError, say
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
 _START_S, _STEP_S, _END_S, _NEWS_S, _POLL_S = 240.0, 120.0, 20.0, 5.0, 0.2
-_NUM_QUESTIONS = 1000
+_NUM_QUESTIONS, _NUM_EXAMPLES = 1000, 3
 _WINDOW_S = {"tiny": 4.0, "stretch": 10.0}
 
 
@@ -230,7 +228,14 @@ def _report(
     full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)
     recoveries = _recoveries(observer, injector, times.end_s, full_rate, _WINDOW_S[options.size])
     known = [seconds for _, seconds in recoveries if seconds is not None]
-    _print_tables(recoveries, lost, doubled, differing, late)
+    _say_found(
+        {
+            "prompts lost": [f"{prompt_id}: {why}" for prompt_id, why in lost.items()],
+            "prompts trained twice": [f"{prompt_id}: {why}" for prompt_id, why in doubled.items()],
+            "digests that differ": [f"version {version}" for version in differing],
+            "waits past their deadline": late,
+        }
+    )
     return {
         "minutes": options.minutes,
         "seed": options.seed,
@@ -287,27 +292,11 @@ def _skipped(injector: Injector) -> dict[str, str]:
     return {kind: f"{len(why)} times: {why[0]}" for kind, why in sorted(reasons.items())}
 
 
-def _print_tables(
-    recoveries: Sequence[tuple[str, float | None]],
-    lost: dict[str, str],
-    doubled: dict[str, str],
-    differing: Sequence[int],
-    late: Sequence[str],
-) -> None:
-    """Print faults by kind with recoveries, then what has to be zero, with examples."""
-    console = Console(stderr=True)
-    faults = Table("fault", "injected", "s to 95 % (median)", "worst", "not seen before the end")
-    for row in verdict.recoveries_by_kind(recoveries):
-        faults.add_row(*row)
-    zeros = Table("has to be 0", "found", "examples")
-    for name, found in (
-        ("prompts lost", [f"{prompt_id}: {why}" for prompt_id, why in lost.items()]),
-        ("prompts trained twice", [f"{prompt_id}: {why}" for prompt_id, why in doubled.items()]),
-        ("digests that differ", [f"version {version}" for version in differing]),
-        ("waits past their deadline", late),
-    ):
-        zeros.add_row(name, str(len(found)), "; ".join(found[:3]))
-    console.print(faults, zeros)
+def _say_found(found: Mapping[str, Sequence[str]]) -> None:
+    """Print what has to be nothing and is not, with examples."""
+    for name, examples in found.items():
+        if examples:
+            say(f"FOUND {len(examples)} {name}: {'; '.join(examples[:_NUM_EXAMPLES])}")
 
 
 @asynccontextmanager
