@@ -23,6 +23,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from sluice.client.launcher import LaunchedProcess
 from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
@@ -38,7 +39,6 @@ from tools.launched_run import (
     SHORT_DEADLINES,
     SIZES,
     LaunchedRun,
-    Process,
     launched_run,
     prepare_run,
 )
@@ -187,7 +187,7 @@ async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> No
     log = config_file.parent / f"{FAR}.log"
     while True:
         with started(command, log, environment, ends_within_s=_END_S) as process:
-            injector.far = Process(FAR, process.pid, 0, is_draining=False)
+            injector.far = LaunchedProcess(FAR, process.pid, 0, is_draining=False)
             try:
                 await asyncio.to_thread(process.wait)
             finally:
