@@ -139,7 +139,7 @@ def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
             "needed"
         )
     num_replicas = max(1, round(record.largest("rollout/replicas")))
-    fleet = _fleet(recorded, record, num_replicas, slots, slack)
+    fleet = _fleet(recorded, num_replicas, slots, slack)
     return FittedRun(groups, record, fleet, _trainer(record))
 
 
@@ -169,16 +169,9 @@ def _handover_s(record: RunRecord) -> float:
 
 
 def _fleet(
-    groups: Sequence[GroupRecord], record: RunRecord, num_replicas: int, slots: int, slack: float
+    groups: Sequence[GroupRecord], num_replicas: int, slots: int, slack: float
 ) -> FleetSettings:
-    profiles = _profiles(groups, slots)
-    base_s, per_sequence_s = _step_time(profiles)
-    measured = tokens_per_busy_s(record)
-    if measured is not None:
-        # Times of single groups hold waits for a slot; how fast replicas are together does not.
-        tokens = sum(profile.tokens(base_s, per_sequence_s) for profile in profiles)
-        scale = tokens / sum(profile.busy_s for profile in profiles) / measured
-        base_s, per_sequence_s = scale * base_s, scale * per_sequence_s
+    base_s, per_sequence_s = _step_time(groups, slots)
     return FleetSettings(
         num_replicas=num_replicas,
         slots=slots,
@@ -210,19 +203,16 @@ def tokens_per_busy_s(record: RunRecord) -> float | None:
     return tokens / busy_s if tokens and busy_s else None
 
 
-def _profiles(groups: Sequence[GroupRecord], slots: int) -> list[_Concurrency]:
-    by_replica: dict[str, list[GroupRecord]] = defaultdict(list)
-    for group in groups[-_NUM_SAMPLE_GROUPS:]:
-        by_replica[group.replicas[0] if group.replicas else ""].append(group)
-    return [_Concurrency(of_replica, slots) for of_replica in by_replica.values()]
-
-
-def _step_time(profiles: Sequence[_Concurrency]) -> tuple[float, float]:
+def _step_time(groups: Sequence[GroupRecord], slots: int) -> tuple[float, float]:
     """Return the seconds of a step, and those that each running sequence adds.
 
     A group's time per token of its longest sample is the mean step time while it ran; a line
     through these over the mean number of sequences beside it, least squares, no negative term.
     """
+    by_replica: dict[str, list[GroupRecord]] = defaultdict(list)
+    for group in groups[-_NUM_SAMPLE_GROUPS:]:
+        by_replica[group.replicas[0] if group.replicas else ""].append(group)
+    profiles = [_Concurrency(of_replica, slots) for of_replica in by_replica.values()]
     points = [profile.point(group) for profile in profiles for group in profile.groups]
     usable = np.array([point for point in points if point is not None], dtype=np.float64)
     if not usable.size:
@@ -250,15 +240,8 @@ class _Concurrency:
         changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
         order = np.argsort(times, kind="stable")
         self._times = times[order]
-        self._running = np.minimum(np.cumsum(changes[order]), slots)[:-1]
-        self._spans = np.diff(self._times)
-        self._until = np.concatenate([[0.0], np.cumsum(self._running * self._spans)])
-        self.busy_s = float(self._spans[self._running > 0].sum())
-
-    def tokens(self, base_s: float, per_sequence_s: float) -> float:
-        """Return the tokens that these step times would have generated."""
-        rates = self._running / np.maximum(base_s + per_sequence_s * self._running, 1e-12)
-        return float(rates @ self._spans)
+        running = np.minimum(np.cumsum(changes[order]), slots)[:-1]
+        self._until = np.concatenate([[0.0], np.cumsum(running * np.diff(self._times))])
 
     def point(self, group: GroupRecord) -> tuple[float, float, float] | None:
         """Return mean sequences while a group ran, seconds per token, and its weight (tokens)."""

@@ -1,4 +1,4 @@
-"""Run the loop in containers on this machine; `make compose-test`, `make compose-quickstart`.
+"""Run the loop in containers on this machine; `make compose-test`.
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
 (replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`, `page_told`
@@ -29,8 +29,7 @@ from tools.compose_test.overlays import (
     remove_stand_in,
 )
 from tools.compose_test.project import TAG, Project
-from tools.compose_test.run_record import read_metrics
-from tools.compose_test.scenario import RUN, Scenario
+from tools.compose_test.scenario import Scenario
 from tools.phases import PhaseError, Phases, conclude, say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ _COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the test, or the quickstart."""
+    """Run the test; return the exit code."""
     options = _parse(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored
         signal.signal(number, signal.default_int_handler)  # containers are taken down all the same
@@ -59,28 +58,7 @@ def main(arguments: Sequence[str]) -> int:
             if os.environ.get(SKIP_VARIABLE) == "1":
                 return conclude({"skipped": str(error)}, [])
             return conclude({"error": str(error)}, [str(error)])
-        work = _quickstart if options.quickstart else _test
-        return work(options, phases, scratch)
-
-
-def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
-    """Show the run to its end; containers and volume stay, for a look."""
-    try:
-        project = Project(ROOT, "sluice", {})
-        build(project, phases)
-        code = project.follow("up", "--no-build")
-        file = scratch / "metrics.jsonl"
-        project.copy_out(f"{RUN}/metrics.jsonl", file)
-    except _FAILURES as error:
-        say(f"failed: {error}")
-        return 1
-    accuracy = read_metrics(file).accuracy
-    say(f"held-out accuracy: {accuracy}")
-    say(f"to take it down, with the model: {project.client} down -v")
-    failed = [s.service for s in project.containers().values() if s.exit_code != 0]
-    for service in failed:
-        say(f"FAILED: {service}; see {project.client} logs {service}")
-    return code if code else int(bool(failed) or accuracy is None)
+        return _test(options, phases, scratch)
 
 
 def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
@@ -178,7 +156,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Trains in containers, scales and kills them, and checks what is left.",
         epilog="example: python -m tools.compose_test --steps 80",
     )
-    parser.add_argument("--quickstart", action="store_true", help="only train, and show it")
     parser.add_argument("--steps", type=int, default=80, help="of training")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for each wait")
     parser.add_argument("--keep", action="store_true", help="leave containers and images")
