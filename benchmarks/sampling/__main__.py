@@ -33,7 +33,11 @@ def main(arguments: Sequence[str]) -> int:
     parsed.output.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {}
     if parsed.simulated:
-        report |= _simulated(parsed.seeds, parsed.simulated_steps)
+        seeds, steps = parsed.seeds, parsed.simulated_steps
+        pacing = simulated.by_mixture(simulated.pacing, seeds, steps)
+        report |= simulated.strategies(seeds, steps)
+        report["pacing_speedup"] = {name: figures["speedup"] for name, figures in pacing.items()}
+        report["on_policy"] = simulated.by_mixture(simulated.on_policy, seeds, steps)
     if parsed.real:
         report |= _real(parsed)
     return print_report(report, parsed.output)
@@ -53,31 +57,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=3, help="synchronous/asynchronous pairs")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "sampling")
     return parser.parse_args(arguments)
-
-
-def _simulated(seeds: Sequence[int], steps: int) -> dict[str, object]:
-    found = simulated.simulate_mixtures(seeds, steps)
-    pacing = simulated.by_mixture(simulated.pacing, seeds, steps)
-    all_mixtures = found.values()
-    by_mixture = {
-        name: {mixture: getattr(figures, name) for mixture, figures in found.items()}
-        for name in (
-            "gen_per_trained",
-            "fill_time_ratio_stream",
-            "hard_share_ratio",
-            "hard_share_ratio_worst",
-            "hard_share_spread",
-        )
-    }
-    return {
-        **by_mixture,
-        "surplus_discarded": sum(f.surplus_discarded for f in all_mixtures),
-        "staleness_exceeded": sum(f.staleness_exceeded for f in all_mixtures),
-        "tokens_discarded_wait": sum(f.tokens_discarded_wait for f in all_mixtures),
-        "long_prompt_ratio": min(f.long_prompt_ratio for f in all_mixtures),
-        "pacing_speedup": {mixture: figures["speedup"] for mixture, figures in pacing.items()},
-        "on_policy": simulated.by_mixture(simulated.on_policy, seeds, steps),
-    }
 
 
 def _real(parsed: argparse.Namespace) -> dict[str, object]:

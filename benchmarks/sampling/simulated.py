@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
@@ -25,38 +25,37 @@ GEN_BATCH = BATCH
 
 FLEET = FleetSettings(num_replicas=8, slots=128)
 TRAINER = TrainerSettings(train_s=60.0, spread_s=5.0)
+_FIGURES = (
+    "gen_per_trained",
+    "fill_time_ratio_stream",
+    "hard_share_ratio",
+    "hard_share_ratio_worst",
+    "hard_share_spread",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedFigures:
-    """One mixture; ratios are to ``rounds`` (times, tokens) or ``stream`` (hard prompts).
+def strategies(seeds: Sequence[int], steps: int) -> dict[str, object]:
+    """Simulate all strategies on all mixtures; return figures by mixture, and of all mixtures.
 
-    `hard_share_ratio` is of the shares of all seeds together. `hard_share_spread` is the standard
-    deviation of one seed's share of ``stream`` over their mean: one seed alone is no more certain
-    than that.
+    Ratios are to ``rounds`` (times, tokens) or ``stream`` (hard prompts). `hard_share_ratio` is of
+    the shares of all seeds together. `hard_share_spread` is the standard deviation of one seed's
+    share of ``stream`` over their mean: one seed alone is no more certain than that.
     """
-
-    gen_per_trained: Mapping[str, float]
-    fill_time_ratio_stream: float
-    surplus_discarded: int
-    staleness_exceeded: int
-    tokens_discarded_wait: float
-    long_prompt_ratio: float
-    hard_share_ratio: Mapping[str, float]
-    hard_share_ratio_worst: Mapping[str, float]
-    hard_share_spread: float
-
-
-def simulate_mixtures(seeds: Sequence[int], steps: int) -> dict[str, SimulatedFigures]:
-    """Simulate all strategies on all mixtures."""
     pairs = [(mixture, seed) for mixture in MIXTURES for seed in seeds]
     with ProcessPoolExecutor() as pool:
-        runs = list(pool.map(_compare, *zip(*pairs, strict=True), [steps] * len(pairs)))
+        compared = list(pool.map(_compare, *zip(*pairs, strict=True), [steps] * len(pairs)))
+    runs: dict[str, list[Mapping[str, Compared]]] = {mixture: [] for mixture in MIXTURES}
+    for (mixture, _), run in zip(pairs, compared, strict=True):
+        runs[mixture].append(run)
+    ours = [name for name in compared[0] if name != StrategyName.ROUNDS.value]
+    waiting = [run[name].result for run in compared for name in ours]
+    figures = {mixture: _figures(of_mixture, ours) for mixture, of_mixture in runs.items()}
     return {
-        mixture: _figures(
-            [run for (name, _), run in zip(pairs, runs, strict=True) if name == mixture]
-        )
-        for mixture in MIXTURES
+        **{name: {mixture: each[name] for mixture, each in figures.items()} for name in _FIGURES},
+        "surplus_discarded": sum(result.num_kept_discarded for result in waiting),
+        "staleness_exceeded": sum(result.num_staleness_exceeded for result in waiting),
+        "tokens_discarded_wait": sum(result.accounts["stale"] for result in waiting),
+        "long_prompt_ratio": min(result.long_prompt_ratio for result in waiting),
     }
 
 
@@ -67,24 +66,18 @@ def _compare(mixture: str, seed: int, steps: int) -> dict[str, Compared]:
     return {compared.result.strategy: compared for compared in found}
 
 
-def _figures(runs: Sequence[Mapping[str, Compared]]) -> SimulatedFigures:
-    ours = [name for name in runs[0] if name != StrategyName.ROUNDS.value]
-    waiting = [run[name].result for run in runs for name in ours]
-    return SimulatedFigures(
-        gen_per_trained={
+def _figures(runs: Sequence[Mapping[str, Compared]], ours: Sequence[str]) -> dict[str, object]:
+    return {
+        "gen_per_trained": {
             name: _median(run[name].result.gen_per_trained for run in runs) for name in runs[0]
         },
-        fill_time_ratio_stream=_median(run["stream"].fill_speedup for run in runs),
-        surplus_discarded=sum(result.num_kept_discarded for result in waiting),
-        staleness_exceeded=sum(result.num_staleness_exceeded for result in waiting),
-        tokens_discarded_wait=sum(result.accounts["stale"] for result in waiting),
-        long_prompt_ratio=min(result.long_prompt_ratio for result in waiting),
-        hard_share_ratio={name: _ratio_of_means(runs, name) for name in ours},
-        hard_share_ratio_worst={
+        "fill_time_ratio_stream": _median(run["stream"].fill_speedup for run in runs),
+        "hard_share_ratio": {name: _ratio_of_means(runs, name) for name in ours},
+        "hard_share_ratio_worst": {
             name: _farthest_from_one([run[name].hard_share_ratio for run in runs]) for name in ours
         },
-        hard_share_spread=_spread([run["stream"].result.hard_share for run in runs]),
-    )
+        "hard_share_spread": _spread([run["stream"].result.hard_share for run in runs]),
+    }
 
 
 def _ratio_of_means(runs: Sequence[Mapping[str, Compared]], name: str) -> float:
