@@ -45,7 +45,7 @@ from tools.launched_run import (
 from tools.phases import PhaseError, say
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
-_START_S, _STEP_S, _END_S, _NEWS_S, _POLL_S = 240.0, 120.0, 20.0, 5.0, 0.2
+_START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
 _NUM_QUESTIONS, _NUM_EXAMPLES = 1000, 3
 _WINDOW_S = {"tiny": 4.0, "stretch": 10.0}
 
@@ -146,33 +146,15 @@ async def _go(
     say(f"step {observer.last_step}: {calm_s:g} s of calm")
     await asyncio.sleep(calm_s)
     faults_s = time.monotonic()
-    async with _beside(_print_news(observer, injector, faults_s)):
-        await injector.follow(schedule)
-        before = len(observer.steps_s)
-        try:
-            await injector.set_replicas(REPLICAS)
-            await run.until(
-                "a step after all faults", lambda: len(observer.steps_s) > before, _STEP_S
-            )
-            await asyncio.sleep(quiet_s)
-        except (PhaseError, SluiceError) as error:
-            failure = str(error)
+    await injector.follow(schedule)
+    before = len(observer.steps_s)
+    try:
+        await injector.set_replicas(REPLICAS)
+        await run.until("a step after all faults", lambda: len(observer.steps_s) > before, _STEP_S)
+        await asyncio.sleep(quiet_s)
+    except (PhaseError, SluiceError) as error:
+        failure = str(error)
     return Times(began_s, faults_s, time.monotonic()), failure
-
-
-async def _print_news(observer: Observer, injector: Injector, from_s: float) -> None:
-    """Print each fault as it comes, and where the run stands."""
-    num_printed, news_s = 0, 0.0
-    while True:
-        for one in injector.done[num_printed:]:
-            effect = f"not possible: {one.skipped}" if one.skipped else one.target
-            say(f"{one.at_s - from_s:7.1f} s  {one.fault.kind}: {effect}")
-        num_printed, now_s = len(injector.done), time.monotonic()
-        if now_s - news_s > _NEWS_S:
-            step, serving = observer.last_step, observer.serving
-            say(f"{now_s - from_s:7.1f} s  step {step}, {serving} replicas serve")
-            news_s = now_s
-        await asyncio.sleep(_POLL_S)
 
 
 async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> None:

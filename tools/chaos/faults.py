@@ -21,6 +21,7 @@ from sluice.errors import SluiceError
 from sluice.launch.servicer import launcher_of
 from tools.chaos.cable import Cable
 from tools.launched_run import LaunchedRun
+from tools.phases import say
 
 FAR = "rollout-far"
 # Cards in the deck, and seconds that the fault lasts, from and to.
@@ -86,11 +87,10 @@ def make_schedule(seed: int, seconds: float, interval_s: float) -> tuple[Fault, 
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """The effect of a fault: when (monotonic), what it hit, or why it could not be injected."""
+    """When a fault was injected (monotonic), or why it could not be."""
 
     fault: Fault
     at_s: float
-    target: str
     skipped: str = ""
 
 
@@ -126,7 +126,9 @@ class Injector:
                     target, why = await self._inject(fault, tasks), ""
                 except (_Impossible, SluiceError, ProcessLookupError) as error:
                     target, why = "", str(error) or "the process had just ended"
-                self.done.append(Injected(fault, time.monotonic(), target, why))
+                self.done.append(Injected(fault, time.monotonic(), why))
+                effect = f"not possible: {why}" if why else target
+                say(f"{fault.at_s:7.1f} s  {fault.kind}: {effect}")
 
     async def set_replicas(self, count: int) -> str:
         """Scale as `sluice scale` does; return the names of replicas that start or leave."""

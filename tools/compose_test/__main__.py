@@ -2,9 +2,9 @@
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
 (replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`, `page_told`
-(by a secured run's live page, HTTP status without and with a token), `scraped` (by Prometheus, null
-without one) and more. Exit code 0: all is as it has to be; or there is no Docker engine and
-SLUICE_SKIP_WITHOUT_DOCKER=1 allows that. Needs Python and Docker, and no package.
+(by a secured run's live page, HTTP status without and with a token) and more. Exit code 0: all is
+as it has to be; or there is no Docker engine and SLUICE_SKIP_WITHOUT_DOCKER=1 allows that. Needs
+Python and Docker, and no package.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ from pathlib import Path
 from tools.commands import CommandError, free_port
 from tools.compose_test.base_image import NoBaseImageError
 from tools.compose_test.engine import NoEngineError, engine
-from tools.compose_test.images import BASE_IMAGE, build, check_reward_image, remove_images
-from tools.compose_test.overlays import (
-    PROMETHEUS_STAND_IN,
-    OverlayRun,
-    prometheus_stand_in,
-    remove_stand_in,
-)
+from tools.compose_test.images import build, check_reward_image, remove_images
+from tools.compose_test.overlays import SERVICES, WANTED_ANSWERS, page_answers
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.scenario import Scenario
 from tools.phases import PhaseError, Phases, conclude, say
@@ -82,19 +77,16 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
                 _drive(scenario)
         finally:
             report |= scenario.outcome.report()
-        problems += scenario.outcome.problems(_KILLED, _COUNTS)
+        problems += scenario.outcome.problems()
         network = _network(scratch / "overlays.yaml", _OVERLAYS_SUBNET)
-        project, overlays = _overlay_run(phases, variables, network, options.patience)
-        with _taken_down(project, phases, keep=options.keep):
-            overlays.run()
-        problems += overlays.problems()
-        report |= {"page_told": overlays.page_answers, "scraped": overlays.targets}
+        report["page_told"] = answers = _run_overlays(phases, variables, network, options)
+        if answers != WANTED_ANSWERS:
+            problems.append(f"the page answered {answers}, wanted: {WANTED_ANSWERS}")
     except _FAILURES as error:
         problems.append(str(error))
     finally:
         if not options.keep:
             remove_images()
-            remove_stand_in()
     return conclude(report, problems)
 
 
@@ -121,23 +113,19 @@ def _taken_down(project: Project, phases: Phases, *, keep: bool) -> Iterator[Non
                 project.down()
 
 
-def _overlay_run(
-    phases: Phases, variables: dict[str, str], network: Path, patience_s: float
-) -> tuple[Project, OverlayRun]:
-    has_prometheus = prometheus_stand_in(BASE_IMAGE)
-    page_port, prometheus_port = free_port(), free_port() if has_prometheus else None
-    say("Prometheus: " + ("this machine's own" if has_prometheus else "none here, so it is left"))
-    further = {"SLUICE_DASHBOARD_PORT": str(page_port)}
-    if has_prometheus:
-        further["SLUICE_PROMETHEUS_IMAGE"] = PROMETHEUS_STAND_IN
-        further["SLUICE_PROMETHEUS_PORT"] = str(prometheus_port)
+def _run_overlays(
+    phases: Phases, variables: dict[str, str], network: Path, options: argparse.Namespace
+) -> tuple[int, ...]:
+    """Train a step with the overlays; return what the page answers."""
+    port = free_port()
     files = [ROOT / f"compose.{name}.yaml" for name in ("secure", "dashboard", "observability")]
     name = f"sluice-overlays-{os.getpid()}"
-    project = Project(ROOT, name, variables | further, [*files, network])
-    scenario = Scenario(project, phases, patience_s, "overlays: ")
-    return project, OverlayRun(
-        project, phases, scenario, page_port=page_port, prometheus_port=prometheus_port
-    )
+    variables = variables | {"SLUICE_DASHBOARD_PORT": str(port)}
+    project = Project(ROOT, name, variables, [*files, network])
+    with _taken_down(project, phases, keep=options.keep):
+        Scenario(project, phases, options.patience, "overlays: ").start(2, *SERVICES)
+        with phases.phase("overlays: the page requires a token"):
+            return page_answers(project, port)
 
 
 def _drive(scenario: Scenario) -> None:

@@ -35,8 +35,6 @@ FROM_NODES = (
 )
 # Trainer and reward service stay on the head, so that each other node may be lost.
 PLACES = ("trainer=head:1", "reward=head:1", "rollout=NPU:1")
-_COUNTS = (2, 3, 1)
-_KILLED = ("actor", "trainer", "node")
 _POLL_S, _GONE_S, _END_S, _SCALE_S = 0.5, 60.0, 600.0, 300.0
 _TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "sluice.rollout.replicas=1")
 # The run has to outlast what is done to it, on any machine; then it may end quickly.
@@ -68,12 +66,8 @@ class Outcome:
     left_by_killed_driver: dict[int, str] = field(default_factory=dict)
 
     def problems(self, steps: int) -> list[str]:
-        """Return what is not as it has to be."""
+        """Return what is wrong at the end; a scaling or a kill that fails raises before."""
         found = []
-        if tuple(self.scaled) != _COUNTS:
-            found.append(f"replica counts seen: {self.scaled}, wanted: {list(_COUNTS)}")
-        if missing := [name for name in _KILLED if name not in self.recovered]:
-            found.append(f"killed and not back: {', '.join(missing)}")
         if self.steps != steps or self.exit_code != 0:
             found.append(f"step {self.steps} of {steps}, exit code {self.exit_code}")
         if len(set(self.nodes)) < 2:
