@@ -2,7 +2,7 @@
 //
 //   node node_client.mjs PROTO_FOLDER FOLDER_OF_NODE_MODULES
 //
-// Input and output as of python_client.py. Replicas are those that the trainer says serve; a request
+// Input and output as of python_client.py. Replicas are those that the trainer reports as serving; a request
 // goes to the one with the smallest share of this client's own samples, a refused or broken one is
 // tried again with a growing wait, and a failure of another kind is reported with its kind.
 
