@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel
 
-from services.rollout.engines.causal_lm import checkpoint_layout
+from services.rollout.engines.causal_lm import build_causal_lm
 from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
@@ -29,7 +30,7 @@ from sluice.codec.fields import token_ids_to_bytes
 from sluice.device.cpu import CpuDevice
 from sluice.quickstart.tokenizer import save_tokenizer
 from sluice.rpc.client import open_channel, rollout_stub
-from sluice.types import ReplicaInfo
+from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import VOCABULARY, expected_logprobs, reference_model
 from tests.support.engine_contract_world import PLAIN, TIED, TOLERANCE, save_contract_config
@@ -130,8 +131,13 @@ async def _replica(
         await process.wait()
 
 
+def weight_layout(folder: Path) -> tuple[TensorSpec, ...]:
+    """The weights of the model in a folder, as a replica with a vendor's engine finds them."""
+    return build_causal_lm(str(folder), torch.device("meta")).layout.tensors
+
+
 async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -> None:
-    layout, state = checkpoint_layout(str(folder)).tensors, model.state_dict()
+    layout, state = weight_layout(folder), model.state_dict()
     given_up = threading.Event()
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=60.0)
     channels = ReplicaChannels(_MESSAGE_BYTES)

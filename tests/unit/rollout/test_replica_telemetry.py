@@ -75,7 +75,7 @@ async def sampled(folder: Path, kept: Kept, *, tokens: int, leaves: bool) -> Non
             ReplicaIdentity("rollout-0", "one"),
             engine,
             encoder,
-            GenerationRunner(engine, encoder),
+            GenerationRunner(engine, encoder.decode),
             engine_name="torch",
             max_n=8,
         )

@@ -12,9 +12,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.engines.vllm.worker import WeightWorker, WorkerStaging
+from services.rollout.engines.vllm.worker import WeightWorker
 from services.rollout.engines.vllm.worker_features import WorkerFeatures
 from services.rollout.engines.vllm.workers import VllmWorkers
+from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import EngineError, InvalidRequestError, WeightSyncError, leaves
@@ -42,7 +43,7 @@ class Workers:
         worker: Any = WeightWorker()
         worker.rank, worker.device = rank, torch.device("cpu")
         shapes = {spec.name: spec.shape for spec in _TENSORS}
-        worker.sluice_staging = WorkerStaging(CpuDevice(), shapes)
+        worker.sluice_inbox = WeightInbox(CpuDevice(), shapes)
         worker.model_runner = SimpleNamespace(
             reload_weights=lambda weights_iterator: self.loaded[rank].extend(
                 name for name, _ in weights_iterator
