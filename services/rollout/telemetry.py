@@ -116,7 +116,7 @@ def watching(
 
     def work_state() -> WorkState:
         found = load()
-        progress = (found.generated_tokens, found.busy_seconds, found.version, units_done())
+        progress = (found.generated_tokens, found.version, units_done())
         return WorkState(progress, found.slots_busy + found.queued > 0)
 
     return watched_service(name, config.sluice, work_state, address=address)

@@ -5,7 +5,9 @@ measured by the larger one, and a file that is cut short is refused before a rep
 
 Pillow cannot replace this module. Pillow 12.3.0 parses the whole EXIF part when it opens a JPEG
 without a JFIF density: a file of 65 kB whose EXIF entries share one value took 290 MB of memory,
-more than the whole reward service may use. Pillow also opens files that are cut short.
+more than the whole reward service may use. Without that step (in a subclass) it still joins EXIF
+segments one by one, in time that grows with the square of their number: 27 s for a file of 1.4 MB
+with 120,000 of them. Pillow also opens files that are cut short.
 
 Formats: PNG (ISO/IEC 15948, sections 5 and 11.2), JPEG (ITU-T T.81, annex B), WebP (RFC 9649,
 section 2), EXIF 2.32 section 4.6 in TIFF 6.0 section 2.

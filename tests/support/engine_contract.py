@@ -331,7 +331,7 @@ class SamplingContract:
         assert after.unsent_tokens - before.unsent_tokens == endless.tokens.sampled
         assert after.busy_seconds > before.busy_seconds
 
-    async def test_what_a_direct_client_did_not_take_is_sampled_all_the_same(
+    async def test_what_a_direct_client_did_not_take_is_entered_for_direct_clients(
         self, world: ContractWorld
     ) -> None:
         await world.serve(world.first)

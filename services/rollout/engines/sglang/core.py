@@ -21,6 +21,7 @@ from services.rollout.engines.sglang.client import SglangClient, engine_environm
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.vendor.core import VendorCore
+from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError
@@ -67,6 +68,7 @@ class SglangCore(VendorCore):
         os.environ |= engine_environment(
             os.environ, on_cpu=kind == "cpu", threads=settings.torch_threads
         )
+        own_processes(os.environ)
         core.client = SglangClient(settings.engine_arguments(kind), core._note_death)
         _log.info("SGLang %s runs on %s", core.client.version, device.name)
         return core

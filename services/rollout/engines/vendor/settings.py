@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.metadata
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from services.rollout.engines.settings import EngineSettings
@@ -45,3 +46,25 @@ def with_engine_kwargs(
             raise ConfigError(f"{section}.{key} cannot be set: {ours[key]}")
     chosen = {**arguments, **{str(key): value for key, value in given.items()}}
     return {key: value for key, value in chosen.items() if value is not None}
+
+
+def refuse_unknown(
+    owner: str, version: str, arguments: Mapping[str, object], known: Container[str]
+) -> None:
+    """Raise ConfigError for engine arguments that this version of the vendor's engine lacks."""
+    unknown = sorted(name for name in arguments if name not in known)
+    if unknown:
+        raise ConfigError(
+            f"{owner} {version} has no engine arguments {', '.join(unknown)}; take them out of "
+            f"actor_rollout_ref.rollout.engine_kwargs.{owner.lower()}"
+        )
+
+
+def installed(*distributions: str) -> str | None:
+    """Return the version of the first that is installed; import nothing."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

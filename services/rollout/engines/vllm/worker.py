@@ -179,12 +179,10 @@ class WeightWorker:
             return {"error": "nothing was begun", "kind": WeightSyncError.__name__}
         if not call.done():
             return None
-        try:
-            result = call.result()
-        except SluiceError as error:
-            return {"error": str(error), "kind": type(error).__name__}
-        except Exception as error:  # noqa: BLE001 - crosses a process: the caller gets it
-            return {"error": repr(error), "kind": WeightSyncError.__name__}
+        error = call.exception()
+        if error is not None:
+            return _failure(error)
+        result = call.result()
         return {"plan_digest": result} if isinstance(result, str) else asdict(result)
 
     def sluice_check_staged(self, version: int, digest: str) -> Outcome:
@@ -202,7 +200,7 @@ class WeightWorker:
         try:
             staged = inbox.staged(inbox.epoch, version, digest)
         except SluiceError as error:
-            return {"error": str(error), "kind": type(error).__name__}
+            return _failure(error)
         started = time.perf_counter()
         try:
             with _loading_on(self.device):
@@ -255,8 +253,15 @@ def _answered(call: Callable[[], object]) -> Outcome:
     try:
         call()
     except SluiceError as error:
-        return {"error": str(error), "kind": type(error).__name__}
+        return _failure(error)
     return {}
+
+
+def _failure(error: BaseException) -> Outcome:
+    """Return an error in the form in which it crosses to the engine's process."""
+    if isinstance(error, SluiceError):
+        return {"error": str(error), "kind": type(error).__name__}
+    return {"error": repr(error), "kind": WeightSyncError.__name__}
 
 
 def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:
