@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LayerShape = tuple[int, int, int]
 """KV heads, key head dim, value head dim."""
@@ -104,7 +108,7 @@ class SlotCache:
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """Copy `length` positions from rows to rows; the two sets share no row."""
-        # The two sets share no row, so no copy overwrites what another one reads.
+        # So no copy overwrites what another one reads.
         device = self._layers[0].device
         source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
         for layer in self._layers:
@@ -130,6 +134,24 @@ class CausalBias:
         # Window w is zero up to index last - w, so a row at position p is window last - p.
         windows = (self._last - positions)[:, None].expand(-1, kv_heads).reshape(-1)
         return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
+
+
+class SlotDecoder:
+    """What decoders with a slot cache share."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], slots: int, max_model_len: int, model: PreTrainedModel
+    ) -> None:
+        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, model.device)
+        self._bias = CausalBias(max_model_len, model.dtype, model.device)
+
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """See `Decoder.insert`."""
+        self._cache.insert(prefilled, prompts, rows)
+
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
+        """See `Decoder.move`."""
+        self._cache.move(sources, targets, length)
 
 
 def decode_attention(
