@@ -7,10 +7,12 @@ The service's event loop calls `ThreadedEngine`. Its `EngineCore` lives in the e
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import count
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -26,7 +28,6 @@ from services.rollout.engines.protocol import (
 )
 from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
 from services.rollout.engines.settings import EngineSettings
-from services.rollout.engines.state_clock import EngineState, StateClock
 from services.rollout.engines.thread import ChunkStream, LoopThread
 from services.rollout.engines.weight_inbox import NO_PLACES, TensorPlacement, WeightInbox
 from sluice.concurrency.waits import waiting_for
@@ -38,6 +39,56 @@ from sluice.types import TensorSpec, TransferGroupSpec
 _CLOSE_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 30.0
 _PROBE_TIMEOUT_S = 60.0
+
+
+class EngineState(StrEnum):
+    """What an engine is doing."""
+
+    STARTING = "starting"  # until the first weights serve
+    GENERATING = "generating"  # prefill and decode
+    IDLE = "idle"  # nothing to run
+    SWAPPING = "swapping"  # weights are exchanged; no token is sampled
+
+
+class StateClock:
+    """Where a replica's time goes: every second of the process belongs to one state.
+
+    One thread enters states, any thread reads.
+
+    Args:
+        elapsed_s: seconds that have passed already; they are spent on starting.
+        now_s: a monotonic clock, seconds.
+    """
+
+    def __init__(self, elapsed_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        # Replaced as a whole, so that a reader in another thread never sees half of a change.
+        self._account: tuple[EngineState, float, dict[EngineState, float]] = (
+            EngineState.STARTING,
+            now_s() - elapsed_s,
+            {},
+        )
+
+    @property
+    def state(self) -> EngineState:
+        """The current state."""
+        return self._account[0]
+
+    def enter(self, state: EngineState) -> None:
+        """Enter a state; nothing happens if it is the current one."""
+        before, since_s, seconds = self._account
+        if state is before:
+            return
+        now_s = self._now_s()
+        spent = {**seconds, before: seconds.get(before, 0.0) + now_s - since_s}
+        self._account = (state, now_s, spent)
+
+    def seconds_by_state(self) -> Mapping[str, float]:
+        """Return the seconds of every state so far, the current one included."""
+        state, since_s, seconds = self._account
+        totals = {str(one): seconds.get(one, 0.0) for one in EngineState}
+        totals[state] += self._now_s() - since_s
+        return totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +159,11 @@ class EngineCore(ABC, Generic[RunT]):
     @abstractmethod
     def generated_tokens(self) -> int:
         """Response tokens sampled so far."""
+
+    @property
+    @abstractmethod
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed so far, without those from a prefix cache."""
 
     @property
     def broken(self) -> EngineError | None:
@@ -208,6 +264,11 @@ class ThreadedEngine(ABC, Generic[CoreT]):
     def weight_layout(self) -> Sequence[TensorSpec]:
         """The weights the engine expects, in the order of the wire."""
         return self._described().tensors
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed so far, without those from a prefix cache."""
+        return self._in_thread()[1].prefilled_tokens
 
     def _described(self) -> CheckpointLayout:
         if self._layout is None:

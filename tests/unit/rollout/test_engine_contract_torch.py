@@ -42,7 +42,7 @@ class _Insight:
         self._engine = engine
 
     def prefilled_tokens(self) -> int:
-        return self._engine._in_thread()[1].loop.prefilled_tokens
+        return self._engine.prefilled_tokens
 
     async def running_samples(self) -> int:
         await self._engine.probe()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.state_clock import EngineState, StateClock
+from services.rollout.engines.threaded_engine import EngineState, StateClock
 from sluice.errors import WeightSyncError
 from sluice.telemetry.process import process_age_s
 from tests.support.causal_lms import (

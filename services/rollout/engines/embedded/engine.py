@@ -133,6 +133,11 @@ class TorchCore(EngineCore[TorchRun]):
         """Response tokens sampled so far."""
         return self.loop.generated_tokens
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed so far."""
+        return self.loop.prefilled_tokens
+
     def new_run(
         self,
         _number: int,

@@ -21,11 +21,11 @@ from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
     PrefilledPrompts,
     TokenRow,
-    pad_right,
 )
 from services.rollout.engines.embedded.kv_cache import (
     SlotDecoder,
     decode_attention,
+    pad_right,
     prefill_attention,
 )
 from sluice.vision.image_prompts import ImagePrompt

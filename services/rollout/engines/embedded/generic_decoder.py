@@ -14,12 +14,12 @@ from services.rollout.engines.embedded.decoder import (
     PrefilledPrompts,
     Rows,
     TokenRow,
-    pad_right,
 )
 from services.rollout.engines.embedded.kv_cache import (
     DecodeForward,
     PrefillForward,
     SlotDecoder,
+    pad_right,
 )
 from sluice.vision.image_prompts import ImagePrompt
 from sluice.vision.torch_inputs import (

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows
+from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows, TokenRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -204,6 +205,21 @@ def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         return torch.softmax(scores, -1)
     column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+
+
+def pad_right(
+    prompts: Sequence[TokenRow], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids, padded with zeros, and positions; both [prompts, longest] int64.
+
+    In a causal model no real token sees the padding after it.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
+    for row, prompt in zip(token_ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    positions = torch.arange(longest, device=device).expand(len(prompts), -1)
+    return torch.from_numpy(token_ids).to(device), positions
 
 
 def prefill_attention(

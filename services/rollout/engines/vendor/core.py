@@ -34,11 +34,11 @@ class VendorCore(EngineCore[RequestRun], Vendor):
     version: int | None = None
     digest: str = ""
     generated_tokens: int = 0
+    prefilled_tokens: int = 0
 
     def __init__(self, layout: CheckpointLayout, max_model_len: int) -> None:
         super().__init__(layout)
         self.limits = ModelLimits(max_model_len, layout.eos_token_ids)
-        self.prefilled_tokens = 0
         self._runs: set[RequestRun] = set()
         self._idle = asyncio.Event()
         self._swapping = asyncio.Lock()
