@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from services.rollout.engines.protocol import EngineLoad
 from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
-from services.rollout.telemetry import SampleSpans, load_readings
+from services.rollout.telemetry import SampleSpans, load_readings, work_state
 from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.client import open_channel, rollout_stub
@@ -53,6 +54,14 @@ def test_every_counter_of_the_engine_is_shown() -> None:
         ("sluice_replica_seconds_total", "generating"): 1.5,
     }
     assert {name for name, *_ in found} == {one.name for one in INSTRUMENTS["rollout"]}
+
+
+def test_time_with_running_samples_is_no_progress_unless_tokens_come() -> None:
+    before = work_state(LOAD)
+    assert before.has_work
+    assert work_state(replace(LOAD, busy_seconds=99.0)) == before
+    assert work_state(replace(LOAD, generated_tokens=101)).progress != before.progress
+    assert work_state(replace(LOAD, version=5)).progress != before.progress
 
 
 def test_a_replica_without_weights_serves_version_minus_one() -> None:

@@ -246,6 +246,7 @@ class FusedDecoder(SlotDecoder):
         rotated = self._heads + self._kv_heads
         unrotated = qkv[:, :rotated]
         qk = unrotated if layer.norms.qk is None else layer.norms.qk(unrotated)
+        # The roll is rotate_half without its sign, which the table of sines has.
         turned = torch.roll(qk, self._head_dim // 2, -1)
         torch.addcmul(qk * cos, turned, sin, out=unrotated)
         queries, keys_values = qkv.split((self._heads, 2 * self._kv_heads), 1)

@@ -53,6 +53,7 @@ class SlotCache:
         sizes = [(slots, heads, 2, max_model_len, max(k, v)) for heads, k, v in shapes]
         self._stack: torch.Tensor | None = None
         if len(set(shapes)) == 1:
+            # Equal layers share one tensor, so that `used` can view all of them at once.
             self._stack = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
             self._layers = list(self._stack.unbind(0))
         else:
@@ -250,6 +251,7 @@ def prefill_attention(
             queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
         )
     group = heads // keys.shape[1]
+    # Written out, with one copy of keys and values a query head: rare, and once a prompt.
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril_()
     if windowed and window is not None:

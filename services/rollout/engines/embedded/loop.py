@@ -337,6 +337,7 @@ class GenerationLoop:
 
     def _recompute(self) -> None:
         rows = self._table.occupied()
+        # All tokens but the newest, which the next decode step feeds.
         prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
         # A row with one token has no state: the next decode step feeds that token.
         known = [index for index, prefix in enumerate(prefixes) if prefix.size]

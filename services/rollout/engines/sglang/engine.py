@@ -1,6 +1,6 @@
 """SGLang behind the engine Protocol.
 
-SGLang's client runs in a thread with an event loop of its own; its scheduler is a process, and
+SGLang's client runs in the thread of the engine; SGLang's scheduler is a process, and
 `sglang.client` brings the sampler into it. New weights are received here, in the replica's process,
 and handed over as a checkpoint in memory. This module is what the service's event loop sees of
 them.

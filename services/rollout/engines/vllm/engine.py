@@ -1,7 +1,7 @@
 """vLLM behind the engine Protocol.
 
-vLLM's client runs in a thread with an event loop of its own (`engines.thread`); its engine and its
-workers are processes, and `vllm.worker` brings the weights into them. This module is what the
+vLLM's client runs in the thread of the engine; vLLM's engine and workers are processes, and
+`vllm.worker` brings the weights into them. This module is what the
 service's event loop sees of them.
 """
 
