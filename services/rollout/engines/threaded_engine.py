@@ -37,7 +37,6 @@ from sluice.telemetry.process import process_age_s
 from sluice.types import TensorSpec, TransferGroupSpec
 
 _CLOSE_TIMEOUT_S = 60.0
-_END_TIMEOUT_S = 30.0
 _PROBE_TIMEOUT_S = 60.0
 
 
@@ -140,6 +139,8 @@ class EngineCore(ABC, Generic[RunT]):
     """The engine, for messages."""
     slots_may_wait: ClassVar[bool]
     """See `EngineLoad`."""
+    abort_timeout_s: ClassVar[float | None]
+    """An engine that takes longer to abort samples is broken; ``None``: it may take any time."""
 
     def __init__(self, layout: CheckpointLayout) -> None:
         self.layout = layout
@@ -399,13 +400,13 @@ class ThreadedEngine(ABC, Generic[CoreT]):
             return
         thread.begin(core.cancel(run))
         try:
-            async with asyncio.timeout(_END_TIMEOUT_S):
+            async with asyncio.timeout(core.abort_timeout_s):
                 await run.stream.wait_until_ended()
         except TimeoutError:
             core.note_broken(
                 EngineError(
-                    f"{self._name}: samples were not aborted within {_END_TIMEOUT_S:g} s; restart "
-                    "the replica"
+                    f"{self._name}: samples were not aborted within {core.abort_timeout_s:g} s; "
+                    "restart the replica"
                 )
             )
 

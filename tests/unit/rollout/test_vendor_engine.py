@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines import threaded_engine
 from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.settings import EngineSettings
@@ -147,7 +146,7 @@ async def test_more_samples_than_an_idle_engine_takes_are_not_asked_to_come_back
 async def test_an_engine_that_does_not_abort_samples_is_broken(
     engine: _Engine, core: _Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threaded_engine, "_END_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(_Core, "abort_timeout_s", 0.01)
     core.is_endless, core.heeds_cancels = True, False
     async with aclosing(engine.sample(request())) as generating:
         await anext(generating)

@@ -65,6 +65,7 @@ class TorchCore(EngineCore[TorchRun]):
 
     name = "torch"
     slots_may_wait = False
+    abort_timeout_s = None  # it aborts between two steps; one that hangs may recover
 
     def __init__(
         self,

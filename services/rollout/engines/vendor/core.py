@@ -31,6 +31,7 @@ class VendorCore(EngineCore[RequestRun], Vendor):
     """
 
     slots_may_wait = True
+    abort_timeout_s = 30.0
     version: int | None = None
     digest: str = ""
     generated_tokens: int = 0

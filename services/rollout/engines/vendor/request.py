@@ -119,7 +119,7 @@ class VendorSample:
 
 
 class Vendor(ABC):
-    """What a vendor's core does for its requests; all that differs between vendors."""
+    """What the run of a request uses of its vendor's core."""
 
     first_goes_ahead = False
     """Whether the others wait until the first sample has put the prompt into the prefix cache."""
