@@ -30,6 +30,7 @@ STATIC: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("words (the glossary's)", (PYTHON, "-m", "tools.check_words")),
     ("generated chart (Helm)", (PYTHON, "tools/generate_helm_values.py", "--check")),
     ("generated docs (keys)", (PYTHON, "tools/generate_config_docs.py", "--check")),
+    ("generated docs (metrics)", (PYTHON, "tools/generate_metric_docs.py", "--check")),
     ("generated docs (API)", (PYTHON, "tools/generate_api_reference.py", "--check")),
     ("import contracts (import-linter)", (f"{BIN}/lint-imports", "--no-logo")),
     ("protos (buf lint)", (f"{BIN}/buf", "lint")),

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from sluice.telemetry.instruments import process
 from sluice.telemetry.metrics_page import FOLDER, PATH
 from sluice.telemetry.process import TelemetryPart
 
@@ -65,9 +64,9 @@ def telemetry_account(run_dir: Path) -> TelemetryAccount:
         processes.add(name)
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                if sample.name == process.TELEMETRY_CPU.name:
+                if sample.name == "sluice_telemetry_cpu_seconds_total":
                     cpu_s[TelemetryPart(sample.labels["part"])] += sample.value
-                elif sample.name == process.TELEMETRY_SPANS.name:
+                elif sample.name == "sluice_telemetry_spans_total":
                     spans += sample.value
     if not processes:
         raise RuntimeError(f"no process of the run in {run_dir} serves metrics")

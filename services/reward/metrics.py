@@ -20,8 +20,8 @@ from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.run import RunConfig
 from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
-from sluice.telemetry.instruments import reward
-from sluice.telemetry.metrics import Histogram, InstrumentReading
+from sluice.telemetry.metric_names import exported_rows
+from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
 from sluice.types import TrainGroup
 
 
@@ -29,8 +29,8 @@ class BatchHistory:
     """Takes every batch as it is formed."""
 
     def __init__(self) -> None:
-        self._fill_s = Histogram(reward.BATCH_FILL_SECONDS.bounds)
-        self._staleness = Histogram(reward.STALENESS.bounds)
+        self._fill_s = Histogram("sluice_reward_batch_fill_seconds")
+        self._staleness = Histogram("sluice_reward_staleness_versions")
         self.num_formed = 0
 
     def formed(self, groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
@@ -44,8 +44,8 @@ class BatchHistory:
 
     def readings(self) -> Iterator[InstrumentReading]:
         """All of them."""
-        yield reward.BATCH_FILL_SECONDS.at(self._fill_s.distribution())
-        yield reward.STALENESS.at(self._staleness.distribution())
+        yield self._fill_s.reading()
+        yield self._staleness.reading()
 
 
 # Measures what the last batches cost the fleet, for `sluice.algorithm.routing`.
@@ -154,18 +154,6 @@ class DemandMeter:
                 upcoming.cancel()
 
 
-_BY_STATISTIC = {
-    "reward/groups_kept": reward.GROUPS_KEPT,
-    "reward/groups_restarted": reward.GROUPS_RESTARTED,
-    "reward/surplus_discarded": reward.GROUPS_SURPLUS,
-    "reward/samples_graded": reward.SAMPLES_GRADED,
-    "reward/tokens/received": reward.RECEIVED_TOKENS,
-    "reward/validation_groups": reward.VALIDATION_GROUPS,
-    "reward/batches_acknowledged": reward.BATCHES,
-    "reward/quarantine": reward.QUARANTINED,
-    "reward/prompts_lost": reward.PROMPTS_LOST,
-    "sampling/yield": reward.YIELD,
-}
 _AGAIN = {
     "scored": "reward/samples_scored_again",
     "generated": "reward/samples_generated_again",
@@ -223,44 +211,48 @@ class RewardMetrics:
 
     def _prompts(self) -> Iterator[InstrumentReading]:
         ledger, groups = self.loop.ledger, self.loop.groups
-        yield reward.PROMPTS_SUBMITTED.at(float(ledger.num_submitted))
+        yield reading("sluice_reward_prompts_submitted_total", ledger.num_submitted)
         for end, count in ledger.by_end.items():
-            yield reward.PROMPTS_ENDED.at(float(count), end)
+            yield reading("sluice_reward_prompts_ended_total", count, end)
         for state in PENDING_STATES:
-            yield reward.PROMPTS.at(float(groups.num(state)), state)
-        yield reward.GROUPS_QUEUED.at(float(self.loop.queue.num_waiting))
+            yield reading("sluice_reward_prompts", groups.num(state), state)
+        yield reading("sluice_reward_queued_groups", self.loop.queue.num_waiting)
 
     def _counted(self) -> Iterator[InstrumentReading]:
         counts = self.loop.statistics()
-        for name, instrument in _BY_STATISTIC.items():
-            yield instrument.at(counts.get(name, 0.0))
+        for row, name in exported_rows("reward").items():
+            yield reading(name, counts.get(row, 0.0))
         for outcome in SAMPLE_OUTCOMES:
-            yield reward.SAMPLES.at(counts.get(f"reward/outcomes/{outcome}", 0.0), outcome)
+            yield reading(
+                "sluice_reward_samples_total",
+                counts.get(f"reward/outcomes/{outcome}", 0.0),
+                outcome,
+            )
         for what, name in _AGAIN.items():
-            yield reward.SAMPLES_AGAIN.at(counts.get(name, 0.0), what)
-        yield reward.SCORER_SECONDS.at(self.loop.counters.scorer_seconds)
+            yield reading("sluice_reward_samples_again_total", counts.get(name, 0.0), what)
+        yield reading("sluice_reward_scorer_seconds_total", self.loop.counters.scorer_seconds)
 
     def _batch(self) -> Iterator[InstrumentReading]:
         pipeline, num_kept = self.loop.pipeline, self.loop.groups.num_kept
-        yield reward.BATCH_GROUPS.at(float(self.batch_size))
-        yield reward.BATCH_FILL.at(min(1.0, num_kept / self.batch_size))
-        yield reward.BATCH_ASKED.at(float(pipeline.batches.is_asked))
-        yield reward.RESPONSES_AT_BOUND.at(float(self.bound.num_at_bound))
-        yield reward.MAX_STALENESS.at(float(self.max_staleness))
+        yield reading("sluice_reward_batch_groups", self.batch_size)
+        yield reading("sluice_reward_batch_fill_ratio", min(1.0, num_kept / self.batch_size))
+        yield reading("sluice_reward_batch_asked", float(pipeline.batches.is_asked))
+        yield reading("sluice_reward_responses_at_bound_total", self.bound.num_at_bound)
+        yield reading("sluice_reward_max_staleness_versions", self.max_staleness)
         if pipeline.policy_version is not None:
-            yield reward.KNOWN_VERSION.at(float(pipeline.policy_version))
-        yield reward.KNOWN_REPLICAS.at(float(len(self.loop.queue.replicas)))
+            yield reading("sluice_reward_policy_version", pipeline.policy_version)
+        yield reading("sluice_reward_replicas", len(self.loop.queue.replicas))
         for wait, seconds in pipeline.awaited():
             # The key of a lease ends with the batch's id.
-            yield reward.AWAITED.at(seconds, wait.key.partition(" ")[0])
+            yield reading("sluice_reward_awaited_seconds", seconds, wait.key.partition(" ")[0])
 
     def _demanded(self) -> Iterator[InstrumentReading]:
-        yield reward.SLOT_SECONDS.at(self.demand.slot_seconds)
-        yield reward.STARVED_SECONDS.at(self.demand.starved_s)
+        yield reading("sluice_rollout_used_slot_seconds_total", self.demand.slot_seconds)
+        yield reading("sluice_rollout_starved_seconds_total", self.demand.starved_s)
         if (slots := self.demand.slots) is not None:
-            yield reward.DEMAND_SLOTS.at(slots)
+            yield reading("sluice_rollout_demand_slots", slots)
         if (replicas := self.demand.replicas) is not None:
-            yield reward.DEMAND_REPLICAS.at(float(replicas))
+            yield reading("sluice_rollout_demand_replicas", replicas)
 
 
 def fleet_facts(loop: RewardLoop, num_batches: int) -> FleetFacts:

@@ -15,8 +15,7 @@ from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.run import RunConfig
 from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
-from sluice.telemetry.instruments import rollout
-from sluice.telemetry.metrics import InstrumentReading
+from sluice.telemetry.metrics import InstrumentReading, reading
 from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
 from sluice.types import Rollout
 
@@ -77,17 +76,22 @@ def _attributes(rollout: Rollout) -> dict[str, str | int]:
 
 def load_readings(load: EngineLoad) -> Iterator[InstrumentReading]:
     """Yield the engine's counters."""
-    yield rollout.OWN_SLOTS.at(float(load.slots))
-    yield rollout.OWN_SLOTS_BUSY.at(float(load.slots_busy))
-    yield rollout.OWN_QUEUE.at(float(load.queued))
-    yield rollout.OWN_VERSION.at(float(-1 if load.version is None else load.version))
-    yield rollout.GENERATED.at(float(load.generated_tokens))
-    yield rollout.UNSENT.at(float(load.unsent_tokens))
-    yield rollout.RUNNING.at(float(load.running_tokens))
-    yield rollout.DIRECT.at(float(load.direct_sent_tokens + load.direct_unsent_tokens))
-    yield rollout.BUSY_SECONDS.at(load.busy_seconds)
+    yield reading("sluice_replica_slots", load.slots)
+    yield reading("sluice_replica_slots_busy", load.slots_busy)
+    yield reading("sluice_replica_queued_samples", load.queued)
+    yield reading(
+        "sluice_replica_policy_version", float(-1 if load.version is None else load.version)
+    )
+    yield reading("sluice_replica_generated_tokens_total", load.generated_tokens)
+    yield reading("sluice_replica_unsent_tokens_total", load.unsent_tokens)
+    yield reading("sluice_replica_running_tokens", load.running_tokens)
+    yield reading(
+        "sluice_replica_direct_client_tokens_total",
+        load.direct_sent_tokens + load.direct_unsent_tokens,
+    )
+    yield reading("sluice_replica_busy_seconds_total", load.busy_seconds)
     for state, seconds in load.seconds_by_state.items():
-        yield rollout.STATE_SECONDS.at(seconds, state)
+        yield reading("sluice_replica_seconds_total", seconds, state)
 
 
 def exported(

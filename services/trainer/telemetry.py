@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.metrics.step_metrics import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
 from sluice.concurrency.deadlines import units_done
+from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import Waiting
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
@@ -27,15 +28,12 @@ from sluice.config.schema.service import TrainerServiceConfig
 from sluice.device.cpu import CpuDevice
 from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
-from sluice.telemetry.instruments import fleet, trainer
-from sluice.telemetry.metrics import Histogram, InstrumentReading
+from sluice.telemetry.metric_names import STEP, STEP_S, VAL_CORE, WAIT_BATCH_S, exported_rows
+from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
 from sluice.telemetry.process import process_age_s
 
 _GIB = float(1 << 30)
-_STEP = "timing_s/step"
-_WAIT = "timing_s/wait_batch"
 _SKIPPED = "actor/skipped_updates"
-_VALIDATION = "val-core/"
 _TOKENS = "tokens/"
 _OPEN = ("pending", "under_way")
 _ACCOUNTS = ("tokens", "trainer_seconds", "rollout_seconds")
@@ -73,16 +71,16 @@ class RunHistory:
     def __init__(self) -> None:
         self._last_step: Mapping[str, float] = {}
         self._scores: dict[tuple[str, str, str], float] = {}
-        self._step_s = Histogram(trainer.STEP_SECONDS.bounds)
-        self._wait_s = Histogram(trainer.BATCH_WAIT.bounds)
+        self._step_s = Histogram("sluice_trainer_step_seconds")
+        self._wait_s = Histogram("sluice_trainer_batch_wait_seconds")
         self._num_skipped = 0.0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the metrics of a step or a validation."""
-        if "training/global_step" in metrics:
+        if STEP in metrics:
             self._last_step = metrics
-            self._step_s.observe(metrics.get(_STEP, 0.0))
-            self._wait_s.observe(metrics.get(_WAIT, 0.0))
+            self._step_s.observe(metrics.get(STEP_S, 0.0))
+            self._wait_s.observe(metrics.get(WAIT_BATCH_S, 0.0))
             self._num_skipped += metrics.get(_SKIPPED, 0.0)
         else:
             self._scores.update(_scores_of(metrics))
@@ -95,14 +93,14 @@ class RunHistory:
 
     def readings(self) -> Iterator[InstrumentReading]:
         """Yield the readings of finished steps and validations."""
-        yield trainer.STEP_SECONDS.at(self._step_s.distribution())
-        yield trainer.BATCH_WAIT.at(self._wait_s.distribution())
-        yield trainer.SKIPPED_UPDATES.at(self._num_skipped)
-        for name, instrument in trainer.BY_ROW.items():
-            if (value := self._last_step.get(name)) is not None:
-                yield instrument.at(value)
+        yield self._step_s.reading()
+        yield self._wait_s.reading()
+        yield reading("sluice_trainer_skipped_updates_total", self._num_skipped)
+        for row, name in exported_rows("trainer").items():
+            if (value := self._last_step.get(row)) is not None:
+                yield reading(name, value)
         for labels, score in self._scores.items():
-            yield trainer.VALIDATION_SCORE.at(score, *labels)
+            yield reading("sluice_trainer_validation_score", score, *labels)
 
 
 def _scores_of(metrics: Mapping[str, float]) -> Iterator[tuple[tuple[str, str, str], float]]:
@@ -111,8 +109,8 @@ def _scores_of(metrics: Mapping[str, float]) -> Iterator[tuple[tuple[str, str, s
     Names are ``val-core/<source>/<variable>/<statistic>``; a source may contain slashes.
     """
     for name, value in metrics.items():
-        if name.startswith(_VALIDATION):
-            source, variable, statistic = name.removeprefix(_VALIDATION).rsplit("/", 2)
+        if name.startswith(VAL_CORE):
+            source, variable, statistic = name.removeprefix(VAL_CORE).rsplit("/", 2)
             yield (source, variable, statistic), value
 
 
@@ -149,68 +147,70 @@ def exported(config: RunConfig, metrics: TrainerMetrics) -> AbstractContextManag
 
 
 def _run(state: RunState) -> Iterator[InstrumentReading]:
-    yield trainer.STEPS.at(float(state.step))
-    yield trainer.PLANNED_STEPS.at(float(state.total_steps))
+    yield reading("sluice_trainer_steps_total", state.step)
+    yield reading("sluice_trainer_planned_steps", state.total_steps)
     if state.version is not None:
-        yield trainer.POLICY_VERSION.at(float(state.version))
+        yield reading("sluice_trainer_policy_version", state.version)
     spent = state.seconds_by_phase()
     for phase in RunPhase:
-        yield trainer.PHASE.at(float(phase is state.phase), phase)
-        yield trainer.PHASE_SECONDS.at(spent.get(phase, 0.0), phase)
-    yield trainer.PHASE_AGE.at(state.phase_seconds)
-    yield trainer.WALL.at(process_age_s())
+        yield reading("sluice_trainer_phase", float(phase is state.phase), phase)
+        yield reading("sluice_trainer_seconds_total", spent.get(phase, 0.0), phase)
+    yield reading("sluice_trainer_present_phase_seconds", state.phase_seconds)
+    yield reading("sluice_trainer_wall_seconds_total", process_age_s())
 
 
 def _accounting(accounts: Mapping[str, float]) -> Iterator[InstrumentReading]:
     """Yield the accounts' readings; nothing before the accounts are taken for the first time."""
     if (generated := accounts.get("generated_tokens")) is not None:
-        yield trainer.TOKENS_GENERATED.at(generated)
+        yield reading("sluice_tokens_generated_total", generated)
     for name, value in accounts.items():
         if name.startswith(_TOKENS):
             use = name.removeprefix(_TOKENS)
-            instrument = trainer.OPEN_TOKENS if use in _OPEN else trainer.TOKENS
-            yield instrument.at(value, use)
+            is_open = use in _OPEN
+            yield reading("sluice_tokens_open" if is_open else "sluice_tokens_total", value, use)
     for account in _ACCOUNTS:
         if f"{account}_residual" in accounts:
-            yield trainer.ACCOUNTING_RESIDUAL.at(accounts[f"{account}_residual"], account)
+            yield reading("sluice_books_residual", accounts[f"{account}_residual"], account)
             share = accounts[f"{account}_residual_share"]
-            yield trainer.ACCOUNTING_RESIDUAL_SHARE.at(share, account)
+            yield reading("sluice_books_residual_ratio", share, account)
     if TOKENS_AGE in accounts:
-        yield trainer.ACCOUNTING_AGE.at(accounts[TOKENS_AGE])
-        yield trainer.ACCOUNTING_MOVED.at(accounts[TOKENS_MOVED])
+        yield reading("sluice_books_tokens_age_seconds", accounts[TOKENS_AGE])
+        yield reading("sluice_books_tokens_moved", accounts[TOKENS_MOVED])
 
 
 def _fleet(replicas: Fleet) -> Iterator[InstrumentReading]:
     members, now_s = replicas.members(), time.monotonic()
     states = Counter(member.state for member in members)
     for state in MemberState:
-        yield fleet.REPLICAS.at(float(states[state]), state)
-    yield fleet.SLOTS.at(float(sum(member.info.slots for member in members)))
-    yield fleet.SLOTS_BUSY.at(float(sum(member.load.slots_busy for member in members)))
-    yield fleet.QUEUED.at(float(sum(member.load.queued for member in members)))
+        yield reading("sluice_fleet_replicas", states[state], state)
+    yield reading("sluice_fleet_slots", sum(member.info.slots for member in members))
+    yield reading("sluice_fleet_slots_busy", sum(member.load.slots_busy for member in members))
+    yield reading("sluice_fleet_queued_samples", sum(member.load.queued for member in members))
     counters = replicas.counters()
-    yield fleet.FLEET_TOKENS.at(float(counters.generated_tokens))
-    yield fleet.FLEET_WALL.at(counters.wall_seconds)
+    yield reading("sluice_fleet_tokens_total", counters.generated_tokens)
+    yield reading("sluice_fleet_wall_seconds_total", counters.wall_seconds)
     for name, seconds in counters.seconds_by_state.items():
-        yield fleet.FLEET_SECONDS.at(seconds, name)
+        yield reading("sluice_fleet_seconds_total", seconds, name)
     for member in members:
         name = member.info.name
-        yield fleet.REPLICA_VERSION.at(float(member.version), name)
-        yield fleet.REPLICA_BUSY.at(float(member.load.slots_busy), name)
-        yield fleet.REPLICA_TOKENS.at(float(member.load.generated_tokens), name)
-        yield fleet.HEARTBEAT_AGE.at(now_s - member.last_seen_s, name)
+        yield reading("sluice_fleet_replica_version", member.version, name)
+        yield reading("sluice_fleet_replica_slots_busy", member.load.slots_busy, name)
+        yield reading("sluice_fleet_replica_tokens_total", member.load.generated_tokens, name)
+        yield reading(
+            "sluice_fleet_replica_heartbeat_age_seconds", now_s - member.last_seen_s, name
+        )
 
 
 def _sync(counts: SyncCounts) -> Iterator[InstrumentReading]:
     for to in ("fleet", "newcomers"):
-        yield trainer.SYNC_UPDATES.at(float(counts.updates[to]), to)
-    yield trainer.SYNC_BYTES.at(float(counts.dense_bytes), "dense")
-    yield trainer.SYNC_BYTES.at(float(counts.sparse_bytes), "sparse")
-    yield trainer.SYNC_DENSE_BYTES.at(float(counts.whole_bytes))
+        yield reading("sluice_weights_updates_total", counts.updates[to], to)
+    yield reading("sluice_weights_sent_bytes_total", counts.dense_bytes, "dense")
+    yield reading("sluice_weights_sent_bytes_total", counts.sparse_bytes, "sparse")
+    yield reading("sluice_weights_whole_bytes_total", counts.whole_bytes)
     for phase in SyncPhase:
-        yield trainer.SYNC_SECONDS.at(counts.seconds[phase], phase)
-        yield trainer.SYNC_FAILURES.at(float(counts.failures[phase]), phase)
-    yield trainer.SYNC_STALL.at(counts.stall_s)
+        yield reading("sluice_weights_seconds_total", counts.seconds[phase], phase)
+        yield reading("sluice_weights_failures_total", counts.failures[phase], phase)
+    yield reading("sluice_weights_stall_seconds_total", counts.stall_s)
 
 
 def phase_waits(state: RunState) -> tuple[Waiting, ...]:
@@ -246,7 +246,9 @@ class TrainerWork:
     ) -> None:
         self._state = state
         self._fleet = fleet
-        self._unfinished = UnfinishedCheckpoint(checkpoints)
+        self._unfinished = BackgroundMeasurement(
+            "unfinished checkpoint", partial(unfinished_checkpoint, checkpoints)
+        )
         self._patience_s = {
             RunPhase.WAITING_FOR_REPLICAS: service.replica_wait_timeout_s,
             RunPhase.WAITING_FOR_BATCH: service.batch_timeout_s,
@@ -262,33 +264,14 @@ class TrainerWork:
         return WorkState(progress, phase not in _AT_REST, patience_s, phase_waits(self._state))
 
 
-class UnfinishedCheckpoint:
-    """The size of the checkpoint that is being written, measured by a thread: a disk may hang.
+def unfinished_checkpoint(root: Path) -> tuple[int, int]:
+    """Return the bytes of the files of a checkpoint that is being written, and those allocated.
 
     Args:
         root: the folder of the run's checkpoints.
+
+    Raises:
+        OSError: the folder was renamed meanwhile, because the checkpoint is complete.
     """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._latest: tuple[int, int] | None = None
-        self._measuring: threading.Thread | None = None
-
-    def latest(self) -> tuple[int, int] | None:
-        """Start the next measurement; return the bytes of files, and those allocated, of the last.
-
-        ``None`` before the first measurement has ended.
-        """
-        if self._measuring is None or not self._measuring.is_alive():
-            self._measuring = threading.Thread(
-                target=self._measure, name="unfinished checkpoint", daemon=True
-            )
-            self._measuring.start()
-        return self._latest
-
-    def _measure(self) -> None:
-        try:
-            files = [file.stat() for file in self._root.glob(".*/**/*")]
-        except OSError:  # the folder was renamed meanwhile; the next measurement sees the new one
-            return
-        self._latest = sum(s.st_size for s in files), sum(s.st_blocks for s in files) * 512
+    files = [file.stat() for file in root.glob(".*/**/*")]
+    return sum(s.st_size for s in files), sum(s.st_blocks for s in files) * 512

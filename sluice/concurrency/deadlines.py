@@ -60,11 +60,11 @@ async def while_progressing(
     """Wait for `work` as long as `progress` changes at least every `stall_s` seconds.
 
     Args:
-        work: what to wait for; cancelled when it stalls.
+        work: is cancelled when it stalls.
         progress: returns a value that differs whenever something moved; None if it is not known.
         stall_s: longest time without a change.
         interval_s: time between two looks; well below `stall_s`.
-        peer: who does the work, for the error.
+        peer: the process that does the work, for the error.
         phase: what the work is, for the error.
 
     Raises:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -51,7 +51,9 @@ def exempt_start_up() -> None:
 
 
 FOLDER = "processes"
-_STATE_FIELD, _START_FIELD = 0, 19  # of what follows the command's name in /proc/PID/stat
+START_FIELD = 19
+"""Ticks from the machine's start to the process's, in `stat_fields`."""
+_STATE_FIELD = 0
 _STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
 
 
@@ -80,8 +82,8 @@ class ProcessMark:
         """Return alive, stopped by a signal, a zombie, gone, out of sight or unknown, in words."""
         if self.host != socket.gethostname():
             return f"out of sight on {self.host}"
-        fields = _stat(self.pid)
-        if not fields or (self.started and int(fields[_START_FIELD]) != self.started):
+        fields = stat_fields(self.pid)
+        if not fields or (self.started and int(fields[START_FIELD]) != self.started):
             return "gone" if Path("/proc/self").exists() else "unknown"
         letter = fields[_STATE_FIELD]
         if letter in _STOPPED:
@@ -90,24 +92,44 @@ class ProcessMark:
 
 
 @contextmanager
-def marked_process(run_dir: Path, name: str, address: str = "") -> Iterator[None]:
-    """Note this process in the run's folder while the block runs.
+def noted_file(file: Path, text: str, *, stays_after_error: bool = False) -> Iterator[None]:
+    """Hold `text` in a file of a folder of the run while the block runs.
 
-    Nothing happens where there is no such folder: a replica may run on a machine without it.
+    Nothing happens where the run's folder does not exist: a replica may run on a machine without
+    it. A file that another process has replaced meanwhile stays.
+
+    Args:
+        file: its folder is made, the run's folder above it is not.
+        text: replaces the file's content at once.
+        stays_after_error: an exception that ends the block leaves the file; a cancellation does
+            not.
     """
-    fields = _stat(os.getpid())
-    started = int(fields[_START_FIELD]) if fields else 0
-    mark = ProcessMark(name, os.getpid(), socket.gethostname(), started, address)
-    file = run_dir / FOLDER / f"{name.replace('/', '_')}.json"
-    with suppress(OSError):  # a full disk is reported by those who need it
-        if run_dir.is_dir():
+    with suppress(OSError):  # services that need the disk report that it is full
+        if file.parent.parent.is_dir():
             file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(asdict(mark)), encoding="utf-8")
+            partial = file.with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(file)
+    has_failed = False
     try:
         yield
+    except Exception:
+        has_failed = True
+        raise
     finally:
-        if _read(file) == mark:
-            file.unlink(missing_ok=True)
+        with suppress(OSError):
+            is_ours = file.read_text(encoding="utf-8") == text
+            if is_ours and not (has_failed and stays_after_error):
+                file.unlink()
+
+
+def marked_process(run_dir: Path, name: str, address: str = "") -> AbstractContextManager[None]:
+    """Note this process in the run's folder while the block runs."""
+    fields = stat_fields(os.getpid())
+    started = int(fields[START_FIELD]) if fields else 0
+    mark = ProcessMark(name, os.getpid(), socket.gethostname(), started, address)
+    file = run_dir / FOLDER / f"{name.replace('/', '_')}.json"
+    return noted_file(file, json.dumps(asdict(mark)))
 
 
 def process_marks(run_dir: Path, since_s: float = 0.0) -> tuple[ProcessMark, ...]:
@@ -127,7 +149,11 @@ def _read(file: Path) -> ProcessMark | None:
         return None
 
 
-def _stat(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the command's name; none where it has no such file.
+
+    They count from 0 here, and from 3 in proc(5).
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

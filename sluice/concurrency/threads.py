@@ -1,12 +1,11 @@
-"""Threads: one that owns an object and makes every call on it, and one that writes in the
-background.
+"""Threads: one that owns an object and makes every call on it, one that measures what may hang, and
+one that writes in the background.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import logging
 import queue
 import threading
@@ -80,16 +79,12 @@ class OwnerThread:
     def submit(self, call: Callable[[], _T]) -> Future[_T]:
         """Run `call` in the thread after those before it; return its future at once."""
         future: Future[_T] = Future()
-        self._jobs.put(lambda: _settle(future, call))
+        self._jobs.put(lambda: settle(future, call))
         return future
 
     async def call(self, call: Callable[[], _T]) -> _T:
         """Run `call` in the thread and await it; raise its exception here."""
         return await asyncio.wrap_future(self.submit(call))
-
-    def post(self, call: Callable[[], object]) -> None:
-        """Run `call` in the thread after those before it; do not wait. Its exception is logged."""
-        self._jobs.put(call)
 
     def retire(self, last_call: Callable[[], None], within_s: float) -> None:
         """Run `last_call` after whatever is running, then end the thread. Returns at once.
@@ -98,7 +93,7 @@ class OwnerThread:
             last_call: drops the last references to the object; may block.
             within_s: how long the thread may still take; exit waits no longer for it.
         """
-        _retired.add(self._thread, within_s)
+        _retired[self._thread] = time.monotonic() + within_s
         self._jobs.put(last_call)
         self._jobs.put(None)
 
@@ -106,70 +101,76 @@ class OwnerThread:
         while True:
             job = self._jobs.get()
             if job is None:
-                _retired.discard(threading.current_thread())
+                _retired.pop(threading.current_thread(), None)
                 return
             try:
                 job()
-            except Exception:  # noqa: BLE001 - a thread's boundary: nobody waits for the call
-                _log.warning(
-                    "%s: a call failed that nobody waits for", self._thread.name, exc_info=True
-                )
+            except Exception:  # noqa: BLE001 - a thread's boundary: nobody waits for the last call
+                _log.warning("%s: its last call failed", self._thread.name, exc_info=True)
             # A finished job must not keep its object's memory alive while the thread is idle.
             del job
 
 
+_retired: dict[threading.Thread, float] = {}
+"""Threads on their way out, with the time by which each must be gone."""
+
+
 def wait_for_retired_threads(timeout_s: float) -> int:
-    """Wait until retired threads have ended; return how many have not. 0 means exit is safe.
-
-    A service that must leave now and gets another number ends by `os._exit`.
-    """
-    return _retired.wait(timeout_s)
-
-
-class _RetiredThreads:
-    """Threads on their way out, with the time by which each must be gone."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._deadlines: dict[threading.Thread, float] = {}
-        self._registered = False
-
-    def add(self, thread: threading.Thread, within_s: float) -> None:
-        with self._lock:
-            self._deadlines[thread] = time.monotonic() + within_s
-            if not self._registered:
-                atexit.register(self._wait_at_exit)
-                self._registered = True
-
-    def discard(self, thread: threading.Thread) -> None:
-        with self._lock, contextlib.suppress(KeyError):
-            del self._deadlines[thread]
-
-    def wait(self, timeout_s: float) -> int:
-        deadline = time.monotonic() + timeout_s
-        for thread in self._snapshot():
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return sum(thread.is_alive() for thread in self._snapshot())
-
-    def _wait_at_exit(self) -> None:
-        for thread, deadline in self._snapshot().items():
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _snapshot(self) -> dict[threading.Thread, float]:
-        with self._lock:
-            return dict(self._deadlines)
+    """Wait until retired threads have ended; return how many have not. 0 means exit is safe."""
+    ends_s = time.monotonic() + timeout_s
+    threads = list(_retired)
+    for thread in threads:
+        thread.join(max(0.0, ends_s - time.monotonic()))
+    return sum(thread.is_alive() for thread in threads)
 
 
-_retired = _RetiredThreads()
+@atexit.register
+def _join_retired_threads() -> None:
+    for thread, ends_s in list(_retired.items()):
+        thread.join(max(0.0, ends_s - time.monotonic()))
 
 
-def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+def settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Give a future the result of `call`, or its exception, unless the future was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 - a thread's boundary: raised in the waiter
         future.set_exception(error)
+
+
+class BackgroundMeasurement(Generic[_T]):
+    """A measurement that may hang, such as one of a disk, and the thread that makes it.
+
+    Args:
+        name: of the thread.
+        measure: makes one measurement. After an OSError there is no result.
+    """
+
+    def __init__(self, name: str, measure: Callable[[], _T]) -> None:
+        self._name = name
+        self._measure = measure
+        self._latest: _T | None = None
+        self._thread: threading.Thread | None = None
+
+    def latest(self, wait_s: float = 0.0) -> _T | None:
+        """Start a measurement unless one is under way; return the latest result, if there is one.
+
+        Args:
+            wait_s: seconds to wait at most for the measurement.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._thread.join(wait_s)
+        return self._latest
+
+    def _run(self) -> None:
+        try:
+            self._latest = self._measure()
+        except OSError:
+            self._latest = None
 
 
 class WriteError(Exception):

@@ -132,7 +132,7 @@ def waiting_for(peer: str, phase: str) -> Wait:
     """Register a wait of this task or thread for as long as the block runs.
 
     Args:
-        peer: who has to act: a service's or replica's name, or a thing such as "ledger's disk".
+        peer: the service or replica that has to act, or a thing such as "ledger's disk".
         phase: what for; waits with the same words are counted together.
     """
     return WAITS.waiting_for(peer, phase)

@@ -196,6 +196,9 @@ class CpuDeadline:
     The stacks of all threads are written first. A process has one such timer: where another
     component uses it, such as a profiler, nothing is limited.
 
+    Attributes:
+        cpu_s: the limit, in CPU seconds of all threads together.
+
     Args:
         seconds: wall-clock time that a block may last at least, however many threads (up to
             `MOST_CPUS`) use the CPU beside it; the limit is this times the CPUs.
@@ -203,15 +206,10 @@ class CpuDeadline:
     """
 
     def __init__(self, seconds: float, stacks_file: Path | None = None) -> None:
-        self._cpu_s = seconds * min(os.cpu_count() or 1, MOST_CPUS)
+        self.cpu_s = seconds * min(os.cpu_count() or 1, MOST_CPUS)
         self._stacks_file = stacks_file
         self._file: TextIO | None = None
         self._is_ours = False
-
-    @property
-    def cpu_s(self) -> float:
-        """Return the limit in CPU seconds of all threads together."""
-        return self._cpu_s
 
     def start(self) -> None:
         """Start to count."""
@@ -229,7 +227,7 @@ class CpuDeadline:
     def push_back(self) -> None:
         """Give a sign of life: count from 0 again. Any thread may call."""
         if self._is_ours:
-            signal.setitimer(signal.ITIMER_PROF, self._cpu_s)
+            signal.setitimer(signal.ITIMER_PROF, self.cpu_s)
 
     def stop(self) -> None:
         """Stop counting."""

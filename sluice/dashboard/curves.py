@@ -9,18 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from sluice.dashboard.step_history import StepHistory
+from sluice.telemetry import metric_names
 
 FEWEST_POINTS = 4
 Values = npt.NDArray[np.float64]
 Indexes = npt.NDArray[np.int64]
 _CURVES = {
-    "reward": "critic/rewards/mean",
-    "staleness_mean": "train/staleness_mean",
-    "staleness_max": "train/staleness_max",
-    "tokens_per_s": "rollout/tokens_per_s",
-    "trainer_idle": "trainer/idle_share",
-    "rollout_idle": "rollout/idle_share",
-    "step_s": "timing_s/step",
+    "reward": metric_names.REWARD,
+    "staleness_mean": metric_names.STALENESS_MEAN,
+    "staleness_max": metric_names.STALENESS_MAX,
+    "tokens_per_s": metric_names.TOKENS_PER_S,
+    "trainer_idle": metric_names.TRAINER_IDLE,
+    "rollout_idle": metric_names.ROLLOUT_IDLE,
+    "step_s": metric_names.STEP_S,
 }
 # Summed over the steps so far.
 _TOTALS = ("generated_tokens", "trained_tokens")

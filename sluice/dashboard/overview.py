@@ -17,6 +17,7 @@ from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.step_history import StepHistory
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import account_views
+from sluice.telemetry.metric_names import REWARD, STEP_S, TOKENS_PER_S
 
 _STUCK_S = 60.0
 _STUCK_STEPS = 5.0
@@ -171,11 +172,11 @@ def overview(rest: RunAtRest, history: StepHistory, live: LiveAnswer | None) -> 
         "step": run.step if run else _last_step(history),
         "total_steps": run.total_steps if run else rest.total_steps,
         "version": run.version if run else None,
-        "training_seconds": _round(float(np.nansum(history.column("timing_s/step")))),
+        "training_seconds": _round(float(np.nansum(history.column(STEP_S)))),
         "accuracy": _point(accuracies[-1]) if accuracies else None,
         "first_accuracy": _point(accuracies[0]) if len(accuracies) > 1 else None,
-        "reward": _newest(history, "critic/rewards/mean"),
-        "tokens_per_s": _newest(history, "rollout/tokens_per_s"),
+        "reward": _newest(history, REWARD),
+        "tokens_per_s": _newest(history, TOKENS_PER_S),
         "tokens_per_s_now": _tokens_per_s(run),
         "wait": asdict(live.wait) if live and live.wait else None,
         "awaited": [asdict(one) for one in run.awaited] if run else [],
@@ -197,7 +198,7 @@ def _facts(
     accounts: Mapping[str, float],
 ) -> RunFacts:
     run = live.run if live else None
-    seconds = history.column("timing_s/step")[-_RECENT_STEPS:]
+    seconds = history.column(STEP_S)[-_RECENT_STEPS:]
     known = seconds[~np.isnan(seconds)]
     return RunFacts(
         answers=run is not None,

@@ -14,27 +14,27 @@ import numpy.typing as npt
 
 from sluice.dashboard.line_tail import UNREADABLE, LineTail
 from sluice.report.run_record import METRICS_NAME, accuracy_of
+from sluice.telemetry import metric_names
 
 COLUMNS = (
-    "critic/rewards/mean",
-    "train/groups_kept",
+    metric_names.REWARD,
+    metric_names.GROUPS_KEPT,
     "train/groups_all_right",
     "train/groups_all_wrong",
     "train/groups_uniform",
     "train/groups_stale",
     "train/groups_failed",
     "train/groups_surplus",
-    "train/generated_tokens",
-    "train/trained_tokens",
-    "train/staleness_mean",
-    "train/staleness_max",
-    "rollout/tokens_per_s",
-    "trainer/idle_share",
-    "rollout/idle_share",
-    "timing_s/step",
+    metric_names.GENERATED_TOKENS,
+    metric_names.TRAINED_TOKENS,
+    metric_names.STALENESS_MEAN,
+    metric_names.STALENESS_MAX,
+    metric_names.TOKENS_PER_S,
+    metric_names.TRAINER_IDLE,
+    metric_names.ROLLOUT_IDLE,
+    metric_names.STEP_S,
 )
 """The metrics that are kept of each step: 8 bytes a number."""
-_ACCOUNTS = "accounts/"
 _decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
@@ -108,7 +108,7 @@ class StepHistory:
         if abs(step) > _MOST_STEP:
             self._num_undecoded += 1
             return
-        if "training/global_step" in row:
+        if metric_names.STEP in row:
             self._note_step(step, row)
         elif (accuracy := accuracy_of(row)) is not None:
             self._accuracy[step] = accuracy
@@ -127,9 +127,9 @@ class StepHistory:
                 column.insert(place, number)
         self.newest = row
         accounting = {
-            name.removeprefix(_ACCOUNTS): value
+            name.removeprefix(metric_names.ACCOUNTS): value
             for name, value in row.items()
-            if name.startswith(_ACCOUNTS) and value is not None
+            if name.startswith(metric_names.ACCOUNTS) and value is not None
         }
         self.accounts = accounting or self.accounts
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from sluice.errors import DataError
+from sluice.telemetry.metric_names import STEP, VAL_CORE
 
 Row = Mapping[str, float | None]
 
@@ -55,7 +56,7 @@ def accuracy_of(row: Row) -> float | None:
     values = [
         value
         for name, value in row.items()
-        if name.startswith("val-core/") and "/acc/mean@" in name and value is not None
+        if name.startswith(VAL_CORE) and "/acc/mean@" in name and value is not None
     ]
     return fmean(values) if values else None
 
@@ -81,8 +82,8 @@ def read_progress(run_dir: Path) -> RunRecord:
     metrics, accounts = run_dir / METRICS_NAME, run_dir / ACCOUNTS_NAME
     rows = _rows(metrics) if metrics.is_file() else []
     return RunRecord(
-        steps=_by_step(row for row in rows if "training/global_step" in row),
-        validations=_by_step(row for row in rows if "training/global_step" not in row),
+        steps=_by_step(row for row in rows if STEP in row),
+        validations=_by_step(row for row in rows if STEP not in row),
         accounts=json.loads(accounts.read_text(encoding="utf-8")) if accounts.is_file() else {},
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sluice.errors import DataError
 from sluice.report.run_record import read_run
+from sluice.telemetry import metric_names
 
 # Title, prefix of the parts, name of the total, name of the residual.
 _ACCOUNTS = (
@@ -117,12 +118,12 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         accuracy_after=accuracies[-1].accuracy,
         seconds_total=round(seconds_total, 2),
         seconds_services=round(seconds_services, 2),
-        seconds_dapo=round(record.total("timing_s/step"), 2),
+        seconds_dapo=round(record.total(metric_names.STEP_S), 2),
         steps=len(record.steps),
         generated_tokens=count("generated_tokens") - validation_tokens,
-        trained_tokens=int(record.total("train/trained_tokens")),
+        trained_tokens=int(record.total(metric_names.TRAINED_TOKENS)),
         validation_tokens=validation_tokens,
-        groups_kept=int(record.total("train/groups_kept")),
+        groups_kept=int(record.total(metric_names.GROUPS_KEPT)),
         groups_all_right=count("filtered_all_right"),
         groups_all_wrong=count("filtered_all_wrong"),
         surplus_discarded=int(record.total("train/surplus_discarded")),
@@ -133,7 +134,7 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         prompts_skipped=skipped,
         prompts_pending=pending,
         prompts_lost=count("prompts_lost") or submitted - explained,
-        max_staleness_seen=int(record.largest("train/staleness_max")),
+        max_staleness_seen=int(record.largest(metric_names.STALENESS_MAX)),
         accounts=dict(accounts),
     )
 

@@ -1,11 +1,8 @@
 """Serve a process's metrics to Prometheus, with the readings that every process has.
 
-Consumes: scrapes, in a thread of their own (`MetricsPage`). Waits for: the event loop, which
-reads the service's metrics, `_LOOP_TIMEOUT_S` at most. Unblocked by: the loop, or that time, after
-which the page reports itself as incomplete and holds the rest. Produces: a page, and the file in
-the run's folder that gives Prometheus its address. On failure of the service's readings: the same
-incomplete page, and the reason in the log, once until they work again. On shutdown: the block's
-end.
+Each scrape has a thread. It asks the event loop for the service's readings and waits at most
+`_LOOP_TIMEOUT_S`. If the loop does not answer, or the readings cannot be read (logged once until
+they can again), the page has only the readings that need no loop, and reports itself as incomplete.
 """
 
 from __future__ import annotations
@@ -15,9 +12,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import WAITS
 from sluice.concurrency.watchdog import still_seconds
 from sluice.config.addresses import advertised_host, is_loopback, join_host_port
@@ -25,23 +24,26 @@ from sluice.config.schema.service import EndpointConfig, ServiceConfig
 from sluice.rpc.credentials import CERTIFICATE_ENDS
 from sluice.rpc.ports import check_bindable
 from sluice.rpc.status import QUOTA_REFUSALS, RPC_ERRORS
-from sluice.telemetry.instruments import process
-from sluice.telemetry.metrics import InstrumentReading
+from sluice.telemetry.metrics import InstrumentReading, reading
 from sluice.telemetry.metrics_page import PATH, MetricsPage, ask_loop, scrape_target
 from sluice.telemetry.process import (
     SPANS,
     TELEMETRY_CPU,
-    DiskSpace,
+    DiskCapacity,
     SpanOutcome,
     TelemetryPart,
+    charged_cpu,
+    disk_capacity,
     process_age_s,
 )
 
 logger = logging.getLogger(__name__)
 
 _LOOP_TIMEOUT_S = 3.0
+_DISK_WAIT_S = 0.5
 
 ReadMetrics = Callable[[], Iterable[InstrumentReading]]
+DiskSpace = BackgroundMeasurement[DiskCapacity]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +63,30 @@ class ProcessName:
 
 def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentReading]:
     """Yield age, waits, errors, restarts, certificates, disk and the cost of telemetry itself."""
-    yield process.INFO.at(1.0, who.name, who.kind, _version())
-    yield process.UPTIME.at(process_age_s())
-    yield process.RESTARTS.at(float(who.restarts))
-    yield process.STILL.at(still_seconds() or 0.0)
+    yield reading("sluice_process_info", 1.0, who.name, who.kind, _version())
+    yield reading("sluice_process_uptime_seconds", process_age_s())
+    yield reading("sluice_process_restarts_total", who.restarts)
+    yield reading("sluice_watchdog_still_seconds", still_seconds() or 0.0)
     waits = WAITS.snapshot()
-    yield process.LONGEST_WAIT.at(max((wait.seconds for wait in waits), default=0.0))
-    yield process.WAITS.at(float(sum(wait.count for wait in waits)))
+    yield reading(
+        "sluice_watchdog_longest_wait_seconds", max((wait.seconds for wait in waits), default=0.0)
+    )
+    yield reading("sluice_watchdog_waits", sum(wait.count for wait in waits))
     for kind, count in RPC_ERRORS.counts().items():
-        yield process.RPC_ERRORS.at(float(count), *kind)
+        yield reading("sluice_rpc_errors_total", count, *kind)
     for limit, count in QUOTA_REFUSALS.counts().items():
-        yield process.QUOTA_REFUSALS.at(float(count), *limit)
+        yield reading("sluice_quota_refusals_total", count, *limit)
     for file, end in CERTIFICATE_ENDS.by_file.items():
-        yield process.CERTIFICATE_END.at(end.timestamp(), file)
-    for part, seconds in TELEMETRY_CPU.seconds().items():
-        yield process.TELEMETRY_CPU.at(seconds, part)
+        yield reading("sluice_certificate_end_seconds", end.timestamp(), file)
+    cpu_s = TELEMETRY_CPU.counts()
+    for part in TelemetryPart:
+        yield reading("sluice_telemetry_cpu_seconds_total", cpu_s.get((part,), 0.0), part)
     spans = SPANS.counts()
     for outcome in SpanOutcome:
-        yield process.TELEMETRY_SPANS.at(float(spans.get((outcome,), 0)), outcome)
-    yield from _disk(disk)
-
-
-def _disk(disk: DiskSpace) -> Iterator[InstrumentReading]:
-    if (capacity := disk.capacity()) is not None:
-        yield process.RUN_FOLDER_FREE.at(float(capacity.free_bytes))
-        yield process.RUN_FOLDER_SIZE.at(float(capacity.size_bytes))
+        yield reading("sluice_telemetry_spans_total", spans.get((outcome,), 0), outcome)
+    if (capacity := disk.latest(_DISK_WAIT_S)) is not None:
+        yield reading("sluice_run_folder_free_bytes", capacity.free_bytes)
+        yield reading("sluice_run_folder_size_bytes", capacity.size_bytes)
 
 
 def _version() -> str:
@@ -116,11 +117,10 @@ def served_metrics(
         yield
         return
     run_dir = Path(service.run_dir)
-    disk = DiskSpace(run_dir)
+    disk = DiskSpace("disk space", partial(disk_capacity, run_dir))
     readings = _ServedPage(asyncio.get_running_loop(), read, who, disk).readings
     check_bindable(endpoint.host, endpoint.metrics_port)
     server = MetricsPage(readings, endpoint.host, endpoint.metrics_port)
-    disk.start()
     address = join_host_port(advertised_host(endpoint), server.port)
     _announce(endpoint.host, address)
     labels = {"service": who.kind, "name": who.name, "run": run_dir.absolute().name}
@@ -129,14 +129,17 @@ def served_metrics(
             yield
     finally:
         server.close()
-        disk.stop()
 
 
 class _ServedPage:
     """All readings of a process, collected in a scrape's thread."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, read: ReadMetrics, who: ProcessName, disk: DiskSpace
+        self,
+        loop: asyncio.AbstractEventLoop,
+        read: ReadMetrics,
+        who: ProcessName,
+        disk: DiskSpace,
     ) -> None:
         self._loop = loop
         self._read = read
@@ -147,7 +150,7 @@ class _ServedPage:
     def readings(self) -> Iterator[InstrumentReading]:
         yield from process_readings(self._who, self._disk)
         own = self._own()
-        yield process.SCRAPE_COMPLETE.at(float(own is not None))
+        yield reading("sluice_scrape_complete", float(own is not None))
         yield from own or ()
 
     def _own(self) -> tuple[InstrumentReading, ...] | None:
@@ -164,7 +167,7 @@ class _ServedPage:
 
     def _read_service(self) -> tuple[InstrumentReading, ...]:
         """Read them in the event loop."""
-        with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
+        with charged_cpu(TelemetryPart.SCRAPES):
             return tuple(self._read())
 
 

@@ -1,4 +1,4 @@
-"""Serve ``GET /metrics`` by prometheus_client, from its own threads, and announce where."""
+"""Serve ``GET /metrics`` with prometheus_client, and note the address for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import json
 import math
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from sluice.concurrency.process import noted_file
+from sluice.concurrency.threads import settle
 from sluice.config.addresses import bare_host
 from sluice.errors import ConfigError
-from sluice.telemetry.metrics import Distribution, Instrument, InstrumentKind, InstrumentReading
-from sluice.telemetry.process import TELEMETRY_CPU, TelemetryPart
+from sluice.telemetry.metric_names import Instrument, InstrumentKind
+from sluice.telemetry.metrics import Distribution, InstrumentReading
+from sluice.telemetry.process import TelemetryPart, charged_cpu
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -30,7 +33,7 @@ PROCESS_NAMES = (
     "process_open_fds",
     "process_max_fds",
 )
-"""What prometheus_client's own collector adds, by names that all of its users share."""
+"""Metrics that prometheus_client's own collector adds, as in every program that uses it."""
 AnswerT = TypeVar("AnswerT")
 _MOST_REQUESTS = 8
 _REQUEST_TIMEOUT_S = 5.0
@@ -67,15 +70,15 @@ class MetricsPage:
             timeout = _REQUEST_TIMEOUT_S  # else a client that sends nothing keeps its thread
 
             def log_message(self, format: str, *args: Any) -> None:  # noqa: ANN401  as its base
-                """Log nothing: a scrape every few seconds is not news."""
+                """Log nothing: Prometheus scrapes every few seconds."""
 
         class Server(ThreadingWSGIServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            _places = threading.BoundedSemaphore(_MOST_REQUESTS)
+            _free = threading.BoundedSemaphore(_MOST_REQUESTS)
 
             def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
                 """Serve in a thread; close the connection if too many are open."""
-                if not self._places.acquire(blocking=False):
+                if not self._free.acquire(blocking=False):
                     self.shutdown_request(request)
                     return
                 super().process_request(request, client_address)
@@ -84,7 +87,7 @@ class MetricsPage:
                 try:
                     super().process_request_thread(request, client_address)
                 finally:
-                    self._places.release()
+                    self._free.release()
 
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -95,7 +98,7 @@ class MetricsPage:
             if environ["PATH_INFO"] != PATH:
                 start_response("404 Not Found", [("Content-Type", "text/plain")])
                 return [f"only {PATH} is here\n".encode()]
-            with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
+            with charged_cpu(TelemetryPart.SCRAPES):
                 return page(environ, start_response)
 
         self._server = make_server(bare_host(host), port, answer, Server, Handler)
@@ -120,49 +123,43 @@ class _Collector:
         self._lock = threading.Lock()
         self._highest: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Any] = {}
         with self._lock:
-            families: dict[Instrument, list[InstrumentReading]] = {}
-            for reading in self._read():
-                families.setdefault(reading.instrument, []).append(reading)
-            found = [self._family(one, readings) for one, readings in families.items()]
-        yield from found
+            for instrument, value, labels in self._read():
+                if instrument.name not in families:
+                    families[instrument.name] = _family(instrument)
+                family = families[instrument.name]
+                if isinstance(value, Distribution):
+                    buckets = [
+                        ("+Inf" if math.isinf(bound) else str(bound), count)
+                        for bound, count in value.cumulative
+                    ]
+                    family.add_metric(labels, buckets, value.total)
+                else:
+                    family.add_metric(labels, self._exported(instrument, value, labels))
+        return families.values()
 
-    def _family(self, instrument: Instrument, readings: Iterable[InstrumentReading]) -> Metric:
-        from prometheus_client import core
-
-        kinds: dict[InstrumentKind, Any] = {
-            InstrumentKind.COUNTER: core.CounterMetricFamily,
-            InstrumentKind.GAUGE: core.GaugeMetricFamily,
-            InstrumentKind.HISTOGRAM: core.HistogramMetricFamily,
-        }
-        text = f"{instrument.meaning} Unit: {instrument.unit}."
-        family = kinds[instrument.kind](instrument.name, text, labels=instrument.labels)
-        for reading in readings:
-            value = reading.value
-            if isinstance(value, Distribution):
-                buckets = [(_bound(bound), float(count)) for bound, count in value.cumulative]
-                family.add_metric(reading.labels, buckets, value.total)
-            else:
-                family.add_metric(reading.labels, self._exported(reading, value))
-        metric: Metric = family
-        return metric
-
-    def _exported(self, reading: InstrumentReading, value: float) -> float:
-        # Prometheus takes a counter that fell for one that restarted, and all of it for new.
-        instrument = reading.instrument
+    def _exported(self, instrument: Instrument, value: float, labels: tuple[str, ...]) -> float:
+        # Prometheus takes a counter that falls for one that restarted, and counts its value again.
         if instrument.kind is not InstrumentKind.COUNTER or instrument.may_restart:
             return value
-        key = (instrument.name, reading.labels)
+        key = (instrument.name, labels)
         self._highest[key] = max(value, self._highest.get(key, 0.0))
         return self._highest[key]
 
 
-def _bound(value: float) -> str:
-    return "+Inf" if math.isinf(value) else str(float(value))
+def _family(instrument: Instrument) -> Metric:
+    from prometheus_client import core
+
+    kinds: dict[InstrumentKind, Any] = {
+        InstrumentKind.COUNTER: core.CounterMetricFamily,
+        InstrumentKind.GAUGE: core.GaugeMetricFamily,
+        InstrumentKind.HISTOGRAM: core.HistogramMetricFamily,
+    }
+    text = f"{instrument.meaning} Unit: {instrument.unit}."
+    family: Metric = kinds[instrument.kind](instrument.name, text, labels=instrument.labels)
+    return family
 
 
 def ask_loop(
@@ -179,40 +176,16 @@ def ask_loop(
         ``None`` if the loop was busy for that long, or is closed.
     """
     answer: Future[AnswerT] = Future()
-
-    def run() -> None:
-        if not answer.set_running_or_notify_cancel():
-            return
-        try:
-            answer.set_result(question())
-        except Exception as error:  # noqa: BLE001  raised in the caller
-            answer.set_exception(error)
-
     try:
-        loop.call_soon_threadsafe(run)
+        loop.call_soon_threadsafe(settle, answer, question)
     except RuntimeError:
         return None
-    try:
-        return answer.result(timeout_s)
-    except TimeoutError:
-        # The answer may have come meanwhile; or the question itself timed out.
-        if answer.done():
-            return answer.result()
-        answer.cancel()
-        return None
+    if wait([answer], timeout_s).done or not answer.cancel():
+        return answer.result()
+    return None
 
 
 FOLDER = "metrics_targets"
-
-
-def target_text(address: str, labels: Mapping[str, str]) -> str:
-    """Return the content of a file of targets.
-
-    Args:
-        address: host:port of the metrics.
-        labels: that Prometheus puts on all of them.
-    """
-    return json.dumps([{"targets": [address], "labels": dict(labels)}]) + "\n"
 
 
 def forget_targets(run_dir: Path) -> None:
@@ -222,40 +195,27 @@ def forget_targets(run_dir: Path) -> None:
 
 
 def forget_target(run_dir: Path, name: str) -> None:
-    """Remove the target of a process that left as it was asked to: it is not down."""
+    """Remove the target of a process that left as requested: it is not down."""
     with suppress(OSError):
         _file_of(run_dir, name).unlink()
 
 
-@contextmanager
 def scrape_target(
     run_dir: Path, name: str, address: str, labels: Mapping[str, str]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Note where a process's metrics are, in ``<run_dir>/metrics_targets/<name>.json``.
 
-    The file is removed only at an ordered end, such as a cancelled block: Prometheus shall report
-    a process as down that was killed, or whose block ended with an error. Nothing happens where
-    there is no such folder: a replica may run on a machine without it.
+    Only a normal end of the block, or its cancellation, removes the file: Prometheus must report a
+    process as down that was killed, or whose block ended with an error.
+
+    Args:
+        run_dir: the run's folder.
+        name: the process's.
+        address: host:port of the metrics.
+        labels: Prometheus adds them to all metrics of the process.
     """
-    text = target_text(address, labels)
-    file = _file_of(run_dir, name)
-    with suppress(OSError):  # a full disk is reported by those who need it
-        if run_dir.is_dir():
-            file.parent.mkdir(exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(file)
-    has_failed = False
-    try:
-        yield
-    except Exception:
-        has_failed = True
-        raise
-    finally:
-        if not has_failed:
-            with suppress(OSError):
-                if file.read_text(encoding="utf-8") == text:
-                    file.unlink()
+    text = json.dumps([{"targets": [address], "labels": dict(labels)}]) + "\n"
+    return noted_file(_file_of(run_dir, name), text, stays_after_error=True)
 
 
 def _file_of(run_dir: Path, name: str) -> Path:

@@ -1,8 +1,7 @@
-"""Record spans by OpenTelemetry's SDK, and write them to a file or send them to a collector.
+"""Record spans with OpenTelemetry's SDK, and write them to a file or send them to a collector.
 
-The exporter to a collector brings the connection, TLS, compression and retries, and reads
-``OTEL_EXPORTER_OTLP_HEADERS``, ``_CERTIFICATE``, ``_COMPRESSION`` and their like, for which there
-are no keys of ours.
+The SDK's exporter handles connection, TLS, compression and retries. It reads variables such as
+``OTEL_EXPORTER_OTLP_HEADERS``, ``_CERTIFICATE`` and ``_COMPRESSION``; no keys of ours repeat them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgspec
 
 from sluice.concurrency.threads import BoundedWriter, WriteError
 from sluice.errors import ConfigError
-from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart
+from sluice.telemetry.process import SPANS, SpanOutcome, TelemetryPart, charged_cpu
 from sluice.telemetry.tracing import (
     SPAN_BITS,
     Attributes,
@@ -121,7 +120,7 @@ class OtelSpan(RecordedSpan):
 
 
 class OtelRecorder:
-    """The SDK's tracer. Which traces are recorded is decided before, by `sluice.telemetry.tracing`.
+    """The SDK's tracer. `sluice.telemetry.tracing` decides before which traces are recorded.
 
     Args:
         resource: attributes of this process; ``OTEL_RESOURCE_ATTRIBUTES`` adds others.
@@ -159,19 +158,11 @@ class OtelRecorder:
         span = self._tracer.start_span(
             name.value,
             context=_parent_context(parent),
-            kind=_KINDS[kind],
+            kind=trace.SpanKind[kind.name],
             attributes=attributes,
             start_time=began.wall_ns,
         )
         return OtelSpan(self, span, name.value, kind, began)
-
-
-_KINDS = {
-    SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
-    SpanKind.SERVER: trace.SpanKind.SERVER,
-    SpanKind.CLIENT: trace.SpanKind.CLIENT,
-}
-_OTLP_KINDS = {theirs: ours for ours, theirs in _KINDS.items()}
 
 
 @lru_cache(maxsize=256)  # the samples of a call, and the stages of a prompt, share their parent
@@ -189,14 +180,14 @@ def _span_context(context: TraceContext) -> trace.SpanContext:
 
 
 class SpanQueue(SpanProcessor):
-    """The queue and thread between spans that end and one destination; nobody waits for it.
+    """The queue and the thread that bring ended spans to one destination; no caller waits for them.
 
     It takes the place of the SDK's batch processor, which neither counts what it drops nor ends
     within a given time.
 
     Args:
         destination: where spans go, for messages.
-        export: brings a batch there; may block.
+        export: sends a batch; may block.
         break_off: ends an `export` that hangs.
         most: spans that may wait.
         interval_s: a span waits about this long for others to travel with.
@@ -212,7 +203,7 @@ class SpanQueue(SpanProcessor):
         interval_s: float = INTERVAL_S,
     ) -> None:
         def write(spans: Sequence[ReadableSpan]) -> None:
-            with TELEMETRY_CPU.charged(TelemetryPart.SPANS):
+            with charged_cpu(TelemetryPart.SPANS):
                 export(spans)
 
         self.destination = destination
@@ -228,7 +219,7 @@ class SpanQueue(SpanProcessor):
         )
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Add a span to the queue, or drop it."""
+        """Add a span to the queue, or drop it if the queue is full."""
         self.writer.put(span)
 
 
@@ -251,7 +242,7 @@ def collector_queue(endpoint: str, timeout_s: int = EXPORT_TIMEOUT_S) -> SpanQue
         except Exception as error:  # whatever a vendor raises costs spans and nothing else
             raise WriteError(f"{type(error).__name__}: {error}") from error
         if result is not SpanExportResult.SUCCESS:
-            raise WriteError("the collector does not take them")
+            raise WriteError("the collector does not accept them")
 
     return SpanQueue(endpoint, export, exporter.shutdown)
 
@@ -319,7 +310,7 @@ def _row(span: ReadableSpan) -> dict[str, object]:
     row: dict[str, object] = {
         **_ids(span.context),
         "name": span.name,
-        "kind": _OTLP_KINDS[span.kind],
+        "kind": SpanKind[span.kind.name],
         "startTimeUnixNano": str(span.start_time),
         "endTimeUnixNano": str(span.end_time),
         "attributes": _attributes(span.attributes or {}),

@@ -17,7 +17,6 @@ from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollou
 FOLDER_NAME = "samples"
 _NUM_FILES = 8
 _FLUSH_BYTES = 1 << 20
-_MIB = 1 << 20
 
 
 class SampleArchive:
@@ -81,7 +80,7 @@ def archive_files(folder: Path) -> list[Path]:
 
 def mib(number: int) -> int:
     """Return the bytes of that many MiB."""
-    return number * _MIB
+    return number << 20
 
 
 _CUT = "\n[… {} characters left out …]\n"
@@ -123,7 +122,7 @@ class SampledGroup(msgspec.Struct, frozen=True, omit_defaults=True):
         step: that trained it; null for others.
         ground_truth: what the scorer compared with.
         data_source: of the prompt.
-        replicas: that generated it, in the order in which they were first asked.
+        replicas: those that generated it, by their first request.
         responses: in the order of samples; none if nothing was graded.
     """
 
@@ -187,23 +186,14 @@ def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledRes
     versions = [span.version for span in rollout.version_spans]
     text = shortened_middle(rollout.text, most_chars)
     sampled_by = (min(versions), max(versions)) if versions else None
+    response = SampledResponse(
+        text, rollout.num_tokens, rollout.finish_reason.value, versions=sampled_by
+    )
     if isinstance(outcome, Failed):
         failure = shortened_middle(f"{outcome.kind.value}: {outcome.detail}", most_chars)
-        return SampledResponse(
-            text,
-            rollout.num_tokens,
-            rollout.finish_reason.value,
-            failure=failure,
-            versions=sampled_by,
-        )
-    return SampledResponse(
-        text,
-        rollout.num_tokens,
-        rollout.finish_reason.value,
-        outcome.score,
-        outcome.reward,
-        versions=sampled_by,
-        metrics=dict(outcome.metrics),
+        return msgspec.structs.replace(response, failure=failure)
+    return msgspec.structs.replace(
+        response, score=outcome.score, reward=outcome.reward, metrics=dict(outcome.metrics)
     )
 
 
@@ -229,13 +219,10 @@ class DumpedSample:
     extras: Mapping[str, object] = field(default_factory=dict)
 
 
-def dump_text(samples: Iterable[DumpedSample], step: int) -> str:
-    """Return the file's content. NaN and infinity become null, types that JSON lacks their text."""
-    return "".join(_line(sample, step) + "\n" for sample in samples)
-
-
 def write_dump(folder: Path, samples: Iterable[DumpedSample], step: int) -> Path:
     """Write ``<folder>/<step>.jsonl``, replacing a whole file at once; make the folder.
+
+    NaN and infinity become null, types that JSON lacks their text.
 
     Raises:
         OSError: the disk is full or the folder cannot be written.
@@ -243,7 +230,8 @@ def write_dump(folder: Path, samples: Iterable[DumpedSample], step: int) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{step}.jsonl"
     partial = folder / f".{step}.jsonl.partial"
-    partial.write_text(dump_text(samples, step), encoding="utf-8")
+    text = "".join(_line(sample, step) + "\n" for sample in samples)
+    partial.write_text(text, encoding="utf-8")
     return partial.replace(target)
 
 

@@ -191,7 +191,7 @@ NOTHING = Span()
 
 
 class ContextSpan(Span):
-    """A span that another process records, or nobody; it is current inside its block."""
+    """A span that another process may record; it is current inside its block."""
 
     __slots__ = ("_context", "_token")
 
@@ -281,7 +281,11 @@ class Tracer:
         self._recorder: Recorder | None = None
         self._sample_ratio = 0.0
         self._follows_callers = True
-        self.is_on = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this process is traced."""
+        return self._recorder is not None
 
     def start(
         self, recorder: Recorder, sample_ratio: float, *, follows_callers: bool = True
@@ -296,11 +300,9 @@ class Tracer:
         self._recorder = recorder
         self._sample_ratio = sample_ratio
         self._follows_callers = follows_callers
-        self.is_on = True
 
     def stop(self) -> None:
         """Record nothing from now on."""
-        self.is_on = False
         self._recorder = None
 
     def stage(
@@ -310,7 +312,7 @@ class Tracer:
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
         """Begin a span below the current one; `NOTHING` where that one is not recorded."""
-        parent = _current.get() if self.is_on else None
+        parent = self.current()
         return NOTHING if parent is None else self.child(parent, name, attributes, kind)
 
     def child(
@@ -319,12 +321,13 @@ class Tracer:
         name: SpanName,
         attributes: Attributes = _NO_ATTRIBUTES,
         kind: SpanKind = SpanKind.INTERNAL,
+        began: Moment | None = None,
     ) -> Span:
-        """Begin a span below `parent`; `NOTHING` where that one is not recorded."""
+        """Begin a span below `parent`, now or at `began`; `NOTHING` where that is not recorded."""
         recorder = self._recorder
-        if not (self.is_on and parent.is_sampled) or recorder is None:
+        if recorder is None or not parent.is_sampled:
             return NOTHING
-        return recorder.begin(name, parent, kind, attributes)
+        return recorder.begin(name, parent, kind, attributes, began=began)
 
     def past(
         self,
@@ -343,11 +346,9 @@ class Tracer:
             attributes: of it.
             error: what went wrong; ``None``: nothing did.
         """
-        recorder = self._recorder
-        if self.is_on and parent.is_sampled and recorder is not None:
-            span = recorder.begin(name, parent, SpanKind.INTERNAL, attributes, began=began)
-            span.fail(error)
-            span.end()
+        span = self.child(parent, name, attributes, began=began)
+        span.fail(error)
+        span.end()
 
     def trace(
         self,
@@ -370,7 +371,7 @@ class Tracer:
             kind: its side of a call.
         """
         recorder = self._recorder
-        if not self.is_on or recorder is None:
+        if recorder is None:
             return NOTHING
         if caller is not None:
             span = self.child(caller, name, attributes, kind)

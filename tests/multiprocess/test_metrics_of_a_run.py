@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.report.run_record import read_progress
+from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER, PROCESS_NAMES
+from tests.support.metric_rows import NAMES, without_row
 from tests.support.scraped import Page, fetch, names, parsed, targets, value
 from tests.support.small_run import Assets, LiveRun, Record, run_to_end
 
@@ -104,11 +106,25 @@ def test_every_process_tells_all_that_is_declared_for_it(
     assert set(seen.late) == set(PROCESSES)
     for name, kind in PROCESSES.items():
         declared = {
-            s for i in (*INSTRUMENTS[kind], *INSTRUMENTS["every process"]) for s in i.series
+            s for i in (*instruments()[kind], *instruments()["every process"]) for s in i.series
         }
         found = names(seen.late[name])
         assert declared - NOT_ALWAYS <= found, name
         assert found <= declared | set(PROCESS_NAMES), name
+
+
+def test_metrics_jsonl_has_the_names_that_the_table_promises(
+    observed: tuple[Record, Seen],
+) -> None:
+    run = read_progress(observed[0].run_dir)
+    emitted = {name for row in (*run.steps, *run.validations) for name in row} - {"step"}
+    assert without_row(emitted) == []
+    always = {
+        name
+        for name, row in NAMES.items()
+        if row.emitted == "every step" and not row.absent and "<" not in name
+    }
+    assert sorted(always - set(run.steps[-1])) == []
 
 
 def test_counters_rise_and_agree_between_the_processes(observed: tuple[Record, Seen]) -> None:

@@ -95,18 +95,17 @@ class RunControl:
         return await found(is_idle, "idle slots")
 
     async def prompts_leaked(self) -> str | None:
-        """Wait until every prompt that the attack got accepted has ended."""
+        """Wait until every accepted prompt is counted as ended or pending."""
 
-        async def has_capacity() -> str | None:
+        async def are_counted() -> str | None:
             status = await self._reward.GetStatus(reward.GetStatusRequest(), timeout=20)
             lost = status.statistics["reward/prompts_lost"]
             ended = sum(status.prompts_by_end.values())
             if lost or status.prompts_submitted != ended + status.prompts_pending:
                 return f"{lost} prompts lost"
-            waiting = status.statistics.get("reward/clients_pending", 0)
-            return f"{waiting} client prompts unfinished" if waiting else None
+            return None
 
-        return await found(has_capacity, "the end of all accepted prompts")
+        return await found(are_counted, "the count of all accepted prompts")
 
     async def correctness_lost(self) -> str | None:
         """Check that Generate, Score and SubmitPrompts answer correctly, and that a further step is

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
 from tools.fuzz.live_run import FuzzedRun, live_run
@@ -141,7 +141,7 @@ async def _scrape(server: PrometheusServer, phases: Phases, found: dict[str, obj
         first = server.value(trained) or 0.0
         await _until("more trained tokens", lambda: (server.value(trained) or 0.0) > first)
     with phases.phase("every declared metric"):
-        declared = {s for group in INSTRUMENTS.values() for i in group for s in i.series}
+        declared = {s for group in instruments().values() for i in group for s in i.series}
         absent = ONLY_AFTER_A_FAILURE | ONLY_WITH_TLS
         await _until_none("metrics", lambda: declared - absent - server.names())
     found["missing_metrics"] = sorted(declared - server.names())

@@ -19,6 +19,7 @@ from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
 from sluice.errors import SluiceError
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
+from sluice.telemetry import metric_names
 
 _REFRESH_S = 1.0
 _MIN_REPORTED_S = 5.0
@@ -44,7 +45,7 @@ class AccuracyTail:
             complete, _, _ = file.read().rpartition(b"\n")
         self._read_bytes += len(complete) + 1 if complete else 0
         for line in complete.splitlines():
-            if b'"val-core/' in line:
+            if metric_names.VAL_CORE.encode() in line:
                 self._note(json.loads(line))
         return self._newest
 
@@ -92,7 +93,7 @@ def _fleet_text(metrics: Mapping[str, float], replicas: tuple[ReplicaSnapshot, .
     """Return the number of replicas by version, such as ``replicas 3 (2 at 7, 1 at 6)``."""
     serving = Counter(replica.version for replica in replicas if replica.state == "serving")
     if not serving:
-        count = metrics.get("rollout/replicas")
+        count = metrics.get(metric_names.REPLICAS)
         return f"replicas {'-' if count is None else format(count, '.0f')}"
     versions = ", ".join(
         f"{count} at {version}" for version, count in sorted(serving.items())[::-1]
@@ -138,14 +139,14 @@ def _cells(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     )
     # Groups that are mixed (kept), all right and all wrong.
     return [
-        ("reward", number("critic/rewards/mean", ".2f")),
+        ("reward", number(metric_names.REWARD, ".2f")),
         ("kept/right/wrong", groups),
         ("generated÷trained", number("train/generated_per_trained_tokens", ".2f")),
-        ("staleness", number("train/staleness_max", ".0f")),
-        ("tokens/s", number("rollout/tokens_per_s", ",.0f")),
-        ("trainer idle", number("trainer/idle_share", ".0%")),
-        ("rollout idle", number("rollout/idle_share", ".0%")),
-        ("s/step", number("timing_s/step", ".2f")),
+        ("staleness", number(metric_names.STALENESS_MAX, ".0f")),
+        ("tokens/s", number(metric_names.TOKENS_PER_S, ",.0f")),
+        ("trainer idle", number(metric_names.TRAINER_IDLE, ".0%")),
+        ("rollout idle", number(metric_names.ROLLOUT_IDLE, ".0%")),
+        ("s/step", number(metric_names.STEP_S, ".2f")),
     ]
 
 

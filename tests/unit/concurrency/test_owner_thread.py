@@ -95,18 +95,18 @@ def test_a_call_after_retirement_ends_at_once() -> None:
         owner.run(lambda: None, timeout_s=60, stop_reason=_never, peer="p", phase="calling")
 
 
-async def test_calls_that_are_awaited_or_posted_run_in_order_in_the_thread() -> None:
+async def test_calls_that_are_submitted_or_awaited_run_in_order_in_the_thread() -> None:
     owner, seen = OwnerThread("owner"), list[str]()
 
     def fail() -> None:
         raise ValueError("broken")
 
-    owner.post(lambda: seen.append("posted"))
-    owner.post(fail)  # is logged, and the thread lives on
-    assert await owner.call(lambda: threading.current_thread().name) == "owner"
+    first = owner.submit(lambda: seen.append("first"))
     with pytest.raises(ValueError, match="broken"):
         await owner.call(fail)
+    assert first.done()
+    assert await owner.call(lambda: threading.current_thread().name) == "owner"
     owner.submit(lambda: seen.append("last")).result(5)
-    assert seen == ["posted", "last"]
+    assert seen == ["first", "last"]
     owner.retire(lambda: None, within_s=5)
     assert wait_for_retired_threads(5) == 0

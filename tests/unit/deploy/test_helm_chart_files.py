@@ -9,7 +9,7 @@ import yaml
 
 from sluice.cli.run.certificates import certs
 from sluice.launch.network_layout import COMPUTE_IMAGE, REWARD_IMAGE
-from sluice.telemetry.instruments.reward import DEMAND_REPLICAS
+from sluice.telemetry.metric_names import instrument
 from tools.helm_test.value_sets import CHART, ROOT, documented_values
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
@@ -22,7 +22,8 @@ def test_names_are_those_of_the_rest_of_the_project(tmp_path: Path) -> None:
     images = VALUES["image"]
     assert images["compute"]["repository"] == COMPUTE_IMAGE
     assert images["reward"]["repository"] == REWARD_IMAGE
-    assert VALUES["rollout"]["autoscaling"]["metric"]["name"] == DEMAND_REPLICAS.name
+    demand = VALUES["rollout"]["autoscaling"]["metric"]["name"]
+    assert instrument(demand).name == "sluice_rollout_demand_replicas"
     certs(out=tmp_path / "certs", host=None, days=1, force=False)
     made = {file.name for file in (tmp_path / "certs").iterdir()}
     assert set(VALUES["security"]["files"].values()) <= made

@@ -18,7 +18,7 @@ from services.reward.metrics import (
     fleet_facts,
 )
 from sluice.config.loading.loader import load_config
-from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics import Distribution, InstrumentReading
 from sluice.types import TrainGroup
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
@@ -76,7 +76,7 @@ async def test_counts_of_a_batch_are_those_of_the_status() -> None:
     assert values[("sluice_reward_received_tokens_total",)] == status["reward/tokens/received"]
     assert values[("sluice_reward_batches_total",)] == 1.0
     assert values[("sluice_rollout_demand_replicas",)] == 1.0
-    assert {one.instrument for one in found.values()} <= set(INSTRUMENTS["reward"])
+    assert {one.instrument for one in found.values()} <= set(instruments()["reward"])
 
 
 async def test_staleness_and_time_to_fill_are_told_of_every_batch() -> None:
@@ -93,7 +93,7 @@ async def test_staleness_and_time_to_fill_are_told_of_every_batch() -> None:
     assert isinstance(staleness, Distribution)
     assert isinstance(fills, Distribution)
     assert staleness.cumulative[:2] == ((0.0, 0), (1.0, 8))
-    assert fills.count == 1
+    assert fills.cumulative[-1][1] == 1
     assert found[("sluice_reward_responses_at_bound_total",)].value == 8.0
 
 

@@ -14,7 +14,7 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.client import open_channel, rollout_stub
 from sluice.rpc.server import RpcServer
-from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.tracing import TRACER, TraceContext
 from tests.support.causal_lms import reference_model, running_engine, save_config
 from tests.support.replica_process import ToyEncoder
@@ -53,7 +53,7 @@ def test_every_counter_of_the_engine_is_shown() -> None:
         ("sluice_replica_seconds_total", "idle"): 2.0,
         ("sluice_replica_seconds_total", "generating"): 1.5,
     }
-    assert {name for name, *_ in found} == {one.name for one in INSTRUMENTS["rollout"]}
+    assert {name for name, *_ in found} == {one.name for one in instruments()["rollout"]}
 
 
 def test_time_with_running_samples_is_no_progress_unless_tokens_come() -> None:

@@ -20,17 +20,17 @@ from sluice.errors import ConfigError, EngineError, ExhaustedError, NotReadyErro
 from sluice.rpc import metrics as module
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.credentials import CERTIFICATE_ENDS, service_credentials
-from sluice.rpc.metrics import ProcessName, process_readings, served_metrics
+from sluice.rpc.metrics import DiskSpace, ProcessName, process_readings, served_metrics
 from sluice.security.certificates import ends_of_validity
 from sluice.security.development_ca import DevelopmentCa
 from sluice.telemetry import process
-from sluice.telemetry.metrics import InstrumentReading, gauge
-from sluice.telemetry.process import DiskSpace
+from sluice.telemetry.metric_names import Instrument
+from sluice.telemetry.metrics import InstrumentReading
 from tests.support.certified import authority, write_security
 from tests.support.scraped import fetch, names, parsed, targets, value
 from tests.support.source_tree import ROOT
 
-LEVEL = gauge("sluice_level", "metres", "Of the water.")
+LEVEL = Instrument(name="sluice_level", unit="metres", meaning="Of the water.")
 WHO = ProcessName("reward", "reward", 2)
 
 
@@ -39,7 +39,7 @@ def settings(run_dir: Path) -> ServiceConfig:
 
 
 def level() -> list[InstrumentReading]:
-    return [LEVEL.at(3.0)]
+    return [InstrumentReading(LEVEL, 3.0)]
 
 
 async def test_the_page_holds_the_services_readings_and_those_of_every_process(
@@ -162,11 +162,8 @@ async def test_a_file_system_that_hangs_silences_nothing(
 
 
 def reported(run_dir: Path) -> dict[tuple[Any, ...], Any]:
-    disk = DiskSpace(run_dir)
-    disk.start()
-    found = {(r.instrument.name, *r.labels): r.value for r in process_readings(WHO, disk)}
-    disk.stop()
-    return found
+    disk = DiskSpace("disk space", lambda: process.disk_capacity(run_dir))
+    return {(r.instrument.name, *r.labels): r.value for r in process_readings(WHO, disk)}
 
 
 def test_a_refusal_by_a_quota_is_counted_under_its_setting(tmp_path: Path) -> None:

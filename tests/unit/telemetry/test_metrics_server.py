@@ -10,17 +10,18 @@ from contextlib import closing, contextmanager
 import pytest
 
 from sluice.telemetry import metrics_page
-from sluice.telemetry.metrics import InstrumentReading, gauge
+from sluice.telemetry.metric_names import Instrument
+from sluice.telemetry.metrics import InstrumentReading
 from sluice.telemetry.metrics_page import MetricsPage
 from tests.support.loopback import needs_ipv6
 from tests.support.scraped import fetch, parsed, value
 
-LEVEL = gauge("sluice_level", "metres", "Of the water.")
+LEVEL = Instrument(name="sluice_level", unit="metres", meaning="Of the water.")
 
 
 @contextmanager
 def served(
-    read: Callable[[], Iterable[InstrumentReading]] = lambda: [LEVEL.at(1.0)],
+    read: Callable[[], Iterable[InstrumentReading]] = lambda: [InstrumentReading(LEVEL, 1.0)],
     host: str = "127.0.0.1",
 ) -> Iterator[str]:
     with closing(MetricsPage(read, host, 0)) as page:
@@ -37,7 +38,7 @@ def test_the_page_is_answered_and_nothing_else_is_there(host: str) -> None:
 
 
 def test_a_page_that_fails_is_an_error_and_the_next_one_is_answered() -> None:
-    answers = iter([ValueError("broken"), LEVEL.at(2.0)])
+    answers = iter([ValueError("broken"), InstrumentReading(LEVEL, 2.0)])
 
     def read() -> Iterable[InstrumentReading]:
         answer = next(answers)

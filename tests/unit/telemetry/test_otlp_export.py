@@ -57,4 +57,4 @@ def test_a_dead_collector_costs_its_spans_and_is_logged_once(
         TRACER.stop()
         queue.writer.close(WAIT_S)
     assert queue.writer.num_dropped == 1
-    assert caplog.text.count("the collector does not take them") == 1
+    assert caplog.text.count("the collector does not accept them") == 1

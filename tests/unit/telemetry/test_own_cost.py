@@ -7,7 +7,7 @@ import time
 
 from sluice.concurrency.threads import WriteError
 from sluice.telemetry.otel import OtelRecorder, SpanQueue
-from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart
+from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart, charged_cpu
 from sluice.telemetry.tracing import SpanName, Tracer
 
 SPUN_S = 0.05
@@ -34,27 +34,30 @@ def send_one_span(*, takes: bool) -> None:
     queue.writer.close(30.0)
 
 
-def spans_so_far(outcome: SpanOutcome) -> int:
+def spans_so_far(outcome: SpanOutcome) -> float:
     return SPANS.counts().get((outcome,), 0)
 
 
+def cpu_so_far(part: TelemetryPart) -> float:
+    return TELEMETRY_CPU.counts().get((part,), 0.0)
+
+
 def test_what_an_exporter_computes_counts_for_spans_and_waiting_does_not() -> None:
-    before = TELEMETRY_CPU.seconds()
+    spans_s, scrapes_s = map(cpu_so_far, TelemetryPart)
     send_one_span(takes=True)
-    with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
+    with charged_cpu(TelemetryPart.SCRAPES):
         time.sleep(SPUN_S)
-    after = TELEMETRY_CPU.seconds()
-    assert after[TelemetryPart.SPANS] - before[TelemetryPart.SPANS] >= SPUN_S
-    assert after[TelemetryPart.SCRAPES] - before[TelemetryPart.SCRAPES] < SPUN_S
+    assert cpu_so_far(TelemetryPart.SPANS) - spans_s >= SPUN_S
+    assert cpu_so_far(TelemetryPart.SCRAPES) - scrapes_s < SPUN_S
 
 
 def test_another_thread_computes_for_itself() -> None:
-    before = TELEMETRY_CPU.seconds()[TelemetryPart.SCRAPES]
-    with TELEMETRY_CPU.charged(TelemetryPart.SCRAPES):
+    before = cpu_so_far(TelemetryPart.SCRAPES)
+    with charged_cpu(TelemetryPart.SCRAPES):
         other = threading.Thread(target=spin, args=(10 * SPUN_S,))
         other.start()
         other.join()
-    assert TELEMETRY_CPU.seconds()[TelemetryPart.SCRAPES] - before < 10 * SPUN_S
+    assert cpu_so_far(TelemetryPart.SCRAPES) - before < 10 * SPUN_S
 
 
 def test_spans_are_counted_by_what_became_of_them() -> None:

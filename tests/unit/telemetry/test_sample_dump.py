@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry.samples import DumpedSample, dump_text, write_dump
+from sluice.telemetry.samples import DumpedSample, write_dump
 
 
 def test_a_row_has_verls_columns_first_and_the_scorers_after_them(tmp_path: Path) -> None:
@@ -39,16 +39,17 @@ def test_a_step_dumped_again_replaces_the_file(tmp_path: Path) -> None:
     assert len((tmp_path / "1.jsonl").read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_every_reader_can_parse_what_is_no_number() -> None:
+def test_every_reader_can_parse_what_is_no_number(tmp_path: Path) -> None:
     extras = {"a": float("nan"), "nested": {"b": [float("inf"), 1.0]}, "path": Path("x")}
-    text = dump_text([DumpedSample("i", "o", "g", float("nan"), extras)], 1)
-    row = json.loads(text, parse_constant=pytest.fail)
+    file = write_dump(tmp_path, [DumpedSample("i", "o", "g", float("nan"), extras)], 1)
+    row = json.loads(file.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert row["score"] is None
     assert row["a"] is None
     assert row["nested"] == {"b": [None, 1.0]}
     assert row["path"] == "x"
 
 
-def test_an_extra_named_like_a_column_of_the_dump_does_not_replace_it() -> None:
-    row = json.loads(dump_text([DumpedSample("i", "o", "g", 0.5, {"score": 9, "step": 9})], 3))
+def test_an_extra_named_like_a_column_of_the_dump_does_not_replace_it(tmp_path: Path) -> None:
+    file = write_dump(tmp_path, [DumpedSample("i", "o", "g", 0.5, {"score": 9, "step": 9})], 3)
+    row = json.loads(file.read_text(encoding="utf-8"))
     assert (row["score"], row["step"]) == (0.5, 3)

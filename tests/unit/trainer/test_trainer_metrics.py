@@ -12,7 +12,7 @@ from services.trainer.fleet.members import Fleet
 from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.telemetry import RunHistory, TrainerMetrics
 from sluice.algorithm.accounting import ReplicaCounters, run_accounts
-from sluice.telemetry.instruments import INSTRUMENTS
+from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics import Distribution
 from sluice.types import ReplicaInfo
 
@@ -27,7 +27,7 @@ def metrics() -> TrainerMetrics:
 
 def reported(of: TrainerMetrics) -> Mapping[tuple[str, ...], float | Distribution]:
     readings = list(of.readings())
-    assert {one.instrument for one in readings} <= set(INSTRUMENTS["trainer"])
+    assert {one.instrument for one in readings} <= set(instruments()["trainer"])
     found = {(one.instrument.name, *one.labels): one.value for one in readings}
     assert len(found) == len(readings)
     return found
@@ -116,7 +116,7 @@ def test_the_last_step_and_the_last_validation_are_exported() -> None:
     assert ("sluice_trainer_entropy_nats",) not in found
     waits = found[("sluice_trainer_batch_wait_seconds",)]
     assert isinstance(waits, Distribution)
-    assert (waits.count, waits.total) == (2, pytest.approx(0.4))
+    assert (waits.cumulative[-1][1], waits.total) == (2, pytest.approx(0.4))
 
 
 def test_weight_updates_are_exported_by_encoding_and_phase() -> None:
