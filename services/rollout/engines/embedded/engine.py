@@ -227,15 +227,17 @@ class TorchCore(EngineCore[TorchRun]):
         self._has_turn = self.loop.has_work and not self._is_closed and self._broken is None
         if not self._has_turn:
             return
+        events = asyncio.get_running_loop()
+        if self._gathers():
+            # Two turns of the event loop, as a command that came meanwhile needs: the first turn
+            # begins its coroutine, and the second runs it.
+            events.call_soon(events.call_soon, self._turn)
+            return
         try:
-            if not self._gathers():
-                self.loop.step()
+            self.loop.step()
         except Exception as error:  # noqa: BLE001 - the loop ends: callers get the error
             self._break(error)
-        # Two turns of the event loop, as a command that came during the step needs: the first turn
-        # begins its coroutine, and the second runs it.
-        events = asyncio.get_running_loop()
-        events.call_soon(events.call_soon, self._turn)
+        events.call_soon(self._turn)
 
     def _gathers(self) -> bool:
         """Let an idle engine wait for requests that come together, as those of a train batch do.
