@@ -24,11 +24,13 @@ settings.load_profile("sluice")
 # Seconds; a mark on the test itself wins. They end what hangs and say nothing about speed.
 TIME_LIMIT_S = {"multiprocess": 300, "architecture": 180}
 DEFAULT_TIME_LIMIT_S = 60
-SLOW_MODULES = frozenset(
-    line
+_SLOW_LINES = [
+    line.split()
     for line in (TESTS / "slow_modules.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
-)
+]
+# Seconds by module; most of those without a figure take about as many.
+SLOW_MODULES = {name: float(seconds[0]) if seconds else 5.0 for name, *seconds in _SLOW_LINES}
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +40,15 @@ def _no_service_has_run_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest modules first, so that no worker starts one when the others are done.
+    items.sort(key=lambda item: -SLOW_MODULES.get(_module(item), 0.0))
     for item in items:
-        if item.path.relative_to(TESTS).as_posix() in SLOW_MODULES:
+        if _module(item) in SLOW_MODULES:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("timeout") is None:
             tier = item.path.relative_to(TESTS).parts[0]
             item.add_marker(pytest.mark.timeout(TIME_LIMIT_S.get(tier, DEFAULT_TIME_LIMIT_S)))
+
+
+def _module(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).as_posix()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _LAST_LINES = 20
@@ -49,8 +52,8 @@ def output_of(
         raise CommandError(f"{text}: no end within {timeout_s:g} s") from error
     if done.returncode != 0:
         lines = (done.stdout.splitlines() + done.stderr.splitlines())[-_LAST_LINES:]
-        said = "".join(f"\n  {line}" for line in lines)
-        raise CommandError(f"{text}: exit code {done.returncode}{said}")
+        output = "".join(f"\n  {line}" for line in lines)
+        raise CommandError(f"{text}: exit code {done.returncode}{output}")
     return done.stdout
 
 
@@ -89,3 +92,45 @@ def ensure_programs(programs: Sequence[str], packages: Sequence[str], variable: 
             f"{', '.join(missing)}: not found; install it, or on Debian set {variable}=1 to have "
             f"{', '.join(packages)} installed"
         )
+
+
+@contextmanager
+def started(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    ends_within_s: float = 60.0,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program within the block: its output goes to a file, its children end with it."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        end(process, ends_within_s)
+
+
+def end(process: subprocess.Popen[bytes], within_s: float) -> None:
+    """End a process of a session of its own; kill the session if that takes longer."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_port() -> int:
+    """Return a free port of the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

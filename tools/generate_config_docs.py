@@ -14,8 +14,14 @@ from pathlib import Path
 
 from msgspec import UNSET
 
-from sluice.config.catalogue.table import SECTIONS, KeyStatus, section_of, spellings
-from sluice.config.explain import KeyDescription, all_keys
+from sluice.config.catalogue.table import (
+    SECTIONS,
+    Entry,
+    KeyStatus,
+    catalogue,
+    section_of,
+    spellings,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -59,7 +65,7 @@ the nearest keys. Nothing is ignored in silence: every key has one of these stan
 
 def page() -> str:
     """Return the whole page."""
-    keys = all_keys()
+    keys = list(catalogue().values())
     parts = [INTRODUCTION, _summary(keys)]
     for prefix, title in SECTIONS.items():
         own = [key for key in keys if section_of(key.path) == prefix]
@@ -69,12 +75,12 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _summary(keys: Sequence[KeyDescription]) -> str:
+def _summary(keys: Sequence[Entry]) -> str:
     rows = [(str(status), str(sum(key.status is status for key in keys))) for status in KeyStatus]
     return f"{_table(('standing', 'keys'), [*rows, ('all', str(len(keys)))])}"
 
 
-def _section(title: str, prefix: str, keys: Sequence[KeyDescription]) -> str:
+def _section(title: str, prefix: str, keys: Sequence[Entry]) -> str:
     heading = f"`{prefix}`: {title}" if prefix else title.capitalize()
     parts = [f"## {heading}\n"]
     for status, (words, columns, row) in _TABLES.items():
@@ -84,24 +90,24 @@ def _section(title: str, prefix: str, keys: Sequence[KeyDescription]) -> str:
     return "\n".join(parts)
 
 
-def _honoured(key: KeyDescription) -> tuple[str, ...]:
+def _honoured(key: Entry) -> tuple[str, ...]:
     return _name(key), _takes(key), _default(key), _explanation(key)
 
 
-def _mapped(key: KeyDescription) -> tuple[str, ...]:
+def _mapped(key: Entry) -> tuple[str, ...]:
     return _name(key), _takes(key), _default(key), f"{_explanation(key)} *Here* it {key.instead}."
 
 
-def _inapplicable(key: KeyDescription) -> tuple[str, ...]:
+def _inapplicable(key: Entry) -> tuple[str, ...]:
     below = "any keys below" if key.is_block else _takes(key)
     return _name(key), below, f"{_explanation(key)} *Here:* {key.instead}."
 
 
-def _refused(key: KeyDescription) -> tuple[str, ...]:
+def _refused(key: Entry) -> tuple[str, ...]:
     return _name(key), _default(key), f"{_explanation(key)} *Here:* {key.instead}."
 
 
-_Row = Callable[[KeyDescription], tuple[str, ...]]
+_Row = Callable[[Entry], tuple[str, ...]]
 _TABLES: dict[KeyStatus, tuple[str, tuple[str, ...], _Row]] = {
     KeyStatus.HONOURED: ("", ("key", "takes", "default", "meaning"), _honoured),
     KeyStatus.MAPPED: ("Mapped:", ("key", "takes", "default", "meaning"), _mapped),
@@ -118,20 +124,20 @@ _TABLES: dict[KeyStatus, tuple[str, tuple[str, ...], _Row]] = {
 }
 
 
-def _name(key: KeyDescription) -> str:
+def _name(key: Entry) -> str:
     return f"`{key.path}`"
 
 
-def _takes(key: KeyDescription) -> str:
+def _takes(key: Entry) -> str:
     return f"{key.takes}, in {key.unit}" if key.unit else key.takes
 
 
-def _default(key: KeyDescription) -> str:
+def _default(key: Entry) -> str:
     default = "" if key.default is UNSET else f"`{json.dumps(key.default, ensure_ascii=False)}`"
     return f"{default} (verl: {key.verl_default})" if key.verl_default else default
 
 
-def _explanation(key: KeyDescription) -> str:
+def _explanation(key: Entry) -> str:
     """Return meaning, effect and advice as sentences."""
     labelled = (
         ("", key.meaning),

@@ -1,10 +1,11 @@
-"""Phases of a tool with their seconds, and waits with a deadline."""
+"""Phases of a tool with their seconds, waits with a deadline, and the tool's last line."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 
@@ -15,18 +16,12 @@ class PhaseError(Exception):
 class Phases:
     """Seconds by name, in order; printed as they come."""
 
-    def __init__(self, seconds: dict[str, float] | None = None, prefix: str = "") -> None:
-        self.seconds: dict[str, float] = {} if seconds is None else seconds
-        self._prefix = prefix
-
-    def named(self, part: str) -> Phases:
-        """For a part of the work, whose name comes before the phases'; the same seconds."""
-        return Phases(self.seconds, f"{part}: ")
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block."""
-        name = f"{self._prefix}{name}"
         began_s = time.monotonic()
         say(f"{name} ...")
         try:
@@ -36,8 +31,10 @@ class Phases:
             say(f"{name}: {self.seconds[name]:g} s")
 
 
-def until(what: str, holds: Callable[[], bool], *, timeout_s: float, interval_s: float) -> None:
-    """Wait.
+def until(
+    what: str, holds: Callable[[], object], *, timeout_s: float, interval_s: float = 0.2
+) -> None:
+    """Poll until `holds` is true.
 
     Raises:
         PhaseError: it did not come true in time.
@@ -50,6 +47,15 @@ def until(what: str, holds: Callable[[], bool], *, timeout_s: float, interval_s:
 
 
 def say(text: str) -> None:
-    """One line for people."""
+    """Print one line for people."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def conclude(report: Mapping[str, object], problems: Sequence[str]) -> int:
+    """Print the problems, then the report as the last line, a JSON object; return the exit code."""
+    for problem in problems:
+        say(f"FAILED: {problem}")
+    last = {"passed": not problems, **report, "problems": list(problems)}
+    sys.stdout.write(json.dumps(last) + "\n")
+    return 1 if problems else 0

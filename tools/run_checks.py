@@ -105,21 +105,23 @@ def pytest_runs() -> Iterator[tuple[str, list[str]]]:
 def missing_slow_modules() -> list[str]:
     """Return modules of tests/slow_modules.txt that moved or went."""
     lines = (ROOT / "tests" / "slow_modules.txt").read_text(encoding="utf-8").splitlines()
-    names = [line for line in lines if line and not line.startswith("#")]
+    names = [line.split()[0] for line in lines if line and not line.startswith("#")]
     return [name for name in names if not (ROOT / "tests" / name).is_file()]
 
 
 def run_tests(name: str, arguments: Sequence[str]) -> Result:
     """Run pytest and pass its output on as it comes.
 
-    A worker for every core; tests of one file stay with one worker and in order, since they may
-    share fixtures that are expensive.
+    A worker for every core, and one more for processes that wait for each other. Tests of one file
+    stay with one worker and in order, since they may share fixtures that are expensive. Files run
+    in the order of `tests/conftest.py`.
     """
-    workers = str(max(2, os.cpu_count() or 1))
+    waits = f"tests/{SEPARATE_TIER}" in arguments
+    workers = str(max(2, os.cpu_count() or 1) + waits)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        parallel = ["-n", workers, "--dist", "loadfile"]
+        parallel = ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
         command = [PYTHON, "-m", "pytest", "-q", f"--junitxml={report}", *parallel, *arguments]
         status = subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
         counts = read_counts(report)

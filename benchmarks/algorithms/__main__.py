@@ -8,13 +8,11 @@ one JSON object with the accuracy before and after for each, and the seconds.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.reporting import ROOT
+from benchmarks.reporting import ROOT, print_report, quickstart
 
 UNFILTERED = "algorithm.filter_groups.enable=false"
 ALGORITHMS: Mapping[str, Sequence[str]] = {
@@ -48,20 +46,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "algorithms")
     parsed = parser.parse_args(arguments)
-    found = {name: measure(name, parsed.seed, parsed.output / name) for name in parsed.algorithms}
-    sys.stdout.write(json.dumps({"seed": parsed.seed, **found}) + "\n")
-    return 0
-
-
-def measure(name: str, seed: int, run_dir: Path) -> dict[str, float]:
-    """Run the quickstart once; return figures of its summary."""
-    sys.stdout.write(f"{name}\n")
-    sys.stdout.flush()
-    command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--seed", str(seed)]
-    command += ["--run-dir", str(run_dir), *ALGORITHMS[name]]
-    subprocess.run(command, cwd=ROOT, check=True)
-    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    return {figure: summary[figure] for figure in FIGURES}
+    report: dict[str, object] = {"seed": parsed.seed}
+    for name in parsed.algorithms:
+        summary = quickstart(parsed.output / name, parsed.seed, ALGORITHMS[name])
+        report[name] = {figure: summary[figure] for figure in FIGURES}
+    return print_report(report)
 
 
 if __name__ == "__main__":

@@ -15,44 +15,33 @@ contract          cases of the engine contract, passed/total, as docs/engines.md
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
+import re
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 import torch
 
-from benchmarks.engine.contract_record import contract_record
 from benchmarks.engine.peer import PROMPT_TOKENS, TRANSFORMERS
-from benchmarks.engine.shapes import SHAPES, Shape, bandwidth_share
-from benchmarks.reporting import ROOT, print_line
-from sluice.device.cpu import CpuDevice
+from benchmarks.engine.shapes import SHAPES, Shape
+from benchmarks.peers import Fleet, PeerProcess
+from benchmarks.reporting import ROOT, print_line, print_report
 from sluice.types import TensorSpec
-from sluice.weights.plan import WeightBuffer, plan_transfer
-from sluice.weights.sender import WeightSender
 
 TORCH, VLLM, SGLANG = "torch", "vllm", "sglang"
-ENGINES = (TORCH, VLLM, SGLANG)
 COUNTS = (1, 16, 64, 128)
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
-_NEVER = threading.Event()
-_TIMEOUT_S = 120.0
-_BUSY = 64
+_BUSY, _BUCKET_MB = 64, 32
 _LONG_S = 20.0
 
 
@@ -65,7 +54,6 @@ class Workload:
     repeats: int
     updates: int
     dtype: str
-    device: str
 
     @property
     def slots(self) -> int:
@@ -78,30 +66,39 @@ class Workload:
         return -(-(PROMPT_TOKENS + self.new_tokens) // 64) * 64
 
 
-def _environment(engine: str, device: str) -> dict[str, str]:
-    """Return a peer's environment; on the CPU, SGLang has stand-ins for packages that need CUDA."""
-    environment = _ENVIRONMENT | os.environ
-    if engine == SGLANG and device == "cpu":
-        environment["PYTHONPATH"] = str(ROOT / "tests" / "engine_sglang" / "stand_ins")
-    return environment
+def _environment(engine: str) -> dict[str, str]:
+    """Return a peer's environment; SGLang has stand-ins for packages that need CUDA."""
+    stand_ins = {"PYTHONPATH": str(ROOT / "tests" / "engine_sglang" / "stand_ins")}
+    return _ENVIRONMENT | (stand_ins if engine == SGLANG else {})
+
+
+def contract_record(page: str) -> dict[str, str]:
+    """Return ``passed/total`` cases of the engine contract, as docs/engines.md records them."""
+    table = page.partition("<!-- rules: begin -->")[2].partition("<!-- rules: end -->")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("|")
+    ]
+    found = {}
+    for column, name in enumerate(rows[0][1:], 1):
+        text = " ".join(row[column] for row in rows[2:])
+        kept = sum(int(count) for count in re.findall(r"kept \((\d+)\)", text))
+        broken = re.findall(r"\*\*broken\*\* \((\d+) of (\d+)\)", text)
+        kept += sum(int(total) - int(count) for count, total in broken)
+        found[name] = f"{kept}/{kept + sum(int(count) for count, _ in broken)}"
+    return found
 
 
 class Peer:
-    """A process of `engine.peer` that serves a model; this process is its trainer."""
+    """A process that serves a model; this process is its trainer."""
 
     def __init__(self, engine: str, python: str, folder: Path, workload: Workload) -> None:
-        self.engine = engine
+        self.engine, self._stack = engine, ExitStack()
         began_s = time.perf_counter()
-        self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.engine.peer"],
-            cwd=ROOT,
-            env=_environment(engine, workload.device),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._sender: WeightSender | None = None
-        self._version = 0
+        process = PeerProcess("benchmarks.engine.peer", python, _environment(engine))
+        self._process = self._stack.enter_context(closing(process))
+        self._fleet: Fleet | None = None
         try:
             self._start(folder, workload)
             self.draw(1, 1)
@@ -111,94 +108,41 @@ class Peer:
         self.startup_s = time.perf_counter() - began_s
 
     def _start(self, folder: Path, workload: Workload) -> None:
-        layout = self._call(
+        layout = self._process.call(
             "start",
             engine=self.engine,
             folder=str(folder),
             dtype=workload.dtype,
-            device=workload.device,
             slots=workload.slots,
             tokens=workload.context,
         )["layout"]
-        if layout is None:
+        if layout is None:  # it has weights of its own
             return
-        specs = tuple(msgspec.convert(spec, TensorSpec) for spec in layout)
-        self._weights = WeightBuffer(plan_transfer(specs, 4096))
-        for tensor in self._weights.tensors.values():
-            tensor.normal_(std=0.05)
-        self._sender = WeightSender(device=CpuDevice(), bucket_bytes=32 << 20, timeout_s=_TIMEOUT_S)
-        spec = self._sender.form_group(1, ["engine"], specs)["engine"]
-        self._send("join", spec=msgspec.to_builtins(spec))
-        self._sender.join(_NEVER)
-        self._answer()
-        self.update()
-
-    @property
-    def takes_updates(self) -> bool:
-        """Whether weights can be sent to it."""
-        return self._sender is not None
-
-    def update(self) -> float:
-        """Send all weights as the next version; return the seconds without a token for it."""
-        assert self._sender is not None
-        self._version += 1
-        self._send("stage", epoch=1, version=self._version)
-        report = self._sender.broadcast(self._weights, self._version, _NEVER)
-        assert self._answer()["digest"] == report.digest
-        done = self._call("commit", epoch=1, version=self._version, digest=report.digest)
-        return float(done["stall_s"])
+        specs = [msgspec.convert(spec, TensorSpec) for spec in layout]
+        fleet = Fleet([self._process], specs, _BUCKET_MB)
+        self._fleet = self._stack.enter_context(closing(fleet))
+        fleet.form(fleet.replicas)
+        fleet.update()
 
     def draw(self, sequences: int, new_tokens: int) -> float:
         """Return the tokens per second of one run."""
-        found = self._call("draw", sequences=sequences, new_tokens=new_tokens)
+        found = self._process.call("draw", sequences=sequences, new_tokens=new_tokens)
         if found["tokens"] != sequences * new_tokens:
             raise RuntimeError(f"{self.engine}: {found['tokens']} tokens of {sequences} sequences")
         return float(found["tokens"] / found["seconds"])
 
-    def stalls(self, workload: Workload) -> list[float]:
-        """Return the seconds of each stall when updates come while it generates."""
-        self._call("busy", sequences=_BUSY, new_tokens=workload.new_tokens)
-        ends_s = time.monotonic() + _TIMEOUT_S
-        while self._call("load")["slots_busy"] < _BUSY:
-            if time.monotonic() > ends_s:
-                raise RuntimeError(f"{self.engine}: {_BUSY} sequences do not run at once")
-            time.sleep(0.01)
-        stalls = [self.update() for _ in range(workload.updates)]
-        self._call("quiet")
-        return stalls
-
-    def bytes_per_s(self) -> float:
-        """Return what its device's memory gives."""
-        return float(self._call("bandwidth")["bytes_per_s"])
+    def stall_ms(self, workload: Workload) -> float | None:
+        """Return the median stall of updates while it generates; None if it takes no updates."""
+        if self._fleet is None:
+            return None
+        self._process.call("busy", sequences=_BUSY, new_tokens=workload.new_tokens)
+        stalls = [self._fleet.update()[1] for _ in range(workload.updates)]
+        self._process.call("quiet")
+        return round(1000 * median(stalls), 1)
 
     def close(self) -> None:
-        """End the process; kill it if it does not end."""
-        if self._sender is not None:
-            self._sender.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _call(self, op: str, **arguments: object) -> dict[str, Any]:
-        self._send(op, **arguments)
-        return self._answer()
-
-    def _send(self, op: str, **arguments: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.engine}: its process ended; its error is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        """End the process."""
+        self._stack.close()
 
 
 @dataclass(slots=True)
@@ -208,7 +152,6 @@ class Measured:
     startup_s: dict[str, float] = field(default_factory=dict)
     rates: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     stall_ms: dict[str, float] = field(default_factory=dict)
-    bandwidth: dict[str, float] = field(default_factory=dict)
 
     def ratio(self, engine: str, other: str, sequences: int) -> float | None:
         """Return the median of the ratios of neighbouring runs; none without runs of both."""
@@ -236,12 +179,9 @@ def measure(shape: Shape, pythons: Mapping[str, str], workload: Workload) -> Mea
             found.rates[count] = _in_turns(peers, count, workload)
             print_line(f"  {count} sequences, tokens/s: {found.tokens_per_s()[str(count)]}")
         for peer in peers:
-            if peer.takes_updates:
-                found.stall_ms[peer.engine] = round(1000 * median(peer.stalls(workload)), 1)
+            if (stall_ms := peer.stall_ms(workload)) is not None:
+                found.stall_ms[peer.engine] = stall_ms
         print_line(f"  ms without a token for an update: {found.stall_ms}")
-        if workload.device != "cpu":
-            found.bandwidth = _shares(found, shape, workload, peers[0].bytes_per_s())
-            print_line(f"  share of the memory's speed: {found.bandwidth}")
     return found
 
 
@@ -260,19 +200,6 @@ def _in_turns(peers: Sequence[Peer], count: int, workload: Workload) -> dict[str
         for peer in quick:
             rates[peer.engine].append(peer.draw(count, workload.new_tokens))
     return rates
-
-
-def _shares(
-    found: Measured, shape: Shape, workload: Workload, bytes_per_s: float
-) -> dict[str, float]:
-    count = max(workload.counts)
-    context = PROMPT_TOKENS + workload.new_tokens / 2
-    return {
-        engine: round(
-            bandwidth_share(shape, workload.dtype, count, context, median(rates), bytes_per_s), 4
-        )
-        for engine, rates in found.rates[count].items()
-    }
 
 
 @contextmanager
@@ -298,7 +225,7 @@ def summary(
     def ratios(other: str) -> dict[str, float | None]:
         return {name: each.ratio(TORCH, other, most) for name, each in found.items()}
 
-    result: dict[str, object] = {
+    return {
         f"torch_vs_vllm_{most}": ratios(VLLM),
         f"torch_vs_hf_{most}": ratios(TRANSFORMERS),
         "startup_s": last.startup_s,
@@ -309,8 +236,6 @@ def summary(
         "update_stall_ms_by_model": {name: each.stall_ms for name, each in found.items()},
         "settings": msgspec.to_builtins(workload),
     }
-    shares = {name: each.bandwidth for name, each in found.items() if each.bandwidth}
-    return result | ({"bandwidth_share": shares} if shares else {})
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -326,7 +251,6 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="of each run, after a warm-up")
     parser.add_argument("--updates", type=int, default=7, help="whose stall is measured")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--quick", action="store_true", help="see that it runs: one short repeat")
     parsed = parser.parse_args(arguments)
     if parsed.quick:
@@ -350,15 +274,13 @@ def main(arguments: Sequence[str]) -> int:
         parsed.repeats,
         parsed.updates,
         parsed.dtype,
-        parsed.device,
     )
-    contract = contract_record((ROOT / "docs" / "engines.md").read_text("utf-8"), ENGINES)
+    contract = contract_record((ROOT / "docs" / "engines.md").read_text("utf-8"))
     found: dict[str, Measured] = {}
     for name in parsed.models:
         print_line(f"{name}: {SHAPES[name].num_parameters / 1e6:.2f} M parameters, {parsed.dtype}")
         found[name] = measure(SHAPES[name], pythons, workload)
-    print_line(json.dumps(summary(found, contract, workload)))
-    return 0
+    return print_report(summary(found, contract, workload))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""One side of `make bench-engine`: an engine, or transformers `generate`, steered by JSON lines.
+"""One side of `make bench-engine` and `make bench-sync`: an engine, or transformers `generate`.
 
-``python -m benchmarks.engine.peer`` in an environment that has the engine. Operations: ``start``
-(engine, model folder, dtype, device, sequences at once, tokens of a sample), ``join`` (spec),
-``stage`` (epoch, version), ``commit`` (epoch, version, digest), ``draw`` (sequences, new tokens; it
-tells tokens and seconds), ``busy`` (draws until ``quiet``), ``load`` (busy slots) and ``bandwidth``
-(of the device). Each is answered by one line when it is done.
+``python -m benchmarks.engine.peer`` in an environment that has the engine. Each public method of
+`Peer` is an operation, answered by one line when it is done.
 """
 
 from __future__ import annotations
@@ -12,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import time
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,44 +21,43 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import msgspec
 import numpy as np
 
+from benchmarks.peers import serve
 from services.rollout.engines.protocol import Engine, GenerationRequest
 from services.rollout.engines.registry import create_engine
 from sluice.config.loading.loader import load_config
 from sluice.types import SamplingParams, TransferGroupSpec
+from sluice.weights import transfer
+from sluice.weights.digest import DIGEST_BYTES, WeightDigests
+from sluice.weights.plan import Bucket, TransferPlan
 
 PROMPT_TOKENS = 20
 TRANSFORMERS = "hf"
-_COPIED_BYTES = 1 << 30
 
 
-class Side(Protocol):
-    """A side that generates tokens."""
+class NoDigest:
+    """In place of `StreamDigest`, to measure what that costs."""
 
-    @property
-    def layout(self) -> object:
-        """The weights to send to it; nothing if it has some."""
-        ...
+    def __init__(self, plan: TransferPlan) -> None:
+        self._plan = plan
 
-    async def draw(self, prompts: np.ndarray, new_tokens: int) -> int:
-        """Generate one sample for each prompt; return the number of tokens that came with a
-        logprob.
-        """
-        ...
+    def absorb(self, bucket: Bucket, content: object) -> None:
+        """Take nothing in."""
+
+    def digests(self) -> WeightDigests:
+        """Return the same for everything."""
+        specs = self._plan.tensors
+        return WeightDigests(specs, (bytes(DIGEST_BYTES),) * len(specs))
 
 
-class EngineSide:
+class _EngineSide:
     """An engine behind the Protocol, made as a replica makes it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-
-    @property
-    def layout(self) -> object:
-        """The engine's."""
-        return msgspec.to_builtins(tuple(self.engine.weight_layout))
+        self.layout: object = msgspec.to_builtins(tuple(engine.weight_layout))
 
     async def draw(self, prompts: np.ndarray, new_tokens: int) -> int:
-        """Make one call a prompt, as the reward service does."""
+        """Return the number of tokens with a logprob; one call a prompt, as the reward service."""
         async with asyncio.TaskGroup() as tasks:
             sampled = [
                 tasks.create_task(self._one(str(number), prompt, new_tokens))
@@ -70,208 +66,171 @@ class EngineSide:
         return sum(task.result() for task in sampled)
 
     async def _one(self, name: str, prompt: np.ndarray, new_tokens: int) -> int:
-        sampling = SamplingParams(1.0, 1.0, -1, new_tokens, 0, (), True)
+        sampling = SamplingParams(1.0, 1.0, -1, new_tokens, 0, (), ignore_eos=True)
         request = GenerationRequest(name, prompt, (0,), sampling)
         async with aclosing(self.engine.generate(request, every_token=False)) as stream:  # type: ignore[type-var]
             return sum([chunk.behavior_logprobs.size async for all_ in stream for chunk in all_])
 
 
-class _LogprobRecorder:
-    """Records the logprob of each sampled token when the next step shows it.
-
-    `output_scores` would keep the scores of all steps, a gigabyte of them.
-    """
-
-    def __init__(self) -> None:
-        self.steps: list[np.ndarray] = []
-        self._scores: Any = None
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:  # noqa: ANN401 - tensors
-        """Take a step of `generate`: its tokens so far and the scores of the next one."""
-        self.note(input_ids)
-        self._scores = scores
-        return scores
-
-    def note(self, input_ids: Any) -> None:  # noqa: ANN401
-        """Record the last token of each row from the scores of the step before."""
-        if self._scores is not None:
-            logprobs = self._scores.float().log_softmax(-1).gather(1, input_ids[:, -1:])
-            self.steps.append(logprobs.cpu().numpy())
-
-
-class TransformersSide:
+class _TransformersSide:
     """`generate` of a model with weights of its own, with the logprobs of sampled tokens."""
 
     layout: object = None
 
-    def __init__(self, folder: str, dtype: str, device: str) -> None:
+    def __init__(self, folder: str, dtype: str) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype)
-        )
+        config = AutoConfig.from_pretrained(folder)
+        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         self._model.generation_config = GenerationConfig(pad_token_id=0)  # no end tokens
-        self._model.to(device).eval()
+        self._model.eval()
 
     async def draw(self, prompts: np.ndarray, new_tokens: int) -> int:
-        """Generate one batch, alone in this process."""
-        torch, model = self._torch, self._model
-        ids = torch.from_numpy(prompts.astype(np.int64)).to(model.device)
+        """Generate one batch, alone in this process; return the number of tokens."""
+        torch = self._torch
+        ids = torch.from_numpy(prompts.astype(np.int64))
+        # `output_scores` would keep the scores of all steps, a gigabyte of them. So the logprob of
+        # each sampled token is taken when the next step shows it.
+        logprobs: list[Any] = []
+        last: list[Any] = []
+
+        def note(input_ids: Any, scores: Any) -> Any:  # noqa: ANN401 - tensors
+            if last:
+                logprobs.append(last.pop().float().log_softmax(-1).gather(1, input_ids[:, -1:]))
+            last.append(scores)
+            return scores
+
         with torch.inference_mode():
-            recorder = _LogprobRecorder()
-            found = model.generate(
+            found = self._model.generate(
                 input_ids=ids,
-                logits_processor=[recorder],
+                logits_processor=[note],
                 attention_mask=torch.ones_like(ids),
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,
                 max_new_tokens=new_tokens,
             )
-            recorder.note(found)
-        return sum(logprobs.size for logprobs in recorder.steps)
+            note(found, None)
+        return sum(step.numel() for step in logprobs)
 
 
-class _Peer:
+class Peer:
+    """Its public methods are the operations."""
+
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._side: Side | None = None
-        self._device, self._vocabulary = "cpu", 0
+        self._side: _EngineSide | _TransformersSide | None = None
+        self._vocabulary = 0
         self._busy: asyncio.Task[None] | None = None
-
-    async def run(self, command: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] | None = await getattr(self, command.pop("op"))(**command)
-        return answer or {}
+        self._bare: Any = None
 
     async def start(
-        self, engine: str, folder: str, dtype: str, device: str, slots: int, tokens: int
+        self, engine: str, folder: str, dtype: str, slots: int, tokens: int
     ) -> dict[str, Any]:
-        self._device = device
+        """Start an engine on a model folder, for samples of so many tokens; return its layout."""
         config = await asyncio.to_thread((Path(folder) / "config.json").read_text, "utf-8")
         self._vocabulary = json.loads(config)["vocab_size"]
         if engine == TRANSFORMERS:
-            self._side = TransformersSide(folder, dtype, device)
+            self._side = _TransformersSide(folder, dtype)
         else:
-            made = create_engine(
-                load_config(None, _keys(engine, folder, dtype, device, slots, tokens))
+            keys = (
+                f"actor_rollout_ref.model.path={folder}",
+                f"actor_rollout_ref.rollout.name={engine}",
+                f"actor_rollout_ref.rollout.dtype={dtype}",
+                f"actor_rollout_ref.rollout.max_num_seqs={slots}",
+                f"actor_rollout_ref.rollout.max_model_len={tokens}",
+                "sluice.rollout.device=cpu",
+                "sluice.rollout.torch_threads=1",
+                "sluice.rollout.batch_invariant=false",
+                "sluice.weights.backend=gloo",
             )
+            made = create_engine(load_config(None, keys))
             await made.start()
-            self._side = EngineSide(made)
+            self._side = _EngineSide(made)
         return {"layout": self._side.layout}
 
     @property
     def _engine(self) -> Engine:
-        assert isinstance(self._side, EngineSide)
+        assert isinstance(self._side, _EngineSide)
         return self._side.engine
 
     async def join(self, spec: dict[str, Any]) -> None:
+        """Join a transfer group."""
         await self._engine.join_group(msgspec.convert(spec, TransferGroupSpec))
 
-    async def stage(self, epoch: int, version: int) -> dict[str, Any]:
-        return {"digest": (await self._engine.stage(epoch, version)).digest}
+    async def stage(self, epoch: int, version: int, digest: bool = True) -> dict[str, Any]:
+        """Stage an update; return its digest, which is nothing but zeros without `digest`."""
+        if digest:
+            return {"digest": (await self._engine.stage(epoch, version)).digest}
+        with patch.object(transfer, "StreamDigest", NoDigest):
+            return {"digest": (await self._engine.stage(epoch, version)).digest}
 
     async def commit(self, epoch: int, version: int, digest: str) -> dict[str, Any]:
+        """Commit an update; return the seconds without a token for it."""
         return {"stall_s": (await self._engine.commit(epoch, version, digest)).stall_s}
 
     async def draw(self, sequences: int, new_tokens: int) -> dict[str, Any]:
+        """Generate; return tokens and seconds."""
         assert self._side is not None
-        prompts = self._prompts(sequences)
-        began_s = time.perf_counter()
+        prompts, began_s = self._prompts(sequences), time.perf_counter()
         tokens = await self._side.draw(prompts, new_tokens)
         return {"tokens": tokens, "seconds": time.perf_counter() - began_s}
 
     async def busy(self, sequences: int, new_tokens: int) -> None:
+        """Generate until `quiet`; answered when all sequences run."""
         self._busy = self._tasks.create_task(self._keep_busy(sequences, new_tokens))
+        async with asyncio.timeout(120):
+            while self._engine.load().slots_busy < sequences:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
 
-    async def load(self) -> dict[str, Any]:
-        return {"slots_busy": self._engine.load().slots_busy}
+    async def quiet(self) -> None:
+        """End what `busy` began."""
+        if self._busy is not None:
+            self._busy.cancel()
+            await asyncio.wait([self._busy], timeout=60)
+            self._busy = None
+
+    async def meet(self, port: int, rank: int, size: int, num_bytes: int) -> None:
+        """Join a default process group of torch.distributed, for `bare`."""
+        import torch
+        import torch.distributed as dist
+
+        self._bare = torch.zeros(num_bytes, dtype=torch.uint8)
+        address = f"tcp://127.0.0.1:{port}"
+        await asyncio.to_thread(
+            dist.init_process_group, "gloo", init_method=address, rank=rank, world_size=size
+        )
+
+    async def bare(self) -> None:
+        """Receive one bare broadcast."""
+        import torch.distributed as dist
+
+        await asyncio.to_thread(dist.broadcast, self._bare, 0)
+
+    async def close(self) -> None:
+        """End the engine."""
+        await self.quiet()
+        if isinstance(self._side, _EngineSide):
+            await self._side.engine.stop()
 
     async def _keep_busy(self, sequences: int, new_tokens: int) -> None:
         assert self._side is not None
         while True:
             await self._side.draw(self._prompts(sequences), new_tokens)
 
-    async def quiet(self) -> None:
-        if self._busy is not None:
-            self._busy.cancel()
-            await asyncio.wait([self._busy], timeout=60)
-            self._busy = None
-
-    async def bandwidth(self) -> dict[str, Any]:
-        return {"bytes_per_s": _bytes_per_s(self._device)}
-
-    async def close(self) -> None:
-        await self.quiet()
-        if isinstance(self._side, EngineSide):
-            await self._side.engine.stop()
-
     def _prompts(self, sequences: int) -> np.ndarray:
         shape = (sequences, PROMPT_TOKENS)
         return np.random.default_rng(0).integers(2, self._vocabulary, shape).astype(np.uint32)
 
 
-def _keys(
-    engine: str, folder: str, dtype: str, device: str, slots: int, tokens: int
-) -> tuple[str, ...]:
-    """Return a replica's configuration."""
-    return (
-        f"actor_rollout_ref.model.path={folder}",
-        f"actor_rollout_ref.rollout.name={engine}",
-        f"actor_rollout_ref.rollout.dtype={dtype}",
-        f"actor_rollout_ref.rollout.max_num_seqs={slots}",
-        f"actor_rollout_ref.rollout.max_model_len={tokens}",
-        f"sluice.rollout.device={device}",
-        "sluice.rollout.torch_threads=1",
-        "sluice.rollout.batch_invariant=false",
-        "sluice.weights.backend=gloo",
-    )
-
-
-def _bytes_per_s(device: str) -> float:
-    """Return bytes read and written by copies within the device's memory; the best of several."""
-    import torch
-
-    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best_s = float("inf")
-    for _ in range(5):
-        _finish(device)
-        began_s = time.perf_counter()
-        target.copy_(source)
-        _finish(device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return 2 * _COPIED_BYTES / best_s
-
-
-def _finish(device: str) -> None:
-    import torch
-
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def _own_output() -> TextIO:
-    """Keep standard output for answers: what engines print goes to the errors."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
-
-
 async def main() -> None:
     """Answer operations until the input ends."""
-    answers = _own_output()
     async with asyncio.TaskGroup() as tasks:
-        peer = _Peer(tasks)
-        try:
-            while line := await asyncio.to_thread(sys.stdin.readline):
-                answers.write(json.dumps(await peer.run(json.loads(line))) + "\n")
-                answers.flush()
-        finally:
-            await peer.close()
+        await serve(Peer(tasks))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MAX_POSITIONS = 2048
 
 
@@ -30,14 +29,6 @@ class Shape:
         norms = 2 * self.hidden + 2 * self.head_dim
         layer = attention + 3 * self.hidden * self.intermediate + norms
         return self.vocabulary * self.hidden + self.layers * layer + self.hidden
-
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights."""
-        return self.num_parameters * _DTYPE_BYTES[dtype]
-
-    def cache_bytes(self, dtype: str) -> int:
-        """Return the bytes of keys and values of one token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * _DTYPE_BYTES[dtype]
 
     def save_config(self, folder: Path) -> None:
         """Write ``config.json``, which is all that an engine needs of a model before weights."""
@@ -66,29 +57,4 @@ class Shape:
 SHAPES: Mapping[str, Shape] = {
     "tiny": Shape(1024, 128, 4, heads=2, kv_heads=1, intermediate=192),
     "10m": Shape(16384, 256, 6, heads=4, kv_heads=2, intermediate=896),
-    "600m": Shape(151936, 1024, 28, heads=16, kv_heads=8, intermediate=3072, head_dim=128),
 }
-
-
-def bandwidth_share(
-    shape: Shape,
-    dtype: str,
-    sequences: int,
-    mean_context: float,
-    tokens_per_s: float,
-    bytes_per_s: float,
-) -> float:
-    """Return the share of the memory's speed that decoding needs at least.
-
-    Each step reads all weights once and the keys and values of every sequence.
-
-    Args:
-        shape: of the model.
-        dtype: of weights and cache.
-        sequences: generated at once.
-        mean_context: tokens of a sequence, averaged over its steps.
-        tokens_per_s: of all sequences.
-        bytes_per_s: that the memory was measured to give.
-    """
-    read = shape.weight_bytes(dtype) + sequences * mean_context * shape.cache_bytes(dtype)
-    return read * tokens_per_s / sequences / bytes_per_s

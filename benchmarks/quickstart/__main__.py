@@ -13,7 +13,7 @@ lists are in the order of the seeds, and keys that end with `_filtered` are of t
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import os
 import statistics
 import subprocess
@@ -22,9 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.quickstart.training_record import AccuracyPoint
-from benchmarks.quickstart.trl_environment import trl_python
-from benchmarks.reporting import ROOT, print_line
+from benchmarks.reporting import ROOT, last_json, print_line, print_report, quickstart
 from sluice.report.run_record import read_run
 
 MEASURE_EVERY = 2
@@ -60,40 +58,57 @@ TRL_ONE_PROCESS = (
 )
 
 
+SUMMARIES = (
+    "seconds_total",
+    "seconds_dapo",
+    "generated_tokens",
+    "trained_tokens",
+    "surplus_discarded",
+    "prompts_lost",
+    "max_staleness_seen",
+)
+_TRL_REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
+# Batch, seconds of training until then, held-out accuracy.
+Point = tuple[int, float, float]
+
+
 @dataclass(frozen=True, slots=True)
 class SluiceRun:
     """A run of sluice; `curve` begins with the untrained model."""
 
     summary: Mapping[str, float]
-    curve: Sequence[AccuracyPoint]
+    curve: Sequence[Point]
     reward_rss_mb: float
-
-
-@dataclass(frozen=True, slots=True)
-class SeedResult:
-    """One seed under both systems. TRL's results are empty where it was left out."""
-
-    unfiltered: SluiceRun
-    filtered: SluiceRun
-    trl: Mapping[str, object]
-    trl_one_process: Mapping[str, object]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit status."""
     parsed = _parse(arguments)
     parsed.output.mkdir(parents=True, exist_ok=True)
-    if parsed.trl:
-        trl_python(parsed.trl_venv)
-    results = [_measure_seed(seed, parsed) for seed in parsed.seeds]
+    ours: dict[str, list[SluiceRun]] = {"": [], "_filtered": []}
+    trl: dict[str, list[Mapping[str, object]]] = {"trl": [], "trl_one_process": []}
+    tunings = {"trl": (), "trl_one_process": TRL_ONE_PROCESS}
+    python = trl_python(parsed.trl_venv) if parsed.trl else None
+    for seed in parsed.seeds:
+        run_dir = parsed.output / f"seed-{seed}"
+        print_line(f"seed {seed}: sluice without a group filter, as TRL trains")
+        ours[""].append(_run_sluice(seed, run_dir, [*parsed.overrides, *UNFILTERED]))
+        for name, tuning in tunings.items():
+            print_line(f"seed {seed}: {name}")
+            trl[name].append(_run_trl(python, seed, parsed, tuning) if python else {})
+        print_line(f"seed {seed}: sluice with DAPO's group filter")
+        filtered = parsed.output / f"seed-{seed}-filtered"
+        ours["_filtered"].append(_run_sluice(seed, filtered, parsed.overrides))
+        starts = {runs[-1].curve[0][2] for runs in ours.values()}
+        if len(starts) > 1:
+            raise SystemExit(
+                f"seed {seed}: the two runs of sluice begin with unlike models (accuracies "
+                f"{sorted(starts)}); remove {parsed.output}, where models of another day may be, "
+                "and run again"
+            )
     model = parsed.output / f"seed-{parsed.seeds[0]}" / "assets" / "model"
     command = [sys.executable, "-m", "benchmarks.quickstart.generate", "--model", str(model)]
-    generate = _last_json(command)
-    report = _report(results, generate, parsed.seeds, parsed.target, parsed.overrides)
-    line = json.dumps(report)
-    (parsed.output / "bench.json").write_text(line + "\n", encoding="utf-8")
-    print_line(line)
-    return 0
+    return print_report(_report(ours, trl, last_json(command), parsed), parsed.output)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -113,138 +128,102 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _measure_seed(seed: int, parsed: argparse.Namespace) -> SeedResult:
-    run_dir = parsed.output / f"seed-{seed}"
-    print_line(f"seed {seed}: sluice without a group filter, as TRL trains")
-    unfiltered = _run_sluice(seed, run_dir, [*parsed.overrides, *UNFILTERED])
-    trl: Mapping[str, object] = {}
-    one_process: Mapping[str, object] = {}
-    if parsed.trl:
-        print_line(f"seed {seed}: TRL")
-        trl = _run_trl(seed, run_dir / "assets", parsed)
-        print_line(f"seed {seed}: TRL in one process")
-        one_process = _run_trl(seed, run_dir / "assets", parsed, TRL_ONE_PROCESS)
-    print_line(f"seed {seed}: sluice with DAPO's group filter")
-    filtered = _run_sluice(seed, parsed.output / f"seed-{seed}-filtered", parsed.overrides)
-    if (start := filtered.curve[0].accuracy) != unfiltered.curve[0].accuracy:
-        raise SystemExit(
-            f"seed {seed}: the two runs of sluice begin with unlike models (accuracy {start} and "
-            f"{unfiltered.curve[0].accuracy}); remove {parsed.output}, where models of another day "
-            "may be, and run again"
-        )
-    return SeedResult(unfiltered, filtered, trl, one_process)
-
-
 def _run_sluice(seed: int, run_dir: Path, overrides: Sequence[str]) -> SluiceRun:
-    _run(
-        [
-            *(sys.executable, "-m", "sluice.cli.main", "quickstart"),
-            *("--seed", str(seed), "--run-dir", str(run_dir)),
-            *MEASURED_AFTERWARDS,
-            *overrides,
-        ]
-    )
+    summary = quickstart(run_dir, seed, [*MEASURED_AFTERWARDS, *overrides])
     command = [sys.executable, "-m", "benchmarks.quickstart.checkpoint_curve"]
-    measured = _last_json([*command, "--run-dir", str(run_dir), "--seed", str(seed)])
-    curve = measured["curve"]
-    assert isinstance(curve, list)
-    return SluiceRun(
-        json.loads((run_dir / "summary.json").read_text(encoding="utf-8")),
-        [AccuracyPoint(*point) for point in curve],
-        read_run(run_dir).largest("perf/reward_rss_mb"),
-    )
-
-
-def seconds_to_target(curve: Sequence[AccuracyPoint], target: float) -> float | None:
-    """Return the seconds of train steps, with waits, until the accuracy is at least `target`."""
-    return next((point.train_seconds for point in curve if point.accuracy >= target), None)
+    curve = last_json([*command, "--run-dir", str(run_dir), "--seed", str(seed)])["curve"]
+    rss_mb = read_run(run_dir).largest("perf/reward_rss_mb")
+    return SluiceRun(summary, [tuple(point) for point in curve], rss_mb)
 
 
 def _run_trl(
-    seed: int, assets: Path, parsed: argparse.Namespace, tuning: Sequence[str] = ()
+    python: Path, seed: int, parsed: argparse.Namespace, tuning: Sequence[str]
 ) -> Mapping[str, object]:
-    limits = ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
-    limits += ["--max-batches", "60", "--evaluate-every", str(MEASURE_EVERY)]
-    command = [str(trl_python(parsed.trl_venv)), "-m", "benchmarks.quickstart.trl_dapo"]
-    command += ["--assets", str(assets), "--seed", str(seed)]
-    return _last_json([*command, *limits, *tuning])
+    command = [str(python), "-m", "benchmarks.quickstart.trl_dapo", "--seed", str(seed)]
+    command += ["--assets", str(parsed.output / f"seed-{seed}" / "assets")]
+    command += ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
+    command += ["--max-batches", "60", "--evaluate-every", str(MEASURE_EVERY), *tuning]
+    return last_json(command)
+
+
+def trl_python(directory: Path) -> Path:
+    """Make TRL's environment, unless it holds exactly the requirements, and return its Python.
+
+    Packages come from pip's configured sources or the wheels in `wheelhouse/`; pip prefers a CPU
+    build of torch in either to the default one.
+
+    Raises:
+        SystemExit: the environment cannot be made.
+    """
+    python, stamp = directory / "bin" / "python", directory / "requirements.sha256"
+    digest = hashlib.sha256(_TRL_REQUIREMENTS.read_bytes()).hexdigest()
+    if python.exists() and stamp.is_file() and stamp.read_text(encoding="ascii") == digest:
+        return python
+    print_line(f"{directory}: installing {_TRL_REQUIREMENTS.name} (about 1.5 GB with a CPU torch)")
+    if subprocess.run([sys.executable, "-m", "venv", str(directory)], check=False).returncode:
+        raise SystemExit("python -m venv failed; on Debian: apt-get install python3-venv")
+    wheels = ROOT / "wheelhouse"
+    links = ["--find-links", str(wheels)] if wheels.is_dir() else []
+    command = [str(python), "-m", "pip", "install", "--quiet", "-r", str(_TRL_REQUIREMENTS), *links]
+    if subprocess.run(command, check=False).returncode:
+        raise SystemExit(
+            f"{_TRL_REQUIREMENTS}: pip could not install it (its output is above); the packages "
+            f"must be in pip's configured sources, or their wheels in {wheels}"
+        )
+    stamp.write_text(digest, encoding="ascii")
+    return python
 
 
 def _report(
-    results: Sequence[SeedResult],
+    ours: Mapping[str, Sequence[SluiceRun]],
+    trl: Mapping[str, Sequence[Mapping[str, object]]],
     generate: Mapping[str, object],
-    seeds: Sequence[int],
-    target: float,
-    overrides: Sequence[str],
+    parsed: argparse.Namespace,
 ) -> dict[str, object]:
-    unfiltered = [result.unfiltered for result in results]
-    filtered = [result.filtered for result in results]
-    runs = {
-        "trl": [result.trl for result in results],
-        "trl_one_process": [result.trl_one_process for result in results],
+    """Return the last line; keys of our runs end with the key of `ours`."""
+    report: dict[str, object] = {
+        "seeds": parsed.seeds,
+        "target": parsed.target,
+        "overrides": [*parsed.overrides, *UNFILTERED],
+        "overrides_filtered": parsed.overrides,
     }
-    return {
-        "seeds": list(seeds),
-        "target": target,
-        "overrides": [*overrides, *UNFILTERED],
-        "overrides_filtered": list(overrides),
-        **_against(unfiltered, runs, target, ""),
-        **_against(filtered, runs, target, "_filtered"),
-        **{key: value for name, of in runs.items() for key, value in _of_trl(of, name).items()},
-        "generate_ratio_hf": generate["generate_ratio_hf"],
-        "generate": dict(generate),
-        **_of_sluice(unfiltered, ""),
-        **_of_sluice(filtered, "_filtered"),
-        "reward_rss_mb": max(run.reward_rss_mb for run in (*unfiltered, *filtered)),
-    }
-
-
-def _of_sluice(runs: Sequence[SluiceRun], suffix: str) -> dict[str, object]:
-    """Return the costs and results of whole runs; keys end with `suffix`."""
-    summaries = (
-        "seconds_total",
-        "seconds_dapo",
-        "generated_tokens",
-        "trained_tokens",
-        "surplus_discarded",
-        "prompts_lost",
-        "max_staleness_seen",
-    )
-    return {
-        f"accuracy_before{suffix}": [run.curve[0].accuracy for run in runs],
-        f"accuracy_after{suffix}": [run.curve[-1].accuracy for run in runs],
-        **{f"{name}{suffix}": [run.summary[name] for run in runs] for name in summaries},
-    }
+    for suffix, runs in ours.items():
+        report |= _against(runs, trl, parsed.target, suffix)
+    for name, found in trl.items():
+        for figure in ("seconds_to_target", "seconds_per_batch", "stopped_by"):
+            report[f"{figure}_{name}"] = [run.get(figure) for run in found]
+        report[f"curves_{name}"] = [run.get("curve") for run in found]
+    report |= {"generate_ratio_hf": generate["generate_ratio_hf"], "generate": dict(generate)}
+    for suffix, runs in ours.items():
+        report[f"accuracy_before{suffix}"] = [run.curve[0][2] for run in runs]
+        report[f"accuracy_after{suffix}"] = [run.curve[-1][2] for run in runs]
+        for name in SUMMARIES:
+            report[f"{name}{suffix}"] = [run.summary[name] for run in runs]
+    rss_mb = max(run.reward_rss_mb for runs in ours.values() for run in runs)
+    return report | {"reward_rss_mb": rss_mb}
 
 
 def _against(
     ours: Sequence[SluiceRun],
-    runs: Mapping[str, Sequence[Mapping[str, object]]],
+    trl: Mapping[str, Sequence[Mapping[str, object]]],
     target: float,
     suffix: str,
 ) -> dict[str, object]:
-    """Return our seconds to the target, and TRL's over them; keys end with `suffix`."""
-    seconds = [seconds_to_target(run.curve, target) for run in ours]
+    """Return our seconds of train steps, with waits, to the target, and TRL's over them."""
+    seconds = [
+        next((until for _, until, accuracy in run.curve if accuracy >= target), None)
+        for run in ours
+    ]
     found: dict[str, object] = {
         f"seconds_to_target{suffix}": seconds,
         f"curves{suffix}": [list(run.curve) for run in ours],
     }
-    for name, theirs in runs.items():
+    for name, theirs in trl.items():
         ratios = [_ratio(mine, run) for mine, run in zip(seconds, theirs, strict=True)]
         known = [ratio for ratio in ratios if ratio is not None]
         found[f"time_to_target_ratio_{name}{suffix}"] = statistics.median(known) if known else None
         found[f"time_to_target_ratios_{name}{suffix}"] = ratios
     return found
-
-
-def _of_trl(runs: Sequence[Mapping[str, object]], name: str) -> dict[str, object]:
-    """Return what a set-up of TRL needed; keys end with `name`."""
-    return {
-        f"seconds_to_target_{name}": [run.get("seconds_to_target") for run in runs],
-        f"seconds_per_batch_{name}": [run.get("seconds_per_batch") for run in runs],
-        f"stopped_by_{name}": [run.get("stopped_by") for run in runs],
-        f"curves_{name}": [run.get("curve") for run in runs],
-    }
 
 
 def _ratio(ours: float | None, trl: Mapping[str, object]) -> float | None:
@@ -256,26 +235,6 @@ def _ratio(ours: float | None, trl: Mapping[str, object]) -> float | None:
     if not isinstance(theirs, int | float):
         return None
     return 0.0 if ours is None else round(theirs / ours, 3)
-
-
-def _last_json(command: Sequence[str]) -> Mapping[str, object]:
-    lines = _run(command).strip().splitlines()
-    parsed = json.loads(lines[-1])
-    assert isinstance(parsed, dict)
-    return parsed
-
-
-def _run(command: Sequence[str]) -> str:
-    """Run a command, show what it prints as it comes, and return it."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        print_line(line.rstrip())
-        lines.append(line)
-    if process.wait() != 0:
-        raise SystemExit(f"{command[0]} {command[1]} ended with code {process.returncode}")
-    return "".join(lines)
 
 
 if __name__ == "__main__":

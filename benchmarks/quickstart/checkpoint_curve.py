@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,8 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.quickstart.trl_evaluation import HeldOut, load_rows
-from benchmarks.quickstart.trl_settings import DapoJob
+from benchmarks.quickstart.trl_job import HeldOut, load_rows
 from sluice.report.run_record import read_run
 
 
@@ -50,26 +49,16 @@ def measure(run_dir: Path, seed: int) -> Iterator[tuple[int, float, float]]:
     """Yield (batch, seconds of training until then, accuracy) of start and checkpoints."""
     assets = run_dir / "assets"
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    rows = load_rows(assets / "data" / "test.parquet", tokenizer)
-    held_out = HeldOut(rows, tokenizer, DapoJob())
-    seconds = training_seconds(run_dir)
-    for batch, folder in [(0, assets / "model"), *checkpoints(run_dir / "checkpoints")]:
+    held_out = HeldOut(load_rows(assets / "data" / "test.parquet", tokenizer), tokenizer)
+    # Seconds from the first step's begin to the end of step k, at index k, with waits.
+    steps = (row.get("timing_s/step") or 0.0 for row in read_run(run_dir).steps)
+    seconds = list(accumulate(steps, initial=0.0))
+    prefix = "global_step_"
+    saved = (run_dir / "checkpoints").glob(f"{prefix}*/actor/huggingface")
+    folders = sorted((int(f.parents[1].name.removeprefix(prefix)), f) for f in saved)
+    for batch, folder in [(0, assets / "model"), *folders]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         yield batch, seconds[batch], held_out.accuracy(model, seed=seed * 10_000 + batch)
-
-
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return steps and Hugging Face folders of a run's checkpoints, in order of the steps."""
-    found = ((re.fullmatch(r"global_step_(\d+)", path.name), path) for path in folder.iterdir())
-    return sorted((int(m[1]), path / "actor" / "huggingface") for m, path in found if m)
-
-
-def training_seconds(run_dir: Path) -> list[float]:
-    """Return seconds from the first step's begin to the end of step k, at index k, with waits."""
-    seconds = [0.0]
-    for row in read_run(run_dir).steps:
-        seconds.append(seconds[-1] + (row.get("timing_s/step") or 0.0))
-    return seconds
 
 
 if __name__ == "__main__":

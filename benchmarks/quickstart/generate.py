@@ -14,14 +14,13 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from statistics import median
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,178 +33,107 @@ from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSet
 from services.rollout.engines.protocol import GenerationRequest
 from sluice.types import SamplingParams
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-_SEED = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What one run generates."""
-
-    sequences: int
-    group: int
-    prompt_tokens: int
-    new_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        """Generated tokens of one run."""
-        return self.sequences * self.new_tokens
-
-    def prompts(self, vocab_size: int) -> np.ndarray:
-        """Return [groups, prompt tokens] uint32."""
-        shape = (self.sequences // self.group, self.prompt_tokens)
-        return np.random.default_rng(_SEED).integers(0, vocab_size, shape).astype(np.uint32)
+SEQUENCES, GROUP, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 33, 40
+# Tokens per second of processor time, and per second on the clock.
+Rate = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Tokens per second of one run."""
-
-    per_cpu_second: float
-    per_second: float
-
-
-def _rate(tokens: int, run: Callable[[], None]) -> Rate:
+def _rate(run: Callable[[], None]) -> Rate:
     wall, cpu = time.perf_counter(), time.process_time()
     run()
-    return Rate(
-        tokens / (time.process_time() - cpu),
-        tokens / (time.perf_counter() - wall),
-    )
+    tokens = SEQUENCES * NEW_TOKENS
+    return tokens / (time.process_time() - cpu), tokens / (time.perf_counter() - wall)
 
 
-def _model(directory: Path, dtype: str) -> PreTrainedModel:
+def _model(directory: Path) -> Any:  # noqa: ANN401 - typed without generate
     """Return the model as transformers runs it by default, with weights from its configuration."""
-    torch.manual_seed(_SEED)
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(directory), dtype=getattr(torch, dtype)
-    )
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(directory)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Without end tokens every sample has the same length on both sides.
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.eval()
-    return cast("PreTrainedModel", model)
+    return model
 
 
-class Transformers:
-    """Runs of `model.generate`."""
-
-    def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
-        prompts = torch.from_numpy(workload.prompts(model.config.vocab_size).astype(np.int64))
-        self._arguments: dict[str, Any] = {
-            "input_ids": prompts,
-            "attention_mask": torch.ones_like(prompts),
-            "num_return_sequences": workload.group,
-            "do_sample": True,
-            "temperature": 1.0,
-            "top_k": 0,
-            "max_new_tokens": workload.new_tokens,
-        }
-        self._model: Any = model
-        self._expected = (workload.sequences, workload.new_tokens)
-
-    def run(self) -> None:
-        """Generate one batch."""
-        with torch.inference_mode():
-            output = self._model.generate(**self._arguments)
-        generated = output[:, self._arguments["input_ids"].shape[1] :]
-        assert tuple(generated.shape) == self._expected
-
-
-class Embedded:
-    """Runs of the engine, through the interface that the rollout service uses."""
-
-    def __init__(self, engine: TorchEngine, workload: Workload, runner: asyncio.Runner) -> None:
-        sampling = SamplingParams(
+def _generate(model: Any, prompts: np.ndarray) -> None:  # noqa: ANN401
+    """Generate one batch by transformers."""
+    inputs = torch.from_numpy(prompts.astype(np.int64))
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            num_return_sequences=GROUP,
+            do_sample=True,
             temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
-            max_tokens=workload.new_tokens,
-            seed=_SEED,
-            ignore_eos=True,
+            top_k=0,
+            max_new_tokens=NEW_TOKENS,
         )
-        indexes = tuple(range(workload.group))
-        self._requests = [
-            GenerationRequest(str(number), prompt, indexes, sampling)
-            for number, prompt in enumerate(workload.prompts(engine.vocab_size))
-        ]
-        self._engine, self._runner = engine, runner
-        self._expected = workload.total_tokens
+    assert output.shape == (SEQUENCES, PROMPT_TOKENS + NEW_TOKENS)
 
-    def run(self) -> None:
-        """Generate one batch."""
-        assert self._runner.run(self._all()) == self._expected
 
-    async def _all(self) -> int:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._one(request)) for request in self._requests]
-        return sum(task.result() for task in running)
+async def _sample(engine: TorchEngine, prompts: np.ndarray) -> None:
+    """Generate one batch by the engine, through the interface that the rollout service uses."""
+    sampling = SamplingParams(1.0, 1.0, -1, NEW_TOKENS, 0, (), ignore_eos=True)
 
-    async def _one(self, request: GenerationRequest) -> int:
-        async with aclosing(self._engine.generate(request, every_token=False)) as stream:
+    async def one(name: str, prompt: np.ndarray) -> int:
+        request = GenerationRequest(name, prompt, tuple(range(GROUP)), sampling)
+        async with aclosing(engine.generate(request, every_token=False)) as stream:
             return sum([chunk.token_ids.size async for chunks in stream for chunk in chunks])
 
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(str(n), prompt)) for n, prompt in enumerate(prompts)]
+    assert sum(task.result() for task in running) == SEQUENCES * NEW_TOKENS
 
-def _summary(ours: Sequence[Rate], theirs: Sequence[Rate]) -> dict[str, Any]:
+
+def measure(directory: Path, repeats: int) -> dict[str, object]:
     """Return medians; the ratio is the median of those of neighbouring runs."""
-    ratios = [a.per_cpu_second / b.per_cpu_second for a, b in zip(ours, theirs, strict=True)]
-    return {
-        "generate_ratio_hf": round(statistics.median(ratios), 2),
-        "generate_ratio_hf_runs": [round(ratio, 2) for ratio in ratios],
-        "engine_tokens_per_s": round(statistics.median(r.per_cpu_second for r in ours)),
-        "hf_tokens_per_s": round(statistics.median(r.per_cpu_second for r in theirs)),
-        "engine_tokens_per_s_wall": round(statistics.median(r.per_second for r in ours)),
-        "hf_tokens_per_s_wall": round(statistics.median(r.per_second for r in theirs)),
-    }
-
-
-def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder of a model")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--group", type=int, default=8, help="samples of one prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=33)
-    parser.add_argument("--new-tokens", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs after a warm-up")
-    parser.add_argument("--batch-invariant", action="store_true")
-    parsed = parser.parse_args(arguments)
-    if parsed.sequences < 1 or parsed.sequences % parsed.group:
-        parser.error(f"--sequences {parsed.sequences} is not a multiple of --group {parsed.group}")
-    return parsed
-
-
-def main(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run the benchmark and return what it prints."""
-    parsed = _arguments(arguments)
     torch.set_num_threads(1)
-    workload = Workload(parsed.sequences, parsed.group, parsed.prompt_tokens, parsed.new_tokens)
-    with asyncio.Runner() as runner:
-        model = _model(parsed.model, parsed.dtype)
-        engine = TorchEngine(
-            TorchEngineSettings(
-                model_path=str(parsed.model),
-                dtype=parsed.dtype,
-                slots=workload.sequences,
-                max_model_len=workload.prompt_tokens + workload.new_tokens,
-                batch_invariant=parsed.batch_invariant,
-            )
+    model = _model(directory)
+    shape = (SEQUENCES // GROUP, PROMPT_TOKENS)
+    vocabulary = model.config.vocab_size
+    prompts = np.random.default_rng(0).integers(0, vocabulary, shape).astype(np.uint32)
+    engine = TorchEngine(
+        TorchEngineSettings(
+            model_path=str(directory),
+            dtype="float32",
+            slots=SEQUENCES,
+            max_model_len=PROMPT_TOKENS + NEW_TOKENS,
         )
+    )
+    with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:
             runner.run(engine.load_weights(model.state_dict(), 1, "benchmark"))
-            sides = (Embedded(engine, workload, runner), Transformers(model, workload))
-            rates = [
-                [_rate(workload.total_tokens, side.run) for side in sides]
-                for _ in range(parsed.repeats + 1)
-            ][1:]
+            pairs = [
+                (
+                    _rate(lambda: runner.run(_sample(engine, prompts))),
+                    _rate(lambda: _generate(model, prompts)),
+                )
+                for _ in range(repeats + 1)
+            ][1:]  # the first pair is a warm-up
         finally:
             runner.run(engine.stop())
-    settings = {key: str(value) for key, value in vars(parsed).items()}
-    return _summary([pair[0] for pair in rates], [pair[1] for pair in rates]) | settings
+    ratios = [ours[0] / theirs[0] for ours, theirs in pairs]
+    return {
+        "generate_ratio_hf": round(median(ratios), 2),
+        "generate_ratio_hf_runs": [round(ratio, 2) for ratio in ratios],
+        "engine_tokens_per_s": round(median(ours[0] for ours, _ in pairs)),
+        "hf_tokens_per_s": round(median(theirs[0] for _, theirs in pairs)),
+        "engine_tokens_per_s_wall": round(median(ours[1] for ours, _ in pairs)),
+        "hf_tokens_per_s_wall": round(median(theirs[1] for _, theirs in pairs)),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder of a model")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs after a warm-up")
+    parsed = parser.parse_args(arguments)
+    sys.stdout.write(json.dumps(measure(parsed.model, parsed.repeats)) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1:])) + "\n")
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
-"""Baseline of `make bench-quickstart`: the quickstart job under TRL's GRPOTrainer.
+"""Baseline of `make bench-quickstart`: the quickstart's job under TRL's GRPOTrainer.
 
-Run it in the environment of `trl_environment.py`::
+Run it in the environment that `benchmarks.quickstart` makes::
 
     VENV/bin/python -m benchmarks.quickstart.trl_dapo --assets DIR --seed 0 --target 0.85
 
@@ -15,129 +15,207 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any
 
-from benchmarks.quickstart.training_record import Bounds
-from benchmarks.quickstart.trl_settings import DapoJob, TrlTuning
+import datasets
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.quickstart.trl_job import (
+    JOB,
+    HeldOut,
+    dapo_reward,
+    load_rows,
+    rank_and_size,
+    sum_over_ranks,
+)
 from benchmarks.reporting import print_line
 
-if TYPE_CHECKING:
-    from benchmarks.quickstart.trl_run import TrlOutcome
-
-REQUIRED_ASSETS = ("model/config.json", "data/train.parquet", "data/test.parquet")
+Point = tuple[int, float, float]
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with the usage on a wrong one."""
+class EvaluateAndStop(TrainerCallback):
+    """Keeps the clock, measures accuracy every few batches, and ends the run at its bounds.
+
+    Args:
+        options: of the command line.
+        accuracy: of a model after a batch.
+
+    Attributes:
+        curve: batch, seconds of training, accuracy of each measurement.
+        stopped_by: ``target``, ``max_batches`` or ``max_seconds``.
+    """
+
+    def __init__(self, options: argparse.Namespace, accuracy: Callable[[Any, int], float]) -> None:
+        self._options, self._accuracy = options, accuracy
+        self.curve: list[Point] = []
+        self.stopped_by, self.batches, self.seconds = "", 0, 0.0
+        self._began_s = 0.0
+
+    # Parameters have the names of the overridden methods, which are called by keyword.
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Start the clock: everything before is set-up."""
+        del args, state, control, kwargs
+        self._began_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Measure accuracy and check bounds after a batch's last optimizer step."""
+        del args
+        self.batches, left = divmod(state.global_step, JOB.steps_per_batch)
+        if left:
+            return
+        # One decision for all ranks: they would wait for each other for ever otherwise.
+        seconds = sum_over_ranks(time.perf_counter() - self._began_s) / rank_and_size()[1]
+        self.seconds, options = seconds, self._options
+        bounds = {
+            "max_batches": self.batches >= options.max_batches,
+            "max_seconds": seconds >= options.max_seconds,
+        }
+        if self.batches % options.evaluate_every == 0 or any(bounds.values()):
+            paused_s = time.perf_counter()
+            self.measure(kwargs["model"])
+            self._began_s += time.perf_counter() - paused_s
+        bounds = {"target": self.curve[-1][2] >= options.target, **bounds}
+        self.stopped_by = next((name for name, is_met in bounds.items() if is_met), "")
+        control.should_training_stop = bool(self.stopped_by)
+
+    def measure(self, model: Any) -> None:  # noqa: ANN401
+        """Add a measurement to the curve."""
+        accuracy = self._accuracy(model, self.batches)
+        self.curve.append((self.batches, round(self.seconds, 3), round(accuracy, 4)))
+        if rank_and_size()[0] == 0:
+            print_line(f"batch {self.batches:3d}  {self.seconds:7.1f} s  accuracy {accuracy:.3f}")
+
+
+def train(options: argparse.Namespace) -> EvaluateAndStop:
+    """Train until a bound; return what was measured."""
+    torch.set_num_threads(options.threads)
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as scratch:
+        # The configuration comes first: it joins the ranks.
+        config = _config(options, scratch)
+        tokenizer = AutoTokenizer.from_pretrained(options.assets / "model")
+        data = options.assets / "data"
+        held_out = HeldOut(load_rows(data / "test.parquet", tokenizer), tokenizer)
+        measured = EvaluateAndStop(
+            options, lambda model, batch: held_out.accuracy(model, options.seed * 10_000 + batch)
+        )
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(
+                options.assets / "model", dtype=torch.float32, attn_implementation="sdpa"
+            ),
+            reward_funcs=dapo_reward,
+            args=config,
+            train_dataset=datasets.Dataset.from_list(load_rows(data / "train.parquet", tokenizer)),
+            processing_class=tokenizer,
+            callbacks=[measured],
+        )
+        trainer.remove_callback(PrinterCallback)
+        measured.measure(trainer.model)
+        trainer.train()
+    return measured
+
+
+def _config(options: argparse.Namespace, scratch: str) -> GRPOConfig:
+    """Return TRL's configuration: one generation feeds `steps_per_batch` optimizer steps."""
+    step_completions = JOB.batch_completions // JOB.steps_per_batch
+    return GRPOConfig(
+        output_dir=scratch,
+        seed=options.seed,
+        max_steps=options.max_batches * JOB.steps_per_batch,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=step_completions // (options.micro_batch * options.processes),
+        generation_batch_size=JOB.batch_completions,
+        num_generations=JOB.group_size,
+        max_completion_length=JOB.max_response_tokens,
+        temperature=1.0,
+        loss_type="dapo",
+        beta=0.0,
+        epsilon=JOB.clip_low,
+        epsilon_high=JOB.clip_high,
+        num_iterations=1,
+        scale_rewards="group",
+        mask_truncated_completions=False,
+        learning_rate=JOB.learning_rate,
+        # The one schedule of transformers with a linear decay that ends above zero.
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={
+            "num_stable_steps": 0,
+            "num_decay_steps": JOB.schedule_batches * JOB.steps_per_batch,
+            "decay_type": "linear",
+            "min_lr_ratio": JOB.min_lr_ratio,
+        },
+        warmup_steps=0,
+        adam_beta1=JOB.adam_betas[0],
+        adam_beta2=JOB.adam_betas[1],
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        bf16=False,
+        activation_checkpointing=False,
+        use_cpu=True,
+        ddp_backend="gloo" if options.processes > 1 else None,
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--assets", type=Path, required=True, help="the quickstart's directory")
-    parser.add_argument("--output", type=Path, help="file for the result (JSON)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.85, help="accuracy that ends the run")
     parser.add_argument("--max-seconds", type=float, default=900.0, help="of training")
     parser.add_argument("--max-batches", type=int, default=60)
     parser.add_argument("--evaluate-every", type=int, default=5, help="in batches")
-    tuning = parser.add_argument_group("tuning", "defaults are the fastest measured on two cores")
-    for field in fields(TrlTuning):
-        flag = f"--{field.name.replace('_', '-')}"
-        default = field.default
-        if isinstance(default, bool):
-            tuning.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
-        else:
-            tuning.add_argument(flag, type=type(default), default=default)
+    # These change the speed and not the result; the defaults are the fastest on two cores.
+    parser.add_argument("--processes", type=int, default=2, help="data-parallel ranks")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank")
+    parser.add_argument("--micro-batch", type=int, default=128, help="completions of a rank")
     parsed = parser.parse_args(arguments)
-    _check(parser, parsed)
-    return parsed
-
-
-def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    for name in REQUIRED_ASSETS:
-        if not (parsed.assets / name).is_file():
-            parser.error(f"--assets {parsed.assets}: {name} is missing; `make quickstart` makes it")
-    for name in ("max_batches", "evaluate_every", "processes", "threads", "micro_batch"):
-        if getattr(parsed, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    step, share = DapoJob().step_completions, parsed.micro_batch * parsed.processes
+    step, share = (
+        JOB.batch_completions // JOB.steps_per_batch,
+        parsed.micro_batch * parsed.processes,
+    )
     if step % share:
         parser.error(
             f"--micro-batch {parsed.micro_batch} times --processes {parsed.processes} is {share}, "
             f"which does not divide {step}, the completions of an optimizer step"
         )
-
-
-def tuning_of(parsed: argparse.Namespace) -> TrlTuning:
-    """Return the tuning flags as settings."""
-    return TrlTuning(**{field.name: getattr(parsed, field.name) for field in fields(TrlTuning)})
-
-
-def make_result(
-    outcome: TrlOutcome, *, seed: int, bounds: Bounds, settings: dict[str, object]
-) -> dict[str, object]:
-    """Return the JSON object of a run; times in seconds."""
-    reached = outcome.curve.first_at(bounds.target)
-    batches = max(1, outcome.batches)
-    return {
-        "framework": "trl",
-        "seed": seed,
-        "target": bounds.target,
-        "seconds_to_target": reached.train_seconds if reached else None,
-        "batches_to_target": reached.batch if reached else None,
-        "accuracy_before": outcome.curve.points[0].accuracy,
-        "accuracy_after": outcome.curve.points[-1].accuracy,
-        "curve": outcome.curve.points,
-        "stopped_by": outcome.stopped_by,
-        "batches": outcome.batches,
-        "generated_tokens": outcome.generated_tokens,
-        "trained_tokens": outcome.generated_tokens,
-        "seconds_training": round(outcome.training_seconds, 3),
-        "seconds_evaluation": round(outcome.evaluation_seconds, 3),
-        "seconds_setup": round(outcome.setup_seconds, 3),
-        "seconds_per_batch": round(outcome.training_seconds / batches, 4),
-        "cpu_seconds_per_batch": round(outcome.cpu_seconds / batches, 4),
-        "tokens_per_second": round(outcome.generated_tokens / outcome.training_seconds),
-        "settings": settings,
-    }
+    return parsed
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; return the exit status."""
-    parsed = parse_arguments(arguments)
-    tuning = tuning_of(parsed)
-    if tuning.processes > 1 and "LOCAL_RANK" not in os.environ:
-        _become_ranks(tuning, arguments)
-    from benchmarks.quickstart.trl_run import TrlRun, train, versions
-
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    job = DapoJob()
-    bounds = Bounds(parsed.target, parsed.max_batches, parsed.max_seconds)
-    run = TrlRun(parsed.assets, job, tuning, bounds, parsed.evaluate_every, parsed.seed)
-    outcome = train(run, report=print_line if is_first else _print_nothing)
-    settings: dict[str, object] = {"job": asdict(job), "tuning": asdict(tuning)}
-    result = make_result(outcome, seed=parsed.seed, bounds=bounds, settings=settings)
-    if is_first:
-        line = json.dumps(result | {"versions": versions()})
-        if parsed.output:
-            parsed.output.write_text(line + "\n")
-        print_line(line)
+    options = _parse(arguments)
+    if options.processes > 1 and "LOCAL_RANK" not in os.environ:
+        # The launcher replaces this process, so that ending this process ends the ranks.
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(options.processes), "-m"]
+        command += ["benchmarks.quickstart.trl_dapo", *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+        os.execve(sys.executable, command, environment)  # noqa: S606
+    found = train(options)
+    reached = (seconds for _, seconds, accuracy in found.curve if accuracy >= options.target)
+    result = {
+        "seconds_to_target": next(reached, None),
+        "seconds_training": round(found.seconds, 3),
+        "seconds_per_batch": round(found.seconds / max(1, found.batches), 4),
+        "stopped_by": found.stopped_by,
+        "curve": found.curve,
+    }
+    if rank_and_size()[0] == 0:
+        print_line(json.dumps(result))
     return 0
-
-
-def _become_ranks(tuning: TrlTuning, arguments: Sequence[str]) -> NoReturn:
-    """Start this script again as data-parallel ranks with their threads.
-
-    The launcher replaces this process, so that ending this process ends the ranks.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(tuning.processes), "-m", "benchmarks.quickstart.trl_dapo"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(tuning.threads)}
-    os.execve(sys.executable, [*command, *arguments], environment)  # noqa: S606
-
-
-def _print_nothing(line: str) -> None:
-    del line
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ docs/benchmarks.md explains the figures.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.reporting import ROOT
+from benchmarks.reporting import ROOT, print_report
+from benchmarks.sampling import simulated
 from benchmarks.sampling.admission_speed import admissions_per_second
-from benchmarks.sampling.on_policy import simulate_on_policy
-from benchmarks.sampling.overlap import simulate_ahead, simulate_pacing
 from benchmarks.sampling.real import (
     AHEAD_SHARES,
     RealRun,
@@ -28,12 +26,7 @@ from benchmarks.sampling.real import (
     measure_synchrony,
     steps_to_accuracy,
     twin_errors,
-    twin_idle_errors,
-    twin_of,
 )
-from benchmarks.sampling.real_tables import print_strategies, print_synchrony, print_twin_errors
-from benchmarks.sampling.simulated import SimulatedFigures, simulate_mixtures
-from benchmarks.sampling.simulator_speed import measure_simulator
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,21 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     parsed.output.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {}
     if parsed.simulated:
-        speed = measure_simulator()
-        report["simulate_1024_replicas_s"] = round(speed.seconds, 1)
-        report["simulate_1024_replicas_samples"] = speed.num_samples
-        simulated = simulate_mixtures(seeds=parsed.seeds, steps=parsed.simulated_steps)
-        report |= _simulated(simulated)
-        report["pacing_speedup"] = simulate_pacing(parsed.seeds, parsed.simulated_steps)
-        report["ahead"] = simulate_ahead(parsed.seeds, parsed.simulated_steps)
-        report["on_policy"] = simulate_on_policy(parsed.seeds, parsed.simulated_steps)
+        report |= _simulated(parsed.seeds, parsed.simulated_steps)
     if parsed.real:
         report |= _real(parsed)
     report["admissions_per_s"] = round(admissions_per_second(num_in_flight=10_000))
-    line = json.dumps(report)
-    (parsed.output / "bench.json").write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
-    return 0
+    return print_report(report, parsed.output)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -75,18 +58,32 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _simulated(figures: Mapping[str, SimulatedFigures]) -> dict[str, object]:
-    mixtures = figures.items()
+def _simulated(seeds: Sequence[int], steps: int) -> dict[str, object]:
+    seconds, num_samples = simulated.simulator_speed()
+    found = simulated.simulate_mixtures(seeds, steps)
+    pacing = simulated.by_mixture(simulated.pacing, seeds, steps)
+    all_mixtures = found.values()
+    by_mixture = {
+        name: {mixture: getattr(figures, name) for mixture, figures in found.items()}
+        for name in (
+            "gen_per_trained",
+            "fill_time_ratio_stream",
+            "hard_share_ratio",
+            "hard_share_ratio_worst",
+            "hard_share_spread",
+        )
+    }
     return {
-        "gen_per_trained": {mixture: f.gen_per_trained for mixture, f in mixtures},
-        "fill_time_ratio_stream": {mixture: f.fill_time_ratio_stream for mixture, f in mixtures},
-        "surplus_discarded": sum(f.surplus_discarded for f in figures.values()),
-        "staleness_exceeded": sum(f.staleness_exceeded for f in figures.values()),
-        "tokens_discarded_wait": sum(f.tokens_discarded_wait for f in figures.values()),
-        "long_prompt_ratio": min(f.long_prompt_ratio for f in figures.values()),
-        "hard_share_ratio": {mixture: f.hard_share_ratio for mixture, f in mixtures},
-        "hard_share_ratio_worst": {mixture: f.hard_share_ratio_worst for mixture, f in mixtures},
-        "hard_share_spread": {mixture: f.hard_share_spread for mixture, f in mixtures},
+        "simulate_1024_replicas_s": round(seconds, 1),
+        "simulate_1024_replicas_samples": num_samples,
+        **by_mixture,
+        "surplus_discarded": sum(f.surplus_discarded for f in all_mixtures),
+        "staleness_exceeded": sum(f.staleness_exceeded for f in all_mixtures),
+        "tokens_discarded_wait": sum(f.tokens_discarded_wait for f in all_mixtures),
+        "long_prompt_ratio": min(f.long_prompt_ratio for f in all_mixtures),
+        "pacing_speedup": {mixture: figures["speedup"] for mixture, figures in pacing.items()},
+        "ahead": simulated.by_mixture(simulated.ahead, seeds, steps),
+        "on_policy": simulated.by_mixture(simulated.on_policy, seeds, steps),
     }
 
 
@@ -101,11 +98,7 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
         for share in AHEAD_SHARES
     }
     all_ahead = overlapped[1.0]
-    # The pairs' validations hold steps up, and no simulation knows of them.
-    found = twin_of(next(run for run in strategies if run.name == "stream"))
-    print_strategies(strategies)
-    print_synchrony(by_seed, overlapped)
-    print_twin_errors(found)
+    stream = next(run for run in strategies if run.name == "stream")
     return {
         "real_gen_per_trained": {run.name: run.gen_per_trained for run in strategies},
         "real_surplus_discarded": {run.name: run.surplus_discarded for run in strategies},
@@ -117,8 +110,8 @@ def _real(parsed: argparse.Namespace) -> dict[str, object]:
         "accuracy_async": all_ahead["accuracy"],
         "accuracies_sync": [round(accuracy_of_end(runs[0.0]), 4) for runs in by_seed],
         "async_by_ahead_share": {f"{share:g}": found for share, found in overlapped.items()},
-        "twin_error": twin_errors(found),
-        "twin_idle_error": twin_idle_errors(found),
+        # The pairs' validations hold steps up, and no simulation knows of them.
+        **twin_errors(stream),
     }
 
 

@@ -10,11 +10,10 @@ from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import prompt_key
 from services.reward.group import Group, GroupEnding, GroupTable
 from services.reward.groups.admission import GroupAdmission
-from services.reward.groups.leases import ChangeSignal, TrainBatches
+from services.reward.groups.leases import ChangeSignal, TrainBatches, YieldGuard
 from services.reward.groups.settings import BatchRules, PipelineSettings
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.quarantine import Quarantine
-from services.reward.records.yield_guard import YieldGuard
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.pacing import AdmissionOrder
@@ -100,8 +99,7 @@ class _World:
 
     def admit(self, prompt: Prompt) -> None:
         for _ in range(2):
-            load = self._batches.load(self._admission.capacity(0))
-            assert self.strategy.num_to_start(load) > 0
+            assert self._admission.num_to_start() > 0
         self.line_up(prompt)
         group = self._in_line.pop(self._order.take(0, 1_500.0))
         assert self._quarantine.reason(group.prompt) is None

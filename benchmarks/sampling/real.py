@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.reporting import ROOT
+from benchmarks.reporting import empty_run_folder, quickstart
 from benchmarks.simulator.fit import fitted_simulation
-from benchmarks.simulator.twin import Twin, twin
-from sluice.cli.run.quickstart import mark_run_folder
-from sluice.quickstart.prepare import prepare
-from sluice.quickstart.settings import PrepareProgress
+from benchmarks.simulator.twin import twin
 from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
 
 TASK = "stretch"
@@ -44,7 +37,6 @@ WARM_UP_STEPS = 4
 PAIR_VALIDATION_EVERY = 8
 # All ahead, which is the default, and as much as this task's trainer leaves time for.
 AHEAD_SHARES = (1.0, 0.25)
-IDLE_FIGURES = {"trainer": "trainer_idle", "fleet": "fleet_idle"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +81,9 @@ def measure_synchrony(output: Path, *, steps: int, seed: int) -> dict[float, Rea
 def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> RealRun:
     """Run `sluice quickstart` once."""
     folder = output / name
-    _share_assets(output / f"assets-{seed}", folder, seed)
-    command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--task", TASK]
-    command += ["--seed", str(seed), "--run-dir", str(folder), *COMMON, *overrides]
-    sys.stdout.write(f"{name}: {' '.join(command[3:])}\n")
-    sys.stdout.flush()
-    subprocess.run(command, cwd=ROOT, check=True)
+    empty_run_folder(folder, output / f"assets-{seed}", TASK, seed)
+    summary = quickstart(folder, seed, ["--task", TASK, *COMMON, *overrides])
     record = read_run(folder)
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     validated = {point.step for point in record.accuracies()}
     timed = [
         row.get("timing_s/step") or 0.0
@@ -134,47 +121,26 @@ def steps_to_accuracy(run: RealRun, accuracy: float) -> float:
     return float(before.step)
 
 
-def twin_of(run: RealRun) -> Twin:
-    """Return a run beside its simulation."""
-    fitted = fitted_simulation(run.folder, None, 0)
-    return twin(fitted.run, fitted.settings)
+def twin_errors(run: RealRun) -> dict[str, object]:
+    """Set a run beside its simulation; return absolute errors.
 
-
-def twin_errors(found: Twin) -> dict[str, float]:
-    """Return absolute errors: relative for times and waste; for idle shares the larger one.
-
-    `twin_idle_errors` has both idle shares.
+    `twin_error` has relative ones for times and waste, and the larger one of the idle shares;
+    `twin_idle_error` has both idle shares, errors in points, and over the run's share.
     """
+    fitted = fitted_simulation(run.folder, None, 0)
+    figures = twin(fitted.run, fitted.settings).figures
+    idle = {"trainer": figures["trainer_idle"], "fleet": figures["fleet_idle"]}
+    errors = {name: round(abs(figures[name].error), 4) for name in ("step_time", "waste")}
+    errors["idle"] = round(max(abs(figure.error) for figure in idle.values()), 4)
     return {
-        "step_time": round(found.error("step_time"), 4),
-        "idle": round(max(found.error(name) for name in IDLE_FIGURES.values()), 4),
-        "waste": round(found.error("waste"), 4),
+        "twin_error": errors,
+        "twin_idle_error": {
+            owner: {
+                "run": round(figure.real, 4),
+                "simulated": round(figure.simulated, 4),
+                "points": round(100 * abs(figure.difference), 2),
+                "relative": figure.relative_error and round(abs(figure.relative_error), 4),
+            }
+            for owner, figure in idle.items()
+        },
     }
-
-
-def twin_idle_errors(found: Twin) -> dict[str, dict[str, float | None]]:
-    """Return idle shares, errors in points and over the run's share (``None`` if that is 0)."""
-    errors: dict[str, dict[str, float | None]] = {}
-    for owner, name in IDLE_FIGURES.items():
-        figure = found.figure(name)
-        relative = figure.relative_error
-        errors[owner] = {
-            "run": round(figure.real, 4),
-            "simulated": round(figure.simulated, 4),
-            "points": round(100 * abs(figure.difference), 2),
-            "relative": None if relative is None else round(abs(relative), 4),
-        }
-    return errors
-
-
-def _share_assets(assets: Path, folder: Path, seed: int) -> None:
-    """Make the model and data of a seed once."""
-    prepare(assets, task=TASK, seed=seed, progress=_silent)
-    if folder.exists():
-        shutil.rmtree(folder)
-    mark_run_folder(folder)
-    shutil.copytree(assets, folder / "assets")
-
-
-def _silent(_progress: PrepareProgress) -> None:
-    """Print nothing: the model is made in under a minute."""

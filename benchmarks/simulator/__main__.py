@@ -1,58 +1,30 @@
 """Set a run beside its simulation: `python -m benchmarks.simulator RUN`.
 
-With --compare or --sweep the run's fitted workload, fleet and trainer take the place of those of
-`sluice simulate`, and options change the fleet. Without RUN it simulates --mixture. --plot DIR
-writes pictures. docs/simulator.md has what is fitted.
+With --compare the run's fitted workload, fleet and trainer take the place of those of
+`sluice simulate`, and options change the fleet. docs/simulator.md has what is fitted.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.simulator.fit import FittedSimulation, fitted_simulation
-from benchmarks.simulator.plots import plot_comparison, plot_result, plot_sweep
-from benchmarks.simulator.twin import Twin, print_twin, twin, twin_as_json
+from benchmarks.simulator.fit import fitted_simulation
+from benchmarks.simulator.twin import print_twin, twin, twin_as_json
+from sluice.algorithm.sampling.rules import StrategyName
 from sluice.cli.simulate import options
-from sluice.cli.simulate.command import (
-    compare_strategies,
-    print_result,
-    progress,
-    simulate_one,
-    sweep_fleets,
-)
-from sluice.cli.simulate.subject import (
-    Choices,
-    Subject,
-    changed,
-    described_subject,
-    with_choices,
-)
+from sluice.cli.simulate.command import compare_strategies, print_result, progress
+from sluice.cli.simulate.subject import Given, Subject, with_options
 from sluice.cli.terminal import output_console
 from sluice.errors import ConfigError, SluiceError
 
 
-def _simulate_twin(found: FittedSimulation, title: str, *, as_json: bool) -> Twin:
-    with progress("simulating", 2 * found.settings.num_steps) as on_step:
-        both = twin(found.run, found.settings, on_step=on_step)
-    if as_json:
-        typer.echo(json.dumps(twin_as_json(both), sort_keys=True))
-    else:
-        console = output_console()
-        print_result(console, both.result, both.fill)
-        print_twin(console, title, both)
-    return both
-
-
 def main(  # noqa: PLR0913 - one parameter an option
-    run: Annotated[Path | None, typer.Argument(help="Folder of a run.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     *,
-    mixture: options.Mixture = None,
     strategy: options.Strategy = None,
     replicas: options.Replicas = None,
     slots: options.Slots = None,
@@ -67,45 +39,39 @@ def main(  # noqa: PLR0913 - one parameter an option
     trainer_s: options.TrainerSeconds = None,
     seed: options.Seed = 0,
     compare_all: options.Compare = False,
-    sweep_grid: options.SweepGrid = False,
-    plot: Annotated[Path | None, typer.Option(help="Folder to write PNG files to.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Set a run beside its simulation; --compare and --sweep ask what it would do otherwise."""
-    model = options.Model(
-        *(mixture, None, replicas, slots, step_ms, sequence_ms),
+    """Set a run beside its simulation; --compare asks what it would do otherwise."""
+    given = Given(
+        *(None, None, replicas, slots, step_ms, sequence_ms),
         *(None, None, gen_batch_size, trainer_s),
+        strategy=strategy,
+        max_staleness=max_staleness,
+        ahead_share=ahead_share,
+        on_policy_fill=on_policy_fill,
+        on_stale=on_stale,
     )
-    choices = Choices(strategy, max_staleness, ahead_share, on_policy_fill, on_stale)
-    asks_what_if = compare_all or sweep_grid
-    if run is None:
-        found = described_subject(model, steps, seed)
-        found = replace(found, settings=with_choices(found.settings, choices))
-    else:
-        fitted = fitted_simulation(run, steps, seed)
-        settings = with_choices(changed(fitted.settings, model), choices)
-        if mixture is not None or (settings != fitted.settings and not asks_what_if):
-            # Another rule or fleet makes a difference that is no error of the simulation.
-            raise ConfigError(
-                f"{run}: a run is set beside its own simulation; leave the options out that "
-                "change its workload, rules, fleet or trainer, or ask with --compare or --sweep"
-            )
-        found = Subject(str(run), settings, fitted.open_workload)
-    files: Sequence[Path] = ()
+    fitted = fitted_simulation(run, steps, seed)
+    settings = with_options(fitted.settings, given)
+    for name in StrategyName if compare_all else (settings.rules.strategy,):
+        fitted.check_strategy(name)
     if compare_all:
-        compared = compare_strategies(found, as_json=as_json)
-        files = plot_comparison(plot, compared) if plot else ()
-    elif sweep_grid:
-        points = sweep_fleets(found, as_json=as_json)
-        files = plot_sweep(plot, points) if plot else ()
-    elif run is None:
-        result, fill = simulate_one(found, as_json=as_json)
-        files = plot_result(plot, result, fill) if plot else ()
+        subject = Subject(str(run), settings, fitted.open_workload)
+        compare_strategies(subject, as_json=as_json)
+    elif settings != fitted.settings:
+        # Another rule or fleet makes a difference that is no error of the simulation.
+        raise ConfigError(
+            f"{run}: a run is set beside its own simulation; leave the options out that change its "
+            "rules, fleet or trainer, or ask with --compare"
+        )
     else:
-        both = _simulate_twin(fitted, str(run), as_json=as_json)
-        files = plot_result(plot, both.result, both.fill) if plot else ()
-    for file in files:
-        typer.echo(f"wrote {file}", err=True)
+        with progress("simulating", 2 * settings.num_steps) as on_step:
+            both = twin(fitted.run, settings, on_step=on_step)
+        if as_json:
+            typer.echo(json.dumps(twin_as_json(both), sort_keys=True))
+        else:
+            print_result(output_console(), both.result, both.fill)
+            print_twin(output_console(), str(run), both)
 
 
 if __name__ == "__main__":

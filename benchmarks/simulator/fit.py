@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.simulator.group_records import GROUPS_NAME, GroupRecord, read_groups
 from sluice.algorithm.sampling.admission import YieldFloor
@@ -35,7 +34,7 @@ LONG_SHARE = 0.1
 
 
 class FittedWorkload:
-    """Recorded groups in their order of start, instance by instance of the reward service.
+    """Recorded groups in their order of start.
 
     Beyond these it samples groups of about the same version, with replacement.
 
@@ -43,7 +42,7 @@ class FittedWorkload:
     """
 
     def __init__(self, records: Sequence[GroupRecord], seed: int = 0) -> None:
-        self._records = sorted(records, key=_order)
+        self._records = sorted(records, key=lambda record: record.started_s or 0.0)
         self._by_version = sorted(range(len(records)), key=lambda number: self._version(number))
         self._versions = [self._version(number) for number in self._by_version]
         self._seed = seed
@@ -86,10 +85,6 @@ class FittedWorkload:
         return SimulatedSamples(tokens.tolist(), are_right, _values(record, len(chosen)))
 
 
-def _order(record: GroupRecord) -> tuple[int, float]:
-    return record.life, record.started_s or 0.0
-
-
 def _values(record: GroupRecord, num_samples: int) -> list[float] | None:
     """Return values of the filter's metric; ``None`` where the grades decide how the group ended.
 
@@ -99,8 +94,6 @@ def _values(record: GroupRecord, num_samples: int) -> list[float] | None:
         return None
     return [float(number) if record.is_kept else 0.0 for number in range(num_samples)]
 
-
-Floats = npt.NDArray[np.float64]
 
 _NUM_SAMPLE_GROUPS = 2000
 """Groups that step times are fitted to: the last ones."""
@@ -137,9 +130,9 @@ def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
         DataError: the record is missing, too short, or cannot be read.
     """
     file, record = run_dir / GROUPS_NAME, read_progress(run_dir)
-    # What was done again, or has failed, took its time; but only what counts comes again.
+    # What has failed took its time; but it does not come again.
     recorded = read_groups(file)
-    groups = [group for group in recorded if not group.is_redone and group.is_kept is not None]
+    groups = [group for group in recorded if group.is_kept is not None]
     if not groups:
         raise DataError(f"{file}: no group was kept or filtered; let the run train some steps")
     if len(record.steps) < 2:
@@ -220,10 +213,9 @@ def tokens_per_busy_s(record: RunRecord) -> float | None:
 
 
 def _profiles(groups: Sequence[GroupRecord], slots: int) -> list[_Concurrency]:
-    # Each life of the reward service has a clock of its own: nothing of two lives ran together.
-    by_replica: dict[tuple[int, str], list[GroupRecord]] = defaultdict(list)
+    by_replica: dict[str, list[GroupRecord]] = defaultdict(list)
     for group in groups[-_NUM_SAMPLE_GROUPS:]:
-        by_replica[group.life, group.replicas[0] if group.replicas else ""].append(group)
+        by_replica[group.replicas[0] if group.replicas else ""].append(group)
     return [_Concurrency(of_replica, slots) for of_replica in by_replica.values()]
 
 
@@ -237,12 +229,7 @@ def _step_time(profiles: Sequence[_Concurrency]) -> tuple[float, float]:
     usable = np.array([point for point in points if point is not None], dtype=np.float64)
     if not usable.size:
         raise DataError("groups.jsonl: no group took any time; the step time cannot be fitted")
-    return _line(usable)
-
-
-def _line(points: Floats) -> tuple[float, float]:
-    """Return intercept and slope through (sequences, seconds, weight), neither negative."""
-    x, y, weight = points.T
+    x, y, weight = usable.T
     mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
     spread = np.average((x - mean_x) ** 2, weights=weight)
     slope = np.average((x - mean_x) * (y - mean_y), weights=weight) / spread if spread > 1e-9 else 0
@@ -311,19 +298,22 @@ def calibrated(fitted: FittedRun, settings: SimulationSettings) -> SimulationSet
     for _ in range(NUM_ROUNDS):
         recorder = SimulationRecorder()
         workload = FittedWorkload(fitted.groups, settings.seed)
-        simulate(settings.as_issued(), workload, recorder)
+        simulate(as_issued(settings), workload, recorder)
         last = recorder.steps[-1]
         scale = last.generated / last.busy_s / measured
-        settings = replace(settings, fleet=_scaled(settings.fleet, scale))
+        fleet = settings.fleet
+        fleet = replace(
+            fleet,
+            base_step_s=fleet.base_step_s * scale,
+            per_sequence_s=fleet.per_sequence_s * scale,
+        )
+        settings = replace(settings, fleet=fleet)
     return settings
 
 
-def _scaled(fleet: FleetSettings, factor: float) -> FleetSettings:
-    return replace(
-        fleet,
-        base_step_s=fleet.base_step_s * factor,
-        per_sequence_s=fleet.per_sequence_s * factor,
-    )
+def as_issued(settings: SimulationSettings) -> SimulationSettings:
+    """Return the settings without pacing: the workload has the order of the run's groups."""
+    return replace(settings, rules=replace(settings.rules, paces=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +323,23 @@ class FittedSimulation:
     run: FittedRun
     settings: SimulationSettings
     open_workload: OpenWorkload
+
+    def check_strategy(self, name: StrategyName) -> None:
+        """Refuse to judge first samples if the record has the filter's metric of no single sample.
+
+        Raises:
+            ConfigError: names the strategies that the record can show.
+        """
+        is_known = all(group.is_decided_by_grades for group in self.run.groups)
+        if self.settings.filters_groups and name.uses_probes and not is_known:
+            raise ConfigError(
+                f"simulation: sluice.sampling.strategy = {name} decides by a group's first "
+                f"samples, but {GROUPS_NAME} has groups that were kept or filtered otherwise than "
+                "by how many samples were right, as algorithm.filter_groups.metric does where "
+                "there is partial credit, and it has that metric of no single sample; simulate "
+                "stream, rounds or memory (leave --compare out), or record a run with "
+                "algorithm.filter_groups.metric=acc and answers that are right or wrong"
+            )
 
 
 def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulation:
@@ -377,9 +384,6 @@ def _settings(
         warmup_steps=0,
         seed=seed,
         filters_groups=group_filter.enable,
-        # Without a filter none is judged.
-        knows_each_sample=not group_filter.enable
-        or all(group.is_decided_by_grades for group in fitted.groups),
         yield_floor=YieldFloor(group_filter.min_yield, group_filter.min_yield_groups),
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -40,9 +40,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
         probes: samples requested first; 0: all at once.
         probability: that its prompt was chosen.
         step: that trained it.
-        instance: names the start of the service that wrote the line; ``None``: an older file.
-        life: place of that start among those in the file, from 0; not of the line.
-        is_redone: whether a resumed trainer did it again, in a later line; not of the line.
+        instance_id: names the start of the service that wrote the line.
     """
 
     prompt_id: str
@@ -61,8 +59,6 @@ class GroupRecord(msgspec.Struct, frozen=True):
     probability: float = 1.0
     step: int | None = None
     instance_id: str | None = None
-    life: int = 0
-    is_redone: bool = False
 
     @property
     def is_kept(self) -> bool | None:
@@ -81,85 +77,42 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
 
 def read_groups(file: Path) -> list[GroupRecord]:
-    """Read the groups that were generated whole, in order of their end, instance after instance.
+    """Read the groups that were generated whole, in the order of their end.
 
     Raises:
-        DataError: the file is missing, a line is no such object, or it is of a run whose strategy
-            left samples or prompts out: what these would have been is in no line.
+        DataError: the file is missing, a line is no such object, the run was restarted, or its
+            strategy left samples or prompts out: no line shows what these would have been.
     """
     if not file.is_file():
         raise DataError(
             f"{file}: missing; the twin is fitted from the groups that the reward service records"
         )
-    found = [record for record in _marked(_decoded(file)) if _is_whole(record)]
-    if not found:
-        raise DataError(f"{file}: no group was generated whole; let the run train some steps")
-    return found
-
-
-def _decoded(file: Path) -> list[GroupRecord]:
-    decoder = msgspec.json.Decoder(GroupRecord)
-    found = []
+    decoder, found = msgspec.json.Decoder(GroupRecord), list[GroupRecord]()
     # What follows the last newline is being written.
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        where = f"{file}, line {number}"
         try:
             record = decoder.decode(line)
         except msgspec.DecodeError as error:
-            raise DataError(
-                f"{file}, line {number}: no group ({error}); remove the line"
-            ) from error
-        _check_all_sampled(record, f"{file}, line {number}")
+            raise DataError(f"{where}: no group ({error}); remove the line") from error
+        _check_all_sampled(record, where)
         found.append(record)
-    return found
+    _check_not_restarted(found, file)
+    whole = [one for one in found if one.scored and one.tokens and one.generated_s is not None]
+    if not whole:
+        raise DataError(f"{file}: no group was generated whole; let the run train some steps")
+    return whole
 
 
-def _is_whole(record: GroupRecord) -> bool:
-    return record.scored > 0 and bool(record.tokens) and record.generated_s is not None
-
-
-def _marked(records: Sequence[GroupRecord]) -> list[GroupRecord]:
-    """Return the same lines with their `life` and `is_redone`."""
-    lives, redone = _lives(records), _redone(records)
-    return [
-        msgspec.structs.replace(record, life=life, is_redone=number in redone)
-        for number, (record, life) in enumerate(zip(records, lives, strict=True))
-    ]
-
-
-def _lives(records: Sequence[GroupRecord]) -> list[int]:
-    """Return the life of each line; without instances a new one begins where `ended_s` falls."""
-    lives, life, last = list[int](), 0, None
-    for record in records:
-        if last is not None:
-            is_earlier = (record.ended_s or 0.0) < (last.ended_s or 0.0)
-            life += record.instance_id != last.instance_id or (
-                record.instance_id is None and is_earlier
-            )
-        lives.append(life)
-        last = record
-    return lives
-
-
-def _redone(records: Sequence[GroupRecord]) -> set[int]:
-    """Return the numbers of lines that a later one replaces.
-
-    A trainer that resumes from an earlier checkpoint trains its steps again, and the prompts that
-    ended since then are issued again. So the last line of a prompt counts, and a trained group does
-    not if a later batch was of its step or of an earlier one.
-    """
-    redone, seen, lowest = set[int](), set[str](), math.inf
-    is_undone, next_batch = False, None
-    for number in range(len(records) - 1, -1, -1):
-        record = records[number]
-        # The groups of a batch end together, so their lines follow each other.
-        batch = None if record.step is None else (record.instance_id, record.step)
-        if record.step is not None and batch != next_batch:
-            is_undone, lowest = record.step >= lowest, min(lowest, record.step)
-        if record.prompt_id in seen or (batch is not None and is_undone):
-            redone.add(number)
-        seen.add(record.prompt_id)
-        next_batch = batch
-    return redone
+def _check_not_restarted(records: Sequence[GroupRecord], file: Path) -> None:
+    """Refuse records of two services, whose clocks differ, and of steps that were done again."""
+    steps = [record.step for record in records if record.step is not None]
+    is_redone = any(later < earlier for earlier, later in pairwise(steps))
+    if len({record.instance_id for record in records}) > 1 or is_redone:
+        raise DataError(
+            f"{file}: its reward service was started again, or its trainer repeated steps; so the "
+            "record does not show which groups ran at the same time. Record a run without a restart"
+        )
 
 
 def _check_all_sampled(record: GroupRecord, where: str) -> None:
@@ -177,6 +130,6 @@ def _check_all_sampled(record: GroupRecord, where: str) -> None:
     else:
         return
     raise DataError(
-        f"{where}: {why}; so this run can neither be simulated again nor say what another strategy "
-        "would have done. Record a run with sluice.sampling.strategy stream or rounds"
+        f"{where}: {why}; so this run can neither be simulated again nor show what another "
+        "strategy would have done. Record a run with sluice.sampling.strategy stream or rounds"
     )

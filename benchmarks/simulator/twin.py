@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from benchmarks.simulator.fit import FittedRun, FittedWorkload
+from benchmarks.simulator.fit import FittedRun, FittedWorkload, as_issued
 from sluice.cli.simulate.command import result_as_json
 from sluice.cli.terminal import print_table
 from sluice.report.run_record import RunRecord
 from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.strategies import FillTimes, simulate_fill_times
+from sluice.simulate.strategies import simulate_fill_times
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,25 +57,11 @@ class TwinFigure:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A run's figures beside its simulation's.
+    """A run's figures beside its simulation's; the simulation, and its times to fill a batch."""
 
-    Args:
-        figures: step time, idle shares and waste.
-        result: the simulation.
-        fill: times to fill a batch of the same simulation.
-    """
-
-    figures: tuple[TwinFigure, ...]
+    figures: dict[str, TwinFigure]
     result: SimulationResult
-    fill: FillTimes
-
-    def figure(self, name: str) -> TwinFigure:
-        """A figure by its name."""
-        return next(figure for figure in self.figures if figure.name == name)
-
-    def error(self, name: str) -> float:
-        """Absolute error of a figure."""
-        return abs(self.figure(name).error)
+    fill: SimulationResult
 
 
 def twin(
@@ -93,7 +79,7 @@ def twin(
     Raises:
         BatchUnfillableError: the workload is hopeless.
     """
-    settings, recorder = settings.as_issued(), SimulationRecorder()
+    settings, recorder = as_issued(settings), SimulationRecorder()
     trainer = replace(settings.trainer, recorded_s=_training_times(fitted.record))
     settings = replace(settings, trainer=trainer)
     workload = FittedWorkload(fitted.groups, settings.seed)
@@ -102,14 +88,23 @@ def twin(
     fill = simulate_fill_times(settings, workload, on_step)
     real = _real(fitted.record, settings)
     simulated = {**_times(recorder, settings), "waste": result.gen_per_trained}
-    figures = tuple(TwinFigure(name, value, simulated[name]) for name, value in real.items())
+    figures = {name: TwinFigure(name, value, simulated[name]) for name, value in real.items()}
     return Twin(figures, result, fill)
 
 
 def print_twin(console: Console, title: str, found: Twin) -> None:
     """Print a run's figures beside its simulation's."""
     columns = ("figure", "run", "simulated", "difference", "relative error")
-    rows = [twin_row(figure) for figure in found.figures]
+    rows = []
+    for figure in found.figures.values():
+        if figure.is_share:
+            values = (f"{figure.real:.1%}", f"{figure.simulated:.1%}")
+            difference = f"{100 * figure.difference:+.1f} points"
+        else:
+            values = (f"{figure.real:.3f}", f"{figure.simulated:.3f}")
+            difference = f"{figure.difference:+.3f}"
+        relative = "" if figure.relative_error is None else f"{figure.relative_error:+.1%}"
+        rows.append((figure.name.replace("_", " "), *values, difference, relative))
     print_table(console, title, columns, rows, right=columns[1:])
     console.print(
         "difference: simulated less run, in points of idle shares; relative error: that over the "
@@ -118,21 +113,10 @@ def print_twin(console: Console, title: str, found: Twin) -> None:
     )
 
 
-def twin_row(figure: TwinFigure) -> tuple[str, str, str, str, str]:
-    """Return a figure's name, both values, their difference, and that over the run's."""
-    name, relative = figure.name.replace("_", " "), figure.relative_error
-    of_run = "" if relative is None else f"{relative:+.1%}"
-    if figure.is_share:
-        points = f"{100 * figure.difference:+.1f} points"
-        return name, f"{figure.real:.1%}", f"{figure.simulated:.1%}", points, of_run
-    difference = f"{figure.difference:+.3f}"
-    return name, f"{figure.real:.3f}", f"{figure.simulated:.3f}", difference, of_run
-
-
 def twin_as_json(found: Twin) -> dict[str, object]:
     """Return figures by name, and the simulation."""
     return {
-        "twin_error": {figure.name: figure.error for figure in found.figures},
+        "twin_error": {name: figure.error for name, figure in found.figures.items()},
         "figures": [
             {
                 **asdict(figure),
@@ -140,7 +124,7 @@ def twin_as_json(found: Twin) -> dict[str, object]:
                 "difference": figure.difference,
                 "relative_error": figure.relative_error,
             }
-            for figure in found.figures
+            for figure in found.figures.values()
         ],
         "simulated": result_as_json(found.result, found.fill),
     }

@@ -14,19 +14,13 @@ join_s          from a replica with an empty engine to one that serves, its proc
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -34,122 +28,42 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from benchmarks.reporting import ROOT, alternate, print_line
+from benchmarks.engine.peer import PROMPT_TOKENS, NoDigest
+from benchmarks.peers import Fleet, PeerProcess
+from benchmarks.reporting import alternate, print_line, print_report
 from benchmarks.sync.bytes_ratio import bytes_ratios
-from benchmarks.sync.peer import NoDigest
 from sluice.config.schema.service import WeightsConfig
-from sluice.device.cpu import CpuDevice
 from sluice.types import TensorSpec
 from sluice.weights import transfer
-from sluice.weights.plan import WeightBuffer, plan_transfer
-from sluice.weights.sender import WeightSender
+from tools.commands import free_port
 
 RATES = (3e-7, 1e-6, 3e-6, 1e-5)
-_NEVER = threading.Event()
-_TIMEOUT_S = 60.0
+_SAMPLES, _CONTEXT = 32, 1024
 
 
-class Replica:
-    """A process of `peer`: send a call, then wait for its answer."""
+class Bare:
+    """A default process group of torch.distributed with all replicas, and a broadcast in it."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.sync.peer"],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def send(self, op: str, **arguments: object) -> None:
-        """Begins an operation."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """What came of the oldest operation that was not asked about."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a replica of the benchmark ended; its error is above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def call(self, op: str) -> None:
-        """Both."""
-        self.send(op)
-        self.answer()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-
-
-class Fleet:
-    """Rank 0, its replicas and the weights."""
-
-    def __init__(self, sender: WeightSender, replicas: Sequence[Replica], folder: Path) -> None:
-        self.sender, self.replicas = sender, replicas
-        for replica in replicas:
-            replica.send("start", folder=str(folder))
-        layouts = [replica.answer()["layout"] for replica in replicas]
-        specs = tuple(msgspec.convert(spec, TensorSpec) for spec in layouts[0])
-        self._specs = tuple(TensorSpec(s.name, "bfloat16", s.shape) for s in specs)
-        self.weights = WeightBuffer(plan_transfer(self._specs, 4096))
-        for tensor in self.weights.tensors.values():
-            tensor.normal_(std=0.02)
-        self._epoch, self._version = 0, 0
-
-    def form(self, replicas: Sequence[Replica]) -> None:
-        """Form an epoch of some of the replicas."""
-        self._epoch += 1
-        self._members = replicas
-        names = [f"r{index}" for index in range(len(replicas))]
-        specs = self.sender.form_group(self._epoch, names, self._specs)
-        for name, replica in zip(names, replicas, strict=True):
-            replica.send("join", spec=msgspec.to_builtins(specs[name]))
-        self.sender.join(_NEVER)
-        for replica in replicas:
-            replica.answer()
-
-    def update(self, *, digest: bool = True) -> tuple[float, float]:
-        """Seconds until all members have staged all weights; the longest stall of their commit."""
-        self._version += 1
-        began_s = time.perf_counter()
-        for replica in self._members:
-            replica.send("stage", epoch=self._epoch, version=self._version, digest=digest)
-        report = self.sender.broadcast(self.weights, self._version, _NEVER)
-        answers = [replica.answer() for replica in self._members]
-        seconds = time.perf_counter() - began_s
-        assert all(answer["digest"] == report.digest for answer in answers)
-        for replica in self._members:
-            replica.send("commit", epoch=self._epoch, version=self._version, digest=report.digest)
-        return seconds, max(float(replica.answer()["stall_s"]) for replica in self._members)
-
-    def meet(self) -> None:
-        """Make a default process group of torch.distributed with all replicas."""
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        size, num_bytes = len(self.replicas) + 1, self.weights.plan.total_bytes
-        for rank, replica in enumerate(self.replicas, start=1):
+    def __init__(self, fleet: Fleet) -> None:
+        self._replicas = fleet.replicas
+        port = free_port()
+        size, num_bytes = len(self._replicas) + 1, fleet.weights.plan.total_bytes
+        for rank, replica in enumerate(self._replicas, start=1):
             replica.send("meet", port=port, rank=rank, size=size, num_bytes=num_bytes)
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=0, world_size=size)
-        for replica in self.replicas:
+        for replica in self._replicas:
             replica.answer()
         # Written to: memory that never was is one page of zeros, which stays in the cache.
-        self._bare = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+        self._bytes = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
 
-    def bare_broadcast(self) -> float:
-        """Seconds until all replicas have the same bytes from a bare broadcast."""
+    def broadcast(self) -> float:
+        """Return the seconds until all replicas have the same bytes from a bare broadcast."""
         began_s = time.perf_counter()
-        for replica in self.replicas:
+        for replica in self._replicas:
             replica.send("bare")
-        dist.broadcast(self._bare, 0)
-        for replica in self.replicas:
+        dist.broadcast(self._bytes, 0)
+        for replica in self._replicas:
             replica.answer()
         return time.perf_counter() - began_s
 
@@ -176,20 +90,19 @@ def main(arguments: Sequence[str]) -> int:
     with _fleet(parsed.replicas, parsed.layers, parsed.bucket_mb) as fleet:
         print_line(f"{fleet.weights.plan.total_bytes / 1e6:.0f} MB to {parsed.replicas} replicas")
         figures = measure(fleet, parsed.repeats)
-    sys.stdout.write(json.dumps({"bytes_ratio": ratios, **figures}) + "\n")
-    return 0
+    return print_report({"bytes_ratio": ratios, **figures})
 
 
 def measure(fleet: Fleet, repeats: int) -> dict[str, float]:
-    """All figures that need replicas."""
+    """Return all figures that need replicas."""
     joins = [_join(fleet) for _ in range(3)]
-    fleet.meet()
+    bare = Bare(fleet)
     fleet.form(fleet.replicas)
     for _ in range(3):  # until both ends have all of their memory
         fleet.update()
     kinds: dict[str, Callable[[], float]] = {
         "dense": lambda: fleet.update()[0],
-        "bare": fleet.bare_broadcast,
+        "bare": bare.broadcast,
         "no digest": lambda: _without_digest(fleet),
     }
     seconds = alternate(kinds, repeats)
@@ -210,9 +123,9 @@ def _without_digest(fleet: Fleet) -> float:
 
 
 def _stalls(fleet: Fleet, repeats: int) -> list[float]:
-    """Stalls of swaps while every replica generates."""
+    """Return the stalls of swaps while every replica generates."""
     for replica in fleet.replicas:
-        replica.call("generate")
+        replica.call("busy", sequences=_SAMPLES, new_tokens=_CONTEXT - PROMPT_TOKENS)
     stalls = [fleet.update()[1] for _ in range(repeats)]
     for replica in fleet.replicas:
         replica.call("quiet")
@@ -239,12 +152,17 @@ def _fleet(replicas: int, layers: int, bucket_mb: int) -> Iterator[Fleet]:
             num_key_value_heads=8,
             max_position_embeddings=2048,
         ).save_pretrained(folder)
-        sender = WeightSender(
-            device=CpuDevice(), bucket_bytes=bucket_mb << 20, timeout_s=_TIMEOUT_S
-        )
-        stack.enter_context(closing(sender))
-        peers = [stack.enter_context(closing(Replica())) for _ in range(replicas)]
-        yield Fleet(sender, peers, folder)
+        peers = [
+            stack.enter_context(closing(PeerProcess("benchmarks.engine.peer")))
+            for _ in range(replicas)
+        ]
+        model = {"engine": "torch", "folder": str(folder), "dtype": "bfloat16"}
+        for peer in peers:
+            peer.send("start", **model, slots=_SAMPLES, tokens=_CONTEXT)
+        layouts = [peer.answer()["layout"] for peer in peers]
+        specs = [msgspec.convert(spec, TensorSpec) for spec in layouts[0]]
+        specs = [TensorSpec(spec.name, "bfloat16", spec.shape) for spec in specs]
+        yield stack.enter_context(closing(Fleet(peers, specs, bucket_mb)))
         if dist.is_initialized():
             dist.destroy_process_group()
 

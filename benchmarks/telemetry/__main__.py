@@ -9,8 +9,8 @@ every 5 s, three times as often as Prometheus does as shipped. What the switch a
 many tokens is fitted by least squares (`step_regression`), to the CPU of all of the
 run's processes and to the clock, for whose two cores collector and scraper compete with the run.
 
-The run is also asked what it spent: what its threads that send spans and answer scrapes took, by
-their own clocks, and its spans times what `span_cost` measures for recording one.
+The run also reports what it spent: the time of its threads that send spans and answer scrapes, by
+their own clocks. Its spans count times what `span_cost` measures for recording one.
 Printed last is one JSON object:
 
 overhead        CPU seconds a step that telemetry adds, over those of a step; mean of the rounds
@@ -30,28 +30,31 @@ cpu_s, wall_s   means of a step; medians
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from benchmarks.reporting import ROOT, print_line
-from benchmarks.telemetry.metrics_scraper import TelemetryAccount, scraped_run, telemetry_account
-from benchmarks.telemetry.process_cpu import cpu_seconds
+from benchmarks.reporting import ROOT, empty_run_folder, print_line, print_report
+from benchmarks.telemetry.metrics_scraper import (
+    NUM_SPANS,
+    scraped_run,
+    spent_since,
+    telemetry_account,
+)
 from benchmarks.telemetry.span_cost import record_us
-from benchmarks.telemetry.step_regression import MeasuredStep, added
-from sluice.cli.run.quickstart import mark_run_folder
+from benchmarks.telemetry.span_sink import span_sink
+from benchmarks.telemetry.step_regression import Step, added
 from sluice.config.schema.service import TracesConfig
-from sluice.quickstart.prepare import prepare
-from sluice.quickstart.settings import PrepareProgress
+from sluice.report.run_record import Row, read_progress
+from sluice.telemetry.process import TelemetryPart
+from tools.commands import started
 
 SETTINGS = (
     "sluice.asynchrony.max_staleness=0",
@@ -62,38 +65,9 @@ SETTINGS = (
     "trainer.logger=['jsonl']",
 )
 _TURN, _SETTLING = 8, 2  # steps
-_LOOK_S, _STEP_TIMEOUT_S, _END_TIMEOUT_S = 0.02, 300.0, 60.0
+_LOOK_S, _STEP_TIMEOUT_S = 0.02, 300.0
 _SWITCH = "SLUICE_BENCH_TRACING_SWITCH"
 _GENERATED, _TRAINED = "accounts/generated_tokens", "perf/total_num_tokens"
-
-
-class Switch:
-    """Telemetry of one run, on while a file exists; the scraper asks, the run's processes look."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.turn(on=True)
-
-    def turn(self, *, on: bool) -> None:
-        """Turns it."""
-        if on:
-            self._path.touch()
-        else:
-            self._path.unlink(missing_ok=True)
-
-    def is_on(self) -> bool:
-        """Whether telemetry is wanted now."""
-        return self._path.exists()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of the run's processes."""
-        folders = [
-            str(ROOT / "benchmarks" / "telemetry" / "toggled_tracing"),
-            os.environ.get("PYTHONPATH", ""),
-        ]
-        path = os.pathsep.join(filter(None, folders))
-        return {**os.environ, "PYTHONPATH": path, _SWITCH: str(self._path)}
 
 
 @dataclass(slots=True)
@@ -104,16 +78,14 @@ class RoundFigures:
     wall_s: dict[int, float] = field(default_factory=dict)
     is_on: dict[int, bool] = field(default_factory=dict)
 
-    def steps(
-        self, seconds: Mapping[int, float], rows: Sequence[Mapping[str, float]], first: int
-    ) -> list[MeasuredStep]:
-        """Settled steps from `first` on whose both ends were seen, by one of the two clocks."""
+    def steps(self, seconds: Mapping[int, float], rows: Sequence[Row], first: int) -> list[Step]:
+        """Return settled steps from `first` on with both ends seen, by one of the two clocks."""
         return [
-            MeasuredStep(
+            Step(
                 seconds[number] - seconds[number - 1],
                 self.is_on[number],
-                rows[number - 1][_GENERATED] - rows[number - 2][_GENERATED],
-                rows[number - 1][_TRAINED],
+                (rows[number - 1][_GENERATED] or 0.0) - (rows[number - 2][_GENERATED] or 0.0),
+                rows[number - 1][_TRAINED] or 0.0,
             )
             for number in range(first, len(rows) + 1)
             if number in seconds and number - 1 in seconds and self._is_settled(number)
@@ -122,32 +94,6 @@ class RoundFigures:
     def _is_settled(self, number: int) -> bool:
         since = range(number - _SETTLING, number + 1)
         return len({self.is_on.get(step) for step in since}) == 1 and number in self.is_on
-
-
-@contextmanager
-def _span_sink() -> Iterator[str]:
-    """A collector in a process of its own; the override that sends spans there."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.telemetry.span_sink"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as sink:
-        assert sink.stdout is not None
-        try:
-            port = int(sink.stdout.readline())
-            yield f"sluice.telemetry.traces.endpoint=http://127.0.0.1:{port}"
-        finally:
-            sink.kill()
-
-
-@contextmanager
-def reported_run(folder: Path, switch: Switch) -> Iterator[Sequence[str]]:
-    """A collector and a scraper; the overrides that have a run tell both of itself."""
-    with ExitStack() as stack:
-        endpoint = stack.enter_context(_span_sink())
-        yield [endpoint, *stack.enter_context(scraped_run(folder, switch.is_on))]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -161,13 +107,12 @@ def main(arguments: Sequence[str]) -> int:
             f"round {number}: telemetry adds {figures['overhead']:+.1%} of CPU "
             f"(standard error {figures['overhead_error']:.1%})"
         )
-    print_line(json.dumps(report(rounds)))
-    return 0
+    return print_report(report(rounds))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Measures what telling about a run costs the run.",
+        description="Measures what traces and metrics cost a run.",
         epilog="example: python -m benchmarks.telemetry --rounds 1 --steps 60",
     )
     parser.add_argument("--rounds", type=int, default=4, help="runs, one after the other")
@@ -193,7 +138,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def report(rounds: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """Medians of the rounds; of the overheads means, with their errors, and each round."""
+    """Return medians of the rounds; of the overheads means, their errors, and each round."""
     found: dict[str, object] = {
         name: round(median(one[name] for one in rounds), 4) for name in rounds[0]
     }
@@ -208,88 +153,77 @@ def report(rounds: Sequence[Mapping[str, float]]) -> dict[str, object]:
 
 
 def _round(parsed: argparse.Namespace) -> dict[str, float]:
-    folder = parsed.output / "run"
-    _share_assets(parsed.output / "assets", folder)
-    switch = Switch(parsed.output / "telemetry_is_on")
-    with reported_run(folder, switch) as overrides:
-        sampled = f"sluice.telemetry.traces.sample_ratio={parsed.sample_ratio}"
-        seen, reported, rows = _watched(parsed, folder, switch, [*overrides, sampled])
+    """Train one run, and return the figures of its settled steps."""
+    folder, switch = parsed.output / "run", parsed.output / "telemetry_is_on"
+    empty_run_folder(folder, parsed.output / "assets", "quickstart", seed=0)
+    with span_sink() as endpoint, scraped_run(folder, switch.exists) as overrides:
+        traces = "sluice.telemetry.traces"
+        sampled = f"{traces}.sample_ratio={parsed.sample_ratio}"
+        settings = [f"{traces}.endpoint={endpoint}", sampled, *overrides]
+        seen, spent, rows = _watched(parsed, folder, switch, settings)
     first = parsed.warm_up + 1
     cpu, wall = seen.steps(seen.cpu_s, rows, first), seen.steps(seen.wall_s, rows, first)
     by_cpu, by_wall = added(cpu), added(wall)
-    figures = {
+    on = [number for number, is_on in seen.is_on.items() if is_on and number >= first]
+    on_s = sum(
+        seen.cpu_s[number] - seen.cpu_s[number - 1]
+        for number in on
+        if {number, number - 1} <= seen.cpu_s.keys()
+    )
+    recording_us = record_us()
+    spans_s = spent[TelemetryPart.SPANS] + spent[NUM_SPANS] * recording_us / 1e6
+    return {
         "overhead": by_cpu.share,
         "overhead_wall": by_wall.share,
         "overhead_error": by_cpu.error,
         "overhead_wall_error": by_wall.error,
         "cpu_s": fmean(step.seconds for step in cpu),
         "wall_s": fmean(step.seconds for step in wall),
-    }
-    on_s = sum(
-        seen.cpu_s[number] - seen.cpu_s[number - 1]
-        for number, is_on in seen.is_on.items()
-        if is_on and number >= first and {number, number - 1} <= seen.cpu_s.keys()
-    )
-    num_on = sum(is_on for number, is_on in seen.is_on.items() if first <= number <= len(rows))
-    own = shares(reported, on_s, num_on, record_us())
-    ratio = parsed.sample_ratio
-    return (
-        figures
-        | own
-        | {
-            "sample_ratio": ratio,
-            "share_traces_all": own["share_traces"] / ratio,
-        }
-    )
-
-
-def shares(
-    reported: TelemetryAccount, cpu_s: float, num_steps: int, recording_us: float
-) -> dict[str, float]:
-    """What telling took of the `cpu_s` of all the steps in which it was on."""
-    return {
-        "share_traces": (reported.spans_cpu_s + reported.spans * recording_us / 1e6) / cpu_s,
-        "share_metrics": reported.scrapes_cpu_s / cpu_s,
+        "share_traces": spans_s / on_s,
+        "share_metrics": spent[TelemetryPart.SCRAPES] / on_s,
         "record_us": recording_us,
-        "spans_a_step": reported.spans / num_steps,
+        "spans_a_step": spent[NUM_SPANS] / sum(number <= len(rows) for number in on),
+        "sample_ratio": parsed.sample_ratio,
+        "share_traces_all": spans_s / on_s / parsed.sample_ratio,
     }
 
 
 def _watched(
-    parsed: argparse.Namespace, folder: Path, switch: Switch, overrides: Sequence[str]
-) -> tuple[RoundFigures, TelemetryAccount, list[dict[str, float]]]:
-    """One run to the last step that counts; telemetry's own account starts after the warm-up."""
+    parsed: argparse.Namespace, folder: Path, switch: Path, overrides: Sequence[str]
+) -> tuple[RoundFigures, dict[str, float], Sequence[Row]]:
+    """Train to the last step that counts; telemetry's own account starts after the warm-up.
+
+    Telemetry is on while the file `switch` exists: the scraper and the run's processes look for it.
+    """
     last = parsed.warm_up + parsed.steps
-    command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--run-dir", str(folder)]
+    toggled = str(ROOT / "benchmarks" / "telemetry" / "toggled_tracing")
+    path = os.pathsep.join(filter(None, (toggled, os.environ.get("PYTHONPATH", ""))))
     # More steps than are measured: the run is ended while it trains.
+    command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--run-dir", str(folder)]
     command += [*SETTINGS, *overrides, f"trainer.total_training_steps={2 * last}"]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=switch.environment)
-    seen, began = RoundFigures(), None
-    try:
+    seen, before = RoundFigures(), None
+    switch.touch()
+    with started(command, folder / "up.log", {"PYTHONPATH": path, _SWITCH: str(switch)}) as run:
         for number in _ended_steps(run, folder, last):
             seen.cpu_s[number], seen.wall_s[number] = cpu_seconds(run.pid), time.monotonic()
             seen.is_on[number + 1] = number // _TURN % 2 == 0
-            switch.turn(on=seen.is_on[number + 1])
-            if began is None and number >= parsed.warm_up:
-                began = telemetry_account(folder)
-        assert began is not None
-        reported = telemetry_account(folder).since(began)
-    finally:
-        run.terminate()
-        try:
-            run.wait(_END_TIMEOUT_S)
-        finally:
-            run.kill()
-    return seen, reported, _rows(folder)[:last]
+            if seen.is_on[number + 1]:
+                switch.touch()
+            else:
+                switch.unlink(missing_ok=True)
+            if before is None and number >= parsed.warm_up:
+                before = telemetry_account(folder)
+        assert before is not None
+        spent = spent_since(telemetry_account(folder), before)
+    return seen, spent, read_progress(folder).steps[:last]
 
 
 def _ended_steps(run: subprocess.Popen[bytes], folder: Path, last: int) -> Iterator[int]:
-    """The number of the latest step, each time one has ended, to `last`."""
-    seen, ends_s = 0, time.monotonic() + _STEP_TIMEOUT_S
+    """Yield the number of the latest step, each time one has ended, to `last`."""
+    seen, ends_s, path = 0, time.monotonic() + _STEP_TIMEOUT_S, folder / "metrics.jsonl"
     while seen < last:
         if run.poll() is not None or time.monotonic() >= ends_s:
             raise RuntimeError(f"the run in {folder} never ended step {seen + 1}; see its logs")
-        path = folder / "metrics.jsonl"
         number = path.read_bytes().count(b"\n") if path.exists() else 0
         if number > seen:
             seen, ends_s = number, time.monotonic() + _STEP_TIMEOUT_S
@@ -297,22 +231,24 @@ def _ended_steps(run: subprocess.Popen[bytes], folder: Path, last: int) -> Itera
         time.sleep(_LOOK_S)
 
 
-def _rows(folder: Path) -> list[dict[str, float]]:
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process and its descendants so far, from the kernel's accounts.
 
-
-def _share_assets(assets: Path, folder: Path) -> None:
-    """Model and data are made once; the run begins in an empty folder."""
-    prepare(assets, task="quickstart", seed=0, progress=_silent)
-    if folder.exists():
-        shutil.rmtree(folder)
-    mark_run_folder(folder)
-    shutil.copytree(assets, folder / "assets")
-
-
-def _silent(_progress: PrepareProgress) -> None:
-    """The making of the model takes under a minute."""
+    Ended ones are included where their parent has waited for them.
+    """
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):  # it has ended meanwhile
+            fields = (entry / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+            # Behind the command's name: parent, own time and that of ended children (proc(5)).
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+            ticks[int(entry.name)] = sum(map(int, fields[11:15]))
+    found, total = [pid], 0
+    for member in found:
+        total += ticks.get(member, 0)
+        found += children.get(member, [])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

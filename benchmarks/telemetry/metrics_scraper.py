@@ -1,5 +1,5 @@
 """A stand-in for Prometheus: reads the metrics of a run's processes, more often than one would,
-and what they say that telling has cost them."""
+and the costs of telemetry that they report."""
 
 from __future__ import annotations
 
@@ -7,84 +7,71 @@ import json
 import random
 import threading
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from sluice.telemetry.metrics_page import FOLDER, PATH
-from sluice.telemetry.process import TelemetryPart
 
 INTERVAL_S = 5.0
+NUM_SPANS = "num_spans"
 _TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class TelemetryAccount:
-    """What processes of a run together have spent on telling about it.
-
-    Attributes:
-        processes: their names.
-        spans_cpu_s: CPU seconds of the threads that send spans.
-        scrapes_cpu_s: of those that answer scrapes.
-        spans: recorded.
-    """
-
-    processes: frozenset[str]
-    spans_cpu_s: float
-    scrapes_cpu_s: float
-    spans: float
-
-    def since(self, before: TelemetryAccount) -> TelemetryAccount:
-        """What came after `before`.
-
-        Raises:
-            RuntimeError: a process answered only one of the two times.
-        """
-        if self.processes != before.processes:
-            raise RuntimeError(
-                f"metrics came from {sorted(before.processes)} and then from "
-                f"{sorted(self.processes)}; repeat the benchmark"
-            )
-        pairs = zip(astuple(self)[1:], astuple(before)[1:], strict=True)
-        return TelemetryAccount(self.processes, *(now - then for now, then in pairs))
+# By process: CPU seconds of the threads that send spans, of those that answer scrapes, and spans.
+TelemetryAccount = dict[str, dict[str, float]]
 
 
 def telemetry_account(run_dir: Path) -> TelemetryAccount:
-    """What a run's processes say.
+    """Return what a run's processes have spent on telemetry, by their own metrics.
 
     Raises:
         RuntimeError: none serves metrics.
     """
-    cpu_s = dict.fromkeys(TelemetryPart, 0.0)
-    spans, processes = 0.0, set[str]()
+    account: TelemetryAccount = {}
     for name, page in _pages(run_dir):
-        processes.add(name)
+        found = account.setdefault(name, defaultdict(float))
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if sample.name == "sluice_telemetry_cpu_seconds_total":
-                    cpu_s[TelemetryPart(sample.labels["part"])] += sample.value
+                    found[sample.labels["part"]] += sample.value
                 elif sample.name == "sluice_telemetry_spans_total":
-                    spans += sample.value
-    if not processes:
+                    found[NUM_SPANS] += sample.value
+    if not account:
         raise RuntimeError(f"no process of the run in {run_dir} serves metrics")
-    return TelemetryAccount(
-        frozenset(processes), cpu_s[TelemetryPart.SPANS], cpu_s[TelemetryPart.SCRAPES], spans
-    )
+    return account
+
+
+def spent_since(now: TelemetryAccount, before: TelemetryAccount) -> dict[str, float]:
+    """Return what all processes together have spent since `before`.
+
+    Raises:
+        RuntimeError: a process answered only one of the two times.
+    """
+    if now.keys() != before.keys():
+        raise RuntimeError(
+            f"metrics came from {sorted(before)} and then from {sorted(now)}; repeat the benchmark"
+        )
+    total: dict[str, float] = defaultdict(float)
+    for name, found in now.items():
+        for figure, value in found.items():
+            total[figure] += value - before[name].get(figure, 0.0)
+    return total
 
 
 @contextmanager
 def scraped_run(run_dir: Path, is_wanted: Callable[[], bool]) -> Iterator[Sequence[str]]:
-    """Read every process of a run every `INTERVAL_S` seconds, give or take the half.
+    """Read every process of a run every `INTERVAL_S` seconds, plus or minus half of that.
 
     Args:
         run_dir: the run's folder.
-        is_wanted: asked before each time.
+        is_wanted: called before each time.
 
     Yields:
-        The overrides that have the processes serve metrics.
+        The overrides with which the processes serve metrics.
     """
     over = threading.Event()
     scraping = threading.Thread(target=_scrape, args=(run_dir, is_wanted, over), daemon=True)
@@ -106,7 +93,7 @@ def _scrape(run_dir: Path, is_wanted: Callable[[], bool], over: threading.Event)
 
 
 def _pages(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """Name and page of every process that answers."""
+    """Yield name and page of every process that answers."""
     for file in (run_dir / FOLDER).glob("*.json"):
         try:
             (group,) = json.loads(file.read_text(encoding="utf-8"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from statistics import median
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
-from benchmarks.reporting import ROOT
+from benchmarks.telemetry.span_sink import span_sink
 from sluice.telemetry.otel import BATCH, OtelRecorder, SpanFile
 from sluice.telemetry.tracing import TRACER, Key, Moment, SpanName
 
@@ -40,7 +39,7 @@ class _Kept(SpanProcessor):
 
 
 def _cpu_us(work: Callable[[], object]) -> float:
-    """CPU microseconds for each of `COUNT`, the median of `REPEATS` times."""
+    """Return the CPU microseconds for each of `COUNT`, the median of `REPEATS` times."""
     found = []
     for _ in range(REPEATS):
         began_s = time.process_time()
@@ -50,7 +49,7 @@ def _cpu_us(work: Callable[[], object]) -> float:
 
 
 def _record() -> None:
-    """Spans like those of samples, which are most."""
+    """Record spans like those of samples, which are most."""
     with TRACER.trace(SpanName.SERVE, is_always=True) as serve:
         began = Moment.now()
         for index in range(COUNT):
@@ -96,26 +95,15 @@ def _unsampled_us() -> float:
 
 
 def main() -> None:
-    """Measure."""
+    """Measure, and print the figures."""
     figures = {"off": _cpu_us(_stages), "unsampled": _unsampled_us()}
     figures["record"], spans = _recorded()
-    with (
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.telemetry.span_sink"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as sink,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        assert sink.stdout is not None
-        exporter = OTLPSpanExporter(endpoint=f"http://127.0.0.1:{int(sink.stdout.readline())}")
+    with span_sink() as endpoint, tempfile.TemporaryDirectory() as folder:
+        exporter = OTLPSpanExporter(endpoint=endpoint)
         figures["export"] = _cpu_us(lambda: _export(exporter.export, spans))
         exporter.shutdown()
         file = SpanFile(Path(folder) / "traces.jsonl", math.inf)
         figures["file"] = _cpu_us(lambda: _export(file.append, spans))
-        sink.kill()
     sys.stdout.write(json.dumps({f"{name}_us": value for name, value in figures.items()}) + "\n")
 
 

@@ -5,10 +5,15 @@ Prints its port and serves until its standard input ends.
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
+
+from benchmarks.reporting import ROOT
 
 _METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
@@ -24,8 +29,25 @@ class _Sink(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(lambda _request, _context: b"")
 
 
+@contextmanager
+def span_sink() -> Iterator[str]:
+    """Run a collector in a process of its own; yield its address."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.telemetry.span_sink"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as sink:
+        assert sink.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(sink.stdout.readline())}"
+        finally:
+            sink.kill()
+
+
 def main() -> None:
-    """Serves."""
+    """Serve until the input ends."""
     server = grpc.server(ThreadPoolExecutor(max_workers=2), handlers=[_Sink()])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

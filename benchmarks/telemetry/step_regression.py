@@ -11,7 +11,7 @@ _FEWEST_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class Step:
     """One step: its cost in seconds, whether the switch was on, and how much work it was."""
 
     seconds: float
@@ -28,11 +28,11 @@ class Added:
     error: float
 
 
-def added(steps: Sequence[MeasuredStep]) -> Added:
-    """By least squares: seconds = base + drift + per generated token + per trained token + switch.
+def added(steps: Sequence[Step]) -> Added:
+    """Fit seconds = base + drift + per generated and per trained token + switch.
 
-    The drift, by the step's place, is the machine's and the run's. No step is left out: what the
-    switch adds may be rare and large.
+    By least squares. The drift, by the step's place, is the machine's and the run's. No step is
+    left out: what the switch adds may be rare and large.
 
     Raises:
         ValueError: fewer than 10 steps, or the switch was never turned.

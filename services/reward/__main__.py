@@ -108,7 +108,7 @@ def _server(config: RunConfig, loop: RewardLoop, limit: int, credentials: Creden
 async def _until_stopped(loop: RewardLoop, stop: asyncio.Event, ledger: PromptLedger) -> None:
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_watch(ledger), name="ledger")
-        running = tasks.create_task(loop.run(), name="reward loop")
+        running = tasks.create_task(loop.pipeline.run(), name="reward loop")
         await stop.wait()
         logger.info("stopping")
         loop.end()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,19 +16,18 @@ from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, 
 from services.reward.grading.scorers.registry import check_routes, scorer_for
 from services.reward.group import GroupState, GroupTable, prompts_lost
 from services.reward.groups.admission import GroupAdmission
-from services.reward.groups.evaluation import Evaluator
-from services.reward.groups.leases import ChangeSignal, TrainBatches
+from services.reward.groups.leases import ChangeSignal, TrainBatches, YieldGuard
 from services.reward.groups.loop import Pipeline
 from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
-    GroupNeeds,
     PipelineSettings,
     outcome_policy,
     round_size,
     sampling_rules,
     straggler_rules,
 )
+from services.reward.groups.validation import Validator
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import (
     PromptStream,
@@ -43,10 +41,10 @@ from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
-from services.reward.records.group_log import EndedGroups, GroupLog, sample_dumps
+from services.reward.records.group_log import GroupLog, sample_dumps
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
-from services.reward.records.yield_guard import YieldGuard
+from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName
@@ -74,20 +72,15 @@ class RunFiles:
 
     Args:
         memory: of earlier attempts; ``None`` for strategies without one.
-        log: may be one that writes nothing.
+        log: of groups that ended; ``None``: nothing is logged.
         ledger: may be one in memory.
         quarantine: where prompts in quarantine are listed; ``None``: nowhere.
     """
 
-    memory: PromptMemoryStore | None
-    log: GroupLog
+    memory: PromptMemoryStore | None = None
+    log: GroupLog | None = None
     ledger: PromptLedger = field(default_factory=PromptLedger)
     quarantine: Path | None = None
-
-
-def no_run_files() -> RunFiles:
-    """Return what a loop without files uses."""
-    return RunFiles(None, GroupLog(None), PromptLedger())
 
 
 @contextmanager
@@ -98,21 +91,22 @@ def open_run_files(config: RunConfig) -> Iterator[RunFiles]:
         DataError: ledger or memory of prompts are damaged, in use or of another program.
     """
     folder, uses_memory = Path(config.sluice.run_dir), _uses_memory(config)
-    log_file = folder / LOG_FILE if config.sluice.reward.group_log else None
-    num_samples = config.actor_rollout_ref.rollout.n
-    log = GroupLog(log_file, num_samples, samples=_ended_groups(config))
     store = PromptMemoryStore(folder / MEMORY_FILE) if uses_memory else nullcontext()
     is_durable = config.sluice.reward.ledger == "sqlite"
     with PromptLedger(folder / LEDGER_FILE if is_durable else None) as ledger, store as memory:
-        yield RunFiles(memory, log, ledger, folder / QUARANTINE_FILE)
+        log = _group_log(config, folder)
+        with closing(log) if log else nullcontext():
+            yield RunFiles(memory, log, ledger, folder / QUARANTINE_FILE)
 
 
-def _ended_groups(config: RunConfig) -> EndedGroups | None:
+def _group_log(config: RunConfig, folder: Path) -> GroupLog | None:
+    path = folder / LOG_FILE if config.sluice.reward.group_log else None
     kept = config.sluice.dashboard
-    if kept.samples_mb == 0:
+    archive = SampleArchive(folder / FOLDER_NAME, mib(kept.samples_mb)) if kept.samples_mb else None
+    if path is None and archive is None:
         return None
-    folder = Path(config.sluice.run_dir) / FOLDER_NAME
-    return EndedGroups(SampleArchive(folder, mib(kept.samples_mb)), kept.sample_chars)
+    num_samples = config.actor_rollout_ref.rollout.n
+    return GroupLog(path, num_samples, samples=archive, most_chars=kept.sample_chars)
 
 
 def _uses_memory(config: RunConfig) -> bool:
@@ -129,7 +123,7 @@ class PromptSets:
 
 
 class RewardLoop:
-    """The whole service but its servicer: what the servicer, the metrics and the watchdog ask.
+    """The whole service but its servicer; servicer, metrics and watchdog read it.
 
     Args:
         config: the run's configuration.
@@ -150,13 +144,20 @@ class RewardLoop:
         client: GenerationClient,
         files: RunFiles | None = None,
     ) -> None:
-        files = files or no_run_files()
-        open_stream = _training_opener(config, sets.training, sets.images)
+        files = files or RunFiles()
+        open_stream: Callable[[DataProgress], PromptStream] | None = None
+        if sets.training is not None:
+            open_stream = partial(
+                training_stream,
+                sets.training,
+                config.data,
+                total_epochs=config.trainer.total_epochs,
+                images=sets.images,
+            )
         check_data_source = _data_source_check(config)
         rows = open_stream(DataProgress(0)).rows_per_epoch if open_stream else 0
         settings = _settings(config, rows)
         self.dataset_rows = rows
-        self.log = files.log
         self.ledger = files.ledger
         self.strategy = _strategy(config, files.memory)
         rules = settings.rules
@@ -186,7 +187,7 @@ class RewardLoop:
         self.guard = YieldGuard(group_filter.min_yield, group_filter.min_yield_groups)
         self._build_pipeline(settings, files.memory, capacity)
         self._build_clients(config, sets, scorers, check_data_source)
-        self._observe()
+        self._observe(files.log)
 
     def _issue_pending(self) -> None:
         """Issue what the ledger of an earlier service holds before anything else."""
@@ -275,32 +276,27 @@ class RewardLoop:
             limits.max_client_images_mb << 20,
         )
         self.score_requests = ScoreRequests(scorers, limits.max_client_score_items)
-        self.dumps = sample_dumps(config.trainer)
-        self.evaluation = Evaluator(
-            _validation_opener(config, sets.validation, sets.images),
+        self.dumps, validation = sample_dumps(config.trainer), sets.validation
+        self.validation = Validator(
+            None
+            if validation is None
+            else partial(validation_stream, validation, config.data, images=sets.images),
             self.dispatcher,
             self.grader,
             self.dumps,
             lambda: self.groups.policy_version,
-            on_tokens=self.counters.evaluated,
+            on_tokens=self.counters.validated,
         )
 
-    def _observe(self) -> None:
-        """Publish the events of groups. Those that write nothing are left out."""
+    def _observe(self, log: GroupLog | None) -> None:
+        """Publish the events of groups. Observers that write nothing are left out."""
         self.groups.observe(self.guard.observe)
         self.groups.observe(self.counters.observe)
         if TRACER.is_on:
             self.groups.observe(self.traces.observe)
-        if self.log.is_on:
-            self.groups.observe(self.log.observe)
+        if log is not None:
+            self.groups.observe(log.observe)
         self.groups.observe(self.submissions.observe)
-
-    async def run(self) -> None:
-        """Run the loop and write the group log, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            if self.log.is_on:
-                tasks.create_task(self.log.run(), name="group log")
-            tasks.create_task(self.pipeline.run(), name="pipeline")
 
     def statistics(self) -> dict[str, float]:
         """Return counters since the start, and ``reward/prompts_lost``, which only a defect raises.
@@ -314,11 +310,11 @@ class RewardLoop:
         return {
             **self.counters.totals(),
             **self.strategy.statistics(),
-            "reward/tokens/pending": float(pending + self.evaluation.num_pending_tokens),
+            "reward/tokens/pending": float(pending + self.validation.num_pending_tokens),
             "reward/samples_scored_again": float(self.grader.num_scored_again),
             "reward/quarantine": float(len(self.quarantine)),
             "reward/groups_acknowledged": float(self.ledger.num_acknowledged),
-            "reward/validation_groups": float(self.evaluation.num_graded_groups),
+            "reward/validation_groups": float(self.validation.num_graded_groups),
             "reward/prompts_lost": float(lost),
         }
 
@@ -370,27 +366,6 @@ def _settings(config: RunConfig, epoch_rows: int) -> PipelineSettings:
         probe_samples=choice.probe_samples if choice.strategy.uses_probes else None,
         epoch_rows=epoch_rows,
     )
-
-
-def _training_opener(
-    config: RunConfig, files: PromptFiles | None, images: ImageLimits | None
-) -> Callable[[DataProgress], PromptStream] | None:
-    if files is None:
-        return None
-    total_epochs = config.trainer.total_epochs
-
-    def open_stream(progress: DataProgress) -> PromptStream:
-        return training_stream(
-            files, config.data, total_epochs=total_epochs, progress=progress, images=images
-        )
-
-    return open_stream
-
-
-def _validation_opener(
-    config: RunConfig, files: PromptFiles | None, images: ImageLimits | None
-) -> Callable[[], PromptStream] | None:
-    return None if files is None else partial(validation_stream, files, config.data, images=images)
 
 
 def _data_source_check(config: RunConfig) -> Callable[[str], None]:

@@ -25,7 +25,7 @@ the group is as it was and no observer hears of it. An event that the table does
 defect and raises `IllegalTransitionError` before anything changes. Observers are called in the
 event loop, in the order in which they were added; they must be quick, change no group and not fail.
 An error of an observer is a defect: it fails the call or the task that made the event, and later
-observers miss the event. In the callback at the end of a group's task it is only logged.
+observers miss the event. A task that fails ends the service.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class PromptOutcome:
     `samples` counts the samples by how they ended, where that is known.
     """
 
-    prompt: Prompt
+    prompt_id: str
     end: PromptEnd
     step: int | None
     rewards: tuple[float, ...]
@@ -189,7 +189,8 @@ class Group:
         budget: time and tokens that its requests share.
         tokens: what replicas sent for it.
         graded: the group as it is kept, filtered or failed.
-        task: runs it.
+        task: runs it; ``None``: none does.
+        is_running: the task has begun, so a cancellation reaches its code.
         cancel_reason: why the task was cancelled; ``None``: it was not.
     """
 
@@ -212,6 +213,7 @@ class Group:
     tokens: GroupTokens = field(default_factory=GroupTokens)
     graded: GradedGroup | None = None
     task: asyncio.Task[None] | None = None
+    is_running: bool = False
     cancel_reason: CancelReason | None = None
 
     @property
@@ -231,13 +233,17 @@ class Group:
         assert ending is not None, f"prompt {self.prompt_id} has not ended"
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
         samples = outcome_counts(graded.outcomes) if graded else {}
-        return PromptOutcome(self.prompt, ending.end, ending.step, rewards, ending.detail, samples)
+        return PromptOutcome(
+            self.prompt_id, ending.end, ending.step, rewards, ending.detail, samples
+        )
 
     def cancel(self, reason: CancelReason) -> None:
-        """Cancel the task, once."""
+        """Cancel the task, once. One that has not begun finds the reason when it does: asyncio ends
+        such a task without running any of its code."""
         if self.cancel_reason is None and self.task is not None:
             self.cancel_reason = reason
-            self.task.cancel()
+            if self.is_running:
+                self.task.cancel()
 
     def check_cancelled(self) -> None:
         """Stop a cancelled task before its group is filtered or kept.
@@ -293,6 +299,14 @@ class GroupTable:
     Args:
         ledger: the durable part; its pending prompts wait, or are leased.
         ages: for the staleness rules.
+
+    Attributes, which only this class writes but for `policy_version`:
+        counts: groups by state.
+        policy_version: the version announced; ``None`` before the first, and while a trainer takes
+            over.
+        num_sure: groups in flight that count as kept.
+        num_reserved: groups in flight with a reserved slot.
+        num_unrequested: sequences that groups in flight have not requested yet.
     """
 
     def __init__(self, ledger: PromptLedger, ages: GroupAges) -> None:
@@ -301,12 +315,10 @@ class GroupTable:
         self._groups = {prompt.prompt_id: Group(prompt) for prompt in ledger.pending()}
         for prompt_id in ledger.leased_ids():
             self._groups[prompt_id].state = GroupState.LEASED
-        self._counts = Counter(group.state for group in self._groups.values())
+        self.counts = Counter(group.state for group in self._groups.values())
         self.ages = ages
-        self.policy_version: int | None = None  # announced; None: a trainer takes over
-        self.num_sure = 0  # groups in flight that count as kept
-        self.num_reserved = 0  # groups in flight with a reservation
-        self.num_unrequested = 0  # sequences that groups in flight have not requested yet
+        self.policy_version: int | None = None
+        self.num_sure = self.num_reserved = self.num_unrequested = 0
 
     def observe(self, observer: Observer) -> None:
         """Add an observer; it hears of the groups that are pending now, the oldest first."""
@@ -329,19 +341,15 @@ class GroupTable:
         """Return the group of a pending prompt; ``None`` if it is not pending."""
         return self._groups.get(prompt_id)
 
-    def num(self, *states: GroupState) -> int:
-        """Count the groups in these states."""
-        return sum(self._counts[state] for state in states)
-
     @property
     def num_in_flight(self) -> int:
         """Groups being generated or graded."""
-        return self._counts[GroupState.GENERATING] + self._counts[GroupState.GRADING]
+        return self.counts[GroupState.GENERATING] + self.counts[GroupState.GRADING]
 
     @property
     def num_kept(self) -> int:
         """Groups that wait for a train batch."""
-        return self._counts[GroupState.KEPT]
+        return self.counts[GroupState.KEPT]
 
     def in_state(self, *states: GroupState) -> list[Group]:
         """Return the groups in these states."""
@@ -413,7 +421,7 @@ class GroupTable:
             self.ages.runs(group.prompt_id, version)
 
     def generated(self, group: Group, num_greedy_tokens: int = 0) -> None:
-        """The samples of a request have come, and the greedy response if there is one."""
+        """Note that the samples of a request have come, and the greedy response if there is one."""
         num_requests = group.num_requests - 1
         after = GroupState.GENERATING if num_requests else GroupState.GRADING
         before = self._move(group, EventKind.GENERATED, after)
@@ -424,14 +432,14 @@ class GroupTable:
         self._publish(GroupEvent(event, group, before, num_greedy_tokens=num_greedy_tokens))
 
     def graded(self, group: Group, graded: GradedGroup) -> None:
-        """Some samples have their outcomes; a greedy response counts as one more."""
+        """Note the outcomes of some samples; a greedy response counts as one more."""
         before = self._move(group, EventKind.GRADED, group.state)
         group.num_ungraded -= len(graded.outcomes)
         group.num_ungraded -= len(graded.greedy.outcomes) if graded.greedy else 0
         self._publish(GroupEvent(EventKind.GRADED, group, before, graded))
 
     def continued(self, group: Group, *, is_sure: bool, replaced: Sequence[Rollout] = ()) -> None:
-        """More samples are requested, or others for those `replaced`.
+        """Note that more samples are requested, or others for those `replaced`.
 
         Args:
             group: whose.
@@ -448,7 +456,7 @@ class GroupTable:
         self._publish(GroupEvent(event, group, before, num_replaced=len(replaced)))
 
     def keep(self, group: Group, graded: GradedGroup) -> None:
-        """A group waits for a train batch."""
+        """Keep a group: it waits for a train batch."""
         before = self._move(group, EventKind.KEPT, GroupState.KEPT)
         group.graded = graded
         group.num_preemptions = 0
@@ -469,7 +477,7 @@ class GroupTable:
         return [self._groups[prompt_id] for prompt_id in self._ledger.leased_ids()]
 
     def take_back_lease(self) -> None:
-        """The batch of the open lease is void: its groups wait for another one."""
+        """Void the open lease: its groups wait for another batch."""
         groups = self.leased()
         self._ledger.release_lease()
         for group in groups:
@@ -523,7 +531,7 @@ class GroupTable:
 
     def _add(self, prompt: Prompt) -> Group:
         group = self._groups[prompt.prompt_id] = Group(prompt)
-        self._counts[GroupState.WAITING] += 1
+        self.counts[GroupState.WAITING] += 1
         self._publish(GroupEvent(EventKind.ACCEPTED, group, GroupState.WAITING))
         return group
 
@@ -540,9 +548,9 @@ class GroupTable:
         before, group.state = group.state, after
         if before is after:
             return before
-        self._counts[before] -= 1
+        self.counts[before] -= 1
         if after is not GroupState.ENDED:
-            self._counts[after] += 1
+            self.counts[after] += 1
         if before in IN_FLIGHT and after not in IN_FLIGHT:
             self.num_unrequested -= group.num_unrequested
             self.num_sure -= group.is_sure
@@ -569,7 +577,7 @@ def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 
 def prompts_lost(ledger: PromptLedger, groups: GroupTable, num_waiting: int) -> int:
-    """Count prompts that nothing explains or nobody holds; 0 unless there is a defect.
+    """Count prompts that no event explains or that nothing holds; 0 unless there is a defect.
 
     The ledger's counts alone add up by construction. So its pending prompts are compared with two
     independent things: the events (accepted, ended), and what must hold a group in its state: the

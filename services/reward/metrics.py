@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from services.reward.app import RewardLoop
-from services.reward.group import PENDING_STATES
+from services.reward.group import PENDING_STATES, GroupState
 from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
 from sluice.algorithm.routing import FleetUse, replicas_needed, slots_needed
@@ -26,32 +26,34 @@ from sluice.types import TrainGroup
 
 
 class BatchHistory:
-    """Takes every batch as it is formed."""
+    """The batches formed so far: how long they took to fill, and how stale their responses were.
 
-    def __init__(self) -> None:
+    Args:
+        max_staleness: versions; responses that are so stale are counted. With 0 every response is
+            at the bound, and none is counted.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        self.max_staleness = max_staleness
         self._fill_s = Histogram("sluice_reward_batch_fill_seconds")
         self._staleness = Histogram("sluice_reward_staleness_versions")
-        self.num_formed = 0
+        self.num_formed = self.num_at_bound = 0
 
     def formed(self, groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
-        """A batch for `version` was formed, `fill_s` seconds after the one before."""
+        """Note a batch for `version`, formed `fill_s` seconds after the one before."""
         self.num_formed += 1
         self._fill_s.observe(fill_s)
         for group in groups:
             for rollout in group.rollouts:
                 if rollout.oldest_version is not None:
-                    self._staleness.observe(version - rollout.oldest_version)
+                    staleness = version - rollout.oldest_version
+                    self._staleness.observe(staleness)
+                    self.num_at_bound += 0 < self.max_staleness <= staleness
 
     def readings(self) -> Iterator[InstrumentReading]:
-        """All of them."""
+        """Yield the readings of all batches."""
         yield self._fill_s.reading()
         yield self._staleness.reading()
-
-
-# Measures what the last batches cost the fleet, for `sluice.algorithm.routing`.
-#
-# It looks once a second, and only where metrics are on. What a look finds is taken to have held
-# since the look before.
 
 
 _INTERVAL_S = 1.0
@@ -85,7 +87,10 @@ class _Mark:
 
 
 class DemandMeter:
-    """Looks at the loop and remembers the last batches: `_BATCHES`, or `_LEAST_S` seconds of them.
+    """Measures what the last batches cost the fleet: `_BATCHES` of them, or `_LEAST_S` seconds.
+
+    It looks once a second, and only where metrics are on. What a look finds is taken to have held
+    since the look before. `sluice.algorithm.routing` computes the demand.
 
     Args:
         facts: the loop now; must not block.
@@ -99,7 +104,7 @@ class DemandMeter:
         self.slot_seconds = self.starved_s = 0.0
 
     def look(self, now_s: float) -> None:
-        """Takes the loop in at `now_s`, on a clock that rises."""
+        """Note the state of the loop at `now_s`, on a clock that rises."""
         facts = self._facts()
         if self._latest is not None:
             before_s, before = self._latest
@@ -137,7 +142,7 @@ class DemandMeter:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Looks at intervals while the block runs, in the running event loop."""
+        """Look at intervals while the block runs, in the running event loop."""
         loop = asyncio.get_running_loop()
         upcoming: asyncio.TimerHandle | None = None
 
@@ -160,49 +165,24 @@ _AGAIN = {
 }
 
 
-class BoundHistory:
-    """Counts the responses of batches that were as stale as is allowed.
-
-    Args:
-        max_staleness: versions; with 0 every response is at the bound, and none is counted.
-    """
-
-    def __init__(self, max_staleness: int) -> None:
-        self._max_staleness = max_staleness
-        self.num_at_bound = 0
-
-    def formed(self, groups: Sequence[TrainGroup], version: int) -> None:
-        """A batch for `version` was formed."""
-        if not self._max_staleness:
-            return
-        oldest = (rollout.oldest_version for group in groups for rollout in group.rollouts)
-        self.num_at_bound += sum(
-            one is not None and version - one >= self._max_staleness for one in oldest
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class RewardMetrics:
-    """Where the numbers are.
+    """The sources of the service's readings.
 
     Args:
         loop: the service's parts.
         history: of its batches.
-        bound: of their stalest responses.
         demand: what they cost the fleet.
         batch_size: groups of a batch.
-        max_staleness: versions.
     """
 
     loop: RewardLoop
     history: BatchHistory
-    bound: BoundHistory
     demand: DemandMeter
     batch_size: int
-    max_staleness: int
 
     def readings(self) -> Iterator[InstrumentReading]:
-        """All of them; called in the event loop."""
+        """Yield all readings; called in the event loop."""
         yield from self._prompts()
         yield from self._counted()
         yield from self._batch()
@@ -215,7 +195,7 @@ class RewardMetrics:
         for end, count in ledger.by_end.items():
             yield reading("sluice_reward_prompts_ended_total", count, end)
         for state in PENDING_STATES:
-            yield reading("sluice_reward_prompts", groups.num(state), state)
+            yield reading("sluice_reward_prompts", groups.counts[state], state)
         yield reading("sluice_reward_queued_groups", self.loop.queue.num_waiting)
 
     def _counted(self) -> Iterator[InstrumentReading]:
@@ -230,17 +210,17 @@ class RewardMetrics:
             )
         for what, name in _AGAIN.items():
             yield reading("sluice_reward_samples_again_total", counts.get(name, 0.0), what)
-        yield reading("sluice_reward_scorer_seconds_total", self.loop.counters.scorer_seconds)
+        yield reading("sluice_reward_scorer_seconds_total", self.loop.counters.scorer_seconds())
 
     def _batch(self) -> Iterator[InstrumentReading]:
         pipeline, num_kept = self.loop.pipeline, self.loop.groups.num_kept
         yield reading("sluice_reward_batch_groups", self.batch_size)
         yield reading("sluice_reward_batch_fill_ratio", min(1.0, num_kept / self.batch_size))
         yield reading("sluice_reward_batch_asked", float(pipeline.batches.is_asked))
-        yield reading("sluice_reward_responses_at_bound_total", self.bound.num_at_bound)
-        yield reading("sluice_reward_max_staleness_versions", self.max_staleness)
-        if pipeline.policy_version is not None:
-            yield reading("sluice_reward_policy_version", pipeline.policy_version)
+        yield reading("sluice_reward_responses_at_bound_total", self.history.num_at_bound)
+        yield reading("sluice_reward_max_staleness_versions", self.history.max_staleness)
+        if (version := self.loop.groups.policy_version) is not None:
+            yield reading("sluice_reward_policy_version", version)
         yield reading("sluice_reward_replicas", len(self.loop.queue.replicas))
         for wait, seconds in pipeline.awaited():
             # The key of a lease ends with the batch's id.
@@ -256,9 +236,9 @@ class RewardMetrics:
 
 
 def fleet_facts(loop: RewardLoop, num_batches: int) -> FleetFacts:
-    """What demand depends on, now, after so many batches were formed."""
+    """Return what demand depends on, now, after so many batches were formed."""
     replicas = loop.queue.replicas
-    generates = loop.pipeline.num_generating > 0 or not replicas
+    generates = loop.groups.counts[GroupState.GENERATING] > 0 or not replicas
     return FleetFacts(
         num_batches,
         loop.pipeline.batches.is_asked and generates,
@@ -270,35 +250,22 @@ def fleet_facts(loop: RewardLoop, num_batches: int) -> FleetFacts:
 
 @contextmanager
 def exported(config: RunConfig, loop: RewardLoop, name: str) -> Iterator[None]:
-    """Serves them while the block runs, if a port is set; else nothing is measured."""
+    """Serve the readings while the block runs, if a port is set; else nothing is measured."""
     endpoint = config.sluice.reward.endpoint
     if endpoint.metrics_port is None:
         yield
         return
-    history = BatchHistory()
-    bound = BoundHistory(config.sluice.asynchrony.max_staleness)
+    history = BatchHistory(config.sluice.asynchrony.max_staleness)
     demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
-
-    def formed(groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
-        history.formed(groups, version, fill_s)
-        bound.formed(groups, version)
-
-    loop.counters.on_batch = formed
-    metrics = RewardMetrics(
-        loop,
-        history,
-        bound,
-        demand,
-        config.data.train_batch_size,
-        config.sluice.asynchrony.max_staleness,
-    )
+    loop.counters.on_batch = history.formed
+    metrics = RewardMetrics(loop, history, demand, config.data.train_batch_size)
     who = ProcessName("reward", name, restarts())
     with demand.looking(), served_metrics(config.sluice, endpoint, who, metrics.readings):
         yield
 
 
 def watching(config: RunConfig, loop: RewardLoop, address: str) -> AbstractContextManager[None]:
-    """The reward service's watchdog; `address` is where it serves."""
+    """Return the reward service's watchdog; `address` is where it serves."""
     timeouts = config.sluice.reward.outcomes.scorer_timeout.max_attempts
     # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
     grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s
@@ -322,12 +289,12 @@ class RewardWork:
 
     def work_state(self) -> WorkState:
         """In the event loop."""
-        pipeline = self._loop.pipeline
-        generates = pipeline.num_generating > 0 and bool(self._loop.queue.replicas)
+        pipeline, groups = self._loop.pipeline, self._loop.groups
+        generates = groups.counts[GroupState.GENERATING] > 0 and bool(self._loop.queue.replicas)
         progress = (
-            pipeline.policy_version,
-            self._loop.groups.num_kept,
+            groups.policy_version,
+            groups.num_kept,
             self._loop.counters.progress,
         )
-        has_work = generates or pipeline.num_grading > 0
+        has_work = generates or groups.counts[GroupState.GRADING] > 0
         return WorkState(progress, has_work, self._patience_s, as_waits(pipeline.awaited()))

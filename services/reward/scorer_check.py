@@ -54,7 +54,7 @@ async def _start_and_end(setup: ScorerSetup, timeout_s: float) -> None:
 
 
 def main(path: str, name: str = DEFAULT_NAME, reward_kwargs: str = "{}") -> int:
-    """The command. Returns the exit code."""
+    """Return the command. Returns the exit code."""
     try:
         kwargs = msgspec.json.decode(reward_kwargs, type=dict[str, object])
         check_custom_function(path, name, kwargs)

@@ -11,14 +11,15 @@ import grpc
 from services.reward.app import RewardLoop
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
-from services.reward.group import PromptOutcome
-from services.reward.groups.evaluation import EvaluationOrder, EvaluationResult
+from services.reward.group import GroupState, PromptOutcome
 from services.reward.groups.loop import as_waits
+from services.reward.groups.validation import ValidationOrder, ValidationReport
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
+from sluice.codec.bounds import check_fields
 from sluice.codec.messages import (
     check_submitted_images,
     present_waits_to_proto,
@@ -27,13 +28,8 @@ from sluice.codec.messages import (
 )
 from sluice.codec.reward import (
     PROMPT_END_TO_PROTO,
-    check_acknowledgement,
-    check_announcement,
-    check_evaluation,
     check_prompt,
     check_score,
-    check_take,
-    check_take_images,
     extra_info_of,
     group_images_to_proto,
     progress_from_proto,
@@ -52,7 +48,7 @@ from sluice.types import ChatMessage, Failed, Scored
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 ANSWER_MARGIN_S = 0.5
-"""An answer that says what was waited for has to leave before the caller's deadline."""
+"""An error that names what was waited for has to arrive before the caller's deadline."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -65,12 +61,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """The service over the wire.
 
     Args:
-        loop: what does the work.
+        loop: the service's parts.
         rollout: defaults of validation sampling.
         max_response_length: longest response, tokens.
-        limits: of what clients may send.
+        limits: of clients' messages.
         images: limits of images; ``None``: the model reads none.
-        tokens: that name clients; none: they name themselves.
+        tokens: name clients; ``None``: clients name themselves.
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def SubmitPrompts(  # type: ignore[override]
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
     ) -> None:
-        """Receipts at once, outcomes as prompts end."""
+        """Send receipts at once, outcomes as prompts end."""
         refusal: SluiceError | None = None
         submissions = self._loop.submissions
         client = caller_of(context, self._tokens)
@@ -114,8 +110,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def TakeBatch(
         self, request: reward.TakeBatchRequest, context: Context
     ) -> reward.TakeBatchResponse:
-        """Leases the next train batch."""
-        check_take(request)
+        """Lease the next train batch."""
+        check_fields(request)
         batch = await self._loop.pipeline.batches.take(
             request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
@@ -128,8 +124,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def TakeImages(  # type: ignore[override]
         self, request: reward.TakeImagesRequest, context: Context
     ) -> None:
-        """Sends the images of the leased batch."""
-        check_take_images(request)
+        """Send the images of the leased batch."""
+        check_fields(request)
         batches = self._loop.pipeline.batches
         for images in group_images_to_proto(batches.batch(request.batch_id)):
             with waiting_for("trainer", "taking images of a batch"):
@@ -138,8 +134,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def AcknowledgeBatch(
         self, request: reward.AcknowledgeBatchRequest, context: Context
     ) -> reward.AcknowledgeBatchResponse:
-        """Closes a lease."""
-        check_acknowledgement(request)
+        """Close a lease."""
+        check_fields(request)
         groups = self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
         await self._loop.ledger.durable()
         await self._loop.dumps.trained(groups, request.step)
@@ -148,8 +144,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def AnnouncePolicy(
         self, request: reward.AnnouncePolicyRequest, context: Context
     ) -> reward.AnnouncePolicyResponse:
-        """Takes on a version and its fleet."""
-        check_announcement(request)
+        """Take on a version and its fleet."""
+        check_fields(request)
         await self._loop.pipeline.announce(
             request.trainer_instance_id,
             request.policy_version,
@@ -160,7 +156,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return reward.AnnouncePolicyResponse()
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
-        """Grades responses."""
+        """Grade responses."""
         self._loop.score_requests.check_size(len(request.items))
         check_score(request)
         items = [self._item(item, index) for index, item in enumerate(request.items)]
@@ -171,17 +167,17 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Evaluate(
         self, request: reward.EvaluateRequest, context: Context
     ) -> reward.EvaluateResponse:
-        """Validates the announced policy."""
+        """Validate the announced policy."""
         with TRACER.unrecorded():
-            result = await self._loop.evaluation.run(
+            result = await self._loop.validation.run(
                 self._order_from_proto(request), _seconds(context, "Evaluate")
             )
-        return _evaluation_to_proto(result)
+        return _validation_to_proto(result)
 
     async def GetStatus(
         self, request: reward.GetStatusRequest, context: Context
     ) -> reward.GetStatusResponse:
-        """Counters and waits."""
+        """Return counters and waits."""
         return _status_to_proto(self._loop)
 
     def _submit(self, request: reward.SubmitPromptsRequest, session: SubmissionSession) -> None:
@@ -215,11 +211,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         )
         return ScorerInput(item.data_source, item.response, item.ground_truth, extra_info)
 
-    def _order_from_proto(self, request: reward.EvaluateRequest) -> EvaluationOrder:
-        check_evaluation(request)
+    def _order_from_proto(self, request: reward.EvaluateRequest) -> ValidationOrder:
+        check_fields(request)
         temperature = request.temperature if request.HasField("temperature") else None
         num_samples = request.n if request.HasField("n") else self._rollout.val_kwargs.n
-        return EvaluationOrder(
+        return ValidationOrder(
             request.policy_version,
             num_samples,
             validation_sampling(self._rollout, self._max_response_length, temperature),
@@ -228,7 +224,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
 
 def _seconds(context: _HasDeadline, method: str) -> float:
-    """Seconds we may take, so that our own error arrives before the caller gives up."""
+    """Return the seconds a call may take, so that its error arrives before the caller gives up."""
     remaining = context.time_remaining()
     if remaining is None:
         return CALL_POLICIES[f"RewardService/{method}"].deadline_s
@@ -258,7 +254,7 @@ def _event_to_proto(event: Receipt | PromptOutcome) -> reward.SubmitPromptsRespo
         )
         return reward.SubmitPromptsResponse(receipt=receipt)
     outcome = reward.PromptOutcome(
-        prompt_id=event.prompt.prompt_id,
+        prompt_id=event.prompt_id,
         end=PROMPT_END_TO_PROTO[event.end],
         step=event.step,
         rewards=event.rewards,
@@ -274,7 +270,7 @@ def _result_to_proto(outcome: Scored | Failed) -> reward.ScoreResult:
     return reward.ScoreResult(score=score_to_proto(outcome))
 
 
-def _evaluation_to_proto(result: EvaluationResult) -> reward.EvaluateResponse:
+def _validation_to_proto(result: ValidationReport) -> reward.EvaluateResponse:
     return reward.EvaluateResponse(
         metrics=result.metrics,
         examples=[
@@ -300,11 +296,11 @@ def _status_to_proto(loop: RewardLoop) -> reward.GetStatusResponse:
         prompts_submitted=ledger.num_submitted,
         prompts_by_end={end.value: count for end, count in ledger.by_end.items()},
         prompts_pending=len(loop.groups),
-        groups_generating=pipeline.num_generating,
-        groups_grading=pipeline.num_grading,
+        groups_generating=loop.groups.counts[GroupState.GENERATING],
+        groups_grading=loop.groups.counts[GroupState.GRADING],
         groups_kept=loop.groups.num_kept,
         dataset_rows=loop.dataset_rows,
-        policy_version=pipeline.policy_version,
+        policy_version=loop.groups.policy_version,
         replicas=replicas,
         awaited=[
             reward.Awaited(peer=wait.peer, phase=wait.phase, seconds=seconds)

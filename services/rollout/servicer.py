@@ -23,6 +23,7 @@ from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.weights.v1 import weights_pb2 as weights
 from sluice.api.weights.v1 import weights_pb2_grpc
+from sluice.codec.bounds import MAX_PRIORITY, check_fields
 from sluice.codec.fields import logprobs_to_bytes, token_ids_from_bytes, token_ids_to_bytes
 from sluice.codec.messages import (
     check_chat_images,
@@ -31,7 +32,6 @@ from sluice.codec.messages import (
     template_kwargs_from_proto,
 )
 from sluice.codec.rollout import (
-    MAX_PRIORITY,
     chat_messages_from_proto,
     check_client_priority,
     check_generate,
@@ -42,10 +42,7 @@ from sluice.codec.rollout import (
     within_budget,
 )
 from sluice.codec.weights import (
-    check_abort,
-    check_commit,
     check_join,
-    check_stage,
     group_spec_from_proto,
 )
 from sluice.concurrency.waits import Waiting, waiting_for
@@ -353,7 +350,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         self, request: weights.StageUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.StageUpdateResponse:
         """Receive a version while generation continues."""
-        check_stage(request)
+        check_fields(request)
         with served(SpanName.RECEIVE_WEIGHTS, context) as span:
             span.set({Key.VERSION: request.policy_version})
             staged = await self._engine.stage(request.epoch, request.policy_version)
@@ -368,7 +365,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         self, request: weights.CommitUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.CommitUpdateResponse:
         """Swap the staged version in."""
-        check_commit(request)
+        check_fields(request)
         with served(SpanName.SWAP_WEIGHTS, context) as span:
             span.set({Key.VERSION: request.policy_version})
             done = await self._engine.commit(request.epoch, request.policy_version, request.digest)
@@ -380,6 +377,6 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
         self, request: weights.AbortUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.AbortUpdateResponse:
         """Discard what is staged."""
-        check_abort(request)
+        check_fields(request)
         await self._engine.abort_update(request.epoch, request.reason)
         return weights.AbortUpdateResponse(policy_version=self._engine.load().version)

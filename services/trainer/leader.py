@@ -14,6 +14,7 @@ import time
 import uuid
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from services.trainer.learner.rank_command import (
     join_ranks,
     share_total_steps,
 )
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
@@ -38,7 +39,7 @@ from services.trainer.loop.reward_client import RewardClient
 from services.trainer.loop.run_state import RunState
 from services.trainer.loop.train_loop import LoopSettings, TrainLoop
 from services.trainer.metrics.sinks import JSONL, Reporter, SinkTarget, check_sinks, open_sinks
-from services.trainer.metrics.step_metrics import RunScale, balance_metrics, rank_cut
+from services.trainer.metrics.step_metrics import RunScale
 from services.trainer.servicer import TrainerServicer
 from services.trainer.start import StartPoint, live_page, sampling_notice, start_point
 from services.trainer.telemetry import (
@@ -69,7 +70,7 @@ from sluice.rpc.ports import bound_socket
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.process import process_age_s
-from sluice.types import ReplicaInfo, TensorSpec, TrainBatch, layout_digest
+from sluice.types import ReplicaInfo, TensorSpec, layout_digest
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
 from sluice.weights.snapshot import SnapshotBuffers
@@ -289,13 +290,10 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
     snapshots = SnapshotBuffers(tensors)
-    cut = rank_cut(config, parallel.world_size)
     device = select_device(config.trainer.device).torch_device
-
-    def observe(batch: TrainBatch, step: int) -> dict[str, float]:
-        return {**balance_metrics(batch, step, cut), **memory_metrics(device)}
-
-    policy = LearnerThread(leader, snapshots, store, config.sluice.weights.timeout_s, observe)
+    policy = LearnerThread(
+        leader, snapshots, store, config.sluice.weights.timeout_s, partial(memory_metrics, device)
+    )
     return _Trained(policy, snapshots, tensors, total_steps, start)
 
 

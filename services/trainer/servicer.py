@@ -13,6 +13,7 @@ from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.telemetry import phase_waits
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
+from sluice.codec.bounds import check_fields
 from sluice.codec.messages import (
     counters_from_proto,
     present_waits_to_proto,
@@ -23,37 +24,21 @@ from sluice.codec.trainer import (
     check_heartbeat,
     check_pause,
     check_register,
-    check_resume,
-    check_stop,
-    check_watch,
     check_watchers,
 )
 from sluice.config.schema.limits import LimitsConfig
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_PHASE_TO_PROTO = {
-    RunPhase.STARTING: trainer.RUN_PHASE_STARTING,
-    RunPhase.WAITING_FOR_REPLICAS: trainer.RUN_PHASE_WAITING_FOR_REPLICAS,
-    RunPhase.WAITING_FOR_BATCH: trainer.RUN_PHASE_WAITING_FOR_BATCH,
-    RunPhase.TRAINING: trainer.RUN_PHASE_TRAINING,
-    RunPhase.PUBLISHING: trainer.RUN_PHASE_PUBLISHING,
-    RunPhase.EVALUATING: trainer.RUN_PHASE_EVALUATING,
-    RunPhase.SAVING: trainer.RUN_PHASE_SAVING,
-    RunPhase.PAUSED: trainer.RUN_PHASE_PAUSED,
-    RunPhase.FINISHED: trainer.RUN_PHASE_FINISHED,
-}
+_PHASE_TO_PROTO = {phase: trainer.RunPhase.Value(f"RUN_PHASE_{phase.name}") for phase in RunPhase}
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Calls for membership, progress and control.
 
     Args:
-        fleet: the replicas.
-        state: progress and control of the run.
         heartbeat_interval_s: seconds between a replica's heartbeats.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
-        limits: limits for clients.
     """
 
     def __init__(
@@ -86,7 +71,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Heartbeat(
         self, request: trainer.HeartbeatRequest, context: Context
     ) -> trainer.HeartbeatResponse:
-        """Record a replica's heartbeat."""
         check_heartbeat(request)
         self._fleet.heartbeat(
             request.name,
@@ -101,7 +85,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def GetStatus(
         self, request: trainer.GetStatusRequest, context: Context
     ) -> trainer.GetStatusResponse:
-        """Return the state of the run."""
         state, now_s = self._state, time.monotonic()
         return trainer.GetStatusResponse(
             instance_id=state.instance_id,
@@ -120,7 +103,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.WatchStepsRequest, context: Context
     ) -> AsyncIterator[trainer.WatchStepsResponse]:
         """Stream finished steps until the run ends."""
-        check_watch(request)
+        check_fields(request)
         check_watchers(self._num_watchers, self._limits.max_watchers)
         self._num_watchers += 1
         try:
@@ -150,13 +133,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: trainer.ResumeRequest, context: Context
     ) -> trainer.ResumeResponse:
         """End one holder's pause."""
-        check_resume(request)
+        check_fields(request)
         self._state.resume(request.holder)
         return trainer.ResumeResponse(step=self._state.step)
 
     async def Stop(self, request: trainer.StopRequest, context: Context) -> trainer.StopResponse:
         """End the run after the current step."""
-        check_stop(request)
+        check_fields(request)
         self._state.stop(request.reason or "asked to stop")
         return trainer.StopResponse(step=self._state.step)
 

@@ -116,8 +116,8 @@ def sampling_notice(config: RunConfig) -> str | None:
 async def live_page(config: RunConfig) -> AsyncIterator[None]:
     """Serve the run's page during the block, if `sluice.dashboard.port` is set.
 
-    The page has its own process and ends with the trainer. Training never waits for it: if it
-    cannot start or ends early, the log says so.
+    The page has its own process and ends with the trainer. Training never waits for it: a page
+    that cannot start or ends early leaves a log line.
     """
     process = await _start_page(config)
     if process is None:

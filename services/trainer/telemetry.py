@@ -116,14 +116,7 @@ def _scores_of(metrics: Mapping[str, float]) -> Iterator[tuple[tuple[str, str, s
 
 @dataclass(frozen=True, slots=True)
 class TrainerMetrics:
-    """The sources of the trainer's Prometheus readings.
-
-    Args:
-        state: phases, steps and the newest accounts.
-        fleet: the replicas.
-        history: metrics of finished steps and validations.
-        sync: counts of weight updates.
-    """
+    """The sources of the trainer's Prometheus readings."""
 
     state: RunState
     fleet: Fleet
@@ -236,8 +229,6 @@ class TrainerWork:
 
     Args:
         service: the deadlines of waits that have their own.
-        state: the phase and step of the run.
-        fleet: generates tokens.
         checkpoints: the folder of the run's checkpoints.
     """
 

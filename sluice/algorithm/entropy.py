@@ -31,7 +31,7 @@ def logprobs_from_logits(
     *,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """Natural-log probability of each label.
+    """Return the natural-log probability of each label.
 
     Args:
         logits: float [tokens, vocab], any float dtype; row t predicts ``labels[t]``.
@@ -79,7 +79,7 @@ def logprobs_and_entropy(
 def entropy_from_logits(
     logits: torch.Tensor, temperature: float = 1.0, *, chunk_rows: int | None = None
 ) -> torch.Tensor:
-    """Entropy of each row's distribution in nats.
+    """Return the entropy of each row's distribution in nats.
 
     Args:
         logits: float [tokens, vocab], finite.

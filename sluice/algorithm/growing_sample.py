@@ -62,13 +62,13 @@ class GrowingSample:
             self.append(partial.token_ids[part], partial.behavior_logprobs[part], span.version)
 
     def token_ids(self) -> TokenIds:
-        """All tokens so far."""
+        """Return all tokens so far."""
         if len(self._token_ids) > 1:
             self._token_ids = [np.concatenate(self._token_ids)]
         return self._token_ids[0] if self._token_ids else np.empty(0, dtype=np.uint32)
 
     def logprobs(self) -> Logprobs:
-        """Their behaviour logprobs."""
+        """Return their behavior logprobs."""
         if len(self._logprobs) > 1:
             self._logprobs = [np.concatenate(self._logprobs)]
         return self._logprobs[0] if self._logprobs else np.empty(0, dtype=np.float32)

@@ -23,7 +23,7 @@ def learning_rate_multiplier(
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
 ) -> float:
-    """Factor on the peak learning rate for train batch `step` (0-based).
+    """Return the factor on the peak learning rate for train batch `step` (0-based).
 
     All optimizer steps of one train batch share the factor. Warm-up is ``step / warmup_steps``, so
     the first batch of a run with warm-up has factor 0, as in verl. After it, with

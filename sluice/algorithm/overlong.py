@@ -12,7 +12,7 @@ def overlong_penalty(
     buffer_tokens: int,
     penalty_factor: float,
 ) -> float:
-    """What to add to a score because the response runs into the buffer before the limit.
+    """Return what to add to a score because the response runs into the buffer before the limit.
 
     0 up to ``max_response_tokens - buffer_tokens``, then falling linearly to ``-penalty_factor``
     at ``max_response_tokens`` (and on, for a longer response).

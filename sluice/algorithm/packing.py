@@ -1,12 +1,101 @@
-"""Assign rows to ranks and micro-batches, with or without keeping a prompt's rows together."""
+"""Assign rows to ranks and micro-batches, with or without keeping a prompt's rows together.
+
+Karmarkar and Karp's largest differencing makes parts of nearly equal cost. Ties are broken as in
+verl (`verl/utils/seqlen_balancing.py`), so that equal weights are split into the same parts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
-from sluice.algorithm.karmarkar_karp import LINEAR_WORKLOAD, balanced_partition
 from sluice.errors import ConfigError
+
+Partition = tuple[tuple[int, ...], ...]
+
+LINEAR_WORKLOAD = 24_576
+"""Cost of the layers that are linear in length against attention, from verl. Per layer the two are
+about ``24 h^2 L`` and ``4 h L^2`` operations, a ratio of ``6 h``; 4096 is the h of a 7B model."""
+
+
+def workload(num_tokens: int) -> int:
+    """Cost of a sequence in arbitrary units: ``24576 * L + L**2``."""
+    return LINEAR_WORKLOAD * num_tokens + num_tokens * num_tokens
+
+
+class _Slot(NamedTuple):
+    """One part under construction. Ordered by weight, then by number of items, then by items."""
+
+    weight: int
+    num_items: int
+    items: tuple[int, ...]
+
+
+class _State(NamedTuple):
+    """k parts, heaviest first.
+
+    The heap pops the least of them: the one with the largest spread, then with the greatest
+    heaviest slot. No two states share an item, so that the slots themselves are never compared.
+    """
+
+    negative_spread: int
+    negative_heaviest: _Slot
+    slots: tuple[_Slot, ...]
+
+
+def balanced_partition(weights: Sequence[int], num_parts: int, *, equal_size: bool) -> Partition:
+    """Split ``range(len(weights))`` into `num_parts` parts of nearly equal weight.
+
+    Args:
+        weights: cost of each item, >= 0.
+        num_parts: k >= 1.
+        equal_size: every part gets the same number of items.
+
+    Returns:
+        k tuples of ascending indices, the heaviest part first; parts may be empty unless
+        `equal_size`.
+
+    Raises:
+        ConfigError: k < 1, or `equal_size` and the items do not divide evenly.
+    """
+    if num_parts < 1 or (equal_size and len(weights) % num_parts):
+        raise ConfigError(
+            f"cannot split {len(weights)} items into {num_parts} "
+            f"{'equally large ' if equal_size else ''}parts; choose a divisor"
+        )
+    items = sorted(range(len(weights)), key=lambda index: (weights[index], index))
+    chunk = num_parts if equal_size else 1
+    heap = [
+        _state([_Slot(weights[i], 1, (i,)) for i in items[start : start + chunk]], num_parts)
+        for start in range(0, len(items), chunk)
+    ]
+    if not heap:
+        return ((),) * num_parts
+    heapify(heap)
+    while len(heap) > 1:
+        heappush(heap, _merge(heappop(heap), heappop(heap)))
+    return tuple(tuple(sorted(slot.items)) for slot in heap[0].slots)
+
+
+def _state(filled: Sequence[_Slot], num_parts: int) -> _State:
+    empty = [_Slot(0, 0, ())] * (num_parts - len(filled))
+    slots = tuple(sorted([*filled, *empty], reverse=True))
+    heaviest = slots[0]
+    # Negating each number turns the order round: items are compared only where there are as many.
+    negative = _Slot(-heaviest.weight, -heaviest.num_items, tuple(-i for i in heaviest.items))
+    return _State(slots[-1].weight - heaviest.weight, negative, slots)
+
+
+def _merge(left: _State, right: _State) -> _State:
+    """Pair the heaviest slot of one with the lightest of the other."""
+    pairs = zip(left.slots, reversed(right.slots), strict=True)
+    merged = [
+        _Slot(a.weight + b.weight, a.num_items + b.num_items, a.items + b.items) for a, b in pairs
+    ]
+    return _state(merged, len(merged))
+
 
 IMBALANCE_TOLERANCE = 1.1
 """Groups are split between ranks only while the heaviest rank exceeds this times the mean."""
@@ -43,7 +132,7 @@ class MicroBatchPlan:
 
 
 def plan_minibatches(num_groups: int, mini_batch_groups: int) -> tuple[range, ...]:
-    """Consecutive ranges of groups, one per optimizer step.
+    """Return consecutive ranges of groups, one per optimizer step.
 
     Raises:
         ConfigError: the groups do not divide evenly into mini-batches.
@@ -133,7 +222,7 @@ def plan_micro_batches(
 
 
 def whole_groups(rows: Sequence[RowSize], row_indices: Iterable[int]) -> list[GroupPiece]:
-    """One piece per group present among `row_indices`, groups in order of their first row."""
+    """Return a piece per group present among `row_indices`, in order of their first row."""
     members: dict[int, list[int]] = {}
     for index in sorted(row_indices):
         members.setdefault(rows[index].group, []).append(index)
@@ -141,13 +230,13 @@ def whole_groups(rows: Sequence[RowSize], row_indices: Iterable[int]) -> list[Gr
 
 
 def piece_tokens(rows: Sequence[RowSize], piece: GroupPiece) -> int:
-    """Tokens computed for a piece: its prompt once and every response."""
+    """Return tokens computed for a piece: its prompt once and every response."""
     prompt_tokens = rows[piece.row_indices[0]].prompt_tokens
     return prompt_tokens + sum(rows[index].response_tokens for index in piece.row_indices)
 
 
 def piece_workload(rows: Sequence[RowSize], piece: GroupPiece) -> int:
-    """Cost of a piece; for a single row `karmarkar_karp.workload` of its length.
+    """Return the cost of a piece; for a single row `workload` of its length.
 
     A response token attends to prompt and response, hence ``(P + R)**2 - P**2`` a row on top of
     the prompt's own ``P**2``.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
     from sluice.algorithm.advantages.inputs import AdvantageInputs, Advantages, AdvantageSettings
     from sluice.algorithm.losses.objective import ObjectiveFunction
+
+    BatchAdvantages = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
 
 
 def import_named(table: Mapping[str, str], name: str, *, key: str) -> object:
@@ -32,10 +34,6 @@ def import_named(table: Mapping[str, str], name: str, *, key: str) -> object:
     found: object = getattr(import_module(module), attribute)
     return found
 
-
-# Advantage estimators by verl's names (`algorithm.adv_estimator`). Imports torch only on demand.
-#
-# `AdvantageInputs` says what a batch may hold; each estimator's docstring which fields it needs.
 
 _ADVANTAGES = "sluice.algorithm.advantages"
 
@@ -62,26 +60,18 @@ BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
         "adpo": f"{_ADVANTAGES}.adpo:adpo",
     }
 )
-"""Estimators of whole batches, ``module:function``."""
+"""Estimators of whole batches by `algorithm.adv_estimator`, as ``module:function``.
 
-
-class BatchAdvantages(Protocol):
-    """An estimator for a whole train batch."""
-
-    def __call__(self, inputs: AdvantageInputs, settings: AdvantageSettings, /) -> Advantages:
-        """Map a padded batch to advantages and returns, both [rows, width].
-
-        Raises:
-            ConfigError: the batch lacks a field; names the estimator and the field.
-        """
-        ...
+`AdvantageInputs` lists what a batch may hold; each estimator's docstring the fields that it needs.
+"""
 
 
 def batch_estimator(name: str) -> BatchAdvantages:
-    """Import the estimator called `name` for whole batches.
+    """Import the estimator called `name`; it maps a padded batch to values of [rows, width].
 
     Raises:
-        ConfigError: the name is unknown; the message lists the known ones.
+        ConfigError: the name is unknown (lists the known ones), or, when the estimator runs, the
+            batch lacks a field.
     """
     found = import_named(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
     return cast("BatchAdvantages", found)

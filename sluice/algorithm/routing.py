@@ -1,4 +1,6 @@
-"""Choose the replica of the next group, and estimate how many replicas keep the trainer fed."""
+"""Choose the replica of the next group, and estimate how many replicas keep the trainer fed (the
+number that an autoscaler follows).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class AnnouncedReplica:
 class RoutedReplica:
     """A replica in use. After a failure it pauses, then proves itself with one group.
 
-    `order` is its place in the announcement.
+    `order` is its index in the announcement.
     """
 
     announced: AnnouncedReplica
@@ -61,7 +63,7 @@ class ReplicaRequirement:
     highest_version: int | None = None
 
     def accepts(self, version: int) -> bool:
-        """Whether a replica that serves `version` will do."""
+        """Return whether a replica that serves `version` will do."""
         below = self.highest_version is None or version <= self.highest_version
         return below and version >= self.lowest_version
 
@@ -121,20 +123,19 @@ class ReplicaRouter:
 
     Args:
         slack: sequences in flight per slot, at most.
+
+    Attributes:
+        announced: all replicas in the order announced.
     """
 
     def __init__(self, slack: float) -> None:
         self._slack = slack
+        self.announced: tuple[AnnouncedReplica, ...] = ()
         self._members: dict[tuple[str, str], RoutedReplica] = {}
         self._by_slots: dict[int, _SameSlots] = {}
         self._num_serving: Counter[int] = Counter()  # replicas by policy version
         self._num_free: Counter[int] = Counter()  # sequences by policy version
         self._paused: set[RoutedReplica] = set()  # since the last announcement
-
-    @property
-    def announced(self) -> tuple[AnnouncedReplica, ...]:
-        """All replicas in the order announced."""
-        return tuple(member.announced for member in self._members.values())
 
     @property
     def num_slots_in_use(self) -> int:
@@ -151,13 +152,14 @@ class ReplicaRouter:
             member.announced = replica
             member.paused_until = 0.0
             self._members[key] = member
+        self.announced = tuple(member.announced for member in self._members.values())
         for gone in previous.values():
             gone.removed = True
         self._arrange()
         return tuple(previous.values())
 
     def serves(self, wanted: ReplicaRequirement) -> bool:
-        """Whether any replica, busy or paused, is of a wanted version."""
+        """Return whether any replica, busy or paused, is of a wanted version."""
         return any(wanted.accepts(version) for version in self._num_serving)
 
     def choose(self, wanted: ReplicaRequirement, now: float) -> RoutedReplica | None:
@@ -169,7 +171,7 @@ class ReplicaRouter:
         return min(candidates, key=lambda member: (member.load, member.order), default=None)
 
     def num_free(self, lowest_version: int, now: float) -> int:
-        """Sequences that could be started now on replicas of `lowest_version` or later."""
+        """Return how many sequences could start now on replicas of `lowest_version` or later."""
         free = 0
         for version, count in self._num_free.items():  # asked at every start: no generator
             if version >= lowest_version:
@@ -201,7 +203,7 @@ class ReplicaRouter:
         reservation.num_missing = 0
 
     def answered(self, member: RoutedReplica) -> None:
-        """The replica works: end its probation."""
+        """End the probation of a replica that works."""
         member.on_probation = False
         member.next_pause_s = FIRST_PAUSE_S
 
@@ -242,38 +244,23 @@ class ReplicaRouter:
         return math.floor(member.announced.info.slots * self._slack)
 
 
-# How many replicas would keep the trainer fed: the number that an autoscaler follows.
-#
-# What the last batches cost is known: slots in use, added up over time. The trainer took them in
-# the time that passed, less the time in which it waited for generation; had it never waited, the
-# same work would have been wanted in the remaining time. So
-#
-#     slots wanted = HEADROOM * used slot seconds / (observed seconds - starved seconds)
-#
-# A trainer that never waits, with half of the slots in use, asks for about half of the fleet;
-# one that waits half of its time, with all slots in use, for twice the fleet. In synchronous
-# mode, where generation and training take turns, the same formula makes both take equally long.
-#
-# Values in, values out; `services.reward.metrics` measures.
-
-
 HEADROOM = 1.1
 """A fleet that is exactly fast enough makes the trainer wait about every other time."""
 
 MOST_GROWTH = 4.0
-"""Times the present fleet that one measurement may ask for: far beyond it nothing is known about
-how the work would spread. The next measurement continues from there."""
+"""Most times the present fleet that one measurement may give: beyond it nothing is known about how
+the work would spread. The next measurement continues from there."""
 
 _DEMAND_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class FleetUse:
-    """What was seen over some batches.
+    """The use of the fleet over some batches; `services.reward.metrics` measures it.
 
     Attributes:
-        observed_s: seconds looked at.
-        starved_s: of them, with the trainer waiting for a batch and generation missing.
+        observed_s: seconds observed.
+        starved_s: those in which the trainer waited for a batch and generation was missing.
         slot_seconds: slots in use, added up over them.
     """
 
@@ -283,11 +270,21 @@ class FleetUse:
 
 
 def slots_needed(use: FleetUse, num_slots: int) -> float:
-    """Slots that would keep the trainer fed, from 0 to `MOST_GROWTH` times `num_slots`.
+    """Return the slots that would keep the trainer fed, from 0 to `MOST_GROWTH` times `num_slots`.
+
+    The work of the last batches is known: slots in use, added up over time. The trainer took them
+    in the observed time, less the time in which it waited for generation; had it never waited, the
+    same work would have been needed in the remaining time. So
+
+        slots = HEADROOM * used slot seconds / (observed seconds - starved seconds)
+
+    For a trainer that never waits, with half of the slots in use, this is about half of the fleet;
+    for one that waits half of its time, with all slots in use, twice the fleet. In synchronous
+    mode, where generation and training take turns, the same formula makes both take equally long.
 
     Args:
         use: of the last batches.
-        num_slots: of the fleet now; what is wanted before anything was seen.
+        num_slots: of the fleet now; the result before anything was observed.
     """
     if use.observed_s <= 0.0:
         return float(num_slots)
@@ -298,7 +295,7 @@ def slots_needed(use: FleetUse, num_slots: int) -> float:
 
 
 def replicas_needed(slots: float, *, num_slots: int, num_replicas: int) -> int:
-    """Replicas with so many slots, of the size that the present ones have; at least 1.
+    """Return the replicas with so many slots, of the size that the present ones have; at least 1.
 
     Args:
         slots: see `slots_needed`.

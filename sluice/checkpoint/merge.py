@@ -1,4 +1,4 @@
-"""Writes the model of a checkpoint as one Hugging Face directory."""
+"""Write the model of a checkpoint as one Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from sluice.checkpoint.model_assembly import assemble_model
 from sluice.checkpoint.safetensors_files import copy_weights, is_weight_file
 from sluice.checkpoint.source import CheckpointFormat, CheckpointSource
+from sluice.checkpoint.verl_shards import assemble_model
 from sluice.errors import CheckpointError
 
 CONFIG_FILE = "config.json"

@@ -1,4 +1,4 @@
-"""Copies safetensors weights file by file, in another dtype if asked."""
+"""Safetensors weights: copy them file by file, in another dtype on request, and compare them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "e
 
 
 def is_weight_file(file: Path) -> bool:
-    """Whether `file` holds weights, in any of the formats that lie in model directories."""
+    """Return whether `file` holds weights, in any of the formats of model directories."""
     return file.suffix in {".safetensors", ".bin", ".pt", ".pth"} or file.name.endswith(
         ".index.json"
     )
@@ -35,7 +35,7 @@ def _named_files(index: Path) -> set[str]:
 
 
 def tensor_names(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in `folder`.
+    """Return the file of every tensor in `folder`.
 
     Raises:
         CheckpointError: a file is damaged, or one that the index names is missing.
@@ -102,7 +102,7 @@ def copy_weights(
 
 
 def read_tensor(where: Path, name: str) -> Tensor:
-    """One tensor of a file, on the CPU."""
+    """Return one tensor of a file, on the CPU."""
     with safe_open(where, framework="pt") as opened:
         tensor: Tensor = opened.get_tensor(name)
     return tensor
@@ -122,7 +122,7 @@ def check_equal_embeddings(output: Tensor, embedding: Tensor | None, name: str) 
 
 
 def embedding_name(names: Collection[str]) -> str | None:
-    """The input embedding among a causal language model's tensor names."""
+    """Return the input embedding among a causal language model's tensor names."""
     return next((name for name in sorted(names) if name.endswith(_EMBEDDINGS)), None)
 
 
@@ -142,7 +142,7 @@ def compare_weights(
     on_tensor: Callable[[int, int], None],
     tolerance: float = TOLERANCE,
 ) -> list[str]:
-    """A sentence for every tensor that differs in presence, shape, dtype or value.
+    """Return a sentence for every tensor that differs in presence, shape, dtype or value.
 
     Values are close if ``|found - wanted| <= tolerance * (1 + |wanted|)``, in float64; two
     not-a-numbers are equal.

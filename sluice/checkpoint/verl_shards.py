@@ -1,4 +1,4 @@
-"""verl's FSDP checkpoints: one torch file a rank, joined into whole tensors.
+"""verl's FSDP checkpoints: one torch file a rank, joined into whole tensors and written as a model.
 
 ``model_world_size_W_rank_R.pt`` maps parameter names to DTensors (or, for what is not sharded,
 tensors). Under hybrid sharding every group of ranks holds all shards; the first group is read.
@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+)
+from transformers.utils import logging as transformers_logging
 
+from sluice.checkpoint.safetensors_files import check_equal_embeddings, embedding_name
 from sluice.checkpoint.source import SHARD_NAME
 from sluice.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 FSDP_CONFIG_FILE = "fsdp_config.json"
 _MESH_NAMES = (("fsdp",), ("ddp", "fsdp"))
@@ -38,11 +50,20 @@ _FORMER_NAMES: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     ),
 ]
 
+_READABLE = 0o644
+_FAMILIES: Mapping[str, Callable[..., object]] = {
+    "ForTokenClassification": AutoModelForTokenClassification.from_config,
+    "ForCausalLM": AutoModelForCausalLM.from_config,
+    "LMHeadModel": AutoModelForCausalLM.from_config,
+    "ForConditionalGeneration": AutoModelForImageTextToText.from_config,
+    "ForVision2Seq": AutoModelForImageTextToText.from_config,
+}
+
 Shape = tuple[int, ...]
 
 
 def read_world_size(folder: Path) -> int:
-    """Ranks of the run that saved `folder`, from ``fsdp_config.json`` or else the file names.
+    """Return the ranks of the run that saved `folder`, by ``fsdp_config.json`` or the file names.
 
     Raises:
         CheckpointError: unreadable, or the file names disagree.
@@ -69,7 +90,7 @@ def read_shards(
     shapes: Mapping[str, Shape],
     on_tensor: Callable[[int, int], None],
 ) -> dict[str, Tensor]:
-    """All weights, whole, on the CPU.
+    """Return all weights, whole, on the CPU.
 
     The files are opened with ``weights_only``: they can hold tensors and the classes of a DTensor,
     and cannot run code.
@@ -104,7 +125,7 @@ def read_shards(
 
 
 def join_parts(name: str, parts: Sequence[Tensor], shape: Shape | None = None) -> Tensor:
-    """One whole tensor from those of all shards, in order of rank.
+    """Join the tensors of all shards, given in order of rank.
 
     Sharded DTensors are joined on their dimension and replicated ones taken once. Tensors that are
     no DTensors are joined on dimension 0, unless each has the model's `shape` already.
@@ -147,7 +168,7 @@ def _local(part: Tensor, name: str) -> Tensor:
 
 
 def _num_shards(folder: Path, state: Mapping[str, Tensor], world_size: int) -> int:
-    """Ranks that hold different shards: all, or one group of hybrid sharding."""
+    """Return how many ranks hold different shards: all, or one group of hybrid sharding."""
     sharded = next((tensor for tensor in state.values() if isinstance(tensor, DTensor)), None)
     if sharded is None:
         return world_size
@@ -183,7 +204,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _no_process_group_warnings() -> Iterator[None]:
-    """torch warns for every DTensor read outside of the run that wrote it."""
+    """Silence torch, which warns for every DTensor outside of the run that wrote it."""
     loud = logging.getLogger("torch.distributed.device_mesh")
     level = loud.level
     loud.setLevel(logging.ERROR)
@@ -205,3 +226,109 @@ def _file(folder: Path, world_size: int, rank: int) -> Path:
 
 def _names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
+
+
+def assemble_model(
+    shards: Path,
+    target: Path,
+    dtype: torch.dtype | None,
+    dropped: Collection[str],
+    *,
+    trust_remote_code: bool,
+    on_tensor: Callable[[int, int], None],
+) -> None:
+    """Join `shards` and write weights and ``config.json`` into `target`.
+
+    Args:
+        shards: folder with ``model_world_size_W_rank_R.pt``.
+        target: holds the model's configuration and gets the rest.
+        dtype: what floating-point weights become; ``None`` leaves them.
+        dropped: tied outputs to leave out; each must equal the input embedding.
+        trust_remote_code: run model code that ships with the checkpoint.
+        on_tensor: called with (tensors done, tensors in all).
+
+    Raises:
+        CheckpointError: a shard is missing or damaged, or the weights are not those of the model
+            that the configuration describes.
+    """
+    transformers_logging.disable_progress_bar()
+    model = _empty_model(target, trust_remote_code=trust_remote_code)
+    shapes: dict[str, Shape] = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    weights = read_shards(shards, dtype, shapes, on_tensor)
+    _refuse_adapters(shards, weights)
+    for name in sorted(dropped & weights.keys()):
+        embedding = embedding_name(weights)
+        tied = weights[embedding] if embedding else None
+        check_equal_embeddings(weights.pop(name), tied, name)
+    if _fits(model, weights):
+        _save(model, weights, target)
+    else:
+        _save_by_saved_names(model, weights, target, trust_remote_code=trust_remote_code)
+    for file in target.glob("*.safetensors"):
+        file.chmod(_READABLE)  # safetensors lets only the owner read it
+
+
+def _empty_model(target: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(
+            target, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        with torch.device("meta"):
+            built = _builder(config)(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise CheckpointError(
+            f"config.json of the checkpoint describes no model that transformers builds ({error}); "
+            "copy the base model's configuration into its huggingface folder"
+        ) from error
+    return cast("PreTrainedModel", built)
+
+
+def _builder(config: PreTrainedConfig) -> Callable[..., object]:
+    names = config.architectures or []
+    for ending, build in _FAMILIES.items():
+        if any(name.endswith(ending) for name in names):
+            return build
+    raise CheckpointError(
+        f"config.json names the architectures {names}, and none of them can be merged; known "
+        f"endings: {', '.join(_FAMILIES)}"
+    )
+
+
+def _refuse_adapters(shards: Path, names: Collection[str]) -> None:
+    adapters = [name for name in names if ".lora_" in name or name.startswith("base_model.model.")]
+    if adapters:
+        raise CheckpointError(
+            f"{shards} holds LoRA weights (first {min(adapters)}), which are not merged here; use "
+            "`python -m verl.model_merger merge --backend fsdp` and then peft's merge_and_unload"
+        )
+
+
+def _fits(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> bool:
+    wanted = model.state_dict().keys()
+    tied = set(model.all_tied_weights_keys)
+    return not (wanted - weights.keys() - tied) and not (weights.keys() - wanted)
+
+
+def _save(model: PreTrainedModel, weights: Mapping[str, Tensor], target: Path) -> None:
+    model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.tie_weights()
+    model.config.dtype = model.dtype
+    model.save_pretrained(target)
+
+
+def _save_by_saved_names(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], target: Path, *, trust_remote_code: bool
+) -> None:
+    """Save weights of another version of transformers, which converts their names at loading."""
+    save_torch_state_dict(dict(weights), target)
+    loading: object = type(model).from_pretrained(
+        target, local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code
+    )
+    _, report = cast("tuple[object, Mapping[str, Collection[str]]]", loading)
+    wrong = sorted({*report["missing_keys"], *map(str, report["unexpected_keys"])})
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} weights of the shards do not fit {type(model).__name__}, first "
+            f"{wrong[0]}; give the configuration of the model that was trained, or "
+            "--is-value-model for a critic"
+        )

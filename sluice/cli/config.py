@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.cli.terminal import output_console, print_table, split_arguments
-from sluice.config.catalogue.table import KeyStatus
+from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, check_report
-from sluice.config.explain import KeyDescription, all_keys, explain_key, keys_of_section
+from sluice.config.explain import explain_key, keys_of_section
+from sluice.config.loading.keys import other_spellings
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.overrides import YAML_SUFFIXES
 from sluice.config.memory.report import MemoryReport
@@ -140,18 +141,18 @@ def explain(
       sluice config explain actor_rollout_ref.actor.clip_ratio_high
       sluice config explain algorithm.rollout_correction
     """
-    keys = all_keys() if key is None else keys_of_section(key)
+    keys = list(catalogue().values()) if key is None else keys_of_section(key)
     if key is None or keys:
         if as_json:
             typer.echo(json.dumps([description_as_json(one) for one in keys], sort_keys=True))
         else:
             print_keys(output_console(), keys)
         return
-    description = explain_key(key)
+    entry = explain_key(key)
     if as_json:
-        typer.echo(json.dumps(description_as_json(description), sort_keys=True))
+        typer.echo(json.dumps(description_as_json(entry), sort_keys=True))
     else:
-        print_description(output_console(), description)
+        print_description(output_console(), entry)
 
 
 def _parts(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -179,7 +180,7 @@ def count_rows(config: RunConfig) -> int | None:
         return None
 
 
-def print_keys(console: Console, keys: Sequence[KeyDescription]) -> None:
+def print_keys(console: Console, keys: Sequence[Entry]) -> None:
     """Print all keys, one a line."""
     print_table(
         console,
@@ -189,7 +190,7 @@ def print_keys(console: Console, keys: Sequence[KeyDescription]) -> None:
     )
 
 
-def print_description(console: Console, key: KeyDescription) -> None:
+def print_description(console: Console, key: Entry) -> None:
     """Print one key with everything known about it; empty lines are left out."""
     facts = [
         ("status", f"{key.status}{f': {key.instead}' if key.instead else ''}"),
@@ -200,19 +201,22 @@ def print_description(console: Console, key: KeyDescription) -> None:
         ("effect", key.effect),
         ("advice", key.advice),
         ("sets", ", ".join(key.targets)),
-        ("also spelled", ", ".join(key.spellings)),
+        ("also spelled", ", ".join(other_spellings(key.path))),
     ]
     console.print(Text(key.path, style="bold"), soft_wrap=True)
-    if key.asked != key.path:
-        console.print(Text(f"  asked for as {key.asked}"), soft_wrap=True)
     for name, value in facts:
         if value:
             console.print(Text(f"  {name}: ", style="dim") + Text(value), soft_wrap=True)
 
 
-def description_as_json(key: KeyDescription) -> dict[str, object]:
+def description_as_json(key: Entry) -> dict[str, object]:
     """Return one key for machines; a default that does not exist is left out."""
-    return {name: value for name, value in asdict(key).items() if value is not UNSET}
+    names = (
+        *("path", "status", "meaning", "takes", "default", "verl_default", "unit", "effect"),
+        *("advice", "instead", "targets", "is_block"),
+    )
+    facts = {name: getattr(key, name) for name in names} | {"spellings": other_spellings(key.path)}
+    return {name: value for name, value in facts.items() if value is not UNSET}
 
 
 def _default(value: object) -> str:

@@ -28,7 +28,7 @@ from sluice.data.prepare import Preparation, Prepared, prepare
 from sluice.data.prompt_files import open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.published_rows import PUBLISHED_SETS, Wishes
-from sluice.data.raw_rows import check_raw_file
+from sluice.data.row_files import check_raw_file
 from sluice.errors import ConfigError, DataError
 from sluice.types import ChatMessage
 from sluice.vision.image_files import images_of_row

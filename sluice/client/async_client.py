@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from sluice.client.channels import ServiceChannels
-from sluice.client.fleet import ClientFleet, FleetLookup, FleetReplica
+from sluice.client.fleet import ClientFleet, FleetReplica, look_up_replicas
 from sluice.client.generation import ResumableGeneration
 from sluice.client.generation_types import (
     GenerateOptions,
@@ -22,7 +22,7 @@ from sluice.client.generation_types import (
 )
 from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.client.run_address import RunAddress, address_of_run
-from sluice.client.run_monitor import RunCalls, RunSnapshot
+from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.scoring import MOST_CALLS, ScoreItem, score_items
 from sluice.client.submission import submit_prompts
 from sluice.errors import ConfigError
@@ -53,8 +53,8 @@ class AsyncClient:
         self._policy = policy
         self._channels = ServiceChannels(address, name)
         self._score_calls = asyncio.Semaphore(MOST_CALLS)
-        self._lookup = FleetLookup(address, self._channels)
-        self._generation = ResumableGeneration(ClientFleet(self._lookup), self._channels, policy)
+        self._look_up = partial(look_up_replicas, address, self._channels)
+        self._generation = ResumableGeneration(ClientFleet(self._look_up), self._channels, policy)
 
     @classmethod
     def connect(
@@ -70,12 +70,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -130,9 +125,10 @@ class AsyncClient:
     ) -> AsyncGenerator[PromptEvent, None]:
         """Submit prompts to train on. Yield receipts, and outcomes with `until_outcome`.
 
-        An outcome reports how the prompt ended and, if it was trained, in which step. Accepted
-        prompts stay in the run when the caller leaves early; submit them again to get their events
-        again. With `traceparent` (W3C) the run's spans of them are below the caller's span.
+        The prompts have different ids. An outcome reports how the prompt ended and, if it was
+        trained, in which step; a refused prompt is an event and no error. Accepted prompts stay in
+        the run when the caller leaves early; submit them again to get their events again. With
+        `traceparent` (W3C) the run's spans of them are below the caller's span.
         `in_thread` iterates over `prompts` in a thread of its own, so that the iterable may wait;
         otherwise the event loop waits with it.
 
@@ -179,7 +175,7 @@ class AsyncClient:
         Raises:
             PeerError: no service that knows them answers.
         """
-        return await self._lookup()
+        return await self._look_up()
 
     async def status(self) -> RunSnapshot:
         """Return step, phase, version and replicas of the run.
@@ -197,11 +193,11 @@ class AsyncClient:
             async for step in steps:
                 yield step
 
-    def _run(self) -> RunCalls:
+    def _run(self) -> RunMonitor:
         self._channels.check_open()
         if self._address.trainer is None:
             raise ConfigError("client: no address of a trainer; give it, or the run's folder")
-        return RunCalls(self._channels, self._address.trainer, self._reward())
+        return RunMonitor(self._address.trainer, self._reward(), channels=self._channels)
 
     def _reward(self) -> str:
         if self._address.reward is None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from sluice.client.run_address import RunAddress
 from sluice.errors import ConfigError, InvalidRequestError
-from sluice.rpc.client import open_channel
-from sluice.rpc.metadata import CLIENT_KEY, MAX_NAME_LENGTH, TRACEPARENT
+from sluice.rpc.client import Metadata, open_channel
+from sluice.rpc.metadata import CLIENT_KEY, MAX_NAME_LENGTH
 
 if TYPE_CHECKING:
     import grpc
@@ -28,9 +27,6 @@ def default_client_name() -> str:
     return f"{start[: MAX_NAME_LENGTH - len(pid) - 1]}:{pid}"
 
 
-MethodT = TypeVar("MethodT", bound=Callable[..., object])
-
-
 class ServiceChannels:
     """One channel per address, opened by its first use.
 
@@ -41,7 +37,7 @@ class ServiceChannels:
 
     def __init__(self, address: RunAddress, client_name: str) -> None:
         self._address = address
-        self._metadata = ((CLIENT_KEY, client_name or default_client_name()),)
+        self._name = client_name or default_client_name()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False
 
@@ -62,21 +58,13 @@ class ServiceChannels:
                 address,
                 max_message_bytes=self._address.max_message_bytes,
                 credentials=self._address.credentials,
+                metadata=self._named,
             )
         return self._channels[address]
 
-    def named(self, method: MethodT, traceparent: str = "") -> MethodT:
-        """Return a stub's method that sends the client's name, and the caller's span if any.
-
-        Calling it raises ConfigError once the channels are closed.
-        """
-        of_trace = ((TRACEPARENT, traceparent),) if traceparent else ()
-
-        def call(*arguments: object, **options: object) -> object:
-            self.check_open()  # a retried call may find them closed
-            return method(*arguments, metadata=(*self._metadata, *of_trace), **options)
-
-        return call  # type: ignore[return-value]
+    def _named(self) -> Metadata:
+        self.check_open()  # a retried call may find the channel closed
+        return ((CLIENT_KEY, self._name),)
 
     def check_size(self, name: str, message: Message) -> None:
         """Refuse a message that gRPC would not send, and would report as the service's failure.

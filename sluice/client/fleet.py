@@ -30,6 +30,7 @@ from sluice.rpc.retries import own_deadline_is_failure
 _FRESH_S = 2.0
 # A failed replica comes last for this time.
 _SUSPECT_S = 10.0
+_PHASE = "asking for the replicas that serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,87 +152,76 @@ class ClientFleet:
         self._asked_s = None
 
 
-_PHASE = "asking for the replicas that serve"
-
-
-class FleetLookup:
-    """A look-up of the replicas of a run; call it to ask.
+async def look_up_replicas(
+    address: RunAddress, channels: ServiceChannels
+) -> Sequence[FleetReplica]:
+    """Return the replicas of a run that serve, with their loads.
 
     Args:
-        address: of the run. Of `replicas`, each is asked about itself.
+        address: of the run. If it names replicas, each is asked about itself.
         channels: to its services.
+
+    Raises:
+        ConfigError: no address is known.
+        PeerError: no service answers, or not in time.
     """
-
-    def __init__(self, address: RunAddress, channels: ServiceChannels) -> None:
-        self._address = address
-        self._channels = channels
-
-    async def __call__(self) -> Sequence[FleetReplica]:
-        """Return the serving replicas with their loads.
-
-        Raises:
-            ConfigError: no address is known.
-            PeerError: no service answers, or not in time.
-        """
-        with own_deadline_is_failure():
-            return await self._asked()
-
-    async def _asked(self) -> Sequence[FleetReplica]:
-        if self._address.replicas:
-            return await self._each_itself()
-        if self._address.trainer is None:
-            return await self._of_reward_service()
+    with own_deadline_is_failure():
+        if address.replicas:
+            return await _known_replicas(address.replicas, channels)
+        if address.trainer is None:
+            return await _announced_replicas(address, channels)
         try:
-            return await self._of_trainer(self._address.trainer)
+            return await _members(address.trainer, channels)
         except HandshakeError:
             raise
         except (PeerError, DeadlineError):
-            if self._address.reward is None:
+            if address.reward is None:
                 raise
-            return await self._of_reward_service()
+            return await _announced_replicas(address, channels)
 
-    async def _each_itself(self) -> Sequence[FleetReplica]:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asked = [
-                    tasks.create_task(self._itself(address), name=f"asking {address}")
-                    for address in self._address.replicas
-                ]
-        except ExceptionGroup as group:
-            raise leaves(group)[0] from group
-        return [found for task in asked if (found := task.result()) is not None]
 
-    async def _of_trainer(self, trainer: str) -> Sequence[FleetReplica]:
-        answer = await unary_call(
-            trainer_stub(self._channels.to(trainer)).GetStatus,
-            trainer_pb2.GetStatusRequest(),
-            peer="trainer",
-            phase=_PHASE,
+async def _members(trainer: str, channels: ServiceChannels) -> Sequence[FleetReplica]:
+    """Ask the trainer, which knows the loads of all."""
+    answer = await unary_call(
+        trainer_stub(channels.to(trainer)).GetStatus,
+        trainer_pb2.GetStatusRequest(),
+        peer="trainer",
+        phase=_PHASE,
+    )
+    return [
+        FleetReplica(each.replica.address, each.replica.slots, each.slots_busy + each.queued)
+        for each in answer.replicas
+        if each.state == "serving"
+    ]
+
+
+async def _announced_replicas(
+    address: RunAddress, channels: ServiceChannels
+) -> Sequence[FleetReplica]:
+    """Ask the reward service, which knows no loads."""
+    if address.reward is None:
+        raise ConfigError(
+            "client: no address of a trainer, a reward service or a replica; give the run's "
+            "folder, or one of them"
         )
-        return [
-            FleetReplica(each.replica.address, each.replica.slots, each.slots_busy + each.queued)
-            for each in answer.replicas
-            if each.state == "serving"
-        ]
+    answer = await unary_call(
+        reward_stub(channels.to(address.reward)).GetStatus,
+        reward_pb2.GetStatusRequest(),
+        peer="reward service",
+        phase=_PHASE,
+    )
+    return [FleetReplica(each.address, each.slots, 0) for each in answer.replicas]
 
-    async def _of_reward_service(self) -> Sequence[FleetReplica]:
-        if self._address.reward is None:
-            raise ConfigError(
-                "client: no address of a trainer, a reward service or a replica; give the run's "
-                "folder, or one of them"
-            )
-        answer = await unary_call(
-            reward_stub(self._channels.to(self._address.reward)).GetStatus,
-            reward_pb2.GetStatusRequest(),
-            peer="reward service",
-            phase=_PHASE,
-        )
-        return [FleetReplica(each.address, each.slots, 0) for each in answer.replicas]
 
-    async def _itself(self, address: str) -> FleetReplica | None:
+async def _known_replicas(
+    addresses: Sequence[str], channels: ServiceChannels
+) -> Sequence[FleetReplica]:
+    """Ask each replica itself. Leave out those that do not answer."""
+
+    async def ask(address: str) -> FleetReplica | None:
         try:
             answer = await unary_call(
-                rollout_stub(self._channels.to(address)).GetStatus,
+                rollout_stub(channels.to(address)).GetStatus,
                 rollout_pb2.GetStatusRequest(without_engine=True),
                 peer=address,
                 phase=_PHASE,
@@ -243,3 +233,10 @@ class FleetLookup:
         if not answer.HasField("policy_version"):
             return None
         return FleetReplica(address, answer.slots, answer.slots_busy + answer.queued)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(ask(each), name=f"asking {each}") for each in addresses]
+    except ExceptionGroup as group:
+        raise leaves(group)[0] from group
+    return [found for task in asked if (found := task.result()) is not None]

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from sluice.codec.rollout import (
     new_tokens_from_proto,
     rollout_from_proto,
     rollout_to_proto,
+    sampling_to_proto,
 )
 from sluice.errors import (
     DeadlineError,
@@ -44,11 +45,15 @@ from sluice.errors import (
 )
 from sluice.rpc.client import rollout_stub, stream_call
 from sluice.rpc.retries import Retries, RetryPolicy
-from sluice.types import ChatMessage, FinishReason, Rollout, TokenIds
+from sluice.types import ChatMessage, FinishReason, Rollout, SamplingParams, TokenIds
 
 _SEED_BITS = 63
 # A failed replica costs at most the tokens of this interval.
 _PARTIAL_INTERVAL_MS = 500
+_PHASE = "generating"
+# A call without a deadline of the caller ends after a week.
+_LONGEST_S = 604_800.0
+_PEER = "the fleet"
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +76,11 @@ class GenerationProgress:
         self._options = options
         self._every_token = every_token
         seed = options.sampling.seed
-        self._seed = secrets.randbits(_SEED_BITS) if seed is None else seed
+        # The same fields; only the seed is always set.
+        self._sampling = SamplingParams(
+            **asdict(options.sampling)
+            | {"seed": secrets.randbits(_SEED_BITS) if seed is None else seed}
+        )
         self._prompt = _prompt_to_proto(prompt, options)
         self._is_accepted = False
         first = options.first_sample
@@ -99,7 +108,7 @@ class GenerationProgress:
             request_id=options.request_id,
             prompt=self._prompt,
             sample_indexes=self._open,
-            sampling=self._sampling(),
+            sampling=sampling_to_proto(self._sampling),
             stream_mode=(
                 rollout.STREAM_MODE_TOKENS if self._every_token else rollout.STREAM_MODE_SAMPLES
             ),
@@ -175,19 +184,6 @@ class GenerationProgress:
             yield from [_text_alone(ended, rest)] if rest else []
         yield SampleFinished(ended)
 
-    def _sampling(self) -> common.SamplingParams:
-        sampling = self._options.sampling
-        return common.SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=self._seed,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            stop=sampling.stop,
-        )
-
 
 def _text_alone(ended: Rollout, text: str) -> SampleDelta:
     """Return text that no delta brought, of a sample continued in the middle of a character."""
@@ -241,12 +237,6 @@ def _token_ids(prompt: Prompt) -> TokenIds:
     return ids.astype(np.uint32)
 
 
-_PHASE = "generating"
-# A call without a deadline of the caller ends after a week.
-_LONGEST_S = 604_800.0
-_PEER = "the fleet"
-
-
 class _StallError(PeerError):
     """A replica accepted a request, and nothing came."""
 
@@ -268,12 +258,7 @@ class ResumableGeneration:
     async def run(
         self, prompt: Prompt, options: GenerateOptions, *, every_token: bool
     ) -> AsyncGenerator[GenerationEvent, None]:
-        """Yield events until every sample has finished. Leaving early ends the samples.
-
-        Raises:
-            DeadlineError: `options.deadline_s` has passed.
-            SluiceError: the request is refused, or nothing came for the policy's patience.
-        """
+        """Yield events until every sample has finished; see `AsyncClient.stream`."""
         progress = GenerationProgress(prompt, options, every_token=every_token)
         retries = Retries(self._policy, _PEER, _PHASE, deadline_s=options.deadline_s)
         moved_because = ""
@@ -307,10 +292,18 @@ class ResumableGeneration:
     ) -> AsyncGenerator[GenerationEvent, None]:
         """Yield what one replica generates, to its end or failure; a full one joins `full`."""
         address = (await self._fleet.choose(full)).address
-        known = progress.num_tokens
+        request, known = progress.request(), progress.num_tokens
+        self._channels.check_size("prompt", request)
+        stream = stream_call(
+            rollout_stub(self._channels.to(address)).Generate,
+            request,
+            peer=address,
+            phase=_PHASE,
+            deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
+            traceparent=progress.traceparent,
+        )
         try:
             with self._fleet.occupied(address, progress.num_open):
-                stream = self._stream(address, progress, deadline_s)
                 async with aclosing(_moving(stream, address, self._policy.stall_s)) as messages:
                     async for message in messages:
                         for event in progress.take(message, address, moved_because):
@@ -329,20 +322,6 @@ class ResumableGeneration:
             if not is_callers_deadline and not isinstance(error, InvalidRequestError):
                 self._fleet.failed(address)
             raise
-
-    def _stream(
-        self, address: str, progress: GenerationProgress, deadline_s: float | None
-    ) -> AsyncGenerator[rollout.GenerateResponse, None]:
-        request = progress.request()
-        self._channels.check_size("prompt", request)
-        stub = rollout_stub(self._channels.to(address))
-        return stream_call(
-            self._channels.named(stub.Generate, progress.traceparent),
-            request,
-            peer=address,
-            phase=_PHASE,
-            deadline_s=min(_LONGEST_S if deadline_s is None else deadline_s, _LONGEST_S),
-        )
 
 
 async def _moving(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from sluice.codec.bounds import MAX_PRIORITY, MAX_SAMPLE_INDEX
 from sluice.codec.fields import check_range
-from sluice.codec.rollout import MAX_SAMPLE_INDEX, check_stops
+from sluice.codec.rollout import check_sampling, check_stops
 from sluice.data.image_sources import read_image
 from sluice.errors import InvalidRequestError
 from sluice.telemetry.tracing import parse_traceparent
@@ -63,8 +64,7 @@ Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
 """A text to continue, a conversation (with or without images), or token ids."""
 
 MAX_SAMPLES = MAX_SAMPLE_INDEX + 1
-_UINT32, _UINT64, _INT32 = (1 << 32) - 1, (1 << 64) - 1, (1 << 31) - 1
-_MAX_TEMPERATURE, _MAX_PRIORITY = 100, 100
+_UINT32, _UINT64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def check_traceparent(value: str) -> None:
@@ -73,6 +73,14 @@ def check_traceparent(value: str) -> None:
         raise InvalidRequestError(
             f"traceparent: {value!r:.100} is not a W3C trace context; give one such as "
             f"00-{'1' * 32}-{'1' * 16}-01, or leave it empty"
+        )
+
+
+def check_deadline(value: float | None) -> None:
+    """Raise InvalidRequestError unless a deadline is None or a number of seconds above 0."""
+    if value is not None and not 0 < value < math.inf:
+        raise InvalidRequestError(
+            f"deadline_s: {value} is not a finite number above 0; None is no deadline"
         )
 
 
@@ -105,14 +113,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= _MAX_TEMPERATURE:
-            raise InvalidRequestError(
-                f"temperature: {self.temperature} is not in 0..{_MAX_TEMPERATURE}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise InvalidRequestError(f"top_p: {self.top_p} is not in (0, 1]; 1 is off")
-        if self.top_k != -1:
-            check_range("top_k", self.top_k, 1, _INT32)
+        check_sampling(self.temperature, self.top_p, self.top_k)
         check_range("max_tokens", self.max_tokens, 0, _UINT32)
         if self.seed is not None:
             check_range("seed", self.seed, 0, _UINT64)
@@ -163,17 +164,14 @@ class GenerateOptions:
                 f"n: {self.n} samples from {self.first_sample} on; indexes are in "
                 f"0..{MAX_SAMPLES - 1}, and n is at least 1"
             )
-        check_range("priority", self.priority, -_MAX_PRIORITY, _MAX_PRIORITY)
+        check_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         check_range("token_budget", self.token_budget, 0, _UINT32)
         if self.token_budget and self.token_budget < self.n:
             raise InvalidRequestError(
                 f"token_budget: {self.token_budget} for {self.n} samples; give at least one token "
                 "a sample, or 0 for no bound"
             )
-        if self.deadline_s is not None and not 0 < self.deadline_s < math.inf:
-            raise InvalidRequestError(
-                f"deadline_s: {self.deadline_s} is not a finite number above 0; None is no deadline"
-            )
+        check_deadline(self.deadline_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

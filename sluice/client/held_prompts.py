@@ -1,19 +1,17 @@
 """Hold prompts that a full service refused, until they are sent again or given up.
 
 One held prompt is sent again for each outcome, which frees capacity, and one after each pause,
-because other clients' prompts end too. The pause grows while that fails. If it succeeds, two more
-follow at once, and two more after each of those that is accepted.
+because other clients' prompts end too. The pause grows while that fails. Each one that is accepted
+lets another follow at once.
 
-So the number of vain tries is at most one for each outcome, two for each prompt that was accepted
-after a pause or in such a row, and one a pause. Prompts that were on their way when the service
-became full, and all open ones after a broken call, add one try each.
+So the number of vain tries is at most one for each outcome and one for each pause. Prompts that
+were in flight when the service became full, and all open ones after a broken call, add one each.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,13 +23,8 @@ logger = logging.getLogger(__name__)
 _FIRST_WARNING_PAUSE_S = 30.0
 _LONGEST_WARNING_PAUSE_S = 3600.0
 _MOST_CHARACTERS = 500
-
-
 # However short a policy's pauses are, a full service is not called in a tight loop.
-_LEAST_PAUSE_S = 0.05
-_LEAST_SHARE = 0.5
-_FOLLOW_A_LUCKY_ONE = 2
-_MOST_DOUBLINGS = 32
+_LEAST_PAUSE_S = 0.025
 
 
 class RefusedPrompts:
@@ -55,9 +48,8 @@ class RefusedPrompts:
         self._clock = clock
         self._gives_up = gives_up or policy.patience_s <= 0
         self._refusals: dict[str, PromptEvent] = {}
+        self._tried: set[str] = set()  # released, and not answered yet
         self._capacity = 0
-        self._lucky_capacity = 0
-        self._sent_on_luck: set[str] = set()
         self._num_pauses = 0
         self._next_pause_ends_s = 0.0
         self._full_since_s: float | None = None
@@ -72,10 +64,10 @@ class RefusedPrompts:
         now_s = self._clock()
         if self._full_since_s is None:
             self._full_since_s = now_s
-        if not self._refusals and not self._sent_on_luck:
+        if not self._refusals and not self._tried:
             self._num_pauses = 0
             self._next_pause_ends_s = now_s + self._pause_s()
-        self._sent_on_luck.discard(refusal.prompt_id)
+        self._tried.discard(refusal.prompt_id)
         self._refusals[refusal.prompt_id] = refusal
         if not self._gives_up or now_s - self._full_since_s < self._policy.patience_s:
             self._warn(refusal.detail, now_s, now_s - self._full_since_s)
@@ -87,15 +79,15 @@ class RefusedPrompts:
     def accepted(self, prompt_id: str) -> None:
         """Note an accepted prompt, held before or not."""
         self._full_since_s = None
-        if prompt_id in self._sent_on_luck:
-            self._sent_on_luck.discard(prompt_id)
+        if prompt_id in self._tried:
+            self._tried.discard(prompt_id)
             self._num_pauses = 0
-            self._lucky_capacity += _FOLLOW_A_LUCKY_ONE
+            self._capacity += 1
 
     def drop(self, prompt_id: str) -> None:
         """Forget a prompt that is done."""
         self._refusals.pop(prompt_id, None)
-        self._sent_on_luck.discard(prompt_id)
+        self._tried.discard(prompt_id)
 
     def ended(self) -> None:
         """Note an ended prompt, which frees capacity for another."""
@@ -107,29 +99,24 @@ class RefusedPrompts:
         """Forget all held prompts: a new call sends them again."""
         self._full_since_s = None
         self._refusals.clear()
-        self._sent_on_luck.clear()
+        self._tried.clear()
 
     def take_due(self) -> str | None:
         """Release the prompt to send again now and return its id; ``None``: there is none."""
         if not self._refusals:
             self._capacity = 0
-            self._lucky_capacity = 0
             return None
         now_s = self._clock()
-        # Free capacity is certain after an outcome, likely after a lucky try, else a guess.
         if self._capacity > 0:
             self._capacity -= 1
-        elif self._lucky_capacity > 0:
-            self._lucky_capacity -= 1
-            self._sent_on_luck.add(next(iter(self._refusals)))
         elif now_s >= self._next_pause_ends_s:
-            self._num_pauses = min(self._num_pauses + 1, _MOST_DOUBLINGS)
+            self._num_pauses += 1
             self._next_pause_ends_s = now_s + self._pause_s()
-            self._sent_on_luck.add(next(iter(self._refusals)))
         else:
             return None
         prompt_id = next(iter(self._refusals))
         del self._refusals[prompt_id]
+        self._tried.add(prompt_id)
         return prompt_id
 
     def wait_s(self) -> float | None:
@@ -139,9 +126,7 @@ class RefusedPrompts:
         return max(self._next_pause_ends_s - self._clock(), 0.0)
 
     def _pause_s(self) -> float:
-        pause_s = min(self._policy.first_s * 2.0**self._num_pauses, self._policy.most_s)
-        # Clients that found a service full together must not come back together.
-        return max(pause_s, _LEAST_PAUSE_S) * random.uniform(_LEAST_SHARE, 1.0)
+        return max(self._policy.pause_s(self._num_pauses), _LEAST_PAUSE_S)
 
     def _warn(self, detail: str, now_s: float, full_for_s: float) -> None:
         """Warn at the first held prompt, then after 30 s, 1, 2, ... 60 minutes.

@@ -1,17 +1,13 @@
-"""Ask the launcher of a run for its processes, or for another number of replicas."""
+"""Calls to the launcher of a run: list its processes, and set the number of replicas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self
 
-from sluice.api.launch.v1 import launch_pb2, launch_pb2_grpc
-from sluice.rpc.client import open_channel, unary_call
+from sluice.api.launch.v1 import launch_pb2
+from sluice.rpc.client import launch_stub, open_channel, unary_call
 from sluice.rpc.credentials import OPEN, Credentials
-
-if TYPE_CHECKING:
-    import grpc
 
 _PEER = "launcher"
 _MAX_MESSAGE_BYTES = 1 << 20
@@ -27,7 +23,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedProcess:
-    """A process of a run, and whether it leaves."""
+    """A process of a run; `is_draining`: it leaves."""
 
     name: str
     is_draining: bool
@@ -42,21 +38,15 @@ class Launcher:
     """
 
     def __init__(self, address: str, credentials: Credentials = OPEN) -> None:
-        self._channel: grpc.aio.Channel = open_channel(
+        self._channel = open_channel(
             address, max_message_bytes=_MAX_MESSAGE_BYTES, credentials=credentials
         )
-        stub = launch_pb2_grpc.LaunchServiceStub(self._channel)
-        self._stub = cast("launch_pb2_grpc.LaunchServiceAsyncStub", stub)
+        self._stub = launch_stub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._channel.close()
 
     async def set_replicas(self, count: int) -> Scaling:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-from google.protobuf import struct_pb2
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.client.generation_types import ChatWithImages, Image, encoded_images
+from sluice.codec.messages import struct_to_proto
 from sluice.codec.rollout import chat_prompt_to_proto
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage
@@ -63,33 +61,11 @@ def prompt_to_proto(prompt: NewPrompt) -> reward_pb2.SubmitPromptsRequest:
             messages=chat_prompt_to_proto(prompt.messages).chat.messages,
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
-            extra_info=extra_info_to_proto(prompt.extra_info, owner),
+            extra_info=struct_to_proto(prompt.extra_info, f"{owner}: extra_info"),
             images=encoded_images(owner, chat),
         )
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{owner}: not valid Unicode: {error}") from error
-
-
-def extra_info_to_proto(values: Mapping[str, object], owner: str) -> struct_pb2.Struct | None:
-    """Encode further information for a scorer; return None for an empty mapping.
-
-    Args:
-        values: the information.
-        owner: the prompt or response, for errors.
-
-    Raises:
-        InvalidRequestError: a value is no text, number, truth value, list or mapping of these.
-    """
-    if not values:
-        return None
-    struct = struct_pb2.Struct()
-    try:
-        struct.update(cast("dict[str, Any]", values))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InvalidRequestError(
-            f"{owner}: extra_info cannot be sent ({error}); use texts, numbers, lists, mappings"
-        ) from error
-    return struct
 
 
 def prompt_event(answer: reward_pb2.SubmitPromptsResponse) -> PromptEvent:

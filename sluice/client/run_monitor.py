@@ -8,7 +8,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from sluice.api.reward.v1 import reward_pb2
@@ -80,19 +79,37 @@ class ValidationResult:
     metrics: Mapping[str, float]
 
 
-class RunCalls:
-    """Calls that look at a run, pause it and validate it, over open channels.
+class RunMonitor:
+    """Calls that look at a run, pause it and validate it. Use it as a context manager.
 
     Args:
-        channels: to the services.
         trainer: host:port of the trainer.
         reward: host:port of the reward service.
+        credentials: what both are shown; see `sluice.rpc.credentials.client_credentials`.
+        channels: open ones to use; None: its own.
     """
 
-    def __init__(self, channels: ServiceChannels, trainer: str, reward: str) -> None:
-        self._channels = channels
-        self._trainer = trainer_stub(channels.to(trainer))
-        self._reward = reward_stub(channels.to(reward))
+    def __init__(
+        self,
+        trainer: str,
+        reward: str,
+        *,
+        credentials: Credentials = OPEN,
+        channels: ServiceChannels | None = None,
+    ) -> None:
+        self._channels = channels or ServiceChannels(RunAddress(credentials=credentials), "")
+        self._trainer = trainer_stub(self._channels.to(trainer))
+        self._reward = reward_stub(self._channels.to(reward))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the calls and close the connections."""
+        await self._channels.close()
 
     async def snapshot(self) -> RunSnapshot:
         """Return the present state, without a reward service that does not answer.
@@ -252,12 +269,7 @@ class RunCalls:
             policy_version=policy_version, n=n, temperature=temperature
         )
         answer = await while_progressing(
-            unary_call(
-                self._reward.Evaluate,
-                request,
-                peer=_REWARD,
-                phase=phase,
-            ),
+            unary_call(self._reward.Evaluate, request, peer=_REWARD, phase=phase),
             self._progress,
             stall_s=stall_s,
             interval_s=min(_LOOK_EVERY_S, stall_s / 4),
@@ -273,43 +285,6 @@ class RunCalls:
         except (DeadlineError, PeerError):
             return None
         return dict(status.prompts_by_end), status.groups_kept, dict(status.statistics)
-
-
-class RunMonitor(RunCalls):
-    """The same calls over channels of its own. Close it, or use it as a context manager.
-
-    Args:
-        trainer: host:port of the trainer.
-        reward: host:port of the reward service.
-        max_message_bytes: largest message either way.
-        credentials: what both are shown; see `sluice.rpc.credentials.client_credentials`.
-    """
-
-    def __init__(
-        self,
-        trainer: str,
-        reward: str,
-        *,
-        max_message_bytes: int = 64 << 20,
-        credentials: Credentials = OPEN,
-    ) -> None:
-        address = RunAddress(credentials=credentials, max_message_bytes=max_message_bytes)
-        super().__init__(ServiceChannels(address, ""), trainer, reward)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """End the calls and close the connections."""
-        await self._channels.close()
 
 
 def _replica(status: trainer_pb2.ReplicaStatus) -> ReplicaSnapshot:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sluice.api.reward.v1 import reward_pb2
+from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.client.channels import ServiceChannels
-from sluice.client.prompts import extra_info_to_proto
+from sluice.client.generation_types import check_deadline
+from sluice.codec.messages import struct_to_proto
 from sluice.codec.reward import score_from_proto
 from sluice.errors import (
     DeadlineError,
@@ -52,30 +52,15 @@ async def score_items(
     calls: asyncio.Semaphore,
     deadline_s: float | None = None,
 ) -> list[Scored | Failed]:
-    """Return one score or failure per item, in order.
+    """Grade responses for `AsyncClient.score`, which has the arguments and errors.
 
     Send calls of at most 16 items, four at a time. A call that ran out of time ends the scoring of
     its items, which are then sent again in calls of half as many.
 
     Args:
-        channels: to the service.
-        reward: its address.
-        items: the responses.
-        policy: how failures are retried.
         calls: bounds the calls of all `score_items` of one client.
-        deadline_s: seconds in all, with every retry; None: as long as it takes.
-
-    Raises:
-        InvalidRequestError: an item cannot be sent, or the deadline is no positive number.
-        DeadlineError: `deadline_s` has passed, a call with one item ran out of time, or the service
-            does not answer other calls either.
-        CancelledError: the channels were closed meanwhile.
-        SluiceError: the service stays away, or refuses the call.
     """
-    if deadline_s is not None and not 0 < deadline_s < math.inf:
-        raise InvalidRequestError(
-            f"deadline_s: {deadline_s} is not a finite number above 0; None is no deadline"
-        )
+    check_deadline(deadline_s)
     encoded = [_to_proto(item, f"items[{index}]") for index, item in enumerate(items)]
     retries = Retries(policy, reward, _PHASE, deadline_s=deadline_s)
     try:
@@ -90,14 +75,7 @@ async def score_items(
 
 
 class _Grading:
-    """The responses of one `score_items`: those to send, and the outcomes of the others.
-
-    Args:
-        channels, reward: the service.
-        items: the responses.
-        retries: the failures in a row of all calls together.
-        calls: see `score_items`.
-    """
+    """The responses of one `score_items`: those to send, and the outcomes of the others."""
 
     def __init__(
         self,
@@ -139,13 +117,17 @@ class _Grading:
         while await self._has_more():
             indexes = self._take()
             try:
-                results = await self._counted_call(indexes, deadline_s)
+                results = await self._call(indexes, deadline_s if len(indexes) == 1 else None)
             except SluiceError as error:
                 if isinstance(error, ExhaustedError) and self._num_senders > 1:
                     break  # the other senders use the capacity that there is
                 await self._recover(error, len(indexes))
             else:
-                self._note(indexes, results)
+                if len(results) != len(indexes):
+                    detail = f"{len(results)} results for {len(indexes)} responses"
+                    raise PeerDefectError(self._reward, _PHASE, detail)
+                self._outcomes[indexes.start : indexes.stop] = map(_from_proto, results)
+                self._retries.note_progress()
         self._num_senders -= 1
 
     async def _has_more(self) -> bool:
@@ -155,25 +137,35 @@ class _Grading:
             await self._changed.wait()
         return bool(self._waiting)
 
-    async def _counted_call(
+    def _take(self) -> range:
+        indexes = self._waiting.popleft()
+        if len(indexes) > self._most_items:
+            self._waiting.appendleft(indexes[self._most_items :])
+        return indexes[: self._most_items]
+
+    async def _call(
         self, indexes: range, deadline_s: float | None
     ) -> Sequence[reward_pb2.ScoreResult]:
+        """Grade the items of these indexes, which wait again if the call fails."""
         self._num_calls += 1
         try:
             async with self._calls:
-                return await self._call(indexes, deadline_s if len(indexes) == 1 else None)
+                request = reward_pb2.ScoreRequest(items=self._items[indexes.start : indexes.stop])
+                self._channels.check_size("items", request)
+                answer = await unary_call(
+                    self._stub().Score,
+                    request,
+                    peer=self._reward,
+                    phase=_PHASE,
+                    deadline_s=deadline_s,
+                )
+                return answer.results
         except SluiceError:
             self._waiting.appendleft(indexes)
             raise
         finally:
             self._num_calls -= 1
             self._changed.set()
-
-    def _take(self) -> range:
-        indexes = self._waiting.popleft()
-        if len(indexes) > self._most_items:
-            self._waiting.appendleft(indexes[self._most_items :])
-        return indexes[: self._most_items]
 
     async def _recover(self, error: SluiceError, num_items: int) -> None:
         if not isinstance(error, DeadlineError):
@@ -185,39 +177,17 @@ class _Grading:
             self._most_items = min(self._most_items, num_items // 2)
             try:
                 # A service that hangs altogether is no slow scorer.
-                await self._check_answers()
+                await unary_call(
+                    self._stub().GetStatus,
+                    reward_pb2.GetStatusRequest(),
+                    peer=self._reward,
+                    phase="asking whether it works, since it took long to score",
+                )
             except PeerError as failure:
                 await self._retries.wait_after(failure)
 
-    async def _check_answers(self) -> None:
-        """Raise what the service's status call fails with."""
-        await unary_call(
-            self._channels.named(reward_stub(self._channels.to(self._reward)).GetStatus),
-            reward_pb2.GetStatusRequest(),
-            peer=self._reward,
-            phase="asking whether it works, since it took long to score",
-        )
-
-    def _note(self, indexes: range, results: Sequence[reward_pb2.ScoreResult]) -> None:
-        if len(results) != len(indexes):
-            detail = f"{len(results)} results for {len(indexes)} responses"
-            raise PeerDefectError(self._reward, _PHASE, detail)
-        self._outcomes[indexes.start : indexes.stop] = map(_from_proto, results)
-        self._retries.note_progress()
-
-    async def _call(
-        self, indexes: range, deadline_s: float | None
-    ) -> Sequence[reward_pb2.ScoreResult]:
-        request = reward_pb2.ScoreRequest(items=self._items[indexes.start : indexes.stop])
-        self._channels.check_size("items", request)
-        answer = await unary_call(
-            self._channels.named(reward_stub(self._channels.to(self._reward)).Score),
-            request,
-            peer=self._reward,
-            phase=_PHASE,
-            deadline_s=deadline_s,
-        )
-        return answer.results
+    def _stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
+        return reward_stub(self._channels.to(self._reward))
 
 
 def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
@@ -226,7 +196,7 @@ def _to_proto(item: ScoreItem, owner: str) -> reward_pb2.ScoreItem:
             data_source=item.data_source,
             response=item.response,
             ground_truth=item.ground_truth,
-            extra_info=extra_info_to_proto(item.extra_info, owner),
+            extra_info=struct_to_proto(item.extra_info, f"{owner}: extra_info"),
         )
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{owner}: not valid Unicode: {error}") from error

@@ -38,58 +38,51 @@ _PHASE = "submitting prompts"
 _DEFAULT_POLICY = RetryPolicy()
 
 
-class InlinePromptReader:
-    """Prompts of an iterable, read in the event loop, which waits when the iterable waits."""
-
-    def __init__(self, prompts: Iterable[NewPrompt]) -> None:
-        self._prompts = iter(prompts)
-
-    def is_ready(self) -> bool:
-        """Return that `take` has a prompt, or the end."""
-        return True
-
-    def take(self) -> NewPrompt | None:
-        """Return the next prompt; ``None`` at the end. Raise what the iterable raises."""
-        return next(self._prompts, None)
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
-
-
 class _ReadPrompt(NamedTuple):
-    prompt: NewPrompt | None
+    prompt: NewPrompt | None  # None: the end, or a failure
     failure: Exception | None = None
 
 
-class ThreadedPromptReader:
-    """Prompts of an iterable, read in a thread of its own, so that the iterable may wait.
+class _PromptReader:
+    """Prompts of an iterable, read one at a time, on demand.
 
-    It reads one prompt at a time, on demand. Nothing waits for the thread: a read that never ends
-    outlives `close`, and does not keep the process from ending.
+    With `in_thread` a thread of its own iterates, so that the iterable may wait; otherwise the
+    event loop waits with it. Nothing waits for the thread: a read that never ends outlives
+    `close`, and does not keep the process from ending.
 
     Args:
-        prompts: iterated by that thread alone.
-        on_ready: called in the event loop when a prompt has come, or the end.
+        prompts: iterated by one thread alone.
+        on_ready: called in the event loop when the thread has read a prompt, or the end.
+        in_thread: read in a thread.
     """
 
-    def __init__(self, prompts: Iterable[NewPrompt], on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, prompts: Iterable[NewPrompt], on_ready: Callable[[], None], *, in_thread: bool
+    ) -> None:
         self._prompts = prompts
+        self._iterator: Iterator[NewPrompt] | None = None
         self._on_ready = on_ready
-        self._asks: SimpleQueue[bool] = SimpleQueue()
-        self._has_started = False
-        self._is_asked = False
+        self._in_thread = in_thread
+        self._demands: SimpleQueue[bool] | None = None
+        self._is_reading = False
         self._pending: _ReadPrompt | None = None
 
     def is_ready(self) -> bool:
         """Return whether a prompt, or the end, has come. If not, start to read it."""
-        if self._pending is None and not self._is_asked:
-            self._start()
-            self._is_asked = True
-            self._asks.put(True)
+        if self._pending is None and not self._in_thread:
+            self._pending = self._read()
+        elif self._pending is None and not self._is_reading:
+            self._is_reading = True
+            if self._demands is None:
+                self._demands = self._start()
+            self._demands.put(True)
         return self._pending is not None
 
     def take(self) -> NewPrompt | None:
-        """Return the prompt that has come, as `InlinePromptReader.take`; only after `is_ready`."""
+        """Return the prompt that has come; ``None`` at the end. Raise what the iterable raised.
+
+        Call it only when `is_ready`.
+        """
         assert self._pending is not None
         read, self._pending = self._pending, None
         if read.failure is not None:
@@ -98,25 +91,33 @@ class ThreadedPromptReader:
 
     def close(self) -> None:
         """End the thread, at once or after its present read."""
-        self._asks.put(False)
+        if self._demands is not None:
+            self._demands.put(False)
 
-    def _start(self) -> None:
-        if self._has_started:
-            return
-        self._has_started = True
-        loop = asyncio.get_running_loop()
-        threading.Thread(
-            target=self._read, args=(loop,), name="sluice prompts", daemon=True
-        ).start()
+    def _read(self) -> _ReadPrompt:
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._prompts)
+            return _ReadPrompt(next(self._iterator, None))
+        except Exception as error:  # noqa: BLE001 - raised by `take`
+            return _ReadPrompt(None, error)
 
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        prompts: Iterator[NewPrompt] | None = None
-        while self._asks.get():
+    def _start(self) -> SimpleQueue[bool]:
+        demands = SimpleQueue[bool]()
+        arguments = (asyncio.get_running_loop(), demands)
+        name = "sluice prompts"
+        threading.Thread(target=self._serve, args=arguments, name=name, daemon=True).start()
+        return demands
+
+    def _serve(self, loop: asyncio.AbstractEventLoop, demands: SimpleQueue[bool]) -> None:
+        while demands.get():
             try:
-                prompts = iter(self._prompts) if prompts is None else prompts
-                read = _ReadPrompt(next(prompts, None))
-            except BaseException as error:  # noqa: BLE001 - raised by `take`
-                read = _ReadPrompt(None, _chained(error))
+                read = self._read()
+            except BaseException as error:  # noqa: BLE001 - such as SystemExit: not for the event loop
+                kind = type(error).__name__
+                failure = RuntimeError(f"the iterable of prompts raised {kind}: {error}")
+                failure.__cause__ = error
+                read = _ReadPrompt(None, failure)
             try:
                 loop.call_soon_threadsafe(self._put, read)
             except RuntimeError:  # the loop is closed: nothing waits any more
@@ -124,29 +125,12 @@ class ThreadedPromptReader:
 
     def _put(self, read: _ReadPrompt) -> None:
         self._pending = read
-        self._is_asked = False
+        self._is_reading = False
         self._on_ready()
 
 
-def _chained(error: BaseException) -> Exception:
-    """Return an error that does not end the event loop, as `SystemExit` would."""
-    if isinstance(error, Exception):
-        return error
-    reported = RuntimeError(f"the iterable of prompts raised {type(error).__name__}: {error}")
-    reported.__cause__ = error
-    return reported
-
-
-class _Encoded(NamedTuple):
-    """A prompt as it is sent, every time."""
-
-    request: reward_pb2.SubmitPromptsRequest
-    image_bytes: int
-
-
-def _encode(prompt: NewPrompt) -> _Encoded:
-    request = prompt_to_proto(prompt)
-    return _Encoded(request, sum(map(len, request.images)))
+def _image_bytes(request: reward_pb2.SubmitPromptsRequest) -> int:
+    return sum(map(len, request.images))
 
 
 class OpenPrompts:
@@ -174,14 +158,10 @@ class OpenPrompts:
         in_thread: bool = False,
     ) -> None:
         self._changed = asyncio.Event()
-        self._prompts = (
-            ThreadedPromptReader(prompts, self._changed.set)
-            if in_thread
-            else InlinePromptReader(prompts)
-        )
+        self._prompts = _PromptReader(prompts, self._changed.set, in_thread=in_thread)
         self._until_outcome = until_outcome
         self._check_size = check_size
-        self._open: dict[str, _Encoded] = {}
+        self._open: dict[str, reward_pb2.SubmitPromptsRequest] = {}
         self._image_bytes = 0
         self._pending: NewPrompt | None = None
         self._reading = asyncio.Lock()
@@ -218,7 +198,7 @@ class OpenPrompts:
         self._unanswered = set(self._open)
         self._changed.set()
         for sent_before in list(self._open.values()):
-            yield sent_before.request
+            yield sent_before
         while (request := await self._next(call)) is not None:
             yield request
 
@@ -227,7 +207,7 @@ class OpenPrompts:
         while call == self._num_calls:
             if (prompt_id := self._held.take_due()) is not None:
                 self._unanswered.add(prompt_id)
-                return self._open[prompt_id].request
+                return self._open[prompt_id]
             if self._takes_more() and self._has_fresh():
                 if (fresh := await self._fresh_one(call)) is not None:
                     return fresh
@@ -269,23 +249,26 @@ class OpenPrompts:
             if call != self._num_calls:
                 return None  # the latest call sends it
             # Events have the shortened id, so it is the key here, too.
-            prompt_id = encoded.request.prompt_id[:_ECHOED_CHARACTERS]
+            prompt_id = encoded.prompt_id[:_ECHOED_CHARACTERS]
             self._pending = None
             if prompt_id not in self._open:
                 self._open[prompt_id] = encoded
-                self._image_bytes += encoded.image_bytes
+                self._image_bytes += _image_bytes(encoded)
             self._unanswered.add(prompt_id)
-            return encoded.request
+            return encoded
 
-    async def _encoded_next(self) -> _Encoded | None:
-        # Image files are read once, in a thread, so that every try sends the same bytes.
+    async def _encoded_next(self) -> reward_pb2.SubmitPromptsRequest | None:
         if self._pending is None:
             self._pending = self._prompts.take()
         prompt = self._pending
         if prompt is None:
             return None
-        found = await asyncio.to_thread(_encode, prompt) if prompt.images else _encode(prompt)
-        self._check_size(f"prompt {prompt.prompt_id}", found.request)
+        # Image files are read once, in a thread, so that every try sends the same bytes.
+        if prompt.images:
+            found = await asyncio.to_thread(prompt_to_proto, prompt)
+        else:
+            found = prompt_to_proto(prompt)
+        self._check_size(f"prompt {prompt.prompt_id}", found)
         return found
 
     def news(self, event: PromptEvent) -> Sequence[PromptEvent]:
@@ -323,7 +306,7 @@ class OpenPrompts:
         self._held.drop(prompt_id)
         ended = self._open.pop(prompt_id, None)
         if ended is not None:
-            self._image_bytes -= ended.image_bytes
+            self._image_bytes -= _image_bytes(ended)
 
 
 async def submit_prompts(
@@ -336,30 +319,14 @@ async def submit_prompts(
     traceparent: str = "",
     in_thread: bool = False,
 ) -> AsyncGenerator[PromptEvent, None]:
-    """Submit prompts. Yield a receipt for each, and with `until_outcome` an outcome if accepted.
+    """Submit prompts for `AsyncClient.submit`, which has the arguments and errors.
 
     At most 1024 prompts are open at a time, and no further one is sent while those hold images of
     64 MiB or more. Image files are read once. A failed call is repeated with the open prompts for
     the policy's patience; a call that reached its own deadline counts as failed. Prompts that a
-    full service refused are sent again after an outcome, which frees capacity, or after a pause.
-    No fresh ones are sent meanwhile. Without outcomes to wait for, they are refused when nothing
-    came for the policy's patience.
-
-    Args:
-        channels: to the service.
-        reward: its address.
-        prompts: with different ids; read as capacity allows.
-        policy: how failures are retried.
-        until_outcome: wait for outcomes, too.
-        traceparent: the caller's span (W3C), the parent of all these prompts; empty: none.
-        in_thread: iterate over `prompts` in a thread of its own; otherwise the event loop waits
-            when the iterable waits.
-
-    Raises:
-        InvalidRequestError: `traceparent` is no trace context.
-        CancelledError: the channels were closed meanwhile.
-        SluiceError: the service stays away or refuses the call, or the channels are closed. A
-            refused prompt is an event and no error.
+    full service refused are sent again; see `sluice.client.held_prompts`. No fresh ones are sent
+    meanwhile. Without outcomes to wait for, they are refused when nothing came for the policy's
+    patience.
     """
     check_traceparent(traceparent)
     open_prompts = OpenPrompts(
@@ -369,36 +336,24 @@ async def submit_prompts(
         policy=policy,
         in_thread=in_thread,
     )
-    with closing(open_prompts):
-        async with aclosing(_calls(channels, reward, open_prompts, policy, traceparent)) as events:
-            async for event in events:
-                yield event
-
-
-async def _calls(
-    channels: ServiceChannels,
-    reward: str,
-    open_prompts: OpenPrompts,
-    policy: RetryPolicy,
-    traceparent: str,
-) -> AsyncGenerator[PromptEvent, None]:
-    """Call until all prompts are done, and yield their new events."""
     retries = Retries(policy, reward, _PHASE)
-    while not open_prompts.are_done():
-        try:
-            async with aclosing(_one_call(channels, reward, open_prompts, traceparent)) as events:
-                async for event in events:
-                    retries.note_accepted()
-                    for news in open_prompts.news(event):
-                        retries.note_progress()
-                        yield news
-                    if open_prompts.are_done():
-                        break
-        except SluiceError as error:
-            if open_prompts.failure is None:
-                await retries.wait_after(error)
-        if open_prompts.failure is not None:
-            raise open_prompts.failure
+    with closing(open_prompts):
+        while not open_prompts.are_done():
+            call = _one_call(channels, reward, open_prompts, traceparent)
+            try:
+                async with aclosing(call) as events:
+                    async for event in events:
+                        retries.note_accepted()
+                        for news in open_prompts.news(event):
+                            retries.note_progress()
+                            yield news
+                        if open_prompts.are_done():
+                            break
+            except SluiceError as error:
+                if open_prompts.failure is None:
+                    await retries.wait_after(error)
+            if open_prompts.failure is not None:
+                raise open_prompts.failure
 
 
 async def _one_call(
@@ -406,11 +361,12 @@ async def _one_call(
 ) -> AsyncGenerator[PromptEvent, None]:
     stub = reward_stub(channels.to(reward))
     stream = stream_call(
-        channels.named(stub.SubmitPrompts, traceparent),
+        stub.SubmitPrompts,
         open_prompts.requests(),
         name="RewardService/SubmitPrompts",
         peer=reward,
         phase=_PHASE,
+        traceparent=traceparent,
     )
     async with aclosing(stream) as answers:
         try:

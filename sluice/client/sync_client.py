@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from sluice.client.async_client import AsyncClient
@@ -54,12 +53,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -143,10 +137,13 @@ class Client:
             raise
 
     def _each(self, events: AsyncGenerator[ValueT, None]) -> Generator[ValueT, None, None]:
+        async def following() -> ValueT:
+            return await anext(events)
+
         try:
             while True:
                 try:
-                    yield self._wait(_next_of(events))
+                    yield self._wait(following())
                 except StopAsyncIteration:
                     return
         finally:
@@ -172,10 +169,6 @@ async def _ended(client: AsyncClient) -> None:
     if under_way:
         await asyncio.wait(under_way, timeout=_CLOSE_S)
     await client.close()
-
-
-async def _next_of(events: AsyncGenerator[ValueT, None]) -> ValueT:
-    return await anext(events)
 
 
 async def _closed(events: AsyncGenerator[ValueT, None]) -> None:

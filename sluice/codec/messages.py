@@ -11,18 +11,11 @@ from google.protobuf.struct_pb2 import Struct
 
 from sluice.algorithm.accounting import COUNTER_NAMES, ReplicaCounters
 from sluice.api.common.v1 import common_pb2 as common
-from sluice.codec.fields import (
-    MAX_NUMBER,
-    check_count,
-    check_name,
-    check_range,
-    check_text,
-    shortened,
-)
+from sluice.codec.bounds import check_fields
+from sluice.codec.fields import check_count, shortened
 from sluice.concurrency.waits import WAITS, Waiting, merged_waits
 from sluice.concurrency.watchdog import still_seconds
-from sluice.config.addresses import split_host_port
-from sluice.errors import ConfigError, InvalidRequestError
+from sluice.errors import InvalidRequestError
 from sluice.types import ReplicaInfo
 from sluice.vision.image_limits import ImageLimits, check_images
 
@@ -30,10 +23,6 @@ if TYPE_CHECKING:
     from sluice.api.reward.v1 import reward_pb2 as reward
     from sluice.api.rollout.v1 import rollout_pb2 as rollout
     from sluice.api.trainer.v1 import trainer_pb2 as trainer
-
-
-MAX_REPLICA_RANKS = 1024
-"""Devices of one replica. Each is a rank of a transfer group."""
 
 
 def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replica:
@@ -49,19 +38,7 @@ def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replic
 
 
 def replica_from_proto(message: common.Replica) -> ReplicaInfo:
-    """Decode a replica.
-
-    Raises:
-        InvalidRequestError: name, instance, address or slots are missing, or there are more
-            ranks than a replica may have.
-    """
-    for field in ("name", "instance_id", "address", "slots"):
-        if not getattr(message, field):
-            raise InvalidRequestError(f"replica.{field}: missing")
-    if message.ranks > MAX_REPLICA_RANKS:
-        raise InvalidRequestError(
-            f"replica.ranks: {message.ranks}; a replica has at most {MAX_REPLICA_RANKS}"
-        )
+    """Decode a replica whose fields were checked."""
     return ReplicaInfo(
         message.name, message.instance_id, message.address, message.slots, message.ranks or 1
     )
@@ -82,17 +59,7 @@ def counters_from_proto(
     return ReplicaCounters(**{**values, "seconds_by_state": dict(message.seconds_by_state)})
 
 
-MAX_REPLICAS, MAX_SLOTS = 4096, 65536
-_MAX_ADDRESS_BYTES = 300
-
-
-def check_replica(replica: common.Replica, field: str) -> None:
-    """Check names, address (host:port) and slots. Raise InvalidRequestError."""
-    check_name(f"{field}.name", replica.name)
-    check_name(f"{field}.instance_id", replica.instance_id)
-    check_range(f"{field}.slots", replica.slots, 1, MAX_SLOTS)
-    check_range(f"{field}.policy_version", replica.policy_version, 0, MAX_NUMBER)
-    _check_address(f"{field}.address", replica.address)
+MAX_REPLICAS = 4096
 
 
 def check_replicas(replicas: Sequence[common.Replica]) -> None:
@@ -100,26 +67,13 @@ def check_replicas(replicas: Sequence[common.Replica]) -> None:
     check_count("replicas", replicas, MAX_REPLICAS)
     seen: set[str] = set()
     for index, replica in enumerate(replicas):
-        check_replica(replica, f"replicas[{index}]")
+        check_fields(replica, f"replicas[{index}].")
         if replica.name in seen:
             raise InvalidRequestError(
                 f"replicas[{index}].name: {shortened(replica.name)} is announced twice; send each "
                 "replica once"
             )
         seen.add(replica.name)
-
-
-def _check_address(field: str, address: str) -> None:
-    check_text(field, address, _MAX_ADDRESS_BYTES)
-    try:
-        port = split_host_port(address)[1] if address.isprintable() else None
-    except ConfigError:
-        port = None
-    if port is None or any(sign.isspace() for sign in address):
-        raise InvalidRequestError(
-            f"{field}: {shortened(address)} is not host:port; send an address that peers can "
-            "connect to"
-        )
 
 
 def check_chat_images(prompt: common.ChatPrompt, limits: ImageLimits) -> None:
@@ -164,6 +118,49 @@ def check_taken_images(group: reward.TrainGroup, images: Sequence[bytes]) -> Non
         )
 
 
+def struct_to_proto(values: Mapping[str, object], field: str) -> Struct | None:
+    """Encode a JSON object; return None for an empty mapping.
+
+    Raises:
+        InvalidRequestError: a value is no JSON; names `field`.
+    """
+    if not values:
+        return None
+    struct = Struct()
+    try:
+        struct.update(cast("dict[str, Any]", values))
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise InvalidRequestError(
+            f"{field}: cannot be sent ({str(error)[:100]}); give texts, finite numbers, lists, "
+            "mappings"
+        ) from error
+    return struct
+
+
+def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "") -> dict[str, Any]:
+    """Decode a JSON object.
+
+    Args:
+        struct: the object.
+        field: its name, for errors.
+        max_bytes: largest size.
+        key: the setting of that size, for errors; empty: it is fixed.
+
+    Raises:
+        InvalidRequestError: it has more bytes, too many levels, or a number that is not finite.
+    """
+    if (size := struct.ByteSize()) > max_bytes:
+        limit = f"{key} allows {max_bytes}; send less" if key else f"send at most {max_bytes}"
+        raise InvalidRequestError(f"{field}: {size} bytes; {limit}")
+    try:
+        return dict(MessageToDict(struct))
+    except (ValueError, RecursionError) as error:
+        # The error quotes the value, which may be long.
+        raise InvalidRequestError(
+            f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
+        ) from error
+
+
 MAX_TEMPLATE_KWARGS_BYTES = 1 << 16
 # A Struct's numbers are doubles, which hold no larger integer exactly.
 _LARGEST_INTEGER = 1 << 53
@@ -179,18 +176,10 @@ def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
     Raises:
         InvalidRequestError: a value is no JSON, is nested too deep, or there are too many bytes.
     """
-    if not values:
-        return None
     _check_levels(values, _FIELD, _MAX_LEVELS)
-    struct = Struct()
-    try:
-        struct.update(cast("dict[str, Any]", values))
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise InvalidRequestError(
-            f"{_FIELD}: cannot be sent ({str(error)[:100]}); give texts, finite numbers, lists, "
-            "mappings"
-        ) from error
-    _check_size(struct)
+    struct = struct_to_proto(values, _FIELD)
+    if struct is not None:
+        struct_from_proto(struct, _FIELD, MAX_TEMPLATE_KWARGS_BYTES)  # as the replica reads it
     return struct
 
 
@@ -200,15 +189,7 @@ def template_kwargs_from_proto(chat: common.ChatPrompt) -> dict[str, Any]:
     Raises:
         InvalidRequestError: too many bytes or levels, or a number that is not finite.
     """
-    if not chat.HasField("template_kwargs"):
-        return {}
-    _check_size(chat.template_kwargs)
-    try:
-        values = dict(MessageToDict(chat.template_kwargs))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"{_FIELD}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
-        ) from error
+    values = struct_from_proto(chat.template_kwargs, _FIELD, MAX_TEMPLATE_KWARGS_BYTES)
     _check_levels(values, _FIELD, _MAX_LEVELS)
     return {key: _with_integers(value) for key, value in values.items()}
 
@@ -220,13 +201,6 @@ def _with_integers(value: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(value, dict):
         return {key: _with_integers(inner) for key, inner in value.items()}
     return [_with_integers(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _check_size(struct: Struct) -> None:
-    if (size := struct.ByteSize()) > MAX_TEMPLATE_KWARGS_BYTES:
-        raise InvalidRequestError(
-            f"{_FIELD}: {size} bytes; send at most {MAX_TEMPLATE_KWARGS_BYTES}"
-        )
 
 
 def _check_levels(value: object, path: str, levels: int) -> None:

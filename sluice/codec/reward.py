@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError, EncodeError
 
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
+from sluice.codec.bounds import check_fields
 from sluice.codec.fields import (
     MAX_NUMBER,
     check_name,
-    check_range,
-    check_text,
     token_ids_from_bytes,
     token_ids_to_bytes,
 )
-from sluice.codec.messages import check_replicas, check_taken_images
+from sluice.codec.messages import check_replicas, check_taken_images, struct_from_proto
 from sluice.codec.rollout import check_turns, rollout_from_proto, rollout_to_proto
 from sluice.errors import DataError, InvalidRequestError
 from sluice.types import DataProgress, PromptEnd, Scored, TrainBatch, TrainGroup
@@ -27,16 +25,7 @@ if TYPE_CHECKING:
     from google.protobuf.struct_pb2 import Struct
 
 
-PROMPT_END_TO_PROTO = {
-    PromptEnd.TRAINED: reward.PROMPT_END_TRAINED,
-    PromptEnd.FILTERED_ALL_RIGHT: reward.PROMPT_END_FILTERED_ALL_RIGHT,
-    PromptEnd.FILTERED_ALL_WRONG: reward.PROMPT_END_FILTERED_ALL_WRONG,
-    PromptEnd.FILTERED_UNIFORM: reward.PROMPT_END_FILTERED_UNIFORM,
-    PromptEnd.DROPPED_STALE: reward.PROMPT_END_DROPPED_STALE,
-    PromptEnd.DROPPED_FAILED: reward.PROMPT_END_DROPPED_FAILED,
-    PromptEnd.DROPPED_SURPLUS: reward.PROMPT_END_DROPPED_SURPLUS,
-    PromptEnd.SKIPPED: reward.PROMPT_END_SKIPPED,
-}
+PROMPT_END_TO_PROTO = {end: reward.PromptEnd.Value(f"PROMPT_END_{end.name}") for end in PromptEnd}
 
 
 def score_to_proto(scored: Scored) -> common.Score:
@@ -180,31 +169,15 @@ def train_batch_from_bytes(data: bytes) -> TrainBatch:
         raise InvalidRequestError(f"train batch: {len(data)} bytes cannot be parsed") from error
 
 
-MAX_SOURCE_BYTES = 256
-MAX_SAMPLES, MAX_TEMPERATURE = 1024, 100.0
-
-
 def extra_info_of(struct: Struct, field: str, max_bytes: int) -> dict[str, Any]:
-    """Decode further information of a prompt or response into Python values."""
-    size = struct.ByteSize()
-    if size > max_bytes:
-        raise InvalidRequestError(
-            f"{field}: {size} bytes; sluice.limits.max_extra_info_kb allows {max_bytes}; send what "
-            "the scorer needs only"
-        )
-    try:
-        return dict(MessageToDict(struct))
-    except (ValueError, RecursionError) as error:
-        # The error quotes the value, which may be long.
-        raise InvalidRequestError(
-            f"{field}: not JSON ({str(error)[:100]}); send texts, finite numbers, lists, mappings"
-        ) from error
+    """Decode further information of a prompt or response; see `struct_from_proto`."""
+    return struct_from_proto(struct, field, max_bytes, "sluice.limits.max_extra_info_kb")
 
 
 def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
     """Check turns, roles, the name of the data source, and the prompt's id."""
     check_turns("messages", request.messages, max_turns)
-    check_text("data_source", request.data_source, MAX_SOURCE_BYTES)
+    check_fields(request)
     if request.prompt_id and not request.prompt_id.isprintable():
         check_name("prompt_id", request.prompt_id)
 
@@ -212,33 +185,15 @@ def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
 def check_score(request: reward.ScoreRequest) -> None:
     """Check names of data sources, by which the service keeps statistics."""
     for index, item in enumerate(request.items):
-        check_text(f"items[{index}].data_source", item.data_source, MAX_SOURCE_BYTES)
-
-
-def check_take(request: reward.TakeBatchRequest) -> None:
-    """Check step and version."""
-    check_range("step", request.step, 1, MAX_NUMBER)
-    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
-
-
-def check_take_images(request: reward.TakeImagesRequest) -> None:
-    """Check the batch's id."""
-    check_name("batch_id", request.batch_id)
-
-
-def check_acknowledgement(request: reward.AcknowledgeBatchRequest) -> None:
-    """Check the batch's id and the step."""
-    check_name("batch_id", request.batch_id)
-    check_range("step", request.step, 1, MAX_NUMBER)
+        check_fields(item, f"items[{index}].")
 
 
 def check_announcement(request: reward.AnnouncePolicyRequest) -> None:
     """Check trainer, version, replicas, and the position in the data set."""
-    check_name("trainer_instance_id", request.trainer_instance_id)
-    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
+    check_fields(request)
     check_replicas(request.replicas)
     progress = request.resume_from
-    check_range("resume_from.low_water", progress.low_water, 0, MAX_NUMBER)
+    check_fields(progress, "resume_from.")
     # Rising positions need no sorting, and none occurs twice.
     before = progress.low_water - 1
     for position in progress.ended_above:
@@ -248,12 +203,3 @@ def check_announcement(request: reward.AnnouncePolicyRequest) -> None:
                 "low_water on"
             )
         before = position
-
-
-def check_evaluation(request: reward.EvaluateRequest) -> None:
-    """Check version, number of samples and temperature."""
-    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
-    if request.HasField("n"):
-        check_range("n", request.n, 1, MAX_SAMPLES)
-    if request.HasField("temperature") and not 0 <= request.temperature <= MAX_TEMPERATURE:
-        raise InvalidRequestError(f"temperature: {request.temperature} is not in [0, 100]")

@@ -10,10 +10,10 @@ import numpy as np
 from sluice.algorithm.growing_sample import NewTokens
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
+from sluice.codec.bounds import MAX_SAMPLE_INDEX, check_fields, check_temperature
 from sluice.codec.fields import (
     MAX_NUMBER,
     check_count,
-    check_name,
     check_range,
     check_text,
     logprobs_from_bytes,
@@ -24,7 +24,6 @@ from sluice.codec.fields import (
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage, FinishReason, Rollout, SamplingParams, VersionSpan
 
-_MAX_TEMPERATURE = 100.0
 _FINISH_TO_PROTO = {
     FinishReason.STOP: common.FINISH_REASON_STOP,
     FinishReason.LENGTH: common.FINISH_REASON_LENGTH,
@@ -124,12 +123,7 @@ def sampling_from_proto(
     temperature = message.temperature if message.HasField("temperature") else 1.0
     top_p = message.top_p if message.HasField("top_p") else 1.0
     top_k = message.top_k if message.HasField("top_k") else -1
-    if not 0.0 <= temperature <= _MAX_TEMPERATURE:
-        raise InvalidRequestError(f"sampling.temperature: {temperature} is not in [0, 100]")
-    if not 0.0 < top_p <= 1.0:
-        raise InvalidRequestError(f"sampling.top_p: {top_p} is not in (0, 1]; use 1 for off")
-    if top_k != -1 and top_k < 1:
-        raise InvalidRequestError(f"sampling.top_k: {top_k} is neither -1 (off) nor at least 1")
+    check_sampling(temperature, top_p, top_k, "sampling.")
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -140,6 +134,21 @@ def sampling_from_proto(
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
     )
+
+
+def check_sampling(temperature: float, top_p: float, top_k: int, prefix: str = "") -> None:
+    """Check the distribution of sampling. `prefix` precedes the fields' names in errors.
+
+    Raises:
+        InvalidRequestError: a value is out of its range.
+    """
+    check_temperature(f"{prefix}temperature", temperature)
+    if not 0.0 < top_p <= 1.0:
+        raise InvalidRequestError(f"{prefix}top_p: {top_p} is not in (0, 1]; use 1 for off")
+    if top_k != -1 and not 1 <= top_k < 1 << 31:
+        raise InvalidRequestError(
+            f"{prefix}top_k: {top_k} is neither -1 (off) nor in 1..{(1 << 31) - 1}"
+        )
 
 
 def within_budget(sampling: SamplingParams, token_budget: int, num_samples: int) -> SamplingParams:
@@ -172,17 +181,13 @@ def chat_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[Ch
 
 
 # Bounds on what one request may cost a replica before it generates anything.
-MAX_SAMPLE_INDEX = 1023
 MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
-MAX_LINGER_MS = 60_000
-MAX_PARTIAL_INTERVAL_MS = 3_600_000
-MAX_PRIORITY = 100
 MAX_STOPS, MAX_STOP_BYTES = 16, 128
 
 
 def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
     """Check names, indexes, turns and times. Raise InvalidRequestError."""
-    check_name("request_id", request.request_id, may_be_empty=True)
+    check_fields(request)
     check_turns("prompt.chat.messages", request.prompt.chat.messages, MAX_TURNS)
     indexes = request.sample_indexes
     if not 1 <= len(indexes) <= max_n or len(set(indexes)) != len(indexes):
@@ -196,9 +201,6 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
             f"stream_mode: {request.stream_mode} is unknown; send STREAM_MODE_SAMPLES or "
             "STREAM_MODE_TOKENS"
         )
-    check_range("linger_ms", request.linger_ms, 0, MAX_LINGER_MS)
-    check_range("partial_interval_ms", request.partial_interval_ms, 0, MAX_PARTIAL_INTERVAL_MS)
-    check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.token_budget and request.token_budget < len(indexes):
         raise InvalidRequestError(
             f"token_budget: {request.token_budget} for {len(indexes)} samples; send at least one "

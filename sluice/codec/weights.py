@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sluice.api.weights.v1 import weights_pb2 as weights
-from sluice.codec.fields import MAX_NUMBER, check_name, check_range, check_text, shortened
+from sluice.codec.bounds import check_fields
+from sluice.codec.fields import check_range, shortened
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec, TransferGroupSpec
-
-MAX_WORLD_SIZE = 65536
-MIN_BUCKET_BYTES, MAX_BUCKET_BYTES = 4096, 2**34
-MAX_TIMEOUT_S = 24 * 3600.0
-MAX_HOST_BYTES, MAX_REASON_BYTES = 255, 4000
-STORE_KEY_BYTES = 32
 
 
 def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
@@ -69,42 +64,9 @@ def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) 
 
     A transfer plan grows with the weights, so a replica makes none for other weights.
     """
-    check_range("epoch", request.epoch, 0, MAX_NUMBER)
-    check_name("host", request.host)
-    check_range("port", request.port, 1, 65535)
-    check_range("world_size", request.world_size, 2, MAX_WORLD_SIZE)
+    check_fields(request)
     check_range("rank", request.rank, 1, request.world_size - 1)
-    check_name("backend", request.backend)
-    check_name("plan_digest", request.plan_digest)
-    check_range("bucket_bytes", request.bucket_bytes, MIN_BUCKET_BYTES, MAX_BUCKET_BYTES)
-    if not 0 < request.timeout_seconds <= MAX_TIMEOUT_S:
-        raise InvalidRequestError(
-            f"timeout_seconds: {request.timeout_seconds}; send more than 0, at most "
-            f"{MAX_TIMEOUT_S:g}"
-        )
-    if len(request.store_key) not in (0, STORE_KEY_BYTES):  # a secret: only its length is shown
-        raise InvalidRequestError(
-            f"store_key: {len(request.store_key)} bytes; send {STORE_KEY_BYTES}, or none"
-        )
     _check_tensors(request.tensors, layout)
-
-
-def check_stage(request: weights.StageUpdateRequest | weights.CommitUpdateRequest) -> None:
-    """Check epoch and version. Raise InvalidRequestError."""
-    check_range("epoch", request.epoch, 0, MAX_NUMBER)
-    check_range("policy_version", request.policy_version, 0, MAX_NUMBER)
-
-
-def check_commit(request: weights.CommitUpdateRequest) -> None:
-    """Check epoch, version and digest. Raise InvalidRequestError."""
-    check_stage(request)
-    check_name("digest", request.digest)
-
-
-def check_abort(request: weights.AbortUpdateRequest) -> None:
-    """Check epoch and reason. Raise InvalidRequestError."""
-    check_range("epoch", request.epoch, 0, MAX_NUMBER)
-    check_text("reason", request.reason, MAX_REASON_BYTES)
 
 
 def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[TensorSpec]) -> None:

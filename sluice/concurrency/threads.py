@@ -180,21 +180,22 @@ class WriteError(Exception):
 class BoundedWriter(Generic[_ItemT]):
     """A bounded queue, and the thread that writes what is in it, in batches.
 
-    `put` never waits: what finds no space is dropped and counted. An outage is logged when it
-    begins and when it ends, once each.
+    `put` never waits: it drops and counts items that find no space, and logs the first one. An
+    outage is logged when it begins and when it ends, once each.
 
     Args:
         noun: what is written, in the plural, for the log.
         destination: where it goes, for the log.
         write: writes one batch; called in the thread. Its errors cost the batch, no more.
-        most: items that may wait.
+        most: items that may wait; with `size` the sum of their sizes. One item always may.
         batch: items of one call of `write` at most.
         interval_s: how long an item waits for others to be written with.
         break_off: called by `close` from another thread; ends a `write` that hangs.
         count: called with the number of items that were written or, negative, dropped.
+        size: of an item, in the unit of `most`; ``None``: each counts as 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the bounds and callbacks by keyword
         self,
         noun: str,
         destination: str,
@@ -205,6 +206,7 @@ class BoundedWriter(Generic[_ItemT]):
         interval_s: float,
         break_off: Callable[[], None] = lambda: None,
         count: Callable[[int], None] = lambda _: None,
+        size: Callable[[_ItemT], int] | None = None,
     ) -> None:
         self._noun = noun
         self._destination = destination
@@ -214,10 +216,14 @@ class BoundedWriter(Generic[_ItemT]):
         self._interval_s = interval_s
         self._break_off = break_off
         self._count = count
-        self._items: deque[_ItemT] = deque()
+        self._size = size
+        self._items: deque[tuple[_ItemT, int]] = deque()
+        self._lock = threading.Lock()  # over the queue and what waits in it
+        self._waiting = 0
         self._wake = threading.Event()
         self._is_closing = False
         self._is_failing = False
+        self._has_overflowed = False
         self.num_dropped = 0
         self.num_written = 0
         self._thread = threading.Thread(
@@ -227,13 +233,27 @@ class BoundedWriter(Generic[_ItemT]):
 
     def put(self, item: _ItemT) -> None:
         """Add one item, or drop it if the queue is full. Returns at once."""
-        size = len(self._items)
-        if size >= self._most:
-            self._drop(1)
-            return
-        self._items.append(item)
-        if size == self._batch:
+        size = 1 if self._size is None else self._size(item)
+        with self._lock:
+            num_items = len(self._items)
+            has_space = not num_items or self._waiting + size <= self._most
+            if has_space:
+                self._items.append((item, size))
+                self._waiting += size
+        if not has_space:
+            self._overflow()
+        elif num_items + 1 == self._batch:
             self._wake.set()
+
+    def _overflow(self) -> None:
+        if not self._has_overflowed:
+            self._has_overflowed = True
+            _log.warning(
+                "%s come faster than %s takes them, and some are dropped",
+                self._noun,
+                self._destination,
+            )
+        self._drop(1)
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, for `timeout_s` seconds at most, and end the thread."""
@@ -244,6 +264,10 @@ class BoundedWriter(Generic[_ItemT]):
         self._thread.join(timeout_s / 2)
         self._break_off()
         self._thread.join(max(0.0, ends_s - time.monotonic()))
+        if self._thread.is_alive():
+            _log.warning(
+                "%s did not finish within %g s and is left behind", self._destination, timeout_s
+            )
         if lost := self.num_dropped + len(self._items):
             _log.warning(
                 "%d %s never reached %s, %d did",
@@ -262,7 +286,10 @@ class BoundedWriter(Generic[_ItemT]):
 
     def _drain(self) -> None:
         while self._items:
-            batch = [self._items.popleft() for _ in range(min(self._batch, len(self._items)))]
+            with self._lock:
+                taken = [self._items.popleft() for _ in range(min(self._batch, len(self._items)))]
+                self._waiting -= sum(size for _, size in taken)
+            batch = [item for item, _ in taken]
             try:
                 self._write(batch)
             except Exception as error:  # noqa: BLE001 - the thread outlives whatever a write raises

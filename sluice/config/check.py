@@ -190,7 +190,7 @@ def check_report(
 def _quantities(
     config: RunConfig, settings: KeySettings, dataset_rows: int | None
 ) -> list[Quantity]:
-    verl, own = verl_batch(config, settings), own_batch(config, settings)
+    verl, own = verl_batch(config, settings), own_batch(config)
     fixed = not config.actor_rollout_ref.actor.use_dynamic_bsz
     formulas: list[tuple[str, str, Callable[[BatchPlan], int | None]]] = [
         ("trainer ranks", "nnodes * n_gpus_per_node", lambda b: b.split.world),

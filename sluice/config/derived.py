@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 from sluice.algorithm.registry import GROUP_LOSSES
-from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE
+from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
 from sluice.algorithm.sampling.rules import OnPolicyFill
 from sluice.config.run import RunConfig
-from sluice.config.schema.actor import ActorConfig, OptimConfig
 from sluice.config.schema.data import DataConfig
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
@@ -23,11 +22,6 @@ def world_size(config: RunConfig) -> int:
 def rows_per_batch(config: RunConfig) -> int:
     """Return the samples in one train batch: prompts times responses per prompt."""
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-
-
-def mini_batches_per_batch(data: DataConfig, actor: ActorConfig) -> int:
-    """Return the mini-batches in one pass over a train batch; the rules make them whole."""
-    return data.train_batch_size // actor.ppo_mini_batch_size
 
 
 def max_row_tokens(data: DataConfig) -> int:
@@ -94,9 +88,32 @@ def samples_repeat(config: RunConfig) -> bool:
 
 
 def is_bypassed(config: RunConfig) -> bool:
-    """Return whether the loss is ``bypass_mode``, by the correction's key or by its own name."""
+    """Return whether the loss is ``bypass_mode``, by the correction's key or by its own name.
+
+    The behavior logprobs are then the old ones, and the loss itself corrects, at every pass: with
+    ``ppo_clip`` by its ratio alone, with ``reinforce``, which has none, by the weights. Rejection
+    applies in both. Otherwise a pass before the first step computes the old logprobs, and weights
+    and rejections come from them, once for each batch.
+    """
     named = config.actor_rollout_ref.actor.policy_loss.loss_mode == BYPASS_LOSS_MODE
     return named or config.algorithm.rollout_correction.bypass_mode
+
+
+def rollout_correction(config: RunConfig) -> RolloutCorrectionSettings:
+    """Return `algorithm.rollout_correction` as the learner takes it.
+
+    Raises:
+        ConfigError: a name is unknown or a threshold cannot be read.
+    """
+    section = config.algorithm.rollout_correction
+    return RolloutCorrectionSettings(
+        rollout_is=section.rollout_is,
+        rollout_is_threshold=section.rollout_is_threshold,
+        rollout_is_batch_normalize=section.rollout_is_batch_normalize,
+        rollout_rs=section.rollout_rs,
+        rollout_rs_threshold=section.rollout_rs_threshold,
+        loss_type=section.loss_type,
+    )
 
 
 def is_corrected(config: RunConfig) -> bool:
@@ -123,13 +140,6 @@ def total_training_steps(config: RunConfig, dataset_rows: int) -> int:
     if configured is not None:
         return configured
     return dataset_rows * config.trainer.total_epochs // config.data.train_batch_size
-
-
-def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Return the train batches of linear warm-up: as configured, or a share of the total."""
-    if optim.lr_warmup_steps > 0:
-        return optim.lr_warmup_steps
-    return int(optim.lr_warmup_steps_ratio * total_steps)
 
 
 def checkpoint_folder(config: RunConfig) -> str:
@@ -191,7 +201,7 @@ MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
 """Advantage estimators that read which tokens rollout correction rejects.
 
 In these, a masked token changes the advantage of other tokens. The other estimators give a row one
-number; of them only `adpo` reads the mask, to add up rewards, and it gets the full one.
+number and do not read the mask, or refuse rejections (`adpo`).
 """
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import UNSET
 
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
-from sluice.config.loading.field_checks import expectation
 from sluice.config.loading.keys import (
     FoundKey,
     KeyPath,
@@ -19,14 +17,11 @@ from sluice.config.loading.keys import (
     full_form,
     is_known,
     keys_below,
-    other_spellings,
     unknown_key,
 )
-from sluice.config.loading.loader import read_document
-from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
-from sluice.config.loading.settings_tree import SettingsTree, tree_of
+from sluice.config.loading.loader import read_settings
+from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.problems import Problem, Severity, shown
-from sluice.config.run import defaults
 from sluice.errors import ConfigError
 
 _ENGINE = "actor_rollout_ref.rollout.name"
@@ -35,47 +30,10 @@ _HONOURED_BY_ROUNDS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class KeyDescription:
-    """Everything known about one key.
+def explain_key(path: str) -> Entry:
+    """Return the row of one key, in any accepted spelling.
 
-    Attributes:
-        path: the spelling that sluice uses.
-        asked: the spelling that was asked for; differs from `path` for an old one.
-        status: what becomes of a value.
-        meaning: one or two sentences.
-        takes: which values, in words (``an integer >= 1 or null``).
-        default: the value of a key that nobody set; a Python value as YAML reads it.
-        verl_default: verl's default in words where it differs; else `None`.
-        unit: of a number (``tokens``, ``prompts``); empty where there is none.
-        effect: on memory and speed; may be empty.
-        advice: from practice; may be empty.
-        instead: conversion, replacement or reason, by `status`; empty where honoured.
-        targets: keys that a mapped key sets.
-        spellings: other names under which the key is accepted, as dotted paths.
-        is_block: any keys may stand below.
-    """
-
-    path: str
-    asked: str
-    status: KeyStatus
-    meaning: str
-    takes: str
-    default: object
-    verl_default: str | None
-    unit: str
-    effect: str
-    advice: str
-    instead: str
-    targets: tuple[str, ...]
-    spellings: tuple[str, ...]
-    is_block: bool
-
-
-def explain_key(path: str) -> KeyDescription:
-    """Return the description of one key, in any accepted spelling.
-
-    A key below a free-form one or a block is described by that one.
+    A key below a free-form one or a block has that one's row.
 
     Raises:
         ConfigError: no such key; names the nearest known ones.
@@ -89,38 +47,13 @@ def explain_key(path: str) -> KeyDescription:
                 f"{path} is a section; ask for a key below it: {', '.join(keys_below(proper))}"
             )
         raise ConfigError(unknown_key(asked).text)
-    return _describe(found.entry, ".".join(asked))
+    return found.entry
 
 
-def keys_of_section(path: str) -> list[KeyDescription]:
+def keys_of_section(path: str) -> list[Entry]:
     """Return every key below a section, in any accepted spelling; none if it is no section."""
-    asked = tuple(path.strip().split("."))
-    prefix = f"{'.'.join(canonical(asked))}."
-    return [key for key in all_keys() if key.path.startswith(prefix)]
-
-
-def all_keys() -> list[KeyDescription]:
-    """Return every key that is accepted, in the order of the catalogue, each once."""
-    return [_describe(entry, entry.path) for entry in catalogue().values()]
-
-
-def _describe(entry: Entry, asked: str) -> KeyDescription:
-    return KeyDescription(
-        path=entry.path,
-        asked=asked,
-        status=entry.status,
-        meaning=entry.meaning,
-        takes="any keys below it" if entry.is_block else expectation(entry.annotation),
-        default=entry.default,
-        verl_default=entry.verl_default,
-        unit=entry.unit,
-        effect=entry.effect,
-        advice=entry.advice,
-        instead=entry.instead,
-        targets=entry.targets,
-        spellings=other_spellings(entry.path),
-        is_block=entry.is_block,
-    )
+    prefix = f"{'.'.join(canonical(tuple(path.strip().split('.'))))}."
+    return [entry for entry in catalogue().values() if entry.path.startswith(prefix)]
 
 
 def key_statuses(settings: SettingsTree) -> dict[str, KeyStatus]:
@@ -209,23 +142,12 @@ def replaced_values(path: Path | None, overrides: Sequence[str]) -> list[Problem
     """
     if path is None:
         return []
-    tree = _tree(path)
-    before = dict(tree.leaves())
-    apply_overrides(tree, expand_overrides(overrides), defaults())
-    after = dict(tree.leaves())
+    after = read_settings(path, overrides).by_key()
     found = []
-    for key, value in before.items():
+    for key, value in read_settings(path, []).by_key().items():
         now = after.get(key, UNSET)
         if now != value:
             does = "removes it" if now is UNSET else f"sets it to {shown(now)}"
             text = f"of {path} has no effect: the command {does}"
-            found.append(Problem(".".join(key), value, text, severity=Severity.NOTE))
+            found.append(Problem(key, value, text, severity=Severity.NOTE))
     return found
-
-
-def _tree(path: Path) -> SettingsTree:
-    if not is_override_file(path):
-        return tree_of(read_document(path), str(path))
-    tree = SettingsTree()
-    apply_overrides(tree, expand_overrides([f"@{str(path).removeprefix('@')}"]), defaults())
-    return tree

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -13,9 +14,19 @@ from sluice.config.schema.algorithm import AlgorithmConfig
 from sluice.config.schema.critic import CriticConfig
 from sluice.config.schema.data import DataConfig
 from sluice.config.schema.reward import RewardConfig
-from sluice.config.schema.section import Section
+from sluice.config.schema.section import Section, field_text
 from sluice.config.schema.service import ServiceConfig
 from sluice.config.schema.trainer import TrainerConfig
+
+_WORDS: dict[object, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    object: "any value",
+    type(None): "null",
+}
+_BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
 class RunConfig(Section, frozen=True):
@@ -43,16 +54,39 @@ def section_type(annotation: object) -> type[Section] | None:
     return bare if isinstance(bare, type) and issubclass(bare, Section) else None
 
 
-def description_of(annotation: object) -> str:
-    """Return the description that an annotation carries; empty without one."""
-    metas = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    texts = [meta.description for meta in metas if isinstance(meta, msgspec.Meta)]
-    return next((text for text in texts if text), "")
-
-
 def is_free_form(annotation: object) -> bool:
     """Return whether any keys may stand below (`engine_kwargs` and the like)."""
     return get_origin(bare_type(annotation)) is dict
+
+
+def expectation(annotation: object) -> str:
+    """Return which values a type takes, for example ``an integer >= 1 or null``."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _bounded(arguments[0], arguments[1:])
+    if origin is Literal:
+        return f"one of {', '.join(str(choice) for choice in arguments)}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(expectation(choice) for choice in arguments)
+    if origin is list or arguments[1:] == (...,):
+        return f"a list with each element {expectation(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}: {', '.join(map(expectation, arguments))}"
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)):
+        return "a mapping"
+    return _WORDS.get(annotation, str(annotation))
+
+
+def _bounded(annotation: object, metas: tuple[object, ...]) -> str:
+    words = expectation(annotation)
+    bounds = [
+        f"{sign} {getattr(meta, name)}"
+        for meta in metas
+        if isinstance(meta, msgspec.Meta)
+        for name, sign in _BOUNDS
+        if getattr(meta, name) is not None
+    ]
+    return f"{words} {' and '.join(bounds)}" if bounds else words
 
 
 @cache
@@ -92,6 +126,13 @@ def annotation_at(path: Sequence[str]) -> object | None:
             return None
         annotation = field_types(section)[name]
     return annotation
+
+
+def text_at(path: Sequence[str]) -> str:
+    """Return the meaning of the key at `path` in the schema."""
+    section = section_type(annotation_at(path[:-1]))
+    assert section is not None
+    return field_text(section, path[-1])
 
 
 @cache

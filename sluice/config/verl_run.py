@@ -132,6 +132,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 CRITIC = "critic"
 REF = "actor_rollout_ref.ref"
 MEGATRON = f"{ACTOR}.megatron"
+_ULYSSES = "ulysses_sequence_parallel_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class EnginePlan:
     """
 
     name: str
-    mode: str
+    is_sync: bool
     tp: int
     dp: int
     ep: int
@@ -227,9 +228,6 @@ class VerlRun:
     adpo: bool
 
 
-VERL_MAX_BATCHED_TOKENS = 8192
-
-
 def verl_run(config: RunConfig, settings: KeySettings) -> VerlRun:
     """Return the run as verl would normalise and check it."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -244,26 +242,26 @@ def verl_run(config: RunConfig, settings: KeySettings) -> VerlRun:
         log_prob_passes=_passes(config, settings),
         critic=_critic(config, settings) if uses_critic(config) else None,
         engine=_engine(config, settings),
-        ep=settings.whole(f"{MEGATRON}.expert_model_parallel_size", otherwise=1),
+        ep=settings.whole(f"{MEGATRON}.expert_model_parallel_size"),
         etp=expert_tensor_parallel(settings),
-        remove_padding=settings.flag(f"{MODEL}.use_remove_padding", otherwise=True),
+        remove_padding=settings.flag(f"{MODEL}.use_remove_padding"),
         filters_groups=config.algorithm.filter_groups.enable,
-        val_do_sample=settings.flag(f"{ROLLOUT}.val_kwargs.do_sample", otherwise=False),
+        val_do_sample=settings.flag(f"{ROLLOUT}.val_kwargs.do_sample"),
         temperature=rollout.temperature,
-        num_generations=settings.whole_or_none("algorithm.num_generations"),
+        num_generations=config.algorithm.num_generations,
         adpo=actor.policy_loss.loss_mode == "adpo",
     )
 
 
 def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
     """Return the batch sizes with verl's data-parallel size."""
-    return _batch(config, settings, parallel_split(config, settings))
+    return _batch(config, parallel_split(config, settings))
 
 
-def own_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
+def own_batch(config: RunConfig) -> BatchPlan:
     """Return batch sizes as sluice runs them: every trainer rank trains other rows."""
     split = ParallelSplit(config.trainer.nnodes, config.trainer.n_gpus_per_node)
-    return _batch(config, settings, split)
+    return _batch(config, split)
 
 
 def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
@@ -272,11 +270,11 @@ def parallel_split(config: RunConfig, settings: KeySettings) -> ParallelSplit:
         nodes=config.trainer.nnodes,
         ranks_per_node=config.trainer.n_gpus_per_node,
         megatron=is_megatron(settings),
-        sp=sequence_parallel(settings, ACTOR, otherwise=1),
+        sp=settings.whole(f"{ACTOR}.fsdp_config.{_ULYSSES}"),
         tp=_megatron_size(settings, "tensor"),
         pp=_megatron_size(settings, "pipeline"),
-        cp=settings.whole(f"{MEGATRON}.context_parallel_size", otherwise=1),
-        fsdp_size=settings.whole(f"{ACTOR}.fsdp_config.fsdp_size", otherwise=-1),
+        cp=settings.whole(f"{MEGATRON}.context_parallel_size"),
+        fsdp_size=config.actor_rollout_ref.actor.fsdp_config.fsdp_size,
     )
 
 
@@ -293,43 +291,32 @@ def is_megatron(settings: KeySettings) -> bool:
     return max(cuts) > 1
 
 
-def sequence_parallel(settings: KeySettings, section: str, *, otherwise: int) -> int:
-    """Return Ulysses' size of a section, in either spelling."""
-    name = "ulysses_sequence_parallel_size"
-    return settings.whole(f"{section}.{name}", f"{section}.fsdp_config.{name}", otherwise=otherwise)
-
-
 def expert_tensor_parallel(settings: KeySettings) -> int:
     """Return the ranks that share one expert; by default as many as share a dense layer."""
     key = f"{MEGATRON}.expert_tensor_parallel_size"
-    return settings.whole(key, otherwise=_megatron_size(settings, "tensor"))
-
-
-def has_reference(config: RunConfig, settings: KeySettings) -> bool:
-    """Return whether the run holds a frozen reference model."""
-    keys = (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
-    return any(settings.flag(key, otherwise=False) for key in keys)
+    return settings.whole_or_none(key) or _megatron_size(settings, "tensor")
 
 
 def _megatron_size(settings: KeySettings, kind: str) -> int:
-    return settings.whole(f"{MEGATRON}.{kind}_model_parallel_size", otherwise=1)
+    return settings.whole(f"{MEGATRON}.{kind}_model_parallel_size")
 
 
-def _batch(config: RunConfig, settings: KeySettings, split: ParallelSplit) -> BatchPlan:
+def _batch(config: RunConfig, split: ParallelSplit) -> BatchPlan:
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     return BatchPlan(
         train_prompts=prompts,
         mini_prompts=actor.ppo_mini_batch_size,
         responses=config.actor_rollout_ref.rollout.n,
         epochs=actor.ppo_epochs,
-        gen_prompts=settings.whole("data.gen_batch_size", otherwise=prompts),
+        gen_prompts=config.data.gen_batch_size or prompts,
         micro_rows=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
         split=split,
     )
 
 
 def _passes(config: RunConfig, settings: KeySettings) -> tuple[LogProbPass, ...]:
-    sections = (ROLLOUT, REF) if has_reference(config, settings) else (ROLLOUT,)
+    has_reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    sections = (ROLLOUT, REF) if has_reference else (ROLLOUT,)
     return tuple(_log_prob_pass(config, settings, section) for section in sections)
 
 
@@ -337,35 +324,28 @@ def _log_prob_pass(config: RunConfig, settings: KeySettings, section: str) -> Lo
     actor, size = config.actor_rollout_ref.actor, f"{section}.log_prob_micro_batch_size"
     split = parallel_split(config, settings)
     shared = split.cp if split.megatron else split.sp
-    if section == REF and not split.megatron:
-        shared = sequence_parallel(settings, REF, otherwise=shared)
+    ref_sp, dynamic = f"{REF}.fsdp_config.{_ULYSSES}", f"{section}.log_prob_use_dynamic_bsz"
+    if section == REF and not split.megatron and settings.is_set(ref_sp):
+        shared = settings.whole(ref_sp)
     return LogProbPass(
         section,
         micro_rows=_rows_per_device(settings, size),
         global_micro_rows=settings.whole_or_none(size),
-        dynamic=settings.flag(
-            f"{section}.log_prob_use_dynamic_bsz", otherwise=actor.use_dynamic_bsz
-        ),
-        token_budget=settings.whole(
-            f"{section}.log_prob_max_token_len_per_gpu", otherwise=actor.ppo_max_token_len_per_gpu
-        ),
+        dynamic=settings.flag(dynamic) if settings.is_set(dynamic) else actor.use_dynamic_bsz,
+        token_budget=settings.whole_or_none(f"{section}.log_prob_max_token_len_per_gpu")
+        or actor.ppo_max_token_len_per_gpu,
         sp=shared,
     )
 
 
 def _critic(config: RunConfig, settings: KeySettings) -> CriticPass:
-    critic, name = config.critic, "ulysses_sequence_parallel_size"
-    dynamic = critic.use_dynamic_bsz
-    shared = (
-        settings.whole(f"{CRITIC}.megatron.context_parallel_size", otherwise=1)
-        if is_megatron(settings)
-        else settings.whole(f"{CRITIC}.{name}", f"{CRITIC}.fsdp.{name}", otherwise=1)
-    )
+    critic, dynamic = config.critic, config.critic.use_dynamic_bsz
+    ranks = "megatron.context_parallel_size" if is_megatron(settings) else f"fsdp.{_ULYSSES}"
     return CriticPass(
         dynamic=config.actor_rollout_ref.actor.use_dynamic_bsz if dynamic is None else dynamic,
         token_budget=critic.ppo_max_token_len_per_gpu,
-        sp=shared,
-        remove_padding=settings.flag(f"{CRITIC}.model.use_remove_padding", otherwise=True),
+        sp=settings.whole(f"{CRITIC}.{ranks}"),
+        remove_padding=settings.flag(f"{CRITIC}.model.use_remove_padding"),
     )
 
 
@@ -381,14 +361,12 @@ def _engine(config: RunConfig, settings: KeySettings) -> EnginePlan:
     rollout = config.actor_rollout_ref.rollout
     return EnginePlan(
         name=rollout.name,
-        mode=settings.text(f"{ROLLOUT}.mode", otherwise="async"),
-        tp=settings.whole(f"{ROLLOUT}.tensor_model_parallel_size", otherwise=1),
-        dp=settings.whole(f"{ROLLOUT}.data_parallel_size", otherwise=1),
-        ep=settings.whole(f"{ROLLOUT}.expert_parallel_size", otherwise=1),
-        pp=settings.whole(f"{ROLLOUT}.pipeline_model_parallel_size", otherwise=1),
-        chunked_prefill=settings.flag(f"{ROLLOUT}.enable_chunked_prefill", otherwise=True),
-        batched_tokens=settings.whole(
-            f"{ROLLOUT}.max_num_batched_tokens", otherwise=VERL_MAX_BATCHED_TOKENS
-        ),
+        is_sync=settings.value(f"{ROLLOUT}.mode") == "sync",
+        tp=rollout.tensor_model_parallel_size,
+        dp=rollout.data_parallel_size,
+        ep=rollout.expert_parallel_size,
+        pp=settings.whole(f"{ROLLOUT}.pipeline_model_parallel_size"),
+        chunked_prefill=rollout.enable_chunked_prefill,
+        batched_tokens=rollout.max_num_batched_tokens,
         context=rollout.max_model_len or max_row_tokens(config.data),
     )

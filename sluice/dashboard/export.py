@@ -6,76 +6,47 @@ import base64
 import hashlib
 import html
 import re
-from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sluice.dashboard.comparison import compare_validations
-from sluice.dashboard.curves import curve_points
-from sluice.dashboard.overview import RunAtRest, overview, read_final_accounts
-from sluice.dashboard.page import USUAL_GROUPS, USUAL_POINTS, group_object, page_object
-from sluice.dashboard.sample_browser import SampleBrowser, SampleFilter
-from sluice.dashboard.sample_files import SampleFolders
-from sluice.dashboard.step_history import StalenessCounts, StepHistory
+from sluice.config.schema.trainer import TrainerConfig
+from sluice.dashboard.page import USUAL_GROUPS, USUAL_POINTS
+from sluice.dashboard.run_data import RunData
+from sluice.dashboard.sample_browser import SampleFilter
 
 _MAIN = "main.js"
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) (\w+))", re.MULTILINE)
 
 
-def export_page(run_dir: Path, folders: SampleFolders, total_steps: int | None, file: Path) -> None:
+def export_page(run_dir: Path, trainer: TrainerConfig, file: Path) -> None:
     """Write the page with all numbers of the run and its newest groups.
 
     The same folder gives the same bytes.
 
     Args:
         run_dir: the run's folder.
-        folders: the folders with its samples.
-        total_steps: steps that the configuration asks for; ``None``: it depends on the data set.
+        trainer: of its configuration.
         file: the file to write.
 
     Raises:
         OSError: a file cannot be read or written.
     """
-    answers = _answers(run_dir, folders, total_steps)
-    file.write_text(_page(run_dir.absolute().name, answers), encoding="utf-8")
-
-
-def _answers(run_dir: Path, folders: SampleFolders, total_steps: int | None) -> dict[str, Any]:
-    """Return what the page's server would answer, by address."""
-    history, staleness, browser = (
-        StepHistory(run_dir),
-        StalenessCounts(run_dir),
-        SampleBrowser(folders),
-    )
-    for read in (history.read, staleness.read, browser.read):
-        _read_all(read)
-    rest = RunAtRest(run_dir.absolute().name, total_steps, read_final_accounts(run_dir))
-    num_unread = history.num_unread + staleness.num_unread + browser.num_unread
-    groups = browser.page(SampleFilter(), most=USUAL_GROUPS)
-    return {
-        "/api/overview": {
-            **overview(rest, history, None),
-            "num_unread_lines": num_unread,
-            "is_reading": False,
-        },
-        "/api/curves": {
-            **curve_points(history, USUAL_POINTS),
-            "staleness": staleness.bars(),
-        },
-        "/api/comparison": compare_validations(run_dir, history.validated_steps()),
-        # The file holds no further groups.
-        "/api/samples?": {**page_object(groups, browser.counts), "next": None},
-        **{f"/api/samples/{one.entry.ordinal}": group_object(one) for one in groups.groups},
-    }
-
-
-def _read_all(read: Callable[[], bool]) -> None:
-    while read():
+    data = RunData(run_dir, trainer)
+    while data.read():
         pass
+    samples = data.samples(SampleFilter(), "", None, USUAL_GROUPS)
+    answers = {
+        "/api/overview": data.overview(None),
+        "/api/curves": data.curves(USUAL_POINTS),
+        "/api/comparison": data.comparison(),
+        "/api/samples?": {**samples, "next": None},  # the file holds no further groups
+        **{f"/api/samples/{one['id']}": data.group(one["id"]) for one in samples["groups"]},
+    }
+    file.write_text(_page(run_dir.absolute().name, answers), encoding="utf-8")
 
 
 def _page(name: str, answers: dict[str, Any]) -> str:

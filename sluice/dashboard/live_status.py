@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
-from sluice.client.wait_survey import ServiceWaits, survey_waits
+from sluice.client.wait_chain import explain
+from sluice.client.wait_survey import survey_waits
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import ConfigError, SluiceError
 
@@ -20,23 +20,6 @@ ASK_EVERY_S = 1.0
 SURVEY_EVERY_S = 4.0
 ANSWER_WITHIN_S = 3.0
 _NO_PROCESS = frozenset({"", "gone"})
-
-
-class Explained(Protocol):
-    """The explanation of a run's waits."""
-
-    @property
-    def cause(self) -> str:
-        """The explanation in one sentence."""
-        ...
-
-    @property
-    def root(self) -> str | None:
-        """The service that holds up the others; ``None`` if no service waits for another."""
-        ...
-
-
-Explain = Callable[[Sequence[ServiceWaits]], Explained]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +56,6 @@ class LiveStatus:
 
     Args:
         run_dir: the run's folder.
-        explain: finds the service behind the waits of all services.
         clock: seconds, monotonic.
         answer_within_s: the longest wait for the trainer.
     """
@@ -81,13 +63,11 @@ class LiveStatus:
     def __init__(
         self,
         run_dir: Path,
-        explain: Explain,
         clock: Callable[[], float] = time.monotonic,
         *,
         answer_within_s: float = ANSWER_WITHIN_S,
     ) -> None:
         self._run_dir = run_dir
-        self._explain = explain
         self._clock = clock
         self._answer_within_s = answer_within_s
         self._turn = asyncio.Lock()
@@ -143,7 +123,7 @@ class LiveStatus:
             return None
         if all(service.failure and service.process in _NO_PROCESS for service in services):
             return None
-        found = self._explain(services)
+        found = explain(services)
         longest = max((w.seconds for service in services for w in service.waits), default=0.0)
         return WaitCause(found.cause, found.root, longest if found.root else 0.0)
 

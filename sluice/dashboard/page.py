@@ -15,7 +15,7 @@ import msgspec
 from sluice.config.addresses import bare_host, split_host_port
 from sluice.dashboard.curves import FEWEST_POINTS
 from sluice.dashboard.sample_browser import Cursor, FoundGroup, Page, SampleFilter
-from sluice.dashboard.sample_lines import SampleSource, ShownOutcome
+from sluice.dashboard.sample_lines import ShownOutcome
 from sluice.errors import ConfigError, InvalidRequestError
 from sluice.security.token_file import TokenSource, role_of
 from sluice.telemetry.samples import SampledResponse
@@ -245,17 +245,17 @@ def group_object(found: FoundGroup) -> dict[str, Any]:
 
 
 def _row(found: FoundGroup) -> dict[str, Any]:
-    entry, group = found.entry, found.group
-    is_validation = entry.outcome is ShownOutcome(SampleSource.VALIDATION.value)
+    lines, group = found.entry.lines, found.group
+    is_validation = lines.outcome is ShownOutcome.VALIDATION
     versions = [v for response in group.responses for v in response.versions or ()]
     return {
-        "id": entry.ordinal,
+        "id": found.entry.ordinal,
         "prompt_id": group.prompt_id,
-        "step": entry.step,
-        "outcome": entry.outcome.value,
+        "step": lines.step,
+        "outcome": lines.outcome.value,
         "is_trained": group.step is not None,
         "versions": _versions(versions, group.version, is_validation=is_validation),
-        "mean_score": None if math.isnan(entry.mean_score) else round(entry.mean_score, 4),
+        "mean_score": None if math.isnan(lines.mean_score) else round(lines.mean_score, 4),
         "scores": [response.score for response in group.responses],
         "excerpt": group.prompt[:_EXCERPT_CHARS],
     }

@@ -1,35 +1,26 @@
-"""The run's samples as the page browses them: an index of positions in files, a list, a search."""
+"""The run's samples as the page browses them: files, an index of their groups, a search."""
 
 from __future__ import annotations
 
-import math
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from sluice.dashboard.sample_files import FileNews, SampleFiles, SampleFolders
-from sluice.dashboard.sample_lines import GroupLines, GroupReader, ShownOutcome, shown_group
-from sluice.telemetry.samples import SampledGroup
-
-MOST_GROUPS = 2_000_000
-_OUTCOMES = tuple(ShownOutcome)
-_CODE = {outcome: code for code, outcome in enumerate(_OUTCOMES)}
-_ROW = np.dtype(
-    [
-        ("ordinal", "i8"),
-        ("offset", "i8"),
-        ("length", "i4"),
-        ("file", "i4"),
-        ("step", "i4"),
-        ("num", "i2"),
-        ("outcome", "i1"),
-        ("score", "f4"),
-    ]
+from sluice.dashboard.line_tail import LineTail
+from sluice.dashboard.sample_lines import (
+    GroupLines,
+    GroupReader,
+    SampleSource,
+    ShownOutcome,
+    shown_group,
 )
-_FIRST_CAPACITY = 1024
+from sluice.telemetry.samples import FOLDER_NAME, SampledGroup
+
+MOST_GROUPS = 200_000
+_EXAMPLES = "validation"
 SEARCH_S = 1.0
 READ_S = 0.5
 _LOOK_EVERY = 16
@@ -59,133 +50,46 @@ class SampleFilter:
     least_score: float | None = None
     most_score: float | None = None
 
+    def admits(self, lines: GroupLines) -> bool:
+        """Return whether a group is listed; a bound of the score excludes groups without one."""
+        score = lines.mean_score
+        return (
+            (not self.outcomes or lines.outcome in self.outcomes)
+            and (self.first_step is None or lines.step >= self.first_step)
+            and (self.last_step is None or lines.step <= self.last_step)
+            and (self.least_score is None or score >= self.least_score)
+            and (self.most_score is None or score <= self.most_score)
+        )
+
+
+@dataclass(slots=True)
+class SampleFile:
+    """A file with groups; `stamp` is its inode and size when it was last read to its end."""
+
+    kind: SampleSource
+    path: Path
+    tail: LineTail
+    reader: GroupReader
+    stamp: tuple[int, int] | None = None
+
+    @property
+    def num_unread(self) -> int:
+        """Lines that are not groups, or are too long."""
+        return self.reader.num_unread + self.tail.num_left_out
+
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One group of the list. `file` is a number from `SampleFiles`."""
+    """A group of the list, without its texts."""
 
     ordinal: int
-    file: int
-    offset: int
-    length: int
-    step: int
-    num_responses: int
-    outcome: ShownOutcome
-    mean_score: float
+    file: SampleFile
+    lines: GroupLines
 
     @property
     def cursor(self) -> Cursor:
         """The position after which the next group follows."""
-        return Cursor(self.step, self.ordinal)
-
-
-class SampleIndex:
-    """Groups in the order in which they were found, 40 bytes each.
-
-    A full index drops its oldest half.
-
-    Args:
-        most_groups: the maximum of groups.
-    """
-
-    def __init__(self, most_groups: int = MOST_GROUPS) -> None:
-        self._most_groups = most_groups
-        self._rows = np.zeros(_FIRST_CAPACITY, dtype=_ROW)
-        self._size = 0
-        self._next_ordinal = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, file: int, group: GroupLines) -> None:
-        """Add a group of a file."""
-        if self._size >= self._most_groups:
-            self._keep(np.arange(self._size) >= self._size - self._most_groups // 2)
-        if self._size == self._rows.size:
-            self._rows = np.concatenate([self._rows, np.zeros(self._size, dtype=_ROW)])
-        self._rows[self._size] = (
-            self._next_ordinal,
-            group.offset,
-            group.length,
-            file,
-            group.step,
-            min(group.num_responses, np.iinfo(np.int16).max),
-            _CODE[group.outcome],
-            group.mean_score,
-        )
-        self._size += 1
-        self._next_ordinal += 1
-
-    def drop_file(self, file: int) -> None:
-        """Drop the groups of a file."""
-        self._keep(self._rows["file"][: self._size] != file)
-
-    def get(self, ordinal: int) -> IndexEntry | None:
-        """Return a group by its number; ``None``: it was dropped."""
-        rows = self._rows[: self._size]
-        place = int(np.searchsorted(rows["ordinal"], ordinal))
-        if place == rows.size or rows["ordinal"][place] != ordinal:
-            return None
-        return _entry(rows[place])
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of groups by outcome."""
-        numbers = np.bincount(self._rows["outcome"][: self._size], minlength=len(_OUTCOMES))
-        return {outcome.value: int(numbers[code]) for outcome, code in _CODE.items()}
-
-    def matching(self, wanted: SampleFilter) -> npt.NDArray[np.int64]:
-        """Return [matches] positions for `entry`: highest step first, then newest first.
-
-        They are valid until the index changes.
-        """
-        rows = self._rows[: self._size]
-        keep = np.ones(rows.size, dtype=bool)
-        if wanted.outcomes:
-            keep &= np.isin(rows["outcome"], [_CODE[outcome] for outcome in wanted.outcomes])
-        if wanted.first_step is not None:
-            keep &= rows["step"] >= wanted.first_step
-        if wanted.last_step is not None:
-            keep &= rows["step"] <= wanted.last_step
-        if wanted.least_score is not None:
-            keep &= rows["score"] >= np.float32(wanted.least_score)
-        if wanted.most_score is not None:
-            keep &= rows["score"] <= np.float32(wanted.most_score)
-        places = np.flatnonzero(keep)
-        order = np.argsort(rows["step"][places], kind="stable")[::-1]
-        ordered: npt.NDArray[np.int64] = places[order]
-        return ordered
-
-    def after(self, places: npt.NDArray[np.int64], cursor: Cursor) -> npt.NDArray[np.int64]:
-        """Return those of `places` that come after a position in the list."""
-        rows = self._rows
-        step, ordinal = rows["step"][places], rows["ordinal"][places]
-        later = (step < cursor.step) | ((step == cursor.step) & (ordinal < cursor.ordinal))
-        behind: npt.NDArray[np.int64] = places[later]
-        return behind
-
-    def entry(self, place: int) -> IndexEntry:
-        """Return the group at a position that `matching` returned."""
-        return _entry(self._rows[place])
-
-    def _keep(self, keep: npt.NDArray[np.bool_]) -> None:
-        left = self._rows[: self._size][keep]
-        self._size = left.size
-        capacity = max(_FIRST_CAPACITY, 1 << math.ceil(math.log2(max(left.size, 1) + 1)))
-        self._rows = np.zeros(capacity, dtype=_ROW)
-        self._rows[: left.size] = left
-
-
-def _entry(row: np.void) -> IndexEntry:
-    return IndexEntry(
-        ordinal=int(row["ordinal"]),
-        file=int(row["file"]),
-        offset=int(row["offset"]),
-        length=int(row["length"]),
-        step=int(row["step"]),
-        num_responses=int(row["num"]),
-        outcome=_OUTCOMES[int(row["outcome"])],
-        mean_score=float(row["score"]),
-    )
+        return Cursor(self.lines.step, self.ordinal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,63 +117,95 @@ class Page:
     num_searched: int
 
 
+@dataclass(slots=True)
 class SampleBrowser:
     """The list of a run's groups. Only one thread at a time may call its methods.
 
     Args:
-        folders: the folders with the samples.
+        folders: where the samples are; one that does not exist has none.
         clock: seconds, monotonic.
+        most_groups: a full index drops its oldest half.
     """
 
-    def __init__(self, folders: SampleFolders, clock: Callable[[], float] = time.monotonic) -> None:
-        self._files = SampleFiles(folders, clock)
-        self._index = SampleIndex()
-        self._clock = clock
-        self._readers: dict[int, GroupReader] = {}
-        self._num_unread_of_gone = 0
+    folders: dict[SampleSource, Path]
+    clock: Callable[[], float] = time.monotonic
+    most_groups: int = MOST_GROUPS
+    _files: dict[Path, SampleFile] = field(default_factory=dict)
+    _index: dict[int, IndexEntry] = field(default_factory=dict)
+    _next_ordinal: int = 0
+    _num_unread_of_gone: int = 0
 
     @property
     def num_unread(self) -> int:
         """Lines that are not groups, or are too long."""
-        undecoded = sum(reader.num_unread for reader in self._readers.values())
-        return self._num_unread_of_gone + undecoded + self._files.num_left_out
+        return self._num_unread_of_gone + sum(file.num_unread for file in self._files.values())
 
     @property
     def counts(self) -> dict[str, int]:
         """Indexed groups by outcome."""
-        return self._index.counts()
+        found = Counter(entry.lines.outcome for entry in self._index.values())
+        return {outcome.value: found[outcome] for outcome in ShownOutcome}
 
     def read(self) -> bool:
-        """Index new groups for a bounded time; return whether more are there already.
+        """Index new groups for `READ_S`; return whether more are there already.
 
         Raises:
             OSError: a folder or file cannot be read.
         """
-        ends_s = self._clock() + READ_S
-        for news in self._files.news():
-            self._take(news)
-            if self._clock() > ends_s:
-                return True
+        ends_s = self.clock() + READ_S
+        for kind, folder in self.folders.items():
+            present = _numbered(folder)
+            for file in [f for f in self._files.values() if f.kind is kind]:
+                if file.path not in present:
+                    self._forget(file)
+                    self._num_unread_of_gone += file.tail.num_left_out
+                    del self._files[file.path]
+            for path, stamp in present.items():
+                if not self._read_file(kind, path, stamp, ends_s):
+                    return True
         return False
 
-    def _take(self, news: FileNews) -> None:
-        if news.is_gone:
-            self._index.drop_file(news.number)
-            if (reader := self._readers.pop(news.number, None)) is not None:
-                self._num_unread_of_gone += reader.num_unread
-        if not news.lines and news.number not in self._readers:
-            return
-        reader = self._readers.setdefault(news.number, GroupReader(news.kind))
-        for group in reader.take(news.lines):
-            self._index.add(news.number, group)
-        if news.is_whole:
-            for group in reader.end():
-                self._index.add(news.number, group)
+    def _read_file(
+        self, kind: SampleSource, path: Path, stamp: tuple[int, int], ends_s: float
+    ) -> bool:
+        """Index the new groups of a file; return whether the time sufficed."""
+        file = self._files.get(path)
+        if file is None:
+            file = SampleFile(kind, path, LineTail(path), GroupReader(kind))
+            self._files[path] = file
+        has_more = file.stamp != stamp
+        while has_more:
+            taken = file.tail.take()
+            if taken.is_reset:
+                self._forget(file)
+                file.reader = GroupReader(kind)
+            self._add(file, file.reader.take(taken.lines))
+            has_more = taken.has_more
+            if has_more and self.clock() > ends_s:
+                return False
+        if file.stamp != stamp:
+            self._add(file, file.reader.end())
+            file.stamp = stamp
+        return True
+
+    def _add(self, file: SampleFile, groups: Iterable[GroupLines]) -> None:
+        for lines in groups:
+            if len(self._index) >= self.most_groups:
+                newest = list(self._index.values())[-self.most_groups // 2 :]
+                self._index = {entry.ordinal: entry for entry in newest}
+            entry = IndexEntry(self._next_ordinal, file, lines)
+            self._index[entry.ordinal] = entry
+            self._next_ordinal += 1
+
+    def _forget(self, file: SampleFile) -> None:
+        """Drop the groups of a file that was deleted or replaced."""
+        self._num_unread_of_gone += file.reader.num_unread
+        self._index = {n: entry for n, entry in self._index.items() if entry.file is not file}
 
     def page(
         self, wanted: SampleFilter, text: str = "", *, after: Cursor | None = None, most: int = 25
     ) -> Page:
-        """Return some groups of the list, highest step first.
+        """Return some groups of the list, highest step first, then newest first.
 
         Args:
             wanted: the groups to list.
@@ -278,42 +214,68 @@ class SampleBrowser:
             most: the maximum of groups. A search ends earlier after `SEARCH_S`; then the page
                 may be empty and still have a next one.
         """
-        places = self._index.matching(wanted)
-        num_matching = places.size
+        matching = [entry for entry in self._index.values() if wanted.admits(entry.lines)]
+        num_matching = len(matching)
         if after is not None:
-            places = self._index.after(places, after)
+            end = (after.step, after.ordinal)
+            matching = [entry for entry in matching if (entry.lines.step, entry.ordinal) < end]
+        matching.sort(key=lambda entry: (entry.lines.step, entry.ordinal), reverse=True)
         found: list[FoundGroup] = []
-        needle, ends_s = text.casefold(), self._clock() + SEARCH_S
-        last: IndexEntry | None = None
-        num_searched = 0
-        for place in places.tolist():
-            is_late = num_searched % _LOOK_EVERY == 0 and self._clock() > ends_s
+        needle, ends_s = text.casefold(), self.clock() + SEARCH_S
+        for num_searched, entry in enumerate(matching):
+            is_late = num_searched % _LOOK_EVERY == 0 and self.clock() > ends_s
             if len(found) == most or (is_late and num_searched):
-                return Page(found, last.cursor if last else None, num_matching, num_searched)
-            last = self._index.entry(place)
-            num_searched += 1
-            group = self._load(last)
+                last = matching[num_searched - 1]
+                return Page(found, last.cursor, num_matching, num_searched)
+            group = _load(entry)
             if group is not None and (not needle or _holds(group, needle)):
-                found.append(FoundGroup(last, group))
-        return Page(found, None, num_matching, num_searched)
+                found.append(FoundGroup(entry, group))
+        return Page(found, None, num_matching, len(matching))
 
     def group(self, ordinal: int) -> FoundGroup | None:
         """Return one group by its number; ``None``: it does not exist, or was deleted."""
         entry = self._index.get(ordinal)
-        group = None if entry is None else self._load(entry)
+        group = None if entry is None else _load(entry)
         return None if entry is None or group is None else FoundGroup(entry, group)
 
-    def _load(self, entry: IndexEntry) -> SampledGroup | None:
-        place = self._files.place(entry.file)
-        if place is None:
-            return None
-        kind, path = place
-        try:
-            with path.open("rb") as file:
-                file.seek(entry.offset)
-                return shown_group(kind, file.read(entry.length))
-        except OSError:  # deleted since
-            return None
+
+def folders_of_run(run_dir: Path, validation_data_dir: str | None) -> dict[SampleSource, Path]:
+    """Return the folders with samples, from the run's folder and its configuration.
+
+    Without a folder for all validation samples the trainer writes examples of each validation.
+    """
+    return {
+        SampleSource.ARCHIVE: run_dir / FOLDER_NAME,
+        SampleSource.VALIDATION: Path(validation_data_dir or run_dir / _EXAMPLES),
+    }
+
+
+def _numbered(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return ``<number>.jsonl`` by number, with inode and size; none without a folder."""
+    try:
+        entries = os.scandir(folder)
+    except FileNotFoundError:
+        return {}
+    found = {}
+    with entries as inside:
+        for entry in inside:
+            stem, suffix = os.path.splitext(entry.name)
+            if suffix == ".jsonl" and stem.isascii() and stem.isdigit():
+                try:
+                    seen = entry.stat()
+                except FileNotFoundError:  # deleted meanwhile, like the oldest of the archive
+                    continue
+                found[int(stem)] = Path(entry.path), (seen.st_ino, seen.st_size)
+    return dict(found[number] for number in sorted(found))
+
+
+def _load(entry: IndexEntry) -> SampledGroup | None:
+    try:
+        with entry.file.path.open("rb") as file:
+            file.seek(entry.lines.offset)
+            return shown_group(entry.file.kind, file.read(entry.lines.length))
+    except OSError:  # deleted since
+        return None
 
 
 def _holds(group: SampledGroup, needle: str) -> bool:

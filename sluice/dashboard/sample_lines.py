@@ -1,4 +1,4 @@
-"""Groups for the page, read from lines of the archive or of verl's dumps of samples."""
+"""Groups for the page, read from lines of the archive or of verl's dumps of validations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class SampleSource(StrEnum):
     """The writer of a file of samples."""
 
     ARCHIVE = "archive"
-    TRAINED = "trained"
     VALIDATION = "validation"
 
 
@@ -190,7 +189,6 @@ def shown_group(kind: SampleSource, text: bytes) -> SampledGroup | None:
         version=first.step,
         ended_at=0.0,
         prompt=first.input,
-        step=first.step if kind is SampleSource.TRAINED else None,
         ground_truth="" if first.gts is None else str(first.gts),
         responses=[_dumped_response(line, row) for line, row in rows],
     )

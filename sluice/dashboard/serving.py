@@ -9,14 +9,12 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from sluice.client.run_address import RunLocation
 from sluice.config.addresses import is_loopback, join_host_port
 from sluice.config.rules.security import TOKEN_KEY
 from sluice.config.schema.security import SecurityConfig
 from sluice.dashboard.export import export_page
-from sluice.dashboard.live_status import Explain, LiveStatus, check_location
-from sluice.dashboard.run_record_reader import RunRecordReader
-from sluice.dashboard.sample_files import SampleFolders, folders_of_run
+from sluice.dashboard.live_status import LiveStatus, check_location
+from sluice.dashboard.run_data import RunData
 from sluice.errors import ConfigError
 from sluice.rpc.ports import check_bindable
 from sluice.security.token_file import TokenFile, TokenSource
@@ -30,7 +28,6 @@ async def serve_page(
     host: str,
     port: int,
     *,
-    explain: Explain,
     stop: asyncio.Event,
     on_address: Callable[[str], None],
 ) -> None:
@@ -40,7 +37,6 @@ async def serve_page(
         run_dir: the run's folder.
         host: the interface to listen on.
         port: the port; 0 lets the system choose one.
-        explain: finds the service behind the waits of all services.
         stop: ends the server.
         on_address: called with the address of the page.
 
@@ -59,20 +55,17 @@ async def serve_page(
     tokens = _tokens(security, host, is_local=is_local)
     tls = None if is_local else _tls_context(security)
     check_bindable(host, port)
-    record = RunRecordReader(location.run_dir, *_record_settings(location))
-    live = LiveStatus(run_dir, explain)
-    page = DashboardPage(record, live, PageSettings(tokens, only_loopback=is_local))
+    live = LiveStatus(run_dir)
+    data = RunData(location.run_dir, location.config.trainer)
+    page = DashboardPage(data, live, PageSettings(tokens, only_loopback=is_local))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(live.close)
-        stack.callback(record.close)
+        stack.callback(page.close)
         bound = await stack.enter_async_context(listening(page, host, port, tls))
         url = f"{'https' if tls else 'http'}://{join_host_port(host, bound)}/"
         stack.callback(_note_address(run_dir / URL_NAME, url))
         on_address(url)
-        async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(record.follow(), name="run folder")
-            await stop.wait()
-            following.cancel()
+        await stop.wait()
 
 
 def write_report(run_dir: Path, file: Path) -> None:
@@ -83,16 +76,7 @@ def write_report(run_dir: Path, file: Path) -> None:
         OSError: a file cannot be read or written.
     """
     location = check_location(run_dir)
-    export_page(location.run_dir, *_record_settings(location), file)
-
-
-def _record_settings(location: RunLocation) -> tuple[SampleFolders, int | None]:
-    """Return the folders with the run's samples, and its number of steps if it is fixed."""
-    trainer = location.config.trainer
-    folders = folders_of_run(
-        location.run_dir, trainer.rollout_data_dir, trainer.validation_data_dir
-    )
-    return folders, trainer.total_training_steps
+    export_page(location.run_dir, location.config.trainer, file)
 
 
 def _tokens(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSource | None:

@@ -1,10 +1,9 @@
-"""The numbers of all steps and the staleness of trained groups, read from growing files."""
+"""The numbers of all steps, read from a growing file."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,9 +37,6 @@ COLUMNS = (
 _decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
-_GROUPS_NAME = "groups.jsonl"
-_TRAINED = "trained"
-MOST_BARS = 64
 
 
 class StepHistory:
@@ -132,61 +128,3 @@ class StepHistory:
             if name.startswith(metric_names.ACCOUNTS) and value is not None
         }
         self.accounts = accounting or self.accounts
-
-
-class _Ended(msgspec.Struct):
-    end: str
-    step: int | None = None
-    oldest_version: int | None = None
-
-
-_decode_group_end = msgspec.json.Decoder(_Ended).decode
-
-
-class StalenessCounts:
-    """Trained groups by staleness: the updated version minus the oldest that sampled a token.
-
-    The step that trains a group updates version ``step - 1``. Lines without a step, such as groups
-    that an earlier instance of the service trained, are not counted.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._tail = LineTail(run_dir / _GROUPS_NAME)
-        self._counts: Counter[int] = Counter()
-        self._num_undecoded = 0
-
-    @property
-    def num_unread(self) -> int:
-        """Lines that are not an ended group, or are too long."""
-        return self._num_undecoded + self._tail.num_left_out
-
-    def read(self) -> bool:
-        """Read a bounded number of lines; return whether more may be there already.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        taken = self._tail.take()
-        if taken.is_reset:
-            self._counts.clear()
-            self._num_undecoded = 0
-        for line in taken.lines:
-            try:
-                group = _decode_group_end(line.text)
-            except UNREADABLE:
-                self._num_undecoded += bool(line.text.strip())
-                continue
-            if (
-                group.end == _TRAINED
-                and group.step is not None
-                and group.oldest_version is not None
-            ):
-                # The last bar also counts all larger ages, which bounds the memory.
-                age = max(group.step - 1 - group.oldest_version, 0)
-                self._counts[min(age, MOST_BARS - 1)] += 1
-        return taken.has_more
-
-    def bars(self) -> dict[str, list[int]]:
-        """Return ``versions`` (0 to the largest age) and ``groups`` (the count of each)."""
-        versions = list(range(max(self._counts, default=-1) + 1))
-        return {"versions": versions, "groups": [self._counts[version] for version in versions]}

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -19,11 +20,9 @@ from sluice.dashboard.page import (
     PageFile,
     admits,
     etag_of,
-    group_object,
     is_cross_site,
     is_loopback_name,
     page_files,
-    page_object,
     parse_cursor,
     parse_filter,
     parse_ordinal,
@@ -31,7 +30,7 @@ from sluice.dashboard.page import (
     parse_points,
     parse_search_text,
 )
-from sluice.dashboard.run_record_reader import RunRecordReader
+from sluice.dashboard.run_data import RunData
 from sluice.errors import InvalidRequestError
 from sluice.security.token_file import TokenSource
 from sluice.web.connections import Connections
@@ -41,6 +40,7 @@ logger = logging.getLogger(__name__)
 _DATA = "/api/"
 _IDLE_S, _SHUTDOWN_S = 75.0, 2.0
 _MOST_CONNECTIONS = 64
+_AnswerT = TypeVar("_AnswerT")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -62,15 +62,18 @@ class DashboardPage:
     """Answers ``/`` and its files, ``/api/{overview,curves,comparison,samples}``, ``/health``.
 
     Args:
-        record: the run's folder.
+        data: the run's folder, which a thread reads before each answer; it reads nothing while
+            no browser asks.
         live: the run's services.
         settings: the requests that are answered.
     """
 
     def __init__(
-        self, record: RunRecordReader, live: LiveStatus, settings: PageSettings | None = None
+        self, data: RunData, live: LiveStatus, settings: PageSettings | None = None
     ) -> None:
-        self._record = record
+        self._data = data
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="run folder")
+        self._is_broken = False
         self._live = live
         self._settings = settings or PageSettings()
 
@@ -117,29 +120,54 @@ class DashboardPage:
         return None
 
     async def _overview(self, request: web.Request) -> web.StreamResponse:
-        return _json(request, await self._record.overview(await self._live.ask()))
+        live = await self._live.ask()
+        return _json(request, await self._asked(lambda: self._data.overview(live)))
 
     async def _curves(self, request: web.Request) -> web.StreamResponse:
-        return _json(request, await self._record.curves(parse_points(request.query)))
+        most = parse_points(request.query)
+        return _json(request, await self._asked(lambda: self._data.curves(most)))
 
     async def _comparison(self, request: web.Request) -> web.StreamResponse:
-        return _json(request, await self._record.comparison())
+        return _json(request, await self._asked(self._data.comparison))
 
     async def _samples(self, request: web.Request) -> web.StreamResponse:
         query = request.query
-        page, counts = await self._record.page(
-            parse_filter(query),
-            parse_search_text(query),
-            parse_cursor(query),
-            parse_page_size(query),
+        wanted, text = parse_filter(query), parse_search_text(query)
+        after, most = parse_cursor(query), parse_page_size(query)
+        return _json(
+            request, await self._asked(lambda: self._data.samples(wanted, text, after, most))
         )
-        return _json(request, page_object(page, counts))
 
     async def _group(self, request: web.Request) -> web.StreamResponse:
-        found = await self._record.group(parse_ordinal(request.match_info["ordinal"]))
+        ordinal = parse_ordinal(request.match_info["ordinal"])
+        found = await self._asked(lambda: self._data.group(ordinal))
         if found is None:
             return _refused(404, "this group was deleted; go back to the list")
-        return _json(request, group_object(found))
+        return _json(request, found)
+
+    async def _asked(self, question: Callable[[], _AnswerT]) -> _AnswerT:
+        """Return the answer to a question after what is new in the run's folder was read."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._answer_of, question)
+
+    def _answer_of(self, question: Callable[[], _AnswerT]) -> _AnswerT:
+        try:
+            self._data.read()
+            self._is_broken = False
+        except Exception as error:
+            # Logged once; the page shows what it has, and the next question tries again.
+            if not self._is_broken:
+                is_defect = not isinstance(error, OSError)
+                what = (
+                    "cannot be understood, a defect of the page" if is_defect else "is unreadable"
+                )
+                logger.warning("the run's folder %s: %s", what, error, exc_info=is_defect)
+            self._is_broken = True
+        return question()
+
+    def close(self) -> None:
+        """End the thread after its present work, and cancel the waiting questions."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def _health(_request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Where the bytes of an image come from: they are there, in base64, or in a file."""
+"""The sources of an image: its bytes, base64, or a file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FORMS = "the bytes, their base64 as 'bytes' or in a data: URI, or the path of an
 
 
 def image_source(found: object) -> ImageSource:
-    """What a row of a file says of an image: verl's ``{bytes, path}``, bytes, a path, a data: URI.
+    """Return the image that a row holds: verl's ``{bytes, path}``, bytes, a path, a data: URI.
 
     Text in ``bytes`` is base64, since JSON has no bytes.
 
     Raises:
-        ValueError: it is none of these; says what is wrong, and nothing of where.
+        ValueError: it is none of these. The error describes the value and not its place.
     """
     if isinstance(found, Mapping):
         data, path = found.get("bytes"), found.get("path")
@@ -38,7 +38,7 @@ def image_source(found: object) -> ImageSource:
 
 
 def usable_images(found: object) -> tuple[ImageSource, ...]:
-    """The images of a row's list, without what is none; whether that may be is asked elsewhere."""
+    """Return the images of a row's list, without entries that are none."""
     usable: list[ImageSource] = []
     for one in found if isinstance(found, list) else []:
         with suppress(ValueError):
@@ -47,7 +47,7 @@ def usable_images(found: object) -> tuple[ImageSource, ...]:
 
 
 def image_of_uri(uri: str) -> bytes:
-    """The bytes of a ``data:image/...;base64,...`` URI.
+    """Return the bytes of a ``data:image/...;base64,...`` URI.
 
     Raises:
         ValueError: it is none, or holds no base64.
@@ -59,12 +59,12 @@ def image_of_uri(uri: str) -> bytes:
 
 
 def read_image(field: str, source: ImageSource, folder: Path, max_bytes: int) -> bytes:
-    """The bytes of an image.
+    """Return the bytes of an image.
 
     Args:
-        field: whose it is, for errors.
+        field: the owner, for errors.
         source: the bytes themselves, or a path.
-        folder: beside which a relative path is looked up.
+        folder: relative paths start here.
         max_bytes: a larger file is not read.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a file of prompts holds: sources, lengths, copies, and rows that cannot be used."""
+"""The content of prompt files: sources, lengths, copies, and rows that cannot be used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from sluice.data.prompt_files import PromptFiles, SlabReader, digest_of
+from sluice.data.prompt_files import PromptFiles, SlabReader
 from sluice.data.prompt_rows import PromptRow
+from sluice.data.row_files import digest_of
 from sluice.errors import SluiceError
 from sluice.types import ChatMessage
 
@@ -32,10 +33,10 @@ class Inspection:
         sources: usable rows by data source.
         characters: of each usable row, over all its messages.
         tokens: of each usable row, the chat template included; empty without a tokenizer.
-        num_duplicates: usable rows whose messages and ground truth came before.
+        num_duplicates: usable rows that repeat the messages and ground truth of an earlier one.
         num_images: images of usable rows.
         num_bad: rows that cannot be used.
-        problems: the first of them, in words with file and row.
+        problems: errors of the first of them, with file and row.
         head: the first rows.
     """
 
@@ -52,7 +53,7 @@ class Inspection:
 
 @dataclass(slots=True)
 class _Columns:
-    """One number a usable row."""
+    """One number for each usable row."""
 
     digests: array[int] = field(default_factory=lambda: array("Q"))
     characters: array[int] = field(default_factory=lambda: array("I"))
@@ -71,8 +72,8 @@ def inspect_files(
 
     Args:
         files: files whose columns were checked.
-        measure_tokens: tokens of a prompt; its errors make a row a bad one.
-        check_row: further checks of a row of the file with this path; its errors likewise.
+        measure_tokens: returns the tokens of a prompt; a row that it refuses is a bad one.
+        check_row: checks a row further, with the path of its file; likewise.
         num_head: usable rows to keep.
         on_rows: called with the number of rows read since the last call.
 
@@ -119,7 +120,7 @@ def _add(found: Inspection, columns: _Columns, row: PromptRow) -> None:
 
 
 def quantiles(lengths: Lengths) -> tuple[int, ...]:
-    """`QUANTILES` of lengths that really occur; empty if there are none."""
+    """Return the `QUANTILES`, each a length that occurs; empty without lengths."""
     if lengths.size == 0:
         return ()
     return tuple(int(one) for one in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
@@ -127,7 +128,7 @@ def quantiles(lengths: Lengths) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Lengths in ``[low, high]``."""
+    """The number of lengths in ``[low, high]``."""
 
     low: int
     high: int
@@ -135,7 +136,7 @@ class Bin:
 
 
 def histogram(lengths: Lengths, num_bins: int = 10) -> tuple[Bin, ...]:
-    """Bins of equal width, which together hold every length; fewer than asked if there are few."""
+    """Return at most `num_bins` bins of equal width, which together hold every length."""
     if lengths.size == 0:
         return ()
     low, high = int(lengths.min()), int(lengths.max())

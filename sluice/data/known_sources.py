@@ -29,11 +29,11 @@ DEFAULT_ROUTES: Mapping[str, str] = {
         "exact_match",
     ),
 }
-"""Data source to the name of its scorer. A key that ends in ``*`` holds for all that begin so."""
+"""The scorer's name by data source. A key that ends in ``*`` is the beginning of a data source."""
 
 
 def scorer_name(data_source: str, routes: Mapping[str, str] = DEFAULT_ROUTES) -> str | None:
-    """The scorer a table leads to; of several beginnings the longest wins. ``None``: none."""
+    """Return the scorer of a data source; ``None``: none. The longest beginning counts."""
     if data_source in routes:
         return routes[data_source]
     beginnings = [

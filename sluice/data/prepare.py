@@ -1,21 +1,20 @@
-"""Published data sets made into Parquet files of verl's format, a few rows at a time."""
+"""Convert published data sets into Parquet files of verl's format, a few rows at a time."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sluice.data.image_sources import usable_images
-from sluice.data.prompt_files import digest_of
 from sluice.data.prompt_rows import GROUND_TRUTH
 from sluice.data.published_rows import PUBLISHED_SETS, PublishedSet, Row, VerlRow, Wishes
-from sluice.data.raw_rows import RawRow, check_raw_file, raw_rows
+from sluice.data.row_files import check_raw_file, digest_of, raw_rows
 from sluice.errors import DataError
 
 ROWS_PER_GROUP = 1024
@@ -34,7 +33,7 @@ _FIELDS: Mapping[str, pa.DataType] = {
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What is to be made.
+    """The conversion to do.
 
     Attributes:
         name: a key of `PUBLISHED_SETS`.
@@ -42,8 +41,8 @@ class Preparation:
         output: the file to write; one that exists is replaced.
         wishes: split, data source, wording.
         limit: rows to write at most; ``None``: all.
-        deduplicate: leave out rows whose messages and ground truth came before.
-        skip_bad: leave rows that cannot be used out instead of ending.
+        deduplicate: leave out rows that repeat the messages and ground truth of an earlier one.
+        skip_bad: leave out rows that cannot be used, instead of ending.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Preparation:
 
 @dataclass(slots=True)
 class Prepared:
-    """What was made, in rows."""
+    """The result of a conversion, in rows."""
 
     num_read: int = 0
     num_written: int = 0
@@ -70,7 +69,7 @@ def prepare(order: Preparation, on_rows: Callable[[int], None] | None = None) ->
     """Convert files. The output appears only when it is complete.
 
     Args:
-        order: what is to be made.
+        order: the conversion.
         on_rows: called with the number of rows read so far.
 
     Raises:
@@ -86,7 +85,8 @@ def prepare(order: Preparation, on_rows: Callable[[int], None] | None = None) ->
     try:
         _write(part, rows, made)
         if not made.num_written:
-            raise DataError(f"{', '.join(map(str, order.inputs))}: no usable row; {_first(made)}")
+            why = made.problems[0] if made.problems else "the files are empty"
+            raise DataError(f"{', '.join(map(str, order.inputs))}: no usable row; {why}")
         os.replace(part, order.output)
     finally:
         part.unlink(missing_ok=True)
@@ -109,10 +109,10 @@ def _converted(
     made: Prepared,
     on_rows: Callable[[int], None] | None,
 ) -> Iterator[tuple[str, VerlRow]]:
-    """Places and rows to write."""
+    """Yield places and rows to write."""
     seen: set[int] = set()
     index = 0
-    for row in _all_rows(order.inputs):
+    for row in chain.from_iterable(map(raw_rows, order.inputs)):
         made.num_read += 1
         if on_rows is not None:
             on_rows(made.num_read)
@@ -134,11 +134,6 @@ def _converted(
         yield row.place, converted
 
 
-def _all_rows(paths: tuple[Path, ...]) -> Iterator[RawRow]:
-    for path in paths:
-        yield from raw_rows(path)
-
-
 def _digest(row: Row) -> int:
     turns, reward_model = row["prompt"], row["reward_model"]
     assert isinstance(turns, list)
@@ -148,7 +143,7 @@ def _digest(row: Row) -> int:
 
 
 def _write(path: Path, rows: Iterator[tuple[str, VerlRow]], made: Prepared) -> None:
-    """Row groups one by one; the first decides which columns and further fields there are."""
+    """Write row groups one by one. The first decides which columns and further fields there are."""
     writer: pq.ParquetWriter | None = None
     try:
         while chunk := list(islice(rows, ROWS_PER_GROUP)):
@@ -184,7 +179,7 @@ def _inferred(extra: list[object], place: str) -> pa.DataType:
 
 
 def _check_fields(place: str, row: Row, schema: pa.Schema) -> None:
-    """Arrow would leave out, without a word, what the schema does not know."""
+    """Refuse fields that the schema does not know, which Arrow would omit silently."""
     extra, kind = row["extra_info"], schema.field("extra_info").type
     known = {kind.field(i).name for i in range(kind.num_fields)}
     assert isinstance(extra, dict)
@@ -204,7 +199,3 @@ def _table(chunk: list[tuple[str, VerlRow]], schema: pa.Schema) -> pa.Table:
             f"{chunk[0][0]} and the {len(chunk) - 1} rows after it: extra_info changes its types "
             f"({error}); give each field one type, and numbers within 64 bits"
         ) from error
-
-
-def _first(made: Prepared) -> str:
-    return made.problems[0] if made.problems else "the files are empty"

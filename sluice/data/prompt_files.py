@@ -1,24 +1,23 @@
-"""Files of prompts, Parquet or JSON lines: checked at once, read piece by piece, never whole."""
+"""Files of prompts, Parquet or JSON lines: checked at once, read block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from sluice.data.image_sources import ImageSource
 from sluice.data.prompt_rows import PromptColumns
 from sluice.data.row_files import (
+    JSON_SUFFIXES,
+    PARQUET_SUFFIX,
     RowBlock,
     RowIndexes,
-    Rows,
     Slab,
+    batches_of,
     json_line_blocks,
     lines_of,
     open_parquet,
@@ -29,9 +28,14 @@ from sluice.data.row_files import (
 )
 from sluice.errors import DataError
 
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
+
 MAX_OPEN_FILES = 8
-PARQUET_SUFFIX = ".parquet"
-JSON_SUFFIXES = (".json", ".jsonl")
+IMAGE_ROWS_PER_READ = 16
+"""Few, since a row with images is large."""
+
+Digests = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,12 @@ class PromptFiles:
 def open_prompt_files(
     paths: Sequence[str], columns: PromptColumns, *, config_key: str
 ) -> PromptFiles:
-    """Check every file's columns and list its blocks; keeps no row.
+    """Check every file's columns and list its blocks. Keep no row.
 
     Args:
         paths: ``.parquet``, ``.json`` or ``.jsonl`` files; the latter have one object a line.
         columns: what to read.
-        config_key: the key that named them, for errors.
+        config_key: the key that names them, for errors.
 
     Raises:
         DataError: a file is missing, empty, of another format, lacks a column, or none has rows.
@@ -72,7 +76,7 @@ def open_prompt_files(
 
 
 class SlabReader:
-    """Reads blocks; keeps the Parquet files used last open, since their index is slow to parse."""
+    """Reads blocks. It keeps the last Parquet files open, since their index is slow to parse."""
 
     def __init__(self) -> None:
         self._open: dict[str, pq.ParquetFile] = {}
@@ -83,24 +87,28 @@ class SlabReader:
         selected: RowIndexes | None = None,
         names: tuple[str, ...] | None = None,
     ) -> Iterator[Slab]:
-        """The rows of one block in order.
+        """Yield the rows of one block in order.
 
         Args:
             block: what to read.
             selected: ascending row numbers over all files; only these are read. ``None``: all.
-            names: columns to read; ``None``: all the block has.
+            names: columns to read; ``None``: all that the block has.
 
         Raises:
             DataError: the file is damaged.
         """
         start = block.start
-        for rows in self._rows(block, names or block.columns):
-            slab = _selected(block, rows, start, selected)
-            start += len(rows)
-            if len(slab):
-                yield slab
+        for slab in self._slabs(block, names or block.columns):
+            chosen = slab
+            if selected is not None:
+                low, high = np.searchsorted(selected, (start, start + len(slab)))
+                if high - low < len(slab):
+                    chosen = slab.take(selected[low:high] - start)
+            start += len(slab)
+            if len(chosen):
+                yield chosen
 
-    def _rows(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[Rows]:
+    def _slabs(self, block: RowBlock, names: tuple[str, ...]) -> Iterator[Slab]:
         if _suffix(block.path) in JSON_SUFFIXES:
             return read_lines(block)
         return read_parquet(self._file(block.path), block, names)
@@ -111,18 +119,8 @@ class SlabReader:
             if len(self._open) >= MAX_OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
             file = open_parquet(path)
-        self._open[path] = file  # at the end: the first is the one not used for longest
+        self._open[path] = file  # at the end, so that the first is the least recently used
         return file
-
-
-def _selected(block: RowBlock, rows: Rows, start: int, selected: RowIndexes | None) -> Slab:
-    numbers = np.arange(start, start + len(rows), dtype=np.int64)
-    if selected is not None:
-        low, high = np.searchsorted(selected, (start, start + len(rows)))
-        numbers = selected[low:high]
-        if numbers.size < len(rows):
-            rows = rows.take(numbers - start)
-    return Slab(block.path, numbers - block.file_start, rows)
 
 
 def _blocks(path: str, columns: PromptColumns, start: int, config_key: str) -> list[RowBlock]:
@@ -146,28 +144,22 @@ def _suffix(path: str) -> str:
     return Path(path).suffix.lower()
 
 
-# Find out whether a data set has images before the first row is read.
-#
-# Parquet: the footer counts the values of the image column for every row group. Only row groups
-# with a value, or without counts, are read, to name the row. JSON lines: read the first row;
-# `decode_row` refuses others when the data set reaches them, because it reads each row whole.
-
-IMAGE_ROWS_PER_READ = 16
-"""Few, since a row with images is large."""
-
-
 def first_row_with_images(paths: Iterable[str], column: str) -> str | None:
-    """File and row (from 0) of the first row found to hold images; ``None``: none was found.
+    """Return file and row (from 0) of the first row found to hold images; ``None``: none was found.
+
+    Of a Parquet file, the footer counts the values of the image column for every row group. Only
+    row groups with a value, or without counts, are read, to name the row. Of JSON lines, only the
+    first row is read: `decode_row` refuses others when the data set reaches them.
 
     Args:
-        paths: Parquet files, or files of JSON lines, ; only the first row is read.
+        paths: Parquet files, or files of JSON lines.
         column: the images' column, ``data.image_key``.
 
     Raises:
         DataError: a file is damaged.
     """
     for path in paths:
-        is_parquet = Path(path).suffix.lower() == PARQUET_SUFFIX
+        is_parquet = _suffix(path) == PARQUET_SUFFIX
         row = _parquet_row(path, column) if is_parquet else _json_row(path, column)
         if row is not None:
             return f"{path}, row {row}"
@@ -195,7 +187,7 @@ def _parquet_row(path: str, column: str) -> int | None:
 
 
 def _may_hold_values(group: pq.RowGroupMetaData, column: str) -> bool:
-    """Whether a leaf of `column` has a value that is not null, or its footer does not tell."""
+    """Return whether a leaf of `column` has a value that is not null, or no count of them."""
     leaves = [group.column(i) for i in range(group.num_columns)]
     for leaf in leaves:
         if leaf.path_in_schema == column or leaf.path_in_schema.startswith(f"{column}."):
@@ -209,51 +201,16 @@ def _may_hold_values(group: pq.RowGroupMetaData, column: str) -> bool:
 
 def _first_filled(path: str, file: pq.ParquetFile, group: int, column: str) -> int | None:
     row = 0
-    try:
-        for batch in file.iter_batches(
-            IMAGE_ROWS_PER_READ, row_groups=[group], columns=[column], use_threads=False
-        ):
-            for images in batch.column(0):
-                if images.as_py():
-                    return row
-                row += 1
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; restore the file") from error
+    for batch in batches_of(path, file, IMAGE_ROWS_PER_READ, row_groups=[group], columns=[column]):
+        for images in batch.column(0):
+            if images.as_py():
+                return row
+            row += 1
     return None
 
 
-DIGEST_BYTES = 8
-
-Digests = npt.NDArray[np.uint64]
-
-
-def digest_of(
-    roles: Sequence[str | None],
-    contents: Sequence[str | None],
-    truth: str | None,
-    images: Sequence[ImageSource] = (),
-) -> int:
-    """The one rule for copies: rows are the same if roles, contents, truth and images agree.
-
-    64 bits of BLAKE2b: among two million rows two differing ones agree once in 10^7 files.
-
-    Args:
-        roles: of the messages in order; ``None``: no text.
-        contents: of the same messages.
-        truth: what the scorer compares with.
-        images: their bytes, or their paths, which are compared as they stand.
-    """
-    # Each text after its length: no content can look like the border between two.
-    texts = ("-" if text is None else f"{len(text)}:{text}" for text in (*roles, *contents, truth))
-    whole = blake2b("".join(texts).encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
-    for image in images:
-        data = image if isinstance(image, bytes) else image.encode("utf-8", "surrogatepass")
-        whole.update(b"i%d:" % len(data) + data)
-    return int.from_bytes(whole.digest(), "little")
-
-
 def row_digests(files: PromptFiles, on_rows: Callable[[int], None] | None = None) -> Digests:
-    """A digest of every row: [num_rows]. Reads all files once and holds 8 bytes a row.
+    """Return the digest of every row: [num_rows]. Read all files once and hold 8 bytes a row.
 
     Args:
         files: checked files.
@@ -266,19 +223,15 @@ def row_digests(files: PromptFiles, on_rows: Callable[[int], None] | None = None
     for block in files.blocks:
         with_images = (columns.images,) if columns.images in block.columns else ()
         for slab in reader.read(block, names=(*names, *with_images)):
-            for found in slab.rows.prompts_and_truths(columns):
-                digests[row] = digest_of(*found)
+            for digest in slab.digests(columns):
+                digests[row] = digest
                 row += 1
             if on_rows is not None:
                 on_rows(len(slab))
     return digests
 
 
-def first_rows(digests: Digests) -> RowIndexes:
-    """The first row of each kind, ascending."""
-    return np.sort(np.unique(digests, return_index=True)[1]).astype(np.int64)
-
-
 def without_duplicates(files: PromptFiles) -> PromptFiles:
-    """The same files with only the first of equal rows to use."""
-    return replace(files, kept=first_rows(row_digests(files)))
+    """Return the same files, with only the first of equal rows to use."""
+    first_rows = np.unique(row_digests(files), return_index=True)[1]
+    return replace(files, kept=np.sort(first_rows).astype(np.int64))

@@ -1,4 +1,4 @@
-"""How long a prompt may be: within data.max_prompt_length for training, else within the context."""
+"""Limits of prompts: data.max_prompt_length for training, the model's context for all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 
 def fit_prompt(ids: TokenIds, limit: int, truncation: Truncation) -> TokenIds:
-    """At most `limit` tokens of a prompt: [min(tokens, limit)].
+    """Return at most `limit` tokens of a prompt: [min(tokens, limit)].
 
     ``left`` cuts the beginning and keeps the last `limit` tokens, ``right`` keeps the first, and
     ``middle`` the first ``limit // 2`` and the last ``limit - limit // 2`` (verl 0.6).
 
     Raises:
-        PromptTooLongError: it is longer, and `truncation` is ``error``.
+        PromptTooLongError: the prompt is longer, and `truncation` is ``error``.
     """
     if ids.size <= limit:
         return ids
@@ -38,11 +38,11 @@ def fit_prompt(ids: TokenIds, limit: int, truncation: Truncation) -> TokenIds:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """The training data's rules for long prompts.
+    """The rules for long prompts of the training data.
 
     Args:
-        max_prompt_length: tokens a prompt may have.
-        truncation: what to do with a longer one, as of `fit_prompt`.
+        max_prompt_length: most tokens of a prompt.
+        truncation: see `fit_prompt`.
         filter_overlong: refuse a longer one under every `truncation`, so that its sender
             can leave it out.
     """
@@ -52,10 +52,10 @@ class PromptLimit:
     filter_overlong: bool = False
 
     def fit(self, ids: TokenIds, *, has_images: bool = False) -> TokenIds:
-        """The prompt as it is trained on. One with images is never cut.
+        """Return the prompt as it is trained on. One with images is never cut.
 
         Raises:
-            PromptTooLongError: it is over the limit and is not to be cut.
+            PromptTooLongError: the prompt is over the limit and must not be cut.
         """
         is_whole = self.filter_overlong or has_images
         return fit_prompt(ids, self.max_prompt_length, "error" if is_whole else self.truncation)

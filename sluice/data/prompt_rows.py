@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from reprlib import repr as short_repr  # bounded, however deep or long what a file holds
+from reprlib import repr as short_repr  # bounded, however deep or long a value is
 
 import pyarrow as pa
 
@@ -12,24 +12,12 @@ from sluice.data.image_sources import ImageSource, image_source
 from sluice.errors import DataError
 from sluice.types import IMAGE_MARK, ChatMessage
 
-__all__ = [
-    "GROUND_TRUTH",
-    "IMAGE_MARK",
-    "ImageSource",
-    "PromptColumns",
-    "PromptRow",
-    "check_column_names",
-    "check_columns",
-    "decode_row",
-    "images_refused",
-]
-
 GROUND_TRUTH = "ground_truth"
 IMAGE_RUNS = (
     "use a model of Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or vllm and without a "
     "critic"
 )
-"""What reads images, for refusals."""
+"""The runs that read images, for refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +37,18 @@ class PromptColumns:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Columns without which a file cannot be used."""
+        """Return the columns without which a file cannot be used."""
         return (self.prompt, self.data_source, self.reward_model)
 
     def present(self, names: list[str]) -> tuple[str, ...]:
-        """The columns to read of a file with these."""
+        """Return the columns to read of a file with the columns `names`."""
         optional = [self.extra_info, *([self.images] if self.images else [])]
         return (*self.needed, *(name for name in optional if name in names))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """What a row says. `place` is its file and its row, counted from 0, for messages."""
+    """The content of a row. `place` is its file and number, from 0, for messages."""
 
     messages: tuple[ChatMessage, ...]
     data_source: str
@@ -71,7 +59,7 @@ class PromptRow:
 
 
 def check_column_names(path: str, names: list[str], columns: PromptColumns) -> tuple[str, ...]:
-    """The columns to read.
+    """Return the columns to read.
 
     Raises:
         DataError: a column is missing; names file, column, known columns and remedy.
@@ -87,7 +75,7 @@ def check_column_names(path: str, names: list[str], columns: PromptColumns) -> t
 
 
 def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple[str, ...]:
-    """The columns to read.
+    """Return the columns to read.
 
     Raises:
         DataError: a column is missing or of another type; names file, column and remedy.
@@ -153,7 +141,7 @@ def decode_row(
 
 
 def images_refused(place: str, column: str) -> DataError:
-    """The error for a row with images where model, engine or critic read text alone."""
+    """Return the error for a row with images if model, engine or critic read text alone."""
     return DataError(
         f"{place} holds images (column '{column}'), and this run reads text alone; give a data set "
         f"without images, or {IMAGE_RUNS}"

@@ -1,8 +1,7 @@
-"""Rows of published data sets, and what they become in verl's format.
+"""Rows of published data sets, converted into verl's format.
 
-What a row asks and its ground truth follow verl's preparation, so that scores compare. Where verl
-has no wording, or a long one, ours asks for the form that the scorer reads; `instruction` replaces
-it.
+Prompts and ground truths follow verl's preparation, so that scores compare. Where verl has no
+wording, or a long one, ours asks for the form that the scorer reads; `instruction` replaces it.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as short_repr
 
+from sluice.data.image_sources import image_source
 from sluice.data.prompt_rows import GROUND_TRUTH
 from sluice.errors import DataError
 from sluice.types import IMAGE_MARK
@@ -31,7 +31,7 @@ VerlRow = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a user may set.
+    """The settings of a user.
 
     `instruction` replaces the data set's own; the fields name the columns of plain JSON lines.
     """
@@ -48,9 +48,10 @@ class PublishedSet:
     """A data set as published.
 
     Attributes:
-        columns: what its rows have; one of these sets.
-        convert: a row, its place for messages, its index and the settings to a row of verl's.
-        data_source: what routes the rows.
+        columns: sets of columns; its rows have all columns of one set.
+        convert: takes a row, its place for messages, its index and the settings; returns a row in
+            verl's format.
+        data_source: selects the scorer.
         split: the split that the published file usually is.
     """
 
@@ -61,7 +62,7 @@ class PublishedSet:
 
 
 def _verl_format(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
-    """Rows that are in verl's format already keep their prompt, ground truth and source."""
+    """Convert a row that is in verl's format: it keeps prompt, ground truth and data source."""
     reward_model = row.get("reward_model")
     truth = reward_model.get(GROUND_TRUTH) if isinstance(reward_model, Mapping) else None
     turns = row.get("prompt")
@@ -128,7 +129,7 @@ def _geometry(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
 
 
 def _choices(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
-    """Multiple choice: the letters A to G of the last box, or of an answer that is letters only."""
+    """Convert multiple choice: letters A to G of the last box, or of an answer of letters only."""
     instruction = _text(row, "instruction", place)
     answer = next((row[key] for key in ("answer", "output") if isinstance(row.get(key), str)), "")
     boxed = last_boxed(str(answer)) or str(answer).strip()
@@ -140,7 +141,7 @@ def _choices(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
 
 
 def _json_lines(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
-    """Messages in verl's format, or a question and an answer in fields of the user's names."""
+    """Convert a row in verl's format, or a question and an answer in fields that the user names."""
     if "reward_model" in row:
         return _verl_format(row, place, index, wishes)
     question = _text(row, wishes.prompt_field, place)
@@ -169,11 +170,11 @@ PUBLISHED_SETS: Mapping[str, PublishedSet] = {
     ),
     "jsonl": PublishedSet(((),), _json_lines, "", "train"),
 }
-"""By the name that ``sluice data prepare`` takes."""
+"""The sets by the name that ``sluice data prepare`` takes."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` holds, braces matched; ``None`` without one."""
+    r"""Return the content of the last ``\boxed{...}``, braces matched; ``None`` without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -206,7 +207,7 @@ def _text(row: object, column: str, place: str) -> str:
 
 
 def _truth(found: object, place: str) -> str:
-    """Numbers become text: a published answer column is often one of integers."""
+    """Return a truth as text: the answers of a published set are often integers."""
     if isinstance(found, bool) or not isinstance(found, str | int | float) or found == "":
         raise DataError(f"{place}: the answer is {_short(found)}, not a text or a number")
     return str(found)
@@ -219,13 +220,14 @@ def _image_list(found: object, place: str) -> list[dict[str, object]]:
 
 
 def _image(found: object, place: str) -> dict[str, object]:
-    if isinstance(found, str) and found:
-        return {"bytes": None, "path": found}
-    data = found.get("bytes") if isinstance(found, Mapping) else None
+    try:
+        source = image_source(found)
+    except ValueError as error:
+        raise DataError(f"{place}: 'images' holds an image that {error}") from error
+    if isinstance(source, str):
+        return {"bytes": None, "path": source}
     path = found.get("path") if isinstance(found, Mapping) else None
-    if not data and not path:
-        raise DataError(f"{place}: 'images' holds an image without bytes and path")
-    return {"bytes": data or None, "path": path or None}
+    return {"bytes": source, "path": path or None}
 
 
 def _short(value: object) -> str:

@@ -1,13 +1,19 @@
-"""The two file formats: find the blocks of a Parquet or JSON-lines file, and read rows of a
-block.
+"""Blocks and rows of the two file formats, Parquet and JSON lines.
+
+A block is found without reading the rows before it, and read as slabs: rows that are not converted
+yet. Raw rows have all columns of a file, whatever its format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from itertools import islice
-from typing import NamedTuple, Protocol, Self
+from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -26,50 +32,23 @@ from sluice.data.prompt_rows import (
 )
 from sluice.errors import DataError
 
+PARQUET_SUFFIX = ".parquet"
+JSON_SUFFIXES = (".json", ".jsonl")
 ROWS_PER_READ = 1024
+RAW_ROWS_PER_READ = 256
+LONGEST_LINE_BYTES = 64 << 20
+READ_BUFFER_BYTES = 1 << 20
+DIGEST_BYTES = 8
 
 RowIndexes = npt.NDArray[np.int64]
 
 
-class PromptAndTruth(NamedTuple):
-    """Return what identifies a row; ``None`` if it holds no text, which no usable row does."""
-
-    roles: Sequence[str | None]
-    contents: Sequence[str | None]
-    truth: str | None
-    images: Sequence[ImageSource] = ()
-
-
-class Rows(Protocol):
-    """Some rows of a file, not converted yet."""
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        ...
-
-    def slice(self, start: int, stop: int) -> Self:
-        """Rows ``[start, stop)`` without copying them."""
-        ...
-
-    def take(self, indexes: RowIndexes) -> Self:
-        """These rows."""
-        ...
-
-    def values(self, index: int) -> Mapping[str, object]:
-        """Columns of one row; `DataError` if the row cannot be read."""
-        ...
-
-    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
-        """Of each row its messages, its ground truth, and its images where they are read."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Rows of a file that are found without reading those before them.
+    """A row group of a Parquet file, or some lines of JSON.
 
-    A row group of a Parquet file, or some lines of JSON. Rows are ``[start, start + num_rows)`` of
-    all files counted together, and the file's first row is `file_start`.
+    Its rows are ``[start, start + num_rows)`` of all files counted together, and the file's first
+    row is `file_start`.
     """
 
     path: str
@@ -80,75 +59,94 @@ class RowBlock:
     num_rows: int
 
 
+def digest_of(
+    roles: Sequence[str | None],
+    contents: Sequence[str | None],
+    truth: str | None,
+    images: Sequence[ImageSource] = (),
+) -> int:
+    """Return a digest that copies of a row share: roles, contents, truth and images agree.
+
+    64 bits of BLAKE2b: of two million different rows, two share a digest once in 10^7 files.
+
+    Args:
+        roles: of the messages in order; ``None``: no text.
+        contents: of the same messages.
+        truth: what the scorer compares with.
+        images: their bytes, or their paths, which are compared as they stand.
+    """
+    # The length before each text keeps a content from looking like the border between two.
+    texts = ("-" if text is None else f"{len(text)}:{text}" for text in (*roles, *contents, truth))
+    whole = blake2b("".join(texts).encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES)
+    for image in images:
+        data = image if isinstance(image, bytes) else image.encode("utf-8", "surrogatepass")
+        whole.update(b"i%d:" % len(data) + data)
+    return int.from_bytes(whole.digest(), "little")
+
+
 @dataclass(frozen=True, slots=True)
-class Slab:
-    """Some rows of one block."""
+class Slab(ABC):
+    """Some rows of one block, not converted yet."""
 
     path: str
     numbers: RowIndexes  # [rows], index within the file
-    rows: Rows
 
     def __len__(self) -> int:
         return int(self.numbers.size)
 
-    def slice(self, start: int, stop: int) -> Slab:
-        """Rows ``[start, stop)`` without copying them."""
-        return Slab(self.path, self.numbers[start:stop], self.rows.slice(start, stop))
-
     def decode(self, index: int, columns: PromptColumns) -> PromptRow:
-        """Row `index` of this slab; `DataError` if it is malformed."""
+        """Return row `index` of this slab. Raise DataError if it is malformed."""
         number = int(self.numbers[index])
-        return decode_row(self.rows.values(index), columns, path=self.path, row=number)
+        return decode_row(self.values(index), columns, path=self.path, row=number)
 
+    @abstractmethod
+    def slice(self, start: int, stop: int) -> Self:
+        """Return the rows ``[start, stop)``, which share the memory of this slab."""
 
-LONGEST_LINE_BYTES = 64 << 20
+    @abstractmethod
+    def take(self, indexes: RowIndexes) -> Self:
+        """Return a copy of the rows at these indexes of this slab."""
+
+    @abstractmethod
+    def values(self, index: int) -> Mapping[str, object]:
+        """Return the columns of one row. Raise DataError if it cannot be read."""
+
+    @abstractmethod
+    def digests(self, columns: PromptColumns) -> Iterator[int]:
+        """Yield the `digest_of` each row, with its images where they are read."""
 
 
 @dataclass(frozen=True, slots=True)
-class LineRows:
-    """Rows as lines of text, each with its path and number for messages."""
+class LineSlab(Slab):
+    """Rows as lines of JSON."""
 
-    path: str
-    first: int
     lines: tuple[bytes, ...]
-    numbers: tuple[int, ...] | None = None  # of the rows in the file, where they have gaps
 
-    def __len__(self) -> int:
-        return len(self.lines)
+    def slice(self, start: int, stop: int) -> LineSlab:
+        return LineSlab(self.path, self.numbers[start:stop], self.lines[start:stop])
 
-    def slice(self, start: int, stop: int) -> LineRows:
-        """Rows ``[start, stop)``."""
-        numbers = None if self.numbers is None else self.numbers[start:stop]
-        return LineRows(self.path, self.first + start, self.lines[start:stop], numbers)
-
-    def take(self, indexes: RowIndexes) -> LineRows:
-        """These rows."""
-        chosen = [int(index) for index in indexes]
-        numbers = tuple(self._number(index) for index in chosen)
-        return LineRows(self.path, 0, tuple(self.lines[i] for i in chosen), numbers)
+    def take(self, indexes: RowIndexes) -> LineSlab:
+        lines = tuple(self.lines[index] for index in indexes.tolist())
+        return LineSlab(self.path, self.numbers[indexes], lines)
 
     def values(self, index: int) -> Mapping[str, object]:
-        """Columns of one row; `DataError` if the line is no JSON object."""
-        return parse_line(self.path, self._number(index), self.lines[index])
+        return parse_line(self.path, int(self.numbers[index]), self.lines[index])
 
-    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
-        """Return for each row the key that identifies it."""
+    def digests(self, columns: PromptColumns) -> Iterator[int]:
         for index in range(len(self)):
             values = self.values(index)
             turns = values.get(columns.prompt)
             turns = turns if isinstance(turns, list) else []
-            truth = _text(values.get(columns.reward_model), GROUND_TRUTH)
-            roles = tuple(_text(turn, "role") for turn in turns)
-            contents = tuple(_text(turn, "content") for turn in turns)
-            images = usable_images(values.get(columns.images)) if columns.images else ()
-            yield PromptAndTruth(roles, contents, truth, images)
-
-    def _number(self, index: int) -> int:
-        return self.first + index if self.numbers is None else self.numbers[index]
+            yield digest_of(
+                [_text(turn, "role") for turn in turns],
+                [_text(turn, "content") for turn in turns],
+                _text(values.get(columns.reward_model), GROUND_TRUTH),
+                usable_images(values.get(columns.images)) if columns.images else (),
+            )
 
 
 def json_line_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[RowBlock]:
-    """Blocks of lines of a file whose first row is number `start` of all; reads the file once.
+    """Yield the blocks of a file whose first row is number `start` of all. Read the file once.
 
     Blank lines are no rows.
 
@@ -171,17 +169,18 @@ def json_line_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[
         yield RowBlock(path, first_byte, names, file_start, start, num_rows)
 
 
-def read_lines(block: RowBlock) -> Iterator[LineRows]:
-    """The rows of a block; `DataError` if the file has changed since it was indexed."""
+def read_lines(block: RowBlock) -> Iterator[Slab]:
+    """Yield the rows of a block. Raise DataError if the file has changed since it was indexed."""
     rows = (line for line in lines_of(block.path, block.index) if line.strip())
     lines = tuple(islice(rows, block.num_rows))
     if len(lines) < block.num_rows:
         raise DataError(f"{block.path}: is shorter than at the start; restore the file")
-    yield LineRows(block.path, block.start - block.file_start, lines)
+    first = block.start - block.file_start
+    yield LineSlab(block.path, np.arange(first, first + len(lines)), lines)
 
 
 def parse_line(path: str, row: int, line: bytes) -> dict[str, object]:
-    """The object on a line; `DataError` naming file and row otherwise."""
+    """Return the object on a line. Raise DataError, which names file and row, if it is none."""
     try:
         return msgspec.json.decode(line, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -193,7 +192,7 @@ def parse_line(path: str, row: int, line: bytes) -> dict[str, object]:
 
 
 def lines_of(path: str, first_byte: int = 0) -> Iterator[bytes]:
-    """Lines from a byte on, with their ends; `DataError` if one is too long to be a row."""
+    """Yield lines from a byte on, with their ends. Raise DataError if one is too long."""
     try:
         with open(path, "rb") as file:
             file.seek(first_byte)
@@ -205,7 +204,7 @@ def lines_of(path: str, first_byte: int = 0) -> Iterator[bytes]:
                     )
                 yield line
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}; restore the file") from error
+        raise _unreadable(path, error) from error
 
 
 def _text(found: object, key: str) -> str | None:
@@ -213,55 +212,40 @@ def _text(found: object, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-READ_BUFFER_BYTES = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
-class ArrowRows:
+class ArrowSlab(Slab):
     """Rows in Arrow's form."""
 
     batch: pa.RecordBatch
 
-    def __len__(self) -> int:
-        return int(self.batch.num_rows)
+    def slice(self, start: int, stop: int) -> ArrowSlab:
+        batch = self.batch.slice(start, stop - start)
+        return ArrowSlab(self.path, self.numbers[start:stop], batch)
 
-    def slice(self, start: int, stop: int) -> ArrowRows:
-        """Rows ``[start, stop)`` without copying them."""
-        return ArrowRows(self.batch.slice(start, stop - start))
-
-    def take(self, indexes: RowIndexes) -> ArrowRows:
-        """These rows."""
-        return ArrowRows(self.batch.take(pa.array(indexes)))
+    def take(self, indexes: RowIndexes) -> ArrowSlab:
+        return ArrowSlab(self.path, self.numbers[indexes], self.batch.take(pa.array(indexes)))
 
     def values(self, index: int) -> Mapping[str, object]:
-        """Columns of one row."""
         row: Mapping[str, object] = self.batch.slice(index, 1).to_pylist()[0]
         return row
 
-    def prompts_and_truths(self, columns: PromptColumns) -> Iterator[PromptAndTruth]:
-        """Return for each row the key that identifies it.
-
-        Reads children as whole columns, which is many times faster.
-        """
+    def digests(self, columns: PromptColumns) -> Iterator[int]:
+        # Children are read as whole columns, which is many times faster than row by row.
         turns = self.batch.column(columns.prompt)
         offsets = turns.offsets.to_pylist()
         roles = turns.values.field("role").to_pylist()
         contents = turns.values.field("content").to_pylist()
         truths = self.batch.column(columns.reward_model).field(GROUND_TRUTH).to_pylist()
+        with_images = columns.images in self.batch.schema.names
         for row, truth in enumerate(truths):
             part = slice(offsets[row], offsets[row + 1])
-            images = self._images(row, columns.images)
-            yield PromptAndTruth(roles[part], contents[part], truth, images)
-
-    def _images(self, row: int, column: str | None) -> tuple[ImageSource, ...]:
-        """Of one row, since those of all may be large."""
-        if column is None or column not in self.batch.schema.names:
-            return ()
-        return usable_images(self.batch.column(column)[row].as_py())
+            # Images of one row at a time: those of all rows may be large.
+            found = self.batch.column(columns.images)[row].as_py() if with_images else None
+            yield digest_of(roles[part], contents[part], truth, usable_images(found))
 
 
 def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[RowBlock]:
-    """The row groups of a file whose first row is number `start` of all.
+    """Yield the row groups of a file whose first row is number `start` of all.
 
     Raises:
         DataError: a column is missing or of another type, or the file is damaged.
@@ -280,22 +264,94 @@ def parquet_blocks(path: str, columns: PromptColumns, start: int) -> Iterator[Ro
         start += size
 
 
-def read_parquet(
-    file: pq.ParquetFile, block: RowBlock, names: tuple[str, ...]
-) -> Iterator[ArrowRows]:
-    """The rows of a block in order; `DataError` if the file is damaged."""
+def read_parquet(file: pq.ParquetFile, block: RowBlock, names: tuple[str, ...]) -> Iterator[Slab]:
+    """Yield the rows of a block in order. Raise DataError if the file is damaged."""
+    first = block.start - block.file_start
+    for batch in batches_of(
+        block.path, file, ROWS_PER_READ, row_groups=[block.index], columns=list(names)
+    ):
+        yield ArrowSlab(block.path, np.arange(first, first + batch.num_rows), batch)
+        first += batch.num_rows
+
+
+def batches_of(
+    path: str,
+    file: pq.ParquetFile,
+    num_rows: int,
+    *,
+    row_groups: list[int] | None = None,
+    columns: list[str] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield batches of at most `num_rows` rows. Raise DataError if the file is damaged.
+
+    Args:
+        path: of the file, for errors.
+        file: is read.
+        num_rows: of a batch.
+        row_groups, columns: what to read; ``None``: all.
+    """
     try:
-        for batch in file.iter_batches(
-            ROWS_PER_READ, row_groups=[block.index], columns=list(names), use_threads=False
-        ):
-            yield ArrowRows(batch)
+        yield from file.iter_batches(
+            num_rows, row_groups=row_groups, columns=columns, use_threads=False
+        )
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{block.path}: cannot be read: {error}; restore the file") from error
+        raise _unreadable(path, error) from error
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """A file that reads what it is asked for only; `DataError` if there is none any more."""
+    """Return a file that reads only what is requested. Raise DataError if there is none."""
     try:
         return pq.ParquetFile(path, buffer_size=READ_BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; restore the file") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> DataError:
+    return DataError(f"{path}: cannot be read: {error}; restore the file")
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row, and its file and number; `values` raises DataError if it cannot be read."""
+
+    place: str
+    values: Callable[[], Mapping[str, object]]
+
+
+def check_raw_file(path: Path) -> list[str]:
+    """Return the columns of a file; those of the first row for JSON lines.
+
+    Raises:
+        DataError: there is no such file, it is empty, damaged or of another format.
+    """
+    if not path.is_file():
+        raise DataError(f"no file {path}; give the path of a data file")
+    if path.suffix not in (PARQUET_SUFFIX, *JSON_SUFFIXES):
+        raise DataError(
+            f"{path} ends in '{path.suffix}'; give a .parquet, .json or .jsonl file, unpacked"
+        )
+    if path.suffix == PARQUET_SUFFIX:
+        with open_parquet(str(path)) as file:
+            return list(file.schema_arrow.names)
+    first = next((line for line in lines_of(str(path)) if line.strip()), None)
+    if first is None:
+        raise DataError(f"{path} is empty; write it or download it again")
+    return list(parse_line(str(path), 0, first))
+
+
+def raw_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of a file in order. Hold `RAW_ROWS_PER_READ` of them."""
+    for index, values in enumerate(_readers(path)):
+        yield RawRow(f"{path}, row {index}", values)
+
+
+def _readers(path: Path) -> Iterator[Callable[[], Mapping[str, object]]]:
+    if path.suffix != PARQUET_SUFFIX:
+        lines = (line for line in lines_of(str(path)) if line.strip())
+        for index, line in enumerate(lines):
+            yield partial(parse_line, str(path), index, line)
+        return
+    with open_parquet(str(path)) as file:
+        for batch in batches_of(str(path), file, RAW_ROWS_PER_READ):
+            for values in batch.to_pylist():
+                yield partial(dict[str, object], values)

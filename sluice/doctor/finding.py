@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
 
-from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
+from sluice.config.loading.loader import KeySettings, load_config, read_settings
 from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -107,7 +107,7 @@ def examined_run(
     config = load_config(file, overrides)
     return Examined(
         config,
-        KeySettings(config, keys_as_set(file, overrides)),
+        KeySettings(config, read_settings(file, overrides).by_key()),
         has_run=file is not None or bool(overrides),
         environment=dict(environment),
         read_shape=cache(partial(_shape, config.actor_rollout_ref.model.path)),

@@ -109,7 +109,7 @@ def _rank_bytes(examined: Examined, shape: ModelShape) -> tuple[float, float]:
 
 
 def _replica_bytes(examined: Examined, shape: ModelShape) -> tuple[float, float]:
-    layout = rollout_layout(examined.config, examined.settings)
+    layout = rollout_layout(examined.config)
     staged = COPIES * shape.total_parameters * layout.weight_bytes
     if _is_on_device(examined.config.sluice.rollout.device, examined):
         return BARE_ON_DEVICE_BYTES, BARE_ON_DEVICE_BYTES + staged

@@ -8,10 +8,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
     GenerateOptions,
+    GenerationEvent,
     GenerationStarted,
     Prompt,
     SampleDelta,
@@ -23,55 +25,13 @@ from sluice.types import Rollout
 # What a run accepts unless it lowers `sluice.rollout.max_n`.
 _MOST_PER_CALL = 256
 
-
-@dataclass(frozen=True, slots=True)
-class PromptAccepted:
-    """A replica accepted a prompt of `num_tokens`; `version` starts to generate."""
-
-    prompt_index: int
-    num_tokens: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """A token; `text` is what became certain with it.
-
-    It is empty in the middle of a character, or while a stop string may have begun.
-    """
-
-    token_id: int
-    logprob: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceGrew:
-    """New tokens of a choice, and its text in which no stop string can begin any more.
-
-    `tokens` lists them only if the request asks for them.
-    """
-
-    index: int
-    text: str
-    num_tokens: int
-    tokens: tuple[SampledToken, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEnded:
-    """A choice is complete; `reason` is ``stop`` or ``length``."""
-
-    index: int
-    reason: str
-
-
-Piece = PromptAccepted | ChoiceGrew | ChoiceEnded
-Sink = Callable[[Piece], Awaitable[None]]
+Sink = Callable[[int, GenerationEvent], Awaitable[None]]
+"""Takes the index of a prompt, and an event of one of its samples."""
+JsonObject = dict[str, object]
 
 
 async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink) -> None:
-    """Sample all choices. Give each piece to `sink`, those of one choice in order.
+    """Sample all choices. Give each event to `sink`, those of one choice in order.
 
     A sample's index is its position in the answer, because its randomness depends on it: the same
     prompt twice gets what it would get with twice the `n`. Each call asks for as many samples as a
@@ -81,6 +41,13 @@ async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink
         ExceptionGroup: the errors of `AsyncClient.stream`.
     """
     n, budget = asked.options.n, asked.options.token_budget
+
+    async def call(index: int, prompt: Prompt, options: GenerateOptions) -> None:
+        events = client.stream(prompt, options, every_token=asked.every_token)
+        async with aclosing(events):
+            async for event in events:
+                await sink(index, event)
+
     async with asyncio.TaskGroup() as tasks:
         for index, prompt in enumerate(asked.prompts):
             for start in range(0, n, _MOST_PER_CALL):
@@ -91,77 +58,30 @@ async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink
                     first_sample=index * n + start,
                     token_budget=budget // n * size,
                 )
-                choices = _PromptChoices(index, asked, sink).run(client, prompt, options)
-                tasks.create_task(choices, name=f"prompt {index}")
+                tasks.create_task(call(index, prompt, options), name=f"prompt {index}")
 
 
-class _PromptChoices:
-    """One call, for samples of one prompt."""
+class _Token(NamedTuple):
+    """A token; `text` is what became certain with it.
 
-    def __init__(self, prompt_index: int, asked: ParsedRequest, sink: Sink) -> None:
-        self._prompt_index = prompt_index
-        self._sink = sink
-        self._reports_tokens = asked.logprobs or asked.token_ids
-        # The text of each token is known only in a stream of tokens.
-        self._every_token = asked.stream or asked.logprobs
-        self._has_started = False
+    It is empty in the middle of a character, or while a stop string may have begun.
+    """
 
-    async def run(self, client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> None:
-        events = client.stream(prompt, options, every_token=self._every_token)
-        async with aclosing(events):
-            async for event in events:
-                match event:
-                    case GenerationStarted():
-                        await self._started(event)
-                    case SampleDelta(index):
-                        await self._sink(self._grown(index, event, event.text))
-                    case SampleFinished(rollout):
-                        if not self._every_token:
-                            await self._sink(
-                                self._grown(rollout.sample_index, rollout, rollout.text)
-                            )
-                        reason = rollout.finish_reason.value
-                        await self._sink(ChoiceEnded(rollout.sample_index, reason))
-
-    async def _started(self, event: GenerationStarted) -> None:
-        if not self._has_started:
-            self._has_started = True
-            size = int(event.prompt_token_ids.size)
-            await self._sink(PromptAccepted(self._prompt_index, size, event.version))
-
-    def _grown(self, index: int, tokens: SampleDelta | Rollout, text: str) -> ChoiceGrew:
-        size = int(tokens.token_ids.size)
-        if not self._reports_tokens:
-            return ChoiceGrew(index, text, size)
-        ids, logprobs = tokens.token_ids.tolist(), tokens.behavior_logprobs.tolist()
-        return ChoiceGrew(index, text, size, _sampled_tokens(ids, logprobs, text))
-
-
-def _sampled_tokens(
-    ids: Sequence[int], logprobs: Sequence[float], text: str
-) -> tuple[SampledToken, ...]:
-    """Return tokens that came together. Their text belongs to the last one."""
-    # Tokens inside a character have no text of their own.
-    last = len(ids) - 1
-    return tuple(
-        SampledToken(token, logprob, text if index == last else "")
-        for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
-    )
-
-
-JsonObject = dict[str, object]
+    token_id: int
+    logprob: float
+    text: str
 
 
 @dataclass(slots=True)
-class _ChoiceText:
+class _Choice:
     text: str = ""
     num_tokens: int = 0
-    tokens: list[SampledToken] = field(default_factory=list)
+    tokens: list[_Token] = field(default_factory=list)  # only if the request asks for them
     reason: str | None = None
 
 
 class AnswerBuilder:
-    """The answer to one request, built from its pieces.
+    """The answer to one request, built from the events of its samples.
 
     Args:
         asked: the request.
@@ -171,96 +91,98 @@ class AnswerBuilder:
 
     def __init__(self, asked: ParsedRequest, answer_id: str, created_s: int) -> None:
         self._asked = asked
+        self._is_chat = asked.kind == "chat"
         self._id = answer_id
         self._created_s = created_s
-        self._choices = [_ChoiceText() for _ in range(asked.num_choices)]
+        self._choices = [_Choice() for _ in range(asked.num_choices)]
         self._prompt_tokens: dict[int, int] = {}  # by prompt
         self._version: int | None = None
 
-    def take(self, piece: Piece) -> None:
-        """Add a piece."""
-        match piece:
-            case PromptAccepted():
-                self._prompt_tokens[piece.prompt_index] = piece.num_tokens
-                self._version = piece.version if self._version is None else self._version
-            case ChoiceGrew():
-                choice = self._choices[piece.index]
-                choice.text += piece.text
-                choice.num_tokens += piece.num_tokens
-                choice.tokens += piece.tokens
-            case ChoiceEnded():
-                self._choices[piece.index].reason = piece.reason
+    def take(self, prompt_index: int, event: GenerationEvent) -> None:
+        """Add an event."""
+        match event:
+            case GenerationStarted():
+                self._prompt_tokens[prompt_index] = int(event.prompt_token_ids.size)
+                self._version = event.version if self._version is None else self._version
+            case SampleDelta():
+                self._grow(event.sample_index, event)
+            case SampleFinished(rollout):
+                if not self._asked.every_token:
+                    self._grow(rollout.sample_index, rollout)
+                self._choices[rollout.sample_index].reason = rollout.finish_reason.value
+
+    def _grow(self, index: int, grown: SampleDelta | Rollout) -> None:
+        choice = self._choices[index]
+        choice.text += grown.text
+        choice.num_tokens += int(grown.token_ids.size)
+        choice.tokens += self._tokens(grown)
+
+    def _tokens(self, grown: SampleDelta | Rollout) -> list[_Token]:
+        """Return tokens that came together, if the request asks for them."""
+        if not self._asked.logprobs and not self._asked.token_ids:
+            return []
+        ids, logprobs = grown.token_ids.tolist(), grown.behavior_logprobs.tolist()
+        # Tokens inside a character have no text of their own: all of it belongs to the last one.
+        last = len(ids) - 1
+        return [
+            _Token(token, logprob, grown.text if index == last else "")
+            for index, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
+        ]
 
     def whole(self) -> JsonObject:
         """Return the answer to a request without streaming."""
-        kind = "chat.completion" if self._asked.kind == "chat" else "text_completion"
-        choices = [self._whole_choice(index, each) for index, each in enumerate(self._choices)]
+        choices = [
+            self._choice(index, self._message(each.text), each.tokens, 0, each.reason)
+            for index, each in enumerate(self._choices)
+        ]
+        kind = "chat.completion" if self._is_chat else "text_completion"
         return self._object(kind, choices) | {"usage": self._usage()}
+
+    def _message(self, text: str) -> JsonObject:
+        if not self._is_chat:
+            return {"text": text}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def first_chunk(self, index: int) -> JsonObject | None:
         """Return what a choice begins with in a stream: its role, in a chat."""
-        if self._asked.kind != "chat":
+        if not self._is_chat:
             return None
-        role: JsonObject = {"role": "assistant", "content": ""}
-        return self._chunk(index, role, None, None)
+        return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
 
-    def chunk(self, piece: ChoiceGrew | ChoiceEnded) -> JsonObject:
-        """Return the chunk of the piece added last."""
-        if isinstance(piece, ChoiceEnded):
-            return self._chunk(piece.index, self._text("", is_last=True), None, piece.reason)
-        offset = len(self._choices[piece.index].text) - len(piece.text)
-        logprobs = self._logprobs(list(piece.tokens), offset)
-        chunk = self._text(piece.text, is_last=False)
-        if self._asked.token_ids:
-            ids = [token.token_id for token in piece.tokens]
-            return self._chunk(piece.index, chunk, logprobs, None, ids)
-        return self._chunk(piece.index, chunk, logprobs, None)
+    def chunk(self, event: SampleDelta | SampleFinished) -> JsonObject:
+        """Return the chunk of the event added last."""
+        if isinstance(event, SampleFinished):
+            said: JsonObject = {"delta": {}} if self._is_chat else {"text": ""}
+            reason = event.rollout.finish_reason.value
+            return self._chunk(self._choice(event.rollout.sample_index, said, reason=reason))
+        said = {"delta": {"content": event.text}} if self._is_chat else {"text": event.text}
+        index = event.sample_index
+        offset = len(self._choices[index].text) - len(event.text)
+        return self._chunk(self._choice(index, said, self._tokens(event), offset))
 
     def usage_chunk(self) -> JsonObject:
         """Return the chunk that ends a stream if the request asked for the usage."""
-        return self._object(self._chunk_kind, []) | {"usage": self._usage()}
+        return self._chunk() | {"usage": self._usage()}
 
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._asked.kind == "chat" else "text_completion"
+    def _chunk(self, *choices: JsonObject) -> JsonObject:
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return self._object(kind, list(choices))
 
-    def _text(self, text: str, *, is_last: bool) -> JsonObject | str:
-        if self._asked.kind != "chat":
-            return text
-        return {} if is_last else {"content": text}
-
-    def _chunk(
+    def _choice(
         self,
         index: int,
-        text: JsonObject | str,
-        logprobs: JsonObject | None,
-        reason: str | None,
-        token_ids: list[int] | None = None,
+        said: JsonObject,
+        tokens: Sequence[_Token] | None = None,
+        offset: int = 0,
+        reason: str | None = None,
     ) -> JsonObject:
-        name = "delta" if self._asked.kind == "chat" else "text"
-        choice: JsonObject = {
-            "index": index,
-            name: text,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
-        if token_ids is not None:
-            choice["token_ids"] = token_ids
-        return self._object(self._chunk_kind, [choice])
-
-    def _whole_choice(self, index: int, choice: _ChoiceText) -> JsonObject:
-        answer: JsonObject = {
-            "index": index,
-            "logprobs": self._logprobs(choice.tokens, 0),
-            "finish_reason": choice.reason,
-        }
-        if self._asked.kind == "chat":
-            answer["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
-        else:
-            answer["text"] = choice.text
-        if self._asked.token_ids:
-            answer["token_ids"] = [token.token_id for token in choice.tokens]
-        return answer
+        """Return a choice, or a part of one; its first token begins at `offset` of its text."""
+        choice: JsonObject = {"index": index, **said, "logprobs": None, "finish_reason": reason}
+        if tokens is not None and self._asked.logprobs:
+            choice["logprobs"] = self._logprobs(tokens, offset)
+        if tokens is not None and self._asked.token_ids:
+            choice["token_ids"] = [token.token_id for token in tokens]
+        return choice
 
     def _object(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         return {
@@ -281,10 +203,8 @@ class AnswerBuilder:
             "total_tokens": read + sampled,
         }
 
-    def _logprobs(self, tokens: list[SampledToken], offset: int) -> JsonObject | None:
-        if not self._asked.logprobs:
-            return None
-        if self._asked.kind == "chat":
+    def _logprobs(self, tokens: Sequence[_Token], offset: int) -> JsonObject:
+        if self._is_chat:
             return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
         offsets = []
         for token in tokens:
@@ -298,7 +218,7 @@ class AnswerBuilder:
         }
 
 
-def _chat_logprob(token: SampledToken) -> JsonObject:
+def _chat_logprob(token: _Token) -> JsonObject:
     return {
         "token": token.text,
         "logprob": token.logprob,

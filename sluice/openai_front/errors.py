@@ -70,9 +70,6 @@ def error_answer(error: SluiceError) -> ErrorAnswer:
     return ErrorAnswer(500, str(error), "server_error")
 
 
-CROWDED = ErrorAnswer(
-    503, "too many connections are open; try again in a moment", "server_error", "unavailable"
-)
 CROSS_SITE = ErrorAnswer(
     403,
     "a page in a browser sent this, and the server asks for no key; start the server with one",

@@ -5,7 +5,7 @@ them into requests of the SDK.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -244,6 +244,11 @@ class ParsedRequest:
         """Return the choices of all prompts."""
         return len(self.prompts) * self.options.n
 
+    @property
+    def every_token(self) -> bool:
+        """Return whether tokens are needed as they come: each one's text is known only then."""
+        return self.stream or self.logprobs
+
 
 def decode(body: bytes, kind: type[RequestT]) -> RequestT:
     """Decode a body.
@@ -300,8 +305,7 @@ def _parsed(
     *,
     logprobs: bool,
 ) -> ParsedRequest:
-    for field, detail in _violations(request, len(prompts), bounds):
-        raise _refused(field, detail)
+    _check_values(request, len(prompts), bounds)
     try:
         options = _options(request, len(prompts), max_tokens, bounds)
     except InvalidRequestError as error:
@@ -319,35 +323,35 @@ def _parsed(
     )
 
 
-def _violations(
-    request: _RequestFields, num_prompts: int, bounds: Bounds
-) -> Iterator[tuple[str, str]]:
-    """Yield field and message of each value that the SDK does not check."""
+def _check_values(request: _RequestFields, num_prompts: int, bounds: Bounds) -> None:
+    """Refuse the values that the SDK does not check."""
     n = 1 if request.n is None else request.n
     choices = f"{n} for {num_prompts} prompts"
     budget, priority, seed = request.token_budget, request.priority, request.seed
     if (request.best_of or request.n or 1) != (request.n or 1):
-        yield "best_of", f"{request.best_of}, and n is {n}; send the same as n, or leave it out"
+        raise _refused(
+            "best_of", f"{request.best_of}, and n is {n}; send the same as n, or leave it out"
+        )
     if not 1 <= n <= MAX_SAMPLES:
-        yield "n", f"{n} is not in 1..{MAX_SAMPLES}"
+        raise _refused("n", f"{n} is not in 1..{MAX_SAMPLES}")
     if n * num_prompts > MAX_CHOICES:
-        yield "n", f"{choices}; at most {MAX_CHOICES} choices are sampled at once"
+        raise _refused("n", f"{choices}; at most {MAX_CHOICES} choices are sampled at once")
     if n * num_prompts > bounds.max_choices:
-        yield (
+        raise _refused(
             "n",
             f"{choices}; this server samples at most {bounds.max_choices} choices at once "
             f"({bounds.choices_option}): send several requests",
         )
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-        yield "seed", f"{seed} is not a 64-bit integer"
+        raise _refused("seed", f"{seed} is not a 64-bit integer")
     if priority is not None and priority > bounds.max_priority:
-        yield (
+        raise _refused(
             "priority",
             f"{priority}; at most {bounds.max_priority} is taken: send that, or have the server "
             "started with a higher --max-priority",
         )
     if budget and budget < n * num_prompts:
-        yield (
+        raise _refused(
             "token_budget",
             f"{budget} for {n * num_prompts} choices; give at least one token a choice, or 0 for "
             "no bound",

@@ -16,10 +16,11 @@ import msgspec
 from aiohttp import web
 
 from sluice.client.async_client import AsyncClient
+from sluice.client.generation_types import GenerationEvent, GenerationStarted, SampleDelta
 from sluice.codec.fields import shortened
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import DeadlineError, PeerError, SluiceError, leaves
-from sluice.openai_front.answers import AnswerBuilder, Piece, PromptAccepted, generate_choices
+from sluice.openai_front.answers import AnswerBuilder, Sink, generate_choices
 from sluice.openai_front.errors import (
     CROSS_SITE,
     DEFECT,
@@ -39,14 +40,22 @@ from sluice.openai_front.requests import (
     parse_completion,
 )
 from sluice.rpc.auth import ClientQuota
-from sluice.rpc.metadata import TRACEPARENT
+from sluice.rpc.metadata import AUTHORIZATION, TRACEPARENT, presented_token
 from sluice.security.token_file import TokenSource, role_of
 from sluice.telemetry.tracing import parse_traceparent
 from sluice.web.connections import Connections
 
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 16 << 20
+_BODY_S, _WRITE_S, _IDLE_S, _SHUTDOWN_S = 60.0, 60.0, 75.0, 5.0
+_CALLER, _TAKING = "HTTP caller", "taking its answer"
+_NAME: ContextVar[str] = ContextVar("_NAME")  # of the request's caller
+_END = b"data: [DONE]\n\n"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEYLESS = "HTTP callers"
 """The common name of all callers of a front that asks for no key."""
-_SCHEME = "bearer "
 _DIGEST_BYTES = 8
 
 
@@ -57,20 +66,18 @@ class Callers:
         keys: accepted API keys; None: no key is needed.
         max_choices: most choices of all requests that are sampled at once.
         max_key_choices: the same for the requests of one key.
+
+    Attributes:
+        limit: the most choices of one request, and the option that limits them.
     """
 
     def __init__(self, keys: TokenSource | None, max_choices: int, max_key_choices: int) -> None:
         self._keys = keys
         self._of_all = ClientQuota(max_choices, "choices", "--max-choices")
         self._of_each = ClientQuota(max_key_choices, "choices", "--max-key-choices")
-        self._limit = (max_choices, "--max-choices")
+        self.limit = (max_choices, "--max-choices")
         if keys is not None and max_key_choices < max_choices:
-            self._limit = (max_key_choices, "--max-key-choices")
-
-    @property
-    def limit(self) -> tuple[int, str]:
-        """Return the most choices of one request, and the option that limits them."""
-        return self._limit
+            self.limit = (max_key_choices, "--max-key-choices")
 
     def name(self, authorization: str) -> str | None:
         """Return the caller of a header ``Authorization``; None: it holds no accepted key.
@@ -79,10 +86,8 @@ class Callers:
         """
         if self._keys is None:
             return KEYLESS
-        if not authorization.lower().startswith(_SCHEME):
-            return None
-        key = authorization[len(_SCHEME) :].strip()
-        if role_of(self._keys.tokens(), key) is None:
+        key = presented_token([(AUTHORIZATION, authorization)])
+        if key is None or role_of(self._keys.tokens(), key) is None:
             return None
         digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=_DIGEST_BYTES)
         return f"key {digest.hexdigest()}"
@@ -101,17 +106,6 @@ class Callers:
             self._of_all.held(KEYLESS, num_choices),
         ):
             yield
-
-
-logger = logging.getLogger(__name__)
-
-_MAX_BODY_BYTES = 16 << 20
-_BODY_S, _WRITE_S, _IDLE_S, _SHUTDOWN_S = 60.0, 60.0, 75.0, 5.0
-_CALLER, _TAKING = "HTTP caller", "taking its answer"
-_NAME: ContextVar[str] = ContextVar("_NAME")  # of the request's caller
-_END = b"data: [DONE]\n\n"
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +222,15 @@ class OpenAIFront:
             if asked.stream:
                 return await _EventStream(request, asked, answer).run(self._client)
 
-            async def take(piece: Piece) -> None:
-                answer.take(piece)
+            async def take(prompt_index: int, event: GenerationEvent) -> None:
+                answer.take(prompt_index, event)
 
             await _sampled(self._client, asked, take)
         return _json(answer.whole())
 
 
 class _EventStream:
-    """One answer as server-sent events; its status waits for the first piece."""
+    """One answer as server-sent events; its status waits for the first tokens."""
 
     def __init__(self, request: web.Request, asked: ParsedRequest, answer: AnswerBuilder) -> None:
         self._request = request
@@ -271,14 +265,16 @@ class _EventStream:
             if not self._is_closed:
                 await self._write(_END)
 
-    async def _take(self, piece: Piece) -> None:
-        self._answer.take(piece)
-        if isinstance(piece, PromptAccepted):
+    async def _take(self, prompt_index: int, event: GenerationEvent) -> None:
+        self._answer.take(prompt_index, event)
+        if isinstance(event, GenerationStarted):
             return
-        chunk = self._answer.chunk(piece)  # before any other piece is added
-        if piece.index not in self._begun:
-            self._begun.add(piece.index)
-            if (first := self._answer.first_chunk(piece.index)) is not None:
+        chunk = self._answer.chunk(event)  # before any other event is added
+        sample = event if isinstance(event, SampleDelta) else event.rollout
+        index = sample.sample_index
+        if index not in self._begun:
+            self._begun.add(index)
+            if (first := self._answer.first_chunk(index)) is not None:
                 await self._send(first)
         await self._send(chunk)
 
@@ -304,7 +300,7 @@ class _EventStream:
             raise PeerError(_CALLER, _TAKING, "it has gone") from error
 
     async def _started(self) -> web.StreamResponse:
-        # Pieces of several choices come at once, and the first one sends the headers.
+        # Events of several choices come at once, and the first one sends the headers.
         async with self._starting:
             if self._response is None:
                 headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -313,9 +309,7 @@ class _EventStream:
             return self._response
 
 
-async def _sampled(
-    client: AsyncClient, asked: ParsedRequest, take: Callable[[Piece], Awaitable[None]]
-) -> None:
+async def _sampled(client: AsyncClient, asked: ParsedRequest, take: Sink) -> None:
     """Sample the choices. Of a group of errors, raise the first of ours.
 
     Raises:

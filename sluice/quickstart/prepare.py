@@ -84,7 +84,7 @@ def prepare(
     if found is not None:
         progress(PrepareProgress("reused", 1, 1))
         return _assets(directory, chosen, QuickstartFacts(**found), reused=True)
-    remove_stamp(directory)
+    (directory / STAMP_NAME).unlink(missing_ok=True)  # before a stamped file changes
     if isinstance(chosen, ShapesTask):
         from sluice.quickstart.prepare_shapes import make_shapes  # needs Pillow
 
@@ -98,18 +98,11 @@ def prepare(
     return assets
 
 
-def settings_digest(settings: dict[str, Any]) -> str:
-    """Return the SHA-256 of the settings as canonical JSON."""
-    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
 def write_stamp(
     directory: Path, settings: dict[str, Any], files: Iterable[Path], facts: dict[str, Any]
 ) -> None:
     """Record the settings, a digest of each file, and the facts about them."""
     stamp = {
-        "settings_digest": settings_digest(settings),
         "settings": settings,
         "files": {str(path.relative_to(directory)): _file_digest(path) for path in files},
         "facts": facts,
@@ -123,7 +116,7 @@ def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | No
     """Return the recorded facts; ``None`` if a file or the settings differ from the stamp's."""
     try:
         stamp = json.loads((directory / STAMP_NAME).read_text(encoding="utf-8"))
-        if stamp["settings_digest"] != settings_digest(settings):
+        if stamp["settings"] != json.loads(json.dumps(settings)):  # tuples are lists there
             return None
         for name, digest in stamp["files"].items():
             if _file_digest(directory / name) != digest:
@@ -133,11 +126,6 @@ def read_facts(directory: Path, settings: dict[str, Any]) -> dict[str, Any] | No
         # An unreadable stamp counts as none: the files are made again.
         return None
     return facts
-
-
-def remove_stamp(directory: Path) -> None:
-    """Remove the stamp, before any stamped file changes."""
-    (directory / STAMP_NAME).unlink(missing_ok=True)
 
 
 def _file_digest(path: Path) -> str:

@@ -4,9 +4,8 @@ clients.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -34,11 +33,6 @@ CLIENT_METHODS = frozenset(
     }
 )
 _REFLECTION_PREFIX = "/grpc.reflection."
-
-
-def is_open(method: str) -> bool:
-    """Return whether a method (``/package.Service/Method``) needs no token."""
-    return method == HEALTH_CHECK
 
 
 def is_allowed(role: Role, method: str) -> bool:
@@ -75,7 +69,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Pass the call on, or refuse it before its request is read."""
         method = handler_call_details.method
-        if is_open(method):
+        if method == HEALTH_CHECK:
             handler = await continuation(handler_call_details)
             return None if handler is None else self._checks.bounded(handler)
         presented = presented_token(handler_call_details.invocation_metadata)
@@ -93,6 +87,23 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
             )
         return await continuation(handler_call_details)
 
+    def open_call_check(self, details: grpc.HandlerCallDetails) -> Callable[[], None]:
+        """Return a check of the same token again, for each message of a stream.
+
+        The check raises AccessDeniedError once the token is not valid any more.
+        """
+        # Without a token the call was refused before, unless the method is open to all.
+        presented = presented_token(details.invocation_metadata) or ""
+
+        def check() -> None:
+            role = role_of(self._source.tokens(), presented)
+            if role is None or not is_allowed(role, details.method):
+                raise AccessDeniedError(
+                    "the bearer token of this open call was taken out; call again with another"
+                )
+
+        return check
+
 
 def _refusal(code: grpc.StatusCode, details: str) -> Any:
     RPC_ERRORS.add("server", "any", code.name)  # the method may be any text
@@ -102,101 +113,6 @@ def _refusal(code: grpc.StatusCode, details: str) -> Any:
 
     # A stream handler without deserializers fits unary and streaming callers alike.
     return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-Check = Callable[[], None]
-
-
-class OpenCallInterceptor(grpc.aio.ServerInterceptor):
-    """The check of the token again at each message of a stream, either way.
-
-    It raises `AccessDeniedError`, so it stands behind the interceptor that turns errors into
-    statuses. It skips calls of one message each way, whose token was checked a moment ago.
-
-    Args:
-        source: the accepted tokens.
-    """
-
-    def __init__(self, source: TokenSource) -> None:
-        self._source = source
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wrap the handler of one call."""
-        handler = await continuation(handler_call_details)
-        if handler is None or not (handler.request_streaming or handler.response_streaming):
-            return handler
-        # Without a token the call was refused before, unless the method is open to all.
-        presented = presented_token(handler_call_details.invocation_metadata) or ""
-        method = handler_call_details.method
-
-        def check() -> None:
-            role = role_of(self._source.tokens(), presented)
-            if role is None or not is_allowed(role, method):
-                raise AccessDeniedError(
-                    "the bearer token of this open call was taken out; call again with another"
-                )
-
-        return _checked(handler, check)
-
-
-def _checked(handler: Any, check: Check) -> Any:
-    inner = handler.stream_stream or handler.unary_stream or handler.stream_unary
-    return handler._replace(
-        **{
-            kind: _checked_stream(inner, check)
-            if inspect.isasyncgenfunction(inner)
-            else _checked_call(inner, check)
-            for kind in ("stream_stream", "unary_stream", "stream_unary")
-            if getattr(handler, kind) is not None
-        }
-    )
-
-
-def _checked_stream(inner: Callable[..., Any], check: Check) -> Callable[..., Any]:
-    async def behaviour(request: Any, context: Any) -> AsyncIterator[Any]:
-        async with aclosing(inner(_checked_requests(request, check), context)) as messages:
-            async for message in messages:
-                check()
-                yield message
-
-    return behaviour
-
-
-def _checked_call(inner: Callable[..., Any], check: Check) -> Callable[..., Any]:
-    async def behaviour(request: Any, context: Any) -> Any:
-        return await inner(_checked_requests(request, check), _CheckedContext(context, check))
-
-    return behaviour
-
-
-def _checked_requests(request: Any, check: Check) -> Any:
-    return _each(request, check) if hasattr(request, "__aiter__") else request
-
-
-async def _each(requests: AsyncIterator[Any], check: Check) -> AsyncIterator[Any]:
-    async for request in requests:
-        check()
-        yield request
-
-
-class _CheckedContext:
-    """A call's context that checks before each message it writes."""
-
-    def __init__(self, context: Any, check: Check) -> None:
-        self._context = context
-        self._check = check
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    async def write(self, message: Any) -> None:
-        """Write one message."""
-        self._check()
-        await self._context.write(message)
 
 
 class ClientQuota:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
 
+from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
@@ -20,7 +21,6 @@ from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.metadata import AUTHORIZATION, call_options
 from sluice.rpc.policy import CALL_POLICIES, message_limits, policy_key
 from sluice.rpc.status import CLASS_KEY, RPC_ERRORS, error_of
-from sluice.security.token_file import TokenSource
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -44,6 +44,12 @@ def reward_stub(channel: grpc.aio.Channel) -> reward_pb2_grpc.RewardServiceAsync
     return cast("reward_pb2_grpc.RewardServiceAsyncStub", stub)
 
 
+def launch_stub(channel: grpc.aio.Channel) -> launch_pb2_grpc.LaunchServiceAsyncStub:
+    """Return the calls of the launcher."""
+    stub = launch_pb2_grpc.LaunchServiceStub(channel)
+    return cast("launch_pb2_grpc.LaunchServiceAsyncStub", stub)
+
+
 def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAsyncStub:
     """Return the calls of the trainer."""
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
@@ -52,67 +58,45 @@ def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAs
 
 # ruff: noqa: ANN401 - grpc.aio.Channel is typed with Any
 
+Metadata = tuple[tuple[str, str], ...]
 
-class BearingChannel(grpc.aio.Channel):
-    """A channel that presents a token in each call. The caller closes it.
+
+class _SendingChannel:
+    """A channel whose calls send further metadata.
 
     gRPC's own call credentials work only over TLS, and its client interceptors wrap the call
-    objects. This class adds one header and returns what the channel returns.
+    objects. This class returns what the channel returns.
 
     Args:
         channel: does the work; closed with this one.
-        source: its first token at the time of a call is presented.
+        further: returns the metadata of a call at the time of the call.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, source: TokenSource) -> None:
+    def __init__(self, channel: grpc.aio.Channel, further: Callable[[], Metadata]) -> None:
         self._channel = channel
-        self._source = source
+        self._further = further
 
     async def __aenter__(self) -> Self:
-        await self._channel.__aenter__()
         return self
 
-    async def __aexit__(self, *error: Any) -> None:
-        await self._channel.__aexit__(*error)
+    async def __aexit__(self, *error: object) -> None:
+        await self._channel.close()
 
-    async def close(self, grace: float | None = None) -> None:
-        """Close the channel."""
-        await self._channel.close(grace)
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._channel, name)
+        is_method = name in {"unary_unary", "unary_stream", "stream_unary", "stream_stream"}
+        return self._sending(member) if is_method else member
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Return the connection's state."""
-        return self._channel.get_state(try_to_connect)
+    def _sending(self, make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+        def method(*arguments: Any, **options: Any) -> Callable[..., Any]:
+            inner = make(*arguments, **options)
 
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait for another state."""
-        await self._channel.wait_for_state_change(last_observed_state)
+            def call(*arguments: Any, metadata: Metadata | None = None, **options: Any) -> Any:
+                return inner(*arguments, metadata=(*(metadata or ()), *self._further()), **options)
 
-    async def channel_ready(self) -> None:
-        """Wait for a connection."""
-        await self._channel.channel_ready()
+            return call
 
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        """Return a method that sends the token."""
-        return self._bearing(self._channel.unary_unary(*arguments, **options))
-
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        """Return a method that sends the token."""
-        return self._bearing(self._channel.unary_stream(*arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        """Return a method that sends the token."""
-        return self._bearing(self._channel.stream_unary(*arguments, **options))
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        """Return a method that sends the token."""
-        return self._bearing(self._channel.stream_stream(*arguments, **options))
-
-    def _bearing(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, metadata: Any = None, **options: Any) -> Any:
-            token = (AUTHORIZATION, f"Bearer {self._source.tokens()[0].secret}")
-            return method(*arguments, metadata=(*(metadata or ()), token), **options)
-
-        return call
+        return method
 
 
 # A frozen peer is noticed within 15 s.
@@ -121,9 +105,20 @@ _PING_TIMEOUT_MS = 5_000
 
 
 def open_channel(
-    address: str, *, max_message_bytes: int, credentials: Credentials = OPEN
+    address: str,
+    *,
+    max_message_bytes: int,
+    credentials: Credentials = OPEN,
+    metadata: Callable[[], Metadata] = tuple,
 ) -> grpc.aio.Channel:
-    """Return a channel to `address` (host:port). The caller closes it."""
+    """Return a channel. The caller closes it.
+
+    Args:
+        address: host:port of the peer.
+        max_message_bytes: largest message either way.
+        credentials: what the peer is shown: a certificate, and in each call a token.
+        metadata: returns what each call sends besides, such as the caller's name.
+    """
     options: list[tuple[str, int | str]] = [
         *message_limits(max_message_bytes),
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
@@ -136,7 +131,13 @@ def open_channel(
         ("grpc.initial_reconnect_backoff_ms", 200),
     ]
     channel = _connected(address, options, credentials)
-    return channel if credentials.tokens is None else BearingChannel(channel, credentials.tokens)
+
+    def further() -> Metadata:
+        if (tokens := credentials.tokens) is None:
+            return metadata()
+        return (*metadata(), (AUTHORIZATION, f"Bearer {tokens.tokens()[0].secret}"))
+
+    return cast("grpc.aio.Channel", _SendingChannel(channel, further))
 
 
 def _connected(
@@ -162,7 +163,7 @@ class UnaryMethod(Protocol[RequestT, ResponseT]):
         /,
         *,
         timeout: float | None = None,
-        metadata: tuple[tuple[str, str], ...] | None = None,
+        metadata: Metadata | None = None,
     ) -> Awaitable[ResponseT]:
         """Start the call."""
         ...
@@ -220,15 +221,17 @@ async def stream_call(
     phase: str,
     name: str | None = None,
     deadline_s: float | None = None,
+    traceparent: str = "",
 ) -> AsyncGenerator[ResponseT, None]:
     """Call a server-streaming method and yield its messages. Leaving early cancels the call.
 
     Consume it inside `contextlib.aclosing`. Arguments and errors are those of `unary_call`, but a
-    stream of requests needs a `name`. Streams are never retried.
+    stream of requests needs a `name`, and `traceparent` (W3C) replaces the present span as the
+    caller's. Streams are never retried.
     """
     name = name or policy_key(cast("Message", request))
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s
-    call = method(request, timeout=seconds, **call_options())
+    call = method(request, timeout=seconds, **call_options(traceparent))
     try:
         with waiting_for(peer, phase) as wait:
             async for message in call:

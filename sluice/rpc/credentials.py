@@ -29,6 +29,15 @@ from sluice.types import TransferCertificates
 logger = logging.getLogger(__name__)
 
 CERT_FILE, CA_FILE = "cert_file", "ca_file"
+TOKEN_VARIABLE = "SLUICE_TOKEN"
+FILE_VARIABLES = {
+    "ca_file": "SLUICE_CA_FILE",
+    "cert_file": "SLUICE_CERT_FILE",
+    "key_file": "SLUICE_KEY_FILE",
+    "token_file": "SLUICE_TOKEN_FILE",
+}
+"""Variables that name a command's files, in place of the configuration's."""
+_CHECKED = "sluice.security"
 
 
 class CertificateEnds:
@@ -76,17 +85,6 @@ def _end(pem: bytes | None, of: Callable[[Iterable[datetime]], datetime]) -> dat
         return None
 
 
-TOKEN_VARIABLE = "SLUICE_TOKEN"
-FILE_VARIABLES = {
-    "ca_file": "SLUICE_CA_FILE",
-    "cert_file": "SLUICE_CERT_FILE",
-    "key_file": "SLUICE_KEY_FILE",
-    "token_file": "SLUICE_TOKEN_FILE",
-}
-"""Variables that name a command's files, in place of the configuration's."""
-_CHECKED = "sluice.security"
-
-
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """Certificates and tokens of one process. Without any, servers accept every caller.
@@ -128,7 +126,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
     def for_transfers(self) -> TransferCertificates | None:
-        """The same certificates for the rendezvous store of weight transfers; None without TLS."""
+        """Return the certificates for the store of weight transfers; None without TLS."""
         if not self.is_encrypted:
             return None
         return TransferCertificates(

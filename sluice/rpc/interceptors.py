@@ -1,5 +1,5 @@
-"""The server interceptor that turns exceptions into statuses, and malformed requests into errors
-of the caller.
+"""The server interceptor that turns exceptions into statuses, malformed requests into errors of the
+caller, and ends open streams whose token is not valid any more.
 """
 
 from __future__ import annotations
@@ -18,19 +18,113 @@ from google.protobuf.message import DecodeError
 from sluice.errors import InvalidRequestError, SluiceError, leaves
 from sluice.rpc.status import RPC_ERRORS, short_method, status_of
 
-Decoder = Callable[[bytes], Any]
+logger = logging.getLogger(__name__)
+
+# ruff: noqa: ANN401 - gRPC does not type its handlers
+
+Check = Callable[[], None]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """The mapping of domain errors through the table; other errors become an opaque INTERNAL.
+
+    Args:
+        check_of: returns the check of one call, which each message of its streams must pass.
+    """
+
+    def __init__(
+        self, check_of: Callable[[grpc.HandlerCallDetails], Check] = lambda _call: lambda: None
+    ) -> None:
+        self._check_of = check_of
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the handler of one call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        requests = "stream" if handler.request_streaming else "unary"
+        responses = "stream" if handler.response_streaming else "unary"
+        kind = f"{requests}_{responses}"
+        call = _GuardedCall(
+            getattr(handler, kind),
+            handler_call_details.method,
+            self._check_of(handler_call_details),
+        )
+        is_generator = inspect.isasyncgenfunction(call.inner)
+        return handler._replace(
+            request_deserializer=_lenient(handler.request_deserializer),
+            **{kind: call.stream if is_generator else call.answer},
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class MalformedRequest:
+class _GuardedCall:
+    """A method whose errors become statuses."""
+
+    inner: Callable[..., Any]
+    method: str
+    check: Check
+
+    async def answer(self, request: Any, context: Any) -> Any:
+        """Return the answer of a coroutine, which may also write messages to the context."""
+        try:
+            return await self.inner(self._checked(request), _CheckedContext(context, self.check))
+        except (grpc.aio.AbortError, asyncio.CancelledError):  # the call has ended already
+            raise
+        except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
+            return await _abort(context, self.method, error)
+
+    async def stream(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Yield the messages of an asynchronous generator."""
+        try:
+            async with aclosing(self.inner(self._checked(request), context)) as messages:
+                async for message in messages:
+                    self.check()
+                    yield message
+        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):  # ended already
+            raise
+        except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
+            await _abort(context, self.method, error)
+
+    def _checked(self, request: Any) -> Any:
+        # Malformed bytes must fail inside the guard, or gRPC would answer an opaque INTERNAL.
+        return self._each(request) if hasattr(request, "__aiter__") else _whole(request)
+
+    async def _each(self, requests: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            self.check()
+            yield _whole(request)
+
+
+class _CheckedContext:
+    """A call's context that checks the token before each message it writes."""
+
+    def __init__(self, context: Any, check: Check) -> None:
+        self._context = context
+        self._check = check
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, message: Any) -> None:
+        self._check()
+        await self._context.write(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _MalformedRequest:
     """A stand-in for bytes that are no message."""
 
     num_bytes: int
     reason: str
 
 
-def lenient(decode: Decoder | None) -> Decoder | None:
-    """Return a decoder that returns a `MalformedRequest` for bytes that `decode` refuses."""
+def _lenient(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Return a decoder that returns a `_MalformedRequest` for bytes that `decode` refuses."""
     if decode is None:
         return None
 
@@ -38,32 +132,19 @@ def lenient(decode: Decoder | None) -> Decoder | None:
         try:
             return decode(data)
         except (DecodeError, ValueError, RecursionError) as error:
-            return MalformedRequest(len(data), str(error)[:200])
+            return _MalformedRequest(len(data), str(error)[:200])
 
     return decoded
 
 
-def checked(request: Any) -> Any:
+def _whole(request: Any) -> Any:
     """Return the message. Raise InvalidRequestError if its bytes are none."""
-    if isinstance(request, MalformedRequest):
+    if isinstance(request, _MalformedRequest):
         raise InvalidRequestError(
             f"request: its {request.num_bytes} bytes are no message of this method "
             f"({request.reason}); use the protocol files of the service's version"
         )
     return request
-
-
-async def checked_stream(requests: Any) -> AsyncIterator[Any]:
-    """Yield the messages, each as `checked`."""
-    async for message in requests:
-        yield checked(message)
-
-
-# ruff: noqa: ANN401 - gRPC does not type its handlers
-
-logger = logging.getLogger(__name__)
-
-Handler = Callable[..., Any]
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:
@@ -81,74 +162,3 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
     if status is not None:
         await context.abort(*status)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error in {method}; see its log")
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """The mapping of domain errors through the table; other errors become an opaque INTERNAL."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wrap the handler of one call."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        return _wrapped(handler, handler_call_details.method)
-
-
-def _wrapped(handler: Any, method: str) -> Any:
-    if handler.response_streaming:
-        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        build = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_stream_rpc_method_handler
-        )
-        guard = _guard_stream if inspect.isasyncgenfunction(inner) else _guard_unary
-        behaviour: Handler = guard(inner, method)
-    else:
-        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        build = (
-            grpc.stream_unary_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        behaviour = _guard_unary(inner, method)
-    return build(
-        behaviour,
-        request_deserializer=lenient(handler.request_deserializer),
-        response_serializer=handler.response_serializer,
-    )
-
-
-def _checked(request: Any) -> Any:
-    # Malformed bytes must fail inside the guard, or gRPC would answer an opaque INTERNAL.
-    return checked_stream(request) if hasattr(request, "__aiter__") else checked(request)
-
-
-def _guard_unary(inner: Handler, method: str) -> Handler:
-    async def guarded(request: Any, context: Any) -> Any:
-        try:
-            return await inner(_checked(request), context)
-        except (grpc.aio.AbortError, asyncio.CancelledError):  # the call has ended already
-            raise
-        except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
-            return await _abort(context, method, error)
-
-    return guarded
-
-
-def _guard_stream(inner: Handler, method: str) -> Handler:
-    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            async with aclosing(inner(_checked(request), context)) as messages:
-                async for message in messages:
-                    yield message
-        except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):  # ended already
-            raise
-        except Exception as error:  # noqa: BLE001  the boundary where errors become statuses
-            await _abort(context, method, error)
-
-    return guarded

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from sluice.security.token_file import Role, TokenSource, role_of
@@ -30,22 +29,15 @@ MAX_NAME_LENGTH = 128
 _SCHEME = "bearer "
 _NO_OPTIONS: dict[str, Any] = {}
 
-ResultT = TypeVar("ResultT", covariant=True)
-
-
 # ruff: noqa: ANN401 - gRPC does not type its metadata
 
 
-class TracedCall(Protocol):
-    """The part of a servicer's context that holds the trace."""
+class ServedCall(Protocol):
+    """The part of a servicer's context that identifies the caller and holds the trace."""
 
     def invocation_metadata(self) -> Any:
         """Return pairs of key and value."""
         ...
-
-
-class ServedCall(TracedCall, Protocol):
-    """The part of a servicer's context that identifies the caller."""
 
     def peer(self) -> str:
         """Return the other end's address, as gRPC writes it."""
@@ -109,33 +101,29 @@ def host_of(peer: str) -> str:
     return (found[1] or found[2]) if found else peer
 
 
-def as_service(method: Callable[..., ResultT], service: str) -> Callable[..., ResultT]:
-    """Return a stub's method that names the calling service of the run in each call."""
-
-    def call(
-        request: object, *, metadata: tuple[tuple[str, str], ...] = (), timeout: float | None = None
-    ) -> ResultT:
-        return method(request, timeout=timeout, metadata=(*metadata, (SERVICE_KEY, service)))
-
-    return call
-
-
 def _header(metadata: Any, key: str) -> str:
     values = [value for reported, value in metadata or () if reported == key]
     return values[0] if values and isinstance(values[0], str) else ""
 
 
-# Traced calls send and read the trace context themselves: interceptors around every call would cost
-# more than the spans, even where nothing is recorded.
+def call_options(traceparent: str = "") -> dict[str, Any]:
+    """Return arguments of a stub's method that make the peer continue a span.
+
+    Calls pass and read the trace context themselves: interceptors around every call would cost
+    more than the spans, even where nothing is recorded.
+
+    Args:
+        traceparent: the span; empty: the present one, if any.
+    """
+    if not traceparent:
+        context = TRACER.current()
+        if context is None:
+            return _NO_OPTIONS
+        traceparent = context.traceparent
+    return {"metadata": ((TRACEPARENT, traceparent),)}
 
 
-def call_options() -> dict[str, Any]:
-    """Return arguments of a stub's method that make the peer continue the present span."""
-    context = TRACER.current()
-    return _NO_OPTIONS if context is None else {"metadata": ((TRACEPARENT, context.traceparent),)}
-
-
-def caller_context(call: TracedCall) -> TraceContext | None:
+def caller_context(call: ServedCall) -> TraceContext | None:
     """Return the span of an outside caller, recorded if this process admits it.
 
     Returns:
@@ -145,7 +133,7 @@ def caller_context(call: TracedCall) -> TraceContext | None:
     return None if context is None else TRACER.admitted(context)
 
 
-def served(name: SpanName, call: TracedCall) -> Span:
+def served(name: SpanName, call: ServedCall) -> Span:
     """Return the span of a served call, in the caller's trace or in a new one."""
     if not TRACER.is_on:
         return NOTHING
@@ -155,7 +143,7 @@ def served(name: SpanName, call: TracedCall) -> Span:
     return TRACER.trace(name, caller=context, kind=SpanKind.SERVER)
 
 
-def _sent_context(call: TracedCall) -> TraceContext | None:
+def _sent_context(call: ServedCall) -> TraceContext | None:
     if not TRACER.is_on:
         return None
     metadata = call.invocation_metadata() or ()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT")
 Progress = Callable[[], Awaitable[object]]
-"""Return a value that changes whenever the peer made progress; None if the peer does not answer."""
+"""Returns a value that changes with each progress of the peer; None if the peer does not answer."""
 
 _LEAST_SHARE = 0.5
 _MOST_DOUBLINGS = 32
@@ -37,7 +37,7 @@ _MOST_DOUBLINGS = 32
 def own_deadline_is_failure() -> Iterator[None]:
     """Turn a deadline of `sluice.rpc.policy` that passed in the block into a failure of the peer.
 
-    Such a call may be retried. A deadline that the caller set never is.
+    Such a call may be retried; a call whose caller set the deadline may not.
 
     Raises:
         PeerError: in place of a DeadlineError.
@@ -57,16 +57,22 @@ class RetryPolicy:
         first_s: pause before the second try, seconds. It doubles before each further try.
         most_s: longest such pause.
         patience_s: how long failures in a row may last. Any progress starts the count again. A
-            service that answers that it is full is asked until the call's deadline, if it has one.
-            0: nothing is retried.
-        stall_s: a replica is left for another one after so many seconds without tokens and
-            without a sign that its engine generates for others.
+            call with a deadline is sent to a full service until the deadline, whatever the
+            patience. 0: nothing is retried.
+        stall_s: seconds without tokens, and without a sign that the engine generates for others,
+            after which another replica continues.
     """
 
     first_s: float = 0.1
     most_s: float = 5.0
     patience_s: float = 60.0
     stall_s: float = 60.0
+
+    def pause_s(self, num_pauses: int) -> float:
+        """Return the pause after `num_pauses` earlier ones in a row, seconds, with jitter."""
+        longest_s = min(self.first_s * 2.0 ** min(num_pauses, _MOST_DOUBLINGS), self.most_s)
+        # Clients that lost a service together, or found it full, must not come back together.
+        return longest_s * random.uniform(_LEAST_SHARE, 1.0)
 
 
 def is_transient(error: SluiceError) -> bool:
@@ -82,8 +88,7 @@ def is_transient(error: SluiceError) -> bool:
 def is_absence(error: SluiceError) -> bool:
     """Return whether a service of the run may be away: starting, restarting or overloaded.
 
-    A service that restarts may break a connection in its handshake, so this is no verdict on its
-    certificate.
+    A HandshakeError counts: a service that restarts may break a connection in its handshake.
     """
     return isinstance(error, PeerError | DeadlineError)
 
@@ -103,8 +108,8 @@ class Retries:
         deadline_s: seconds from now for all tries together; None: no deadline.
         retries_on: whether an error is worth another try.
         most_failures: tries that may fail in all; None: any number.
-        most_defects: answers in a row that the peer is broken; None: any number. Such a service
-            does not recover without help.
+        most_defects: answers in a row that the peer is broken, which it does not recover from
+            without help; None: any number.
         warns_after_s: length of an absence after which it is logged, once, and so is its end;
             None: nothing is logged.
         clock: seconds, monotonic.
@@ -167,12 +172,12 @@ class Retries:
         self._end_absence(is_back=True)
 
     def note_accepted(self) -> None:
-        """Note that a peer accepted the try, though nothing came of it so far."""
+        """Note that a peer accepted the try, which has no result yet."""
         if self._accepted_s is None:
             self._accepted_s = self.clock()
 
     def note_stall(self) -> None:
-        """Note that nothing came of the accepted try: it counts as one that was not accepted."""
+        """Note that the accepted try had no result: it counts as one that was not accepted."""
         self._accepted_s = None
 
     def remaining_s(self) -> float | None:
@@ -199,8 +204,8 @@ class Retries:
 
         Args:
             error: what the last try failed with.
-            progress: asked before the next try, which waits until the peer answers it. A new value
-                starts the patience again, which otherwise also covers the tries themselves.
+            progress: called before the next try, which waits until the peer answers. A new value
+                restarts the patience, which otherwise also covers the tries themselves.
             began_s: when the last try began. Its duration counts as pause, so that a call that
                 used up its own deadline is repeated at once.
 
@@ -252,10 +257,8 @@ class Retries:
                 self.peer, self.phase, self.policy.patience_s, str(error)
             ) from error
         self._note_absence(error, now_s)
-        pause_s = min(self.policy.first_s * 2.0**self._num_pauses, self.policy.most_s)
-        self._num_pauses = min(self._num_pauses + 1, _MOST_DOUBLINGS)
-        # Clients that lost a service together must not come back together.
-        pause_s = max(pause_s * random.uniform(_LEAST_SHARE, 1.0) - elapsed_s, 0.0)
+        pause_s = max(self.policy.pause_s(self._num_pauses) - elapsed_s, 0.0)
+        self._num_pauses += 1
         if self._ends_s is not None:
             pause_s = min(pause_s, self._ends_s - now_s)
         await asyncio.sleep(pause_s)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,63 +13,19 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from sluice.config.addresses import join_host_port
-from sluice.rpc.auth import OpenCallInterceptor, TokenInterceptor
+from sluice.rpc.auth import TokenInterceptor
 from sluice.rpc.credentials import OPEN, Credentials, exposure
 from sluice.rpc.health import ChecksOnly
 from sluice.rpc.interceptors import ErrorInterceptor
 from sluice.rpc.policy import message_limits
 from sluice.rpc.ports import check_bindable, port_in_use
 
-_LONGEST_MESSAGE_BYTES = 4096
-_PROBE_STREAMS = 16
-_KEEPALIVE_MS, _PING_TIMEOUT_MS = 30_000, 10_000
-
-
-class ProbeServer:
-    """An unencrypted server of health's `Check`, with limits that suit probes.
-
-    Args:
-        health: the servicer that knows the answers.
-        host: interface to listen on.
-        port: port to listen on.
-    """
-
-    def __init__(self, health: Any, host: str, port: int) -> None:  # noqa: ANN401  untyped in grpc
-        self._host = host
-        self._port = port
-        self._server = grpc.aio.server(
-            options=[
-                *message_limits(_LONGEST_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
-                ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
-                ("grpc.max_concurrent_streams", _PROBE_STREAMS),
-            ],
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(ChecksOnly(health), self._server)
-
-    async def start(self) -> None:
-        """Bind and serve.
-
-        Raises:
-            ConfigError: the port is taken or the interface does not exist.
-        """
-        check_bindable(self._host, self._port)
-        try:
-            self._server.add_insecure_port(join_host_port(self._host, self._port))
-        except RuntimeError as error:
-            raise port_in_use(self._host, self._port) from error
-        await self._server.start()
-
-    async def stop(self) -> None:
-        """Stop at once."""
-        await self._server.stop(0)
-
-
 logger = logging.getLogger(__name__)
 
 _STREAMS_PER_CONNECTION = 1_024
+# Limits that suit probes.
+_LONGEST_PROBE_BYTES, _PROBE_STREAMS = 4096, 16
+_KEEPALIVE_MS, _PING_TIMEOUT_MS = 30_000, 10_000
 
 Registration = Callable[[grpc.aio.Server], None]
 
@@ -103,23 +58,8 @@ class RpcServer:
         self._requested_port = port
         self._credentials = credentials
         self._service_names = tuple(service_names)
-        self._server = grpc.aio.server(
-            # The token comes first: without one, not even an error shows what is served.
-            interceptors=_interceptors(credentials),
-            options=[
-                *message_limits(max_message_bytes),
-                # Otherwise two processes could bind the same port and share its calls.
-                ("grpc.so_reuseport", 0),
-                # Peers ping every 10 s (`open_channel`), also between calls. The default limits
-                # would close their connections.
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                # Notice a client that vanished, and free its slots.
-                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
-                ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
-                ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
-            ],
+        self._server = _server(
+            max_message_bytes, _STREAMS_PER_CONNECTION, _interceptors(credentials)
         )
         for register in registrations:
             register(self._server)
@@ -128,8 +68,11 @@ class RpcServer:
         reflection.enable_server_reflection(
             (*self._service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
         )
-        # With mutual TLS a kubelet could not probe the main port.
-        self._probed = ProbeServer(self._health, host, health_port) if health_port else None
+        self._health_port = health_port
+        self._probed: grpc.aio.Server | None = None
+        if health_port:  # with mutual TLS a kubelet could not probe the main port
+            self._probed = _server(_LONGEST_PROBE_BYTES, _PROBE_STREAMS)
+            health_pb2_grpc.add_HealthServicer_to_server(ChecksOnly(self._health), self._probed)
         self.port = 0
 
     @property
@@ -143,23 +86,15 @@ class RpcServer:
         Raises:
             ConfigError: the port is taken or the interface does not exist.
         """
-        check_bindable(self._host, self._requested_port)
-        try:
-            self.port = self._bind(join_host_port(self._host, self._requested_port))
-        except RuntimeError as error:
-            raise port_in_use(self._host, self._requested_port) from error
+        self.port = _bind(self._server, self._host, self._requested_port, self._credentials)
         await self._server.start()
         if self._probed is not None:
+            _bind(self._probed, self._host, self._health_port, credentials=OPEN)
             await self._probed.start()
         await self.set_serving(serving=serving)
         logger.info("listening on %s", self.address)
         if risk := exposure(self._host, self._credentials):
             logger.warning("%s: %s", self.address, risk)
-
-    def _bind(self, address: str) -> int:
-        if self._credentials.is_encrypted:
-            return self._server.add_secure_port(address, self._credentials.for_server())
-        return self._server.add_insecure_port(address)
 
     async def set_serving(self, *, serving: bool) -> None:
         """Set the health answer of the whole server and of each of its services."""
@@ -180,10 +115,49 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         if self._probed is not None:
-            await self._probed.stop()
+            await self._probed.stop(0)
+
+
+def _server(
+    max_message_bytes: int,
+    streams: int,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """Return a server that accepts `streams` calls at once of each connection."""
+    return grpc.aio.server(
+        interceptors=interceptors,
+        options=[
+            *message_limits(max_message_bytes),
+            # Otherwise two processes could bind the same port and share its calls.
+            ("grpc.so_reuseport", 0),
+            # Peers ping every 10 s (`open_channel`), also between calls. The default limits would
+            # close their connections.
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            # Notice a client that vanished, and free its slots.
+            ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+            ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+            ("grpc.max_concurrent_streams", streams),
+        ],
+    )
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: Credentials) -> int:
+    """Return the bound port. Raise ConfigError with the reason if there is none."""
+    check_bindable(host, port)
+    address = join_host_port(host, port)
+    try:
+        if credentials.is_encrypted:
+            return server.add_secure_port(address, credentials.for_server())
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise port_in_use(host, port) from error
 
 
 def _interceptors(credentials: Credentials) -> tuple[grpc.aio.ServerInterceptor, ...]:
     if (tokens := credentials.tokens) is None:
         return (ErrorInterceptor(),)
-    return (TokenInterceptor(tokens), ErrorInterceptor(), OpenCallInterceptor(tokens))
+    # The token comes first: without one, not even an error shows what is served.
+    admission = TokenInterceptor(tokens)
+    return (admission, ErrorInterceptor(admission.open_call_check))

@@ -15,9 +15,13 @@ from typing import Protocol
 
 from sluice.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 MIN_CHARACTERS = 16
 # RFC 6750, section 2.1: the characters of a bearer token.
 _B64TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+_LOOK_EVERY_S = 1.0
+_OWNER_ONLY, _OWNER_ONLY_FOLDER = 0o600, 0o700
 
 
 class Role(StrEnum):
@@ -90,11 +94,6 @@ def _parse_line(words: list[str], place: str) -> Token:
         )
     check_secret(secret, place)
     return Token(Role(role), secret)
-
-
-logger = logging.getLogger(__name__)
-
-_LOOK_EVERY_S = 1.0
 
 
 class TokenSource(Protocol):
@@ -190,9 +189,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return seen.st_mtime_ns, seen.st_ino, seen.st_size
-
-
-_OWNER_ONLY, _OWNER_ONLY_FOLDER = 0o600, 0o700
 
 
 def write_private(folder: Path, files: Mapping[str, bytes], *, replace: bool) -> None:

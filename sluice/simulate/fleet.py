@@ -79,14 +79,10 @@ class SimulatedReplica:
         self.busy_s += seconds
         self.slot_s += seconds * self._num_running
 
-    def stall(self, now: float, seconds: float) -> None:
-        """Stand still for a while, after any other stall."""
+    def swap(self, now: float, version: int, seconds: float) -> None:
+        """Take on new weights and generate nothing meanwhile; running samples keep their tokens."""
         self.advance(now)
         self._stalled_until_s = max(now, self._stalled_until_s) + seconds
-
-    def swap(self, now: float, version: int, seconds: float) -> None:
-        """Take on new weights; running sequences keep their tokens."""
-        self.stall(now, seconds)
         self.version = version
 
     def add(self, samples: Sequence[SimulatedSample], now: float) -> None:
@@ -109,7 +105,7 @@ class SimulatedReplica:
         return ended
 
     def abort(self, samples: Sequence[SimulatedSample], now: float) -> float:
-        """Break sequences off; return the tokens that they had generated."""
+        """Cancel sequences; return the tokens that they had generated."""
         self.advance(now)
         sampled = 0.0
         for sample in samples:
@@ -160,9 +156,9 @@ class SimulatedFleet:
         settings: the replicas.
         events: where ends are planned.
         on_started: called when a group's first samples are at a replica.
-        on_sample: called when a sample has ended and others of its group have not, and whether the
-            sample is right.
-        on_generated: called when all samples that were asked for a group are there.
+        on_sample: called when a sample has ended and others of its group have not, with whether
+            it is right.
+        on_generated: called when all requested samples of a group are there.
     """
 
     def __init__(
@@ -215,7 +211,7 @@ class SimulatedFleet:
         self.serve()
 
     def ask(self, group: SimulatedGroup, num_samples: int) -> None:
-        """Ask for the next `num_samples` samples of a group."""
+        """Request the next `num_samples` samples of a group."""
         group.num_needed += num_samples
         # Of one group the earlier request, that of fewer samples, is served first.
         heappush(self._waiting, (group.position, group.num_needed, num_samples, group))
@@ -236,7 +232,7 @@ class SimulatedFleet:
             self._start(GroupPart(group, member.order, reservation, num_samples))
 
     def cancel(self, group: SimulatedGroup) -> float:
-        """Break a group off; return the tokens of its unfinished samples."""
+        """Cancel a group; return the tokens of its unfinished samples."""
         for entry in [entry for entry in self._waiting if entry[3] is group]:
             self._waiting.remove(entry)
             self._num_waiting -= entry[2]
@@ -269,8 +265,6 @@ class SimulatedFleet:
                 group.samples.tokens[sampled], group.samples.are_right[sampled], strict=True
             )
         ]
-        if self._settings.prefill_s:
-            replica.stall(now, self._settings.prefill_s)
         replica.add(part.samples, now)
         self._plan(part.replica)
 

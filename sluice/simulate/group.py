@@ -25,7 +25,7 @@ class SimulatedSample:
 
 @dataclass(slots=True, eq=False)
 class GroupPart:
-    """Samples of a group that one request asked for, at one replica."""
+    """The samples of a group in one request, at one replica."""
 
     group: SimulatedGroup
     replica: int
@@ -44,14 +44,14 @@ class SimulatedGroup:
         issued_version: announced when it was first issued.
         attempt: what the strategy decided; replaced by what it decides after the first samples.
         samples: chosen in advance.
-        num_needed: samples that a replica was asked for, or will be when it has capacity.
+        num_needed: samples that were requested, or will be when a replica has capacity.
         num_asked: samples at replicas so far.
         num_finished: of those, finished.
         grades: of those that are graded one by one, as first samples are: whether each is right.
         parts: what is at replicas.
         replicas: where it has been, in order.
         start_version: of its oldest sample; ``None`` until a replica starts it.
-        num_restarts: how often it was broken off.
+        num_restarts: how often it was cancelled.
         admitted_as: what was decided when its prompt was issued.
     """
 
@@ -91,17 +91,17 @@ class SimulatedGroup:
 
     @property
     def num_right(self) -> int:
-        """How many of the samples asked for are right."""
+        """How many of the requested samples are right."""
         return sum(self.samples.are_right[: self.num_asked])
 
     @property
     def end(self) -> PromptEnd | None:
-        """How the group ends if the samples asked for get it filtered; ``None``: it is kept."""
+        """How the group ends if its requested samples get it filtered; ``None``: it is kept."""
         return self.samples.end(self.num_asked)
 
     @property
     def is_sure(self) -> bool:
-        """Whether it will be kept whatever its other samples are: those asked for differ."""
+        """Whether it will be kept whatever its other samples are: the requested ones differ."""
         return self.num_asked >= LEAST_SAMPLES and self.end is None
 
     @property

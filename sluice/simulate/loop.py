@@ -49,12 +49,12 @@ class _Preemptions:
         return name in self._reserved
 
     def preempted(self, name: str) -> None:
-        """A group was cancelled for want of a slot, and will start again."""
+        """Record that a group was cancelled for want of a slot, and will start again."""
         self._times[name] = self._times.get(name, 0) + 1
         self._reserved.discard(name)
 
     def ended(self, name: str) -> None:
-        """A group was kept, filtered or failed."""
+        """Record that a group was kept, filtered or failed."""
         self._times.pop(name, None)
         self._reserved.discard(name)
 
@@ -139,15 +139,15 @@ class Batching:
         return self.running(self._ages.expired(self.next_version(announced)))
 
     def running(self, names: Sequence[str]) -> list[SimulatedGroup]:
-        """Running groups by name."""
+        """Return running groups by name."""
         return [self._started[name] for name in names]
 
     def kept_groups(self, names: Sequence[str]) -> list[SimulatedGroup]:
-        """Kept groups by name."""
+        """Return kept groups by name."""
         return [self._kept[name] for name in names]
 
     def drops(self, group: SimulatedGroup, next_version: int) -> bool:
-        """Whether a group that is sure to be stale is dropped, not restarted."""
+        """Return whether a group that is sure to be stale is dropped, not restarted."""
         return self._ages.drops(group.name, next_version)
 
 
@@ -262,10 +262,6 @@ class SimulatedLoop:
             if not self._is_over:
                 self._settle()
 
-    def statistics(self) -> dict[str, float]:
-        """Return what the strategy reports about itself."""
-        return self._strategy.statistics()
-
     def totals(self) -> tuple[float, float, float]:
         """Return tokens generated, busy seconds, slot seconds."""
         return self._fleet.totals
@@ -362,7 +358,7 @@ class SimulatedLoop:
             self._after_grading(partial(self._sample_graded, group, is_right=is_right))
 
     def _sample_graded(self, group: SimulatedGroup, *, is_right: bool) -> None:
-        """Ask for the rest as soon as the grades of two of the first samples differ."""
+        """Request the rest as soon as the grades of two of the first samples differ."""
         if group.is_cancelled:
             return
         group.graded(is_right=is_right)
@@ -377,7 +373,7 @@ class SimulatedLoop:
         self._after_grading(partial(self._graded, group, group.num_needed))
 
     def _graded(self, group: SimulatedGroup, num_samples: int) -> None:
-        """Judge a group, unless the strategy asked for more samples while these were graded."""
+        """Judge a group, unless the strategy requested more samples while these were graded."""
         if group.is_cancelled or group.num_needed > num_samples:
             return
         self._has_changed = True

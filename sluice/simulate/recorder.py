@@ -79,9 +79,7 @@ class SimulationRecorder:
     num_hard: list[int] = field(default_factory=list)
     issues: dict[int, Issue] = field(default_factory=dict)
     num_kept_discarded: int = 0
-    num_surplus: int = 0
     num_restarted: int = 0
-    num_ended: int = 0
 
     def issued(self, group: SimulatedGroup) -> None:
         """Record that a group starts, perhaps again."""
@@ -119,12 +117,10 @@ class SimulationRecorder:
     def kept_discarded(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:
         """Record a kept group that was thrown away."""
         self.num_kept_discarded += 1
-        self.num_surplus += cause is TokenCause.SURPLUS
         self.ended(group, cause, now)
 
     def ended(self, group: SimulatedGroup, cause: TokenCause, now: float) -> None:
         """Attribute a whole group's tokens."""
-        self.num_ended += 1
         self.tokens[cause] += group.finished_tokens
         if self.on_end is not None:
             self.on_end(group, cause, now)

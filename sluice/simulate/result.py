@@ -42,7 +42,6 @@ class SimulationResult:
         num_staleness_exceeded: trained samples beyond the bound.
         num_kept_discarded: kept groups that were never trained, as surplus or as stale.
         discarded_share: their share of all kept groups that were trained or discarded.
-        num_surplus_discarded: those thrown away as surplus.
         num_restarted: running groups that were broken off and began again.
         long_prompt_ratio: of the issued groups that turned out mixed: share that was trained, for
             long prompts over all. 1: scheduling does not favour short ones.
@@ -50,7 +49,6 @@ class SimulationResult:
         num_samples: samples asked of replicas in the whole run.
         accounts: response tokens of the whole run by what became of them. `pending` is of groups
             that run or wait for a batch; `generated` is counted by the replicas.
-        strategy_statistics: the strategy's own gauges at the end.
         staleness_counts: trained samples by staleness.
         step_times_s: all times that `step_s` is the mean of.
     """
@@ -71,13 +69,11 @@ class SimulationResult:
     num_staleness_exceeded: int
     num_kept_discarded: int
     discarded_share: float
-    num_surplus_discarded: int
     num_restarted: int
     long_prompt_ratio: float
     hard_share: float
     num_samples: int
     accounts: dict[str, float]
-    strategy_statistics: dict[str, float]
     staleness_counts: dict[int, int]
     step_times_s: tuple[float, ...]
 
@@ -132,13 +128,11 @@ def _result(
         num_staleness_exceeded=sum(n for v, n in recorder.staleness.items() if v > bound),
         num_kept_discarded=recorder.num_kept_discarded,
         discarded_share=_discarded_share(recorder),
-        num_surplus_discarded=recorder.num_surplus,
         num_restarted=recorder.num_restarted,
         long_prompt_ratio=_long_prompt_ratio(settings, recorder),
         hard_share=_hard_share(settings, recorder),
         num_samples=loop.num_samples,
         accounts=_accounts(recorder, loop),
-        strategy_statistics=loop.statistics(),
         staleness_counts=dict(sorted(recorder.staleness.items())),
         step_times_s=tuple(float(step) for step in steps_s),
     )

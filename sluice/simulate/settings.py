@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field
 
 from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.sampling.admission import YieldFloor
@@ -22,7 +23,6 @@ class FleetSettings:
         slack: sequences in flight per slot, at most (`sluice.reward.inflight_slack`).
         base_step_s: seconds of a decoding step, however few sequences run.
         per_sequence_s: seconds that each running sequence adds to a step.
-        prefill_s: seconds that a group's prompt holds up its replica's other sequences.
         grading_s: seconds from a group's last sample to its grades.
     """
 
@@ -31,7 +31,6 @@ class FleetSettings:
     slack: float = 1.5
     base_step_s: float = 0.02
     per_sequence_s: float = 0.0001
-    prefill_s: float = 0.0
     grading_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -40,11 +39,12 @@ class FleetSettings:
                 f"simulated fleet: {self.num_replicas} replicas with {self.slots} slots and slack "
                 f"{self.slack:g}; there must be capacity for a sequence"
             )
-        delays = (self.base_step_s, self.per_sequence_s, self.prefill_s, self.grading_s)
-        if min(delays) < 0.0 or self.step_s(1) <= 0.0:
+        delays = (self.base_step_s, self.per_sequence_s, self.grading_s)
+        if not all(0.0 <= delay < math.inf for delay in delays) or self.step_s(1) <= 0.0:
             raise ConfigError(
-                f"simulated fleet: step times {delays} must not be negative, and a step with one "
-                "sequence must take time"
+                f"simulated fleet: a decoding step takes {self.base_step_s:g} s and "
+                f"{self.per_sequence_s:g} s for each sequence, grading {self.grading_s:g} s; give "
+                "finite times (--step-ms, --sequence-ms), none below 0, and a decoding step above 0"
             )
 
     def step_s(self, num_running: int) -> float:
@@ -74,11 +74,11 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         times = (self.train_s, self.spread_s, self.publish_s, self.stall_s, self.handover_s)
-        negative = [seconds for seconds in (*times, *self.recorded_s) if seconds < 0.0]
-        if negative or self.stall_s > self.publish_s:
+        wrong = [time for time in (*times, *self.recorded_s) if not 0.0 <= time < math.inf]
+        if wrong or self.stall_s > self.publish_s:
             raise ConfigError(
-                f"simulated trainer: times {(*times, *negative)} must not be negative, and the "
-                "stall is part of the publication"
+                f"simulated trainer: times {(*times, *wrong)}; give finite times (--trainer-s), "
+                "none below 0, and a stall no longer than the publication that it is part of"
             )
 
 
@@ -99,8 +99,6 @@ class SimulationSettings:
         warmup_steps: batches before the figures count, below `num_steps`; ``None``: a third.
         seed: of the workload's samples and the trainer's times.
         filters_groups: whether groups whose samples all have the same metric are thrown away.
-        knows_each_sample: whether the workload knows the filter's metric of each sample, not only
-            how whole groups ended; first samples cannot be judged without.
         yield_floor: when to give up.
     """
 
@@ -112,21 +110,9 @@ class SimulationSettings:
     warmup_steps: int | None = None
     seed: int = 0
     filters_groups: bool = True
-    knows_each_sample: bool = True
     yield_floor: YieldFloor = field(default_factory=YieldFloor)
 
     def __post_init__(self) -> None:
-        self._check_filter()
-        if self.num_steps < 2 or not 0 <= self.num_warmup < self.num_steps - 1:
-            raise ConfigError(
-                f"simulation: {self.num_steps} steps, {self.num_warmup} of them to warm up; at "
-                "least two must be left"
-            )
-
-    def _check_filter(self) -> None:
-        """Refuse what cannot be judged: the service refuses the first too, the second only a record
-        has.
-        """
         name = self.rules.strategy
         if not self.filters_groups and name is not StrategyName.STREAM:
             raise ConfigError(
@@ -135,19 +121,11 @@ class SimulationSettings:
                 "trained, and there is nothing to choose; simulate stream only (leave --compare "
                 "out), or record a run with algorithm.filter_groups.enable=true"
             )
-        if not self.knows_each_sample and name.uses_probes:
+        if self.num_steps < 2 or not 0 <= self.num_warmup < self.num_steps - 1:
             raise ConfigError(
-                f"simulation: sluice.sampling.strategy = {name} decides by a group's first "
-                "samples, but groups.jsonl has groups that were kept or filtered otherwise than "
-                "by how many samples were right, as algorithm.filter_groups.metric does where "
-                "there is partial credit, and it has that metric of no single sample; simulate "
-                "stream, rounds or memory (leave --compare out), or record a run with "
-                "algorithm.filter_groups.metric=acc and answers that are right or wrong"
+                f"simulation: {self.num_steps} steps, {self.num_warmup} of them to warm up; at "
+                "least two must be left"
             )
-
-    def as_issued(self) -> SimulationSettings:
-        """Return the settings without pacing, for a workload in the order of a run's groups."""
-        return replace(self, rules=replace(self.rules, paces=False))
 
     @property
     def num_warmup(self) -> int:

@@ -11,41 +11,15 @@ from sluice.simulate.settings import IDEAL_TRAINER, SimulationSettings
 from sluice.simulate.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class FillTimes:
-    """Seconds to fill a batch.
-
-    Args:
-        ideal: the simulation with a trainer that takes no time, whose steps these are.
-    """
-
-    ideal: SimulationResult
-
-    @property
-    def mean_s(self) -> float:
-        """Mean, seconds."""
-        return self.ideal.step_s
-
-    @property
-    def p50_s(self) -> float:
-        """Median, seconds."""
-        return self.ideal.step_s_p50
-
-    @property
-    def p99_s(self) -> float:
-        """99th percentile, seconds."""
-        return self.ideal.step_s_p99
-
-
 def simulate_fill_times(
     settings: SimulationSettings,
     workload: Workload,
     on_step: Callable[[int], None] | None = None,
-) -> FillTimes:
-    """Simulate a run with a trainer that takes no time.
+) -> SimulationResult:
+    """Simulate a run with a trainer that takes no time, whose steps are the times to fill a batch.
 
     Args:
-        settings: the run's own; its trainer is put aside.
+        settings: the run's own; its trainer is replaced.
         workload: the data set and its answers.
         on_step: gets the number of batches leased so far.
 
@@ -53,7 +27,7 @@ def simulate_fill_times(
         BatchUnfillableError: the workload is hopeless, or the strategy's limit was reached.
     """
     ideal = replace(settings, trainer=IDEAL_TRAINER)
-    return FillTimes(simulate(ideal, workload, on_step=on_step))
+    return simulate(ideal, workload, on_step=on_step)
 
 
 OpenWorkload = Callable[[], Workload]
@@ -65,7 +39,7 @@ class Compared:
 
     Args:
         result: with the trainer as it is.
-        fill: times to fill a batch: with a trainer that takes no time.
+        fill: with a trainer that takes no time; its steps are the times to fill a batch.
         fill_speedup: time that ``rounds`` takes to fill a batch over the time of this strategy.
         gen_ratio: `gen_per_trained` over that of ``rounds``.
         step_speedup: seconds of a step of ``rounds`` over those of this strategy.
@@ -73,7 +47,7 @@ class Compared:
     """
 
     result: SimulationResult
-    fill: FillTimes
+    fill: SimulationResult
     fill_speedup: float
     gen_ratio: float
     step_speedup: float
@@ -108,7 +82,7 @@ def compare(
         Compared(
             result,
             fill,
-            fill_speedup=base_fill.mean_s / fill.mean_s,
+            fill_speedup=base_fill.step_s / fill.step_s,
             gen_ratio=result.gen_per_trained / base.gen_per_trained,
             step_speedup=base.step_s / result.step_s,
             hard_share_ratio=result.hard_share / plain.hard_share if plain.hard_share else 1.0,

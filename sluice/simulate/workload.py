@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from sluice.algorithm.groups.filter import filter_values
 from sluice.algorithm.sampling.pass_rates import HARD_BELOW
@@ -89,58 +91,48 @@ _LEAST_RATE = 1e-6
 """Log odds are finite."""
 
 
-@dataclass(frozen=True, slots=True)
-class BetaComponent:
+class BetaComponent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts whose pass rates are distributed as Beta(alpha, beta).
 
-    Args:
-        alpha: above 0.
-        beta: above 0; the mean pass rate is alpha / (alpha + beta).
-        weight: how many prompts are of this kind, against the weights of the other ones.
+    The mean pass rate is alpha / (alpha + beta). `weight` is how many prompts are of this kind,
+    relative to the weights of the other ones.
     """
 
-    alpha: float
-    beta: float
-    weight: float = 1.0
+    alpha: Annotated[float, Meta(ge=0.01, le=1e6)]
+    beta: Annotated[float, Meta(ge=0.01, le=1e6)]
+    weight: Annotated[float, Meta(ge=0.001, le=1e6)] = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseLengths:
+_Tokens = Annotated[float, Meta(ge=1, le=1e7)]
+_Sigma = Annotated[float, Meta(ge=0, le=5)]
+
+
+class ResponseLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Lognormal lengths of responses, in tokens.
 
     A prompt with pass rate p has the median ``solved * p + unsolved * (1 - p)``, times a lognormal
-    factor of its own.
-
-    Args:
-        median_tokens_solved: where every sample is right.
-        median_tokens_unsolved: where none is.
-        sigma_between_prompts: standard deviation of the logarithm, of prompts' own factors.
-        sigma_within_prompt: the same of the samples of one prompt.
-        max_tokens: a response of this length is cut off, and wrong.
+    factor of its own. The sigmas are standard deviations of the logarithm: of prompts' own factors,
+    and of the samples of one prompt. A response of `max_tokens` is cut off, and wrong.
     """
 
-    median_tokens_solved: float = 1500.0
-    median_tokens_unsolved: float = 3500.0
-    sigma_between_prompts: float = 0.4
-    sigma_within_prompt: float = 0.5
-    max_tokens: int = 16_384
+    median_tokens_solved: _Tokens = 1500.0
+    median_tokens_unsolved: _Tokens = 3500.0
+    sigma_between_prompts: _Sigma = 0.4
+    sigma_within_prompt: _Sigma = 0.5
+    max_tokens: Annotated[int, Meta(ge=2, le=10_000_000)] = 16_384
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadDescription:
+class WorkloadDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The distributions of a data set and of a policy's answers to it.
 
-    Args:
-        pass_rates: kinds of prompts, at least one.
-        lengths: of responses.
-        num_prompts: rows of the data set.
-        drift_per_version: log odds that every prompt's pass rate gains with a version.
+    `num_prompts` are the rows of the data set. `drift_per_version` is the log odds that every
+    prompt's pass rate gains with a version.
     """
 
-    pass_rates: tuple[BetaComponent, ...]
+    pass_rates: Annotated[tuple[BetaComponent, ...], Meta(min_length=1)]
     lengths: ResponseLengths = ResponseLengths()
-    num_prompts: int = NUM_PROMPTS
-    drift_per_version: float = 0.002
+    num_prompts: Annotated[int, Meta(ge=1, le=10_000_000)] = NUM_PROMPTS
+    drift_per_version: Annotated[float, Meta(ge=-1, le=1)] = 0.002
 
 
 class DescribedWorkload:
@@ -220,19 +212,14 @@ MIXTURES = {
 }
 
 
-class MixtureWorkload(DescribedWorkload):
-    """Prompts of a mixture.
-
-    Args:
-        mixture: a name in `MIXTURES`.
-        seed: decides prompts, orders and samples.
-        num_prompts: rows of the data set.
+def mixture_workload(
+    mixture: str, seed: int = 0, num_prompts: int = NUM_PROMPTS
+) -> DescribedWorkload:
+    """Return the prompts of a mixture, a name in `MIXTURES`.
 
     Raises:
         ConfigError: there is no such mixture.
     """
-
-    def __init__(self, mixture: str, seed: int = 0, num_prompts: int = NUM_PROMPTS) -> None:
-        if mixture not in MIXTURES:
-            raise ConfigError(f"mixture '{mixture}' is none of {', '.join(MIXTURES)}")
-        super().__init__(WorkloadDescription(MIXTURES[mixture], num_prompts=num_prompts), seed)
+    if mixture not in MIXTURES:
+        raise ConfigError(f"mixture '{mixture}' is none of {', '.join(MIXTURES)}")
+    return DescribedWorkload(WorkloadDescription(MIXTURES[mixture], num_prompts=num_prompts), seed)

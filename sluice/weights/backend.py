@@ -105,11 +105,9 @@ class HcclGroup:
         self._backend = backend
 
     def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> Work:
-        """Start a broadcast of one tensor on the group's device."""
         return self._backend.broadcast(tensors, opts)
 
     def abort(self) -> None:
-        """Free a communicator that hangs."""
         self._backend.abort_hccl_comm("the transfer group is given up")
 
 

@@ -76,6 +76,7 @@ def decode_gaps(words: Words, num_positions: int, length: int) -> Positions:
         raise ValueError(f"the gap code marks {marked} places instead of {num_positions}")
     if words.size and not marks[-1]:
         raise ValueError("the gap code ends in a skip")
+    # A word passes as many places as it holds, and a mark takes one more.
     ends = np.cumsum(words + marks.astype(np.int64))
     positions: Positions = ends[marks] - 1
     if num_positions and positions[-1] >= length:

@@ -40,7 +40,7 @@ class WeightDigests:
         """Return the hex digest of all weights."""
         hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
         named = zip((spec.name.encode() for spec in self.specs), self.tensors, strict=True)
-        for name, digest in sorted(named):
+        for name, digest in sorted(named):  # the order of the wire must not matter
             hasher.update(len(name).to_bytes(8, "little") + name + digest)
         return hasher.hexdigest()
 

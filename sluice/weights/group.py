@@ -116,7 +116,7 @@ class TransferGroup:
                 peer=self.peers,
                 phase=phase,
             )
-        except BaseException as error:
+        except BaseException as error:  # whatever ends the wait, the collective may still run
             self.abandon(f"{type(error).__name__} while {phase}")
             raise
 
@@ -142,6 +142,7 @@ class TransferGroup:
         """
         deadline = time.monotonic() + self.spec.timeout_s + _GRACE_S / 2
         stop_reason = self._stop_reason(should_stop)
+        # One long wait of torch could not be stopped, so this takes many short ones.
         while not work.is_completed():
             if reason := stop_reason():
                 raise WeightSyncError(self.peers, phase, f"{reason}, at {item}")

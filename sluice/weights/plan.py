@@ -226,13 +226,13 @@ def _buckets(offsets: Sequence[int], sizes: Sequence[int], bucket_bytes: int) ->
     pieces: list[Piece] = []
     stop = 0
     for tensor, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size == 0:
+        if size == 0:  # an empty tensor has a place in the plan, and nothing to move
             continue
         done = 0
         if pieces and offset + size - start > bucket_bytes:
             yield Bucket(index, start, offset, tuple(pieces))
             index, start, pieces = index + 1, offset, []
-        while done < size:
+        while done < size:  # more than once only for a tensor larger than a bucket
             length = min(size - done, start + bucket_bytes - offset - done)
             pieces.append(Piece(tensor, done, offset + done - start, length))
             done += length

@@ -22,16 +22,17 @@ from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer
 from sluice.weights.sparse_update import ChangeReceivingPort
 from sluice.weights.transfer import (
-    NUM_FRAMING_COLLECTIVES,
     Base,
     BucketPort,
+    DeviceReceivingPort,
     DirectPort,
     Trailer,
-    UnpackingPort,
     UpdateHeader,
     broadcast_buckets,
-    receive_header,
-    receive_trailer,
+    header_bytes,
+    receive,
+    trailer_bytes,
+    version_deadline_s,
 )
 
 if TYPE_CHECKING:
@@ -216,17 +217,18 @@ class WeightReceiver:
         buffer = self._take_memory(plan)
         stop = threading.Event()
 
-        def receive() -> UpdateHeader:
-            header = _read_header(receive_header(group, plan, phase, stop), plan, version, phase)
+        def receive_all() -> UpdateHeader:
+            content = receive(group, header_bytes(plan), phase, "the header", stop)
+            header = _read_header(content, plan, version, phase)
             bucket_port = self._port_for(header, buffer, phase)
             digests.append(broadcast_buckets(group, plan, bucket_port, phase, stop))
-            content = receive_trailer(group, plan, phase, stop)
+            content = receive(group, trailer_bytes(plan), phase, "the trailer", stop)
             _check_trailer(content, version, plan, digests[0], phase)
             return header
 
         digests: list[WeightDigests] = []
-        timeout_s = (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * group.spec.timeout_s
-        header = group.run(receive, phase, timeout_s, stop)
+        timeout_s = version_deadline_s(plan, group.spec.timeout_s)
+        header = group.run(receive_all, phase, timeout_s, stop)
         return StagedWeights(
             version,
             digests[0].combined,
@@ -242,22 +244,16 @@ class WeightReceiver:
         return spare if spare is not None and spare.plan == plan else WeightBuffer(plan)
 
     def _port_for(self, header: UpdateHeader, buffer: WeightBuffer, phase: str) -> BucketPort:
+        device = self._device.torch_device
+        if header.base is None and device.type == "cpu":
+            return DirectPort(buffer)
         if header.base is None:
-            return self._port(buffer)
+            return DeviceReceivingPort(buffer, device)
         try:
-            return self._changes_port(header, buffer, self._base(header.base), phase)
+            base = self._base(header.base)
+            return ChangeReceivingPort(buffer, base, header.sizes, device, phase)
         except ValueError as error:
             raise WeightSyncError(SENDER_NAME, phase, str(error)) from error
-
-    def _port(self, buffer: WeightBuffer) -> BucketPort:
-        device = self._device.torch_device
-        return DirectPort(buffer) if device.type == "cpu" else UnpackingPort(buffer, device)
-
-    def _changes_port(
-        self, header: UpdateHeader, buffer: WeightBuffer, base: WeightBuffer, phase: str
-    ) -> BucketPort:
-        device = self._device.torch_device
-        return ChangeReceivingPort(buffer, base, header.sizes, device, phase)
 
     def _base(self, wanted: Base) -> WeightBuffer:
         held = self._held

@@ -115,7 +115,7 @@ class RendezvousStore:
 class _MembersOnly(grpc.ServerInterceptor):
     """Refuses strangers by the metadata of their call, before its message has come.
 
-    gRPC's server keeps a thread for each call while it waits for the message, so a stranger who
+    gRPC's server keeps a thread for each call while it waits for the message, so a stranger that
     opens calls and sends nothing would take all threads from the members.
     """
 
@@ -186,7 +186,7 @@ class _Keys(services.RendezvousServiceServicer):
             self._num_bytes = 0
 
     def is_member(self, store_key: bytes) -> bool:
-        """Whether the secret is that of the present epoch."""
+        """Return whether the secret is that of the present epoch."""
         with self._lock:
             return self._epoch is not None and hmac.compare_digest(store_key, self._store_key)
 

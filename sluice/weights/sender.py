@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError
@@ -24,27 +23,22 @@ from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import (
     TransferPlan,
     WeightBuffer,
-    dtype_name,
     hiding_bucket_bytes,
     plan_transfer,
 )
 from sluice.weights.rendezvous import KEY_BYTES, RendezvousStore
 from sluice.weights.sparse_update import ChangeSendingPort, SparseUpdate, encode_update
 from sluice.weights.transfer import (
-    NUM_FRAMING_COLLECTIVES,
     Base,
     BucketPort,
+    DeviceSendingPort,
     DirectPort,
-    PackingPort,
     Trailer,
     UpdateHeader,
     broadcast_buckets,
-    send_header,
-    send_trailer,
+    send,
+    version_deadline_s,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +65,7 @@ def broadcast_deadline_s(
         bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
     """
-    return _deadline_s(_plan(tensors, bucket_bytes), timeout_s)
+    return version_deadline_s(_plan(tensors, bucket_bytes), timeout_s)
 
 
 class WeightSender:
@@ -151,6 +145,7 @@ class WeightSender:
         self._check_epoch(epoch, members)
         plan = _plan(tensors, self._bucket_bytes)
         self.abandon(f"epoch {epoch} begins")
+        # A new secret: a member of an earlier epoch that comes late cannot enter this one.
         store_key = secrets.token_bytes(KEY_BYTES)
         self._store.begin(epoch, store_key)
         self._last_epoch, self._plan = epoch, plan
@@ -167,6 +162,7 @@ class WeightSender:
             plan_digest=plan.digest,
             store_key=store_key,
         )
+        # Members verify the store by certificates of their own; these hold the private key.
         own_spec = replace(spec, certificates=self._certificates)
         self._group = TransferGroup(own_spec, {0: SENDER_NAME, **_names(places)}, self._device)
         return {
@@ -204,7 +200,7 @@ class WeightSender:
 
     def broadcast(
         self,
-        weights: WeightBuffer | Mapping[str, torch.Tensor],
+        weights: WeightBuffer,
         version: int,
         should_stop: threading.Event,
         update: SparseUpdate | None = None,
@@ -212,8 +208,8 @@ class WeightSender:
         """Send one version to all members. Repeatable in one epoch.
 
         Args:
-            weights: exactly the tensors of the epoch. A buffer (a snapshot) is sent without a
-                copy if the wire is on the CPU. They must not change until this returns.
+            weights: exactly the tensors of the epoch, in their order. They are sent without a copy
+                if the wire is on the CPU, and must not change until this returns.
             version: goes to the receivers in header and trailer.
             should_stop: set it when a member's control channel fails; the epoch is then over.
             update: from `encode_update` of the same weights; sent instead of them.
@@ -230,16 +226,16 @@ class WeightSender:
         header = self._header(plan, version, update)
         phase = f"broadcasting version {version} in epoch {group.spec.epoch}"
 
-        def send() -> str:
-            send_header(group, header, phase, should_stop)
+        def send_all() -> str:
+            send(group, header.encode(), phase, "the header", should_stop)
             digests = broadcast_buckets(group, plan, bucket_port, phase, should_stop)
             trailer = Trailer(version, plan.total_bytes, digests.tensors)
-            send_trailer(group, trailer, phase, should_stop)
+            send(group, trailer.encode(), phase, "the trailer", should_stop)
             return digests.combined
 
         started = time.monotonic()
-        timeout_s = _deadline_s(plan, self._timeout_s)
-        digest = group.run(send, phase, timeout_s, should_stop)
+        timeout_s = version_deadline_s(plan, self._timeout_s)
+        digest = group.run(send_all, phase, timeout_s, should_stop)
         seconds = time.monotonic() - started
         sent_bytes = plan.total_bytes if update is None else sum(update.sizes)
         return BroadcastReport(version, digest, sent_bytes, plan.total_bytes, seconds)
@@ -277,45 +273,25 @@ class WeightSender:
         return UpdateHeader(version, sizes, base, keep=self._keeps_base)
 
     def _port(
-        self,
-        plan: TransferPlan,
-        weights: WeightBuffer | Mapping[str, torch.Tensor],
-        update: SparseUpdate | None,
+        self, plan: TransferPlan, weights: WeightBuffer, update: SparseUpdate | None
     ) -> BucketPort:
+        if weights.plan.tensors != plan.tensors:
+            different = sorted({*plan.tensors} ^ {*weights.plan.tensors}, key=lambda one: one.name)
+            raise InvalidRequestError(
+                f"weights: {different[:3]} are in only one of the epoch's {len(plan.tensors)} "
+                f"tensors and the {len(weights.plan.tensors)} given, or the order differs; form a "
+                "new epoch for other weights"
+            )
         wire_device = self._device.torch_device
-        tensors = weights.tensors if isinstance(weights, WeightBuffer) else weights
-        _check_weights(plan, tensors)
-        if update is not None and isinstance(weights, WeightBuffer):
+        if update is not None:
             return ChangeSendingPort(update, weights, wire_device)
-        if not isinstance(weights, WeightBuffer) or wire_device.type != "cpu":
-            return PackingPort(plan, tensors, wire_device)
-        # The same tensors in another order have another layout.
-        same_layout = weights.plan.tensors == plan.tensors
-        return DirectPort(weights) if same_layout else PackingPort(plan, tensors, wire_device)
+        if wire_device.type == "cpu":
+            return DirectPort(weights)
+        return DeviceSendingPort(weights, plan, wire_device)
 
 
 def _plan(tensors: Sequence[TensorSpec], most_bucket_bytes: int) -> TransferPlan:
     return plan_transfer(tensors, hiding_bucket_bytes(tensors, most_bucket_bytes))
-
-
-def _deadline_s(plan: TransferPlan, timeout_s: float) -> float:
-    return (len(plan.buckets) + NUM_FRAMING_COLLECTIVES) * timeout_s
-
-
-def _check_weights(plan: TransferPlan, weights: Mapping[str, torch.Tensor]) -> None:
-    planned = {spec.name: spec for spec in plan.tensors}
-    if difference := planned.keys() ^ weights.keys():
-        raise InvalidRequestError(
-            f"weights: {sorted(difference)[:5]} are in only one of the epoch's {len(planned)} "
-            f"tensors and the {len(weights)} given; form a new epoch for another set"
-        )
-    for name, tensor in weights.items():
-        given = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-        if given != planned[name]:
-            raise InvalidRequestError(
-                f"weights: {name} is {given.dtype} {given.shape}, but the epoch was formed for "
-                f"{planned[name].dtype} {planned[name].shape}"
-            )
 
 
 def _places(members: Sequence[str], ranks: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -129,7 +129,7 @@ class SnapshotBuffers:
                         timeout_s,
                         "end or abandon that broadcast first",
                     )
-            slot.serial = None
+            slot.serial = None  # `read_again` must not find it while it is overwritten
             return slot
 
 

@@ -62,6 +62,7 @@ def encode_update(
     codes: list[torch.Tensor] = []
     for bucket in plan.buckets:
         code = encode_change(plan, bucket, old.bucket(bucket).numpy(), new.bucket(bucket).numpy())
+        # Stop as soon as the changes are not worth it.
         allowed -= code.nbytes
         if allowed < 0 or should_stop.is_set():
             return None
@@ -78,11 +79,9 @@ class ChangeSendingPort:
         self._device = device
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return the code of the bucket's changes."""
         return self._update.codes[bucket.index].to(self._device)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Return the bucket's new bytes."""
         return self._new.bucket(bucket)
 
 
@@ -121,7 +120,6 @@ class ChangeReceivingPort:
         ]
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return memory to receive the code into."""
         return self._ring[bucket.index % _IN_FLIGHT][: self._sizes[bucket.index]]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
@@ -131,6 +129,7 @@ class ChangeReceivingPort:
             WeightSyncError: the bytes that arrived are not changes of this bucket.
         """
         plan, content = self._staging.plan, self._staging.bucket(bucket)
+        # Into staging memory first: the base serves until the commit and must stay whole.
         content.copy_(self._base.bucket(bucket))
         try:
             apply_change(plan, bucket, wire.cpu().numpy(), content.numpy())

@@ -12,7 +12,6 @@ import hashlib
 import struct
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +27,9 @@ from sluice.weights.plan import Bucket, TransferPlan, WeightBuffer
 _HEADER_MAGIC = b"sluice-u"
 _KEEP, _SPARSE = 1, 2  # flags
 _HEADER_FORMAT = struct.Struct(f"<8sB7xqq{DIGEST_BYTES}s")
-_HEADER_CHECK_BYTES = 16
+_TRAILER_MAGIC = b"sluice-w"
+_TRAILER_FORMAT = struct.Struct("<8sqQ")
+_CHECK_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,14 @@ class UpdateHeader:
 
     def encode(self) -> torch.Tensor:
         """Return uint8 ``[header_bytes(plan)]`` on the CPU."""
+        # The header has one length with and without a base, so that receivers can allocate it.
         base = self.base or Base(0, "00" * DIGEST_BYTES)
         flags = (_KEEP if self.keep else 0) | (_SPARSE if self.base else 0)
         fixed = _HEADER_FORMAT.pack(
             _HEADER_MAGIC, flags, self.version, base.version, bytes.fromhex(base.digest)
         )
         body = fixed + np.array(self.sizes, dtype="<u8").tobytes()
-        return torch.frombuffer(bytearray(body + _header_check(body)), dtype=torch.uint8)
+        return _sealed(body)
 
     @classmethod
     def decode(cls, content: torch.Tensor) -> UpdateHeader:
@@ -70,14 +72,7 @@ class UpdateHeader:
         Raises:
             ValueError: these bytes are not a header, or a damaged one.
         """
-        received = content.numpy().tobytes()
-        body, check = received[:-_HEADER_CHECK_BYTES], received[-_HEADER_CHECK_BYTES:]
-        if not body.startswith(_HEADER_MAGIC):
-            raise ValueError(
-                f"the header starts with {body[: len(_HEADER_MAGIC)]!r}, not {_HEADER_MAGIC!r}"
-            )
-        if check != _header_check(body):
-            raise ValueError("the header's check sum is wrong")
+        body = _opened(content, _HEADER_MAGIC, "the header")
         _, flags, version, base_version, digest = _HEADER_FORMAT.unpack(body[: _HEADER_FORMAT.size])
         return cls(
             version=version,
@@ -89,16 +84,7 @@ class UpdateHeader:
 
 def header_bytes(plan: TransferPlan) -> int:
     """Return the length of every version's header."""
-    return _HEADER_FORMAT.size + 8 * len(plan.buckets) + _HEADER_CHECK_BYTES
-
-
-def _header_check(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_HEADER_CHECK_BYTES).digest()
-
-
-_TRAILER_MAGIC = b"sluice-w"
-_TRAILER_FORMAT = struct.Struct("<8sqQ")
-_TRAILER_CHECK_BYTES = 16
+    return _HEADER_FORMAT.size + 8 * len(plan.buckets) + _CHECK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +103,7 @@ class Trailer:
         """Return uint8 ``[trailer_bytes(plan)]`` on the CPU."""
         fixed = _TRAILER_FORMAT.pack(_TRAILER_MAGIC, self.version, self.total_bytes)
         body = fixed + b"".join(self.digests)
-        return torch.frombuffer(bytearray(body + _trailer_check(body)), dtype=torch.uint8)
+        return _sealed(body)
 
     @classmethod
     def decode(cls, content: torch.Tensor) -> Trailer:
@@ -126,14 +112,7 @@ class Trailer:
         Raises:
             ValueError: these bytes are not a trailer, or a damaged one.
         """
-        received = content.numpy().tobytes()
-        body, check = received[:-_TRAILER_CHECK_BYTES], received[-_TRAILER_CHECK_BYTES:]
-        if not body.startswith(_TRAILER_MAGIC):
-            raise ValueError(
-                f"the trailer starts with {body[: len(_TRAILER_MAGIC)]!r}, not {_TRAILER_MAGIC!r}"
-            )
-        if check != _trailer_check(body):
-            raise ValueError("the trailer's check sum is wrong")
+        body = _opened(content, _TRAILER_MAGIC, "the trailer")
         _, version, total_bytes = _TRAILER_FORMAT.unpack(body[: _TRAILER_FORMAT.size])
         starts = range(_TRAILER_FORMAT.size, len(body), DIGEST_BYTES)
         return cls(version, total_bytes, tuple(body[at : at + DIGEST_BYTES] for at in starts))
@@ -141,17 +120,46 @@ class Trailer:
 
 def trailer_bytes(plan: TransferPlan) -> int:
     """Return the length of every version's trailer."""
-    return _TRAILER_FORMAT.size + DIGEST_BYTES * len(plan.tensors) + _TRAILER_CHECK_BYTES
+    return _TRAILER_FORMAT.size + DIGEST_BYTES * len(plan.tensors) + _CHECK_BYTES
 
 
-def _trailer_check(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=_TRAILER_CHECK_BYTES).digest()
+def _sealed(body: bytes) -> torch.Tensor:
+    """Return the body and its check sum, uint8 on the CPU."""
+    return torch.frombuffer(bytearray(body + _check_sum(body)), dtype=torch.uint8)
 
 
-NUM_FRAMING_COLLECTIVES = 2
-"""Header and trailer, beside the buckets."""
+def _opened(content: torch.Tensor, magic: bytes, item: str) -> bytes:
+    """Return the body that `_sealed` got.
+
+    Raises:
+        ValueError: another magic, or a wrong check sum.
+    """
+    received = content.numpy().tobytes()
+    body, check = received[:-_CHECK_BYTES], received[-_CHECK_BYTES:]
+    if not body.startswith(magic):
+        raise ValueError(f"{item} starts with {body[: len(magic)]!r}, not {magic!r}")
+    if check != _check_sum(body):
+        raise ValueError(f"{item}'s check sum is wrong")
+    return body
+
+
+def _check_sum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECK_BYTES).digest()
+
+
+_NUM_FRAMING_COLLECTIVES = 2  # header and trailer, beside the buckets
 
 _IN_FLIGHT = 2
+
+
+def version_deadline_s(plan: TransferPlan, timeout_s: float) -> float:
+    """Return the seconds that all collectives of one version may take together.
+
+    Args:
+        plan: the layout on the wire.
+        timeout_s: for each collective.
+    """
+    return (len(plan.buckets) + _NUM_FRAMING_COLLECTIVES) * timeout_s
 
 
 class BucketPort(Protocol):
@@ -177,71 +185,60 @@ class DirectPort:
         self._buffer = buffer
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return a view."""
         return self._buffer.bucket(bucket)
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Return the same view."""
         return wire
 
 
-class PackingPort:
-    """Tensors in any layout, to be sent: each bucket is packed on the device of the wire."""
+class DeviceSendingPort:
+    """The sender's port for a wire on a device: each bucket is copied there from the buffer."""
 
-    def __init__(
-        self, plan: TransferPlan, weights: Mapping[str, torch.Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, buffer: WeightBuffer, plan: TransferPlan, device: torch.device) -> None:
+        self._buffer = buffer
         self._ring = _ring(plan, device)
-        self._flat = [
-            weights[spec.name].detach().contiguous().view(-1).view(torch.uint8)
-            for spec in plan.tensors
-        ]
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's pieces, with zeros between them."""
         wire = self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
-        wire.zero_()
-        for piece in bucket.pieces:
-            source = self._flat[piece.tensor]
-            wire[piece.bucket_start : piece.bucket_start + piece.num_bytes].copy_(
-                source[piece.tensor_start : piece.tensor_start + piece.num_bytes]
-            )
-        return wire
+        return wire.copy_(self._buffer.bucket(bucket))
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Return what was sent, for the digest."""
-        return wire.cpu()
+        return self._buffer.bucket(bucket)
 
 
-class UnpackingPort:
-    """Memory on a device to receive into; each bucket is copied to a buffer on the CPU."""
+class DeviceReceivingPort:
+    """The receiver's port for a wire on a device: each bucket is copied to the buffer."""
 
     def __init__(self, buffer: WeightBuffer, device: torch.device) -> None:
         self._buffer = buffer
         self._ring = _ring(buffer.plan, device)
 
     def load(self, bucket: Bucket) -> torch.Tensor:
-        """Return device memory to receive into."""
         return self._ring[bucket.index % _IN_FLIGHT][: bucket.num_bytes]
 
     def unload(self, bucket: Bucket, wire: torch.Tensor) -> torch.Tensor:
-        """Copy the bucket to the CPU."""
         return self._buffer.bucket(bucket).copy_(wire)
 
 
-def send_header(
-    group: TransferGroup, header: UpdateHeader, phase: str, should_stop: threading.Event
+def send(
+    group: TransferGroup,
+    content: torch.Tensor,
+    phase: str,
+    item: str,
+    should_stop: threading.Event,
 ) -> None:
-    """Send the header from rank 0. Runs in the owner thread."""
-    wire = header.encode().to(group.device.torch_device)
-    group.settle(group.post(wire), phase, "the header", should_stop)
+    """Send a header or a trailer from rank 0. Runs in the owner thread."""
+    wire = content.to(group.device.torch_device)
+    group.settle(group.post(wire), phase, item, should_stop)
 
 
-def receive_header(
-    group: TransferGroup, plan: TransferPlan, phase: str, should_stop: threading.Event
+def receive(
+    group: TransferGroup, num_bytes: int, phase: str, item: str, should_stop: threading.Event
 ) -> torch.Tensor:
-    """Receive the header: uint8 ``[header_bytes(plan)]`` on the CPU."""
-    return _receive(group, header_bytes(plan), phase, "the header", should_stop)
+    """Receive what rank 0 sends: uint8 ``[num_bytes]`` on the CPU. Runs in the owner thread."""
+    wire = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device.torch_device)
+    group.settle(group.post(wire), phase, item, should_stop)
+    return wire.cpu()
 
 
 def broadcast_buckets(
@@ -264,43 +261,20 @@ def broadcast_buckets(
         bucket, wire, work = in_flight.popleft()
         item = f"bucket {bucket.index + 1} of {len(plan.buckets)}"
         group.settle(work, phase, item, should_stop)
-        if not is_source:
+        if not is_source:  # the bytes have arrived only now
             digest.absorb(bucket, bucket_port.unload(bucket, wire))
 
     for bucket in plan.buckets:
         advance()
         wire = bucket_port.load(bucket)
         in_flight.append((bucket, wire, group.post(wire)))
-        if is_source:
+        if is_source:  # its bytes are complete already: hash them while the wire moves them
             digest.absorb(bucket, bucket_port.unload(bucket, wire))
         if len(in_flight) == _IN_FLIGHT:
             settle_oldest()
     while in_flight:
         settle_oldest()
     return digest.digests()
-
-
-def send_trailer(
-    group: TransferGroup, trailer: Trailer, phase: str, should_stop: threading.Event
-) -> None:
-    """Send the trailer from rank 0. Runs in the owner thread."""
-    wire = trailer.encode().to(group.device.torch_device)
-    group.settle(group.post(wire), phase, "the trailer", should_stop)
-
-
-def receive_trailer(
-    group: TransferGroup, plan: TransferPlan, phase: str, should_stop: threading.Event
-) -> torch.Tensor:
-    """Receive the trailer: uint8 ``[trailer_bytes(plan)]`` on the CPU."""
-    return _receive(group, trailer_bytes(plan), phase, "the trailer", should_stop)
-
-
-def _receive(
-    group: TransferGroup, num_bytes: int, phase: str, item: str, should_stop: threading.Event
-) -> torch.Tensor:
-    wire = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device.torch_device)
-    group.settle(group.post(wire), phase, item, should_stop)
-    return wire.cpu()
 
 
 def _ring(plan: TransferPlan, device: torch.device) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from tests.support.source_tree import ROOT
 
 # Deals a leave, two deaths of a replica, a stop, a death of the trainer and of the reward service,
 # a join and, where the machine allows it, delay and partition.
-SEED, INTERVAL_S = 111, 4.5
+SEED, INTERVAL_S = 276, 4.5
 NETWORK = {"partition", "delay"}
 ZEROS = ("prompts_lost", "prompts_doubled", "digest_mismatches", "late_waits", "exit_code")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.source_tree import ROOT
-from tools.fuzz.methods import all_methods
+from tools.fuzz.traffic import all_methods
 
 
 @pytest.mark.timeout(300)

@@ -211,7 +211,7 @@ async def test_evaluation_reports_verls_metrics_before_any_training_group(
         await service.announce(3, [replica])
         request = reward_pb2.EvaluateRequest(policy_version=3, n=2, examples=3)
         answer = await service.stub.Evaluate(request, timeout=30)
-        with pytest.raises(grpc.aio.AioRpcError, match="version 4 is to be evaluated, but 3"):
+        with pytest.raises(grpc.aio.AioRpcError, match="version 4 is to be validated, but 3"):
             await service.stub.Evaluate(reward_pb2.EvaluateRequest(policy_version=4), timeout=30)
     assert answer.metrics["val-core/math_dapo/acc/mean@2"] == 1.0
     assert answer.metrics["val-aux/num_prompts"] == 10

@@ -22,23 +22,27 @@ from tests.support.small_run import WAIT_S, Assets, processes_naming
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 MANY_STEPS = 1_000_000
+OUTPUT = "up.log"
 ENVIRONMENT = {**os.environ, "COLUMNS": "400"}
 
 
 @contextmanager
-def running(assets: Assets, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+def running(assets: Assets, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
     arguments = [
         f"sluice.run_dir={run_dir}",
         f"trainer.total_training_steps={MANY_STEPS}",
         "trainer.total_epochs=1000",
+        # So slow that it never learns the scorer: a policy that is always right ends the run.
+        "actor_rollout_ref.actor.optim.lr=0.00001",
     ]
-    process = subprocess.Popen(
-        [*SLUICE, "up", str(assets.config), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-    )
+    # A file, since a pipe that is not read is full after 300 steps, and then the launcher waits.
+    with (run_dir.parent / OUTPUT).open("wb") as output:
+        process = subprocess.Popen(
+            [*SLUICE, "up", str(assets.config), *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=ENVIRONMENT,
+        )
     with process:
         try:
             yield process
@@ -57,12 +61,14 @@ def scale(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-async def serving_after_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> list[str]:
+async def serving_after_step(
+    process: subprocess.Popen[bytes], run_dir: Path, step: int
+) -> list[str]:
     """Names of replicas that serve, once the run has made `step` steps."""
     async with asyncio.timeout(WAIT_S):
         while True:
-            if process.poll() is not None and process.stdout is not None:
-                raise AssertionError(f"the run has ended:\n{process.stdout.read()}")
+            if process.poll() is not None:
+                raise AssertionError((run_dir.parent / OUTPUT).read_text(encoding="utf-8"))
             try:
                 location = locate_run(run_dir)
                 async with RunMonitor(location.trainer, location.reward) as monitor:
@@ -106,7 +112,7 @@ def test_replicas_are_started_and_drained_while_the_run_goes_on(
         assert len([line for line in processes_naming(run_dir) if "rollout-" in line]) == 1
         assert asyncio.run(serving_after_step(process, run_dir, 3)) == ["rollout-0"]
         stop(run_dir)
-        output, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, output
+        process.wait(timeout=WAIT_S)
+    assert process.returncode == 0, (tmp_path / OUTPUT).read_text(encoding="utf-8")
     assert not (run_dir / LAUNCHER_NAME).exists()
     assert processes_naming(run_dir) == []

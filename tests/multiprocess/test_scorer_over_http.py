@@ -15,8 +15,11 @@ import pytest
 
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import ScorerPool, running_scorer_pool
-from services.reward.grading.scorers.reward_model_settings import RewardModelSettings
-from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
+from sluice.config.schema.reward import (
+    CustomRewardFunctionConfig,
+    RewardModelConfig,
+    ScorerPoolConfig,
+)
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored
 
@@ -58,7 +61,7 @@ def completion(text: str | None) -> bytes:
 
 
 @contextmanager
-def served(behaviour: Behaviour) -> Iterator[tuple[RewardModelSettings, list[Any]]]:
+def served(behaviour: Behaviour) -> Iterator[tuple[RewardModelConfig, list[Any]]]:
     """A server on a free port, the settings to reach it, and the requests it got."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -66,8 +69,8 @@ def served(behaviour: Behaviour) -> Iterator[tuple[RewardModelSettings, list[Any
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    settings = RewardModelSettings(
-        base_url=url, model="judge", prompt_template=TEMPLATE, request_timeout_s=0.5
+    settings = RewardModelConfig(
+        base_url=url, model_path="judge", prompt_template=TEMPLATE, request_timeout_s=0.5
     )
     try:
         yield settings, server.requests  # type: ignore[attr-defined]
@@ -80,7 +83,7 @@ def served(behaviour: Behaviour) -> Iterator[tuple[RewardModelSettings, list[Any
 ITEM = ScorerInput("mine", "It is 4.", "4", {}, "2+2?")
 
 
-async def outcome_of(settings: RewardModelSettings) -> tuple[Scored | Failed, int]:
+async def outcome_of(settings: RewardModelConfig) -> tuple[Scored | Failed, int]:
     async with running_scorer_pool(POOL, RULES_ONLY, None, settings) as pool:
         (outcome,) = await pool.score([ITEM])
         return outcome, pool.num_replaced
@@ -195,7 +198,7 @@ async def test_all_attempts_end_before_the_samples_own_limit() -> None:
 
 
 async def test_impossible_settings_are_known_before_the_first_sample() -> None:
-    settings = RewardModelSettings(base_url="judge:8000", model="judge")
+    settings = RewardModelConfig(base_url="judge:8000", model_path="judge")
     pool = ScorerPool(POOL, RULES_ONLY, None, settings)
     with pytest.raises(ConfigError, match=r"reward\.reward_model\.base_url = 'judge:8000'"):
         await pool.start()
@@ -206,7 +209,7 @@ async def test_a_custom_function_wins_over_the_model(tmp_path: Any) -> None:
     path = tmp_path / "score.py"
     path.write_text("def compute_score(**call):\n    return 0.125\n")
     custom = CustomRewardFunctionConfig(path=str(path))
-    settings = RewardModelSettings(base_url="http://127.0.0.1:9", model="judge")
+    settings = RewardModelConfig(base_url="http://127.0.0.1:9", model_path="judge")
     async with running_scorer_pool(POOL, custom, None, settings) as pool:
         (outcome,) = await pool.score([ITEM])
     assert isinstance(outcome, Scored)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.learner import worker
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from tests.multiprocess.test_sharded_trainer import FROZEN, assert_like, copies, step, wire_digest
 from tests.multiprocess.test_trainer_ranks import trainer
@@ -34,7 +34,7 @@ def whole_learner(model: Path) -> Learner:
     config = with_critic(make_config(model, NUM_GROUPS, **ACTOR))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "load_policy", freezing(FROZEN))
-        return Learner(config, SingleProcess(), total_steps=10)
+        return Learner(config, DataParallel(), total_steps=10)
 
 
 def test_two_copies_in_two_shards_train_and_publish_like_one_whole_model(tmp_path: Path) -> None:

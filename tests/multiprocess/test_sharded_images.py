@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from tests.multiprocess.test_sharded_trainer import assert_like, copies
 from tests.multiprocess.test_trainer_ranks import trainer
@@ -31,7 +31,7 @@ ACTOR: dict[str, Any] = {
 def test_they_train_like_one_whatever_images_a_ranks_rows_have(family: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     save_model(family, model)
-    single = Learner(make_config(model, NUM_GROUPS, **ACTOR), SingleProcess(), total_steps=10)
+    single = Learner(make_config(model, NUM_GROUPS, **ACTOR), DataParallel(), total_steps=10)
     before = copies(single)
     with trainer(model, 2, **ACTOR) as ranks:
         for number in (1, 2):

@@ -17,6 +17,7 @@ from sluice.errors import DeadlineError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 from tests.support.weight_fleet import PeerProcess, peer_processes
 
@@ -72,7 +73,7 @@ def _transfer(
     """Broadcast, and hold every receiver to the digest of what was sent."""
     for peer in peers:
         peer.stage(version)
-    report = sender.broadcast(weights, version, _NEVER)
+    report = sender.broadcast(buffer_of(weights), version, _NEVER)
     expected = plain_digest(weights)
     assert report.digest == expected
     for peer in peers:
@@ -107,7 +108,7 @@ def test_a_lost_peer_ends_the_broadcast_by_name_and_the_survivor_gets_the_next_e
             WeightSyncError,
             match=r"r0, r1 failed in phase broadcasting version 1 in epoch 1: .*bucket \d+ of 48",
         ):
-            sender.broadcast(_large(1), 1, _NEVER)
+            sender.broadcast(buffer_of(_large(1)), 1, _NEVER)
         survivor.abort("the trainer lost a member")
         answers = {answer["op"]: answer for answer in (survivor.answer(), survivor.answer())}
         assert answers["abort"]["ok"]
@@ -122,11 +123,12 @@ def test_a_lost_peer_ends_the_broadcast_by_name_and_the_survivor_gets_the_next_e
 def test_a_control_channel_that_fails_ends_the_broadcast_long_before_its_timeout() -> None:
     with _sender(timeout_s=120) as sender, peer_processes(["r0"]) as peers:
         _form(sender, 1, peers, _large(1))
+        weights = buffer_of(_large(1))
         peers[0].stage(1, signal=int(signal.SIGSTOP), bucket=3)
         channel_failed = threading.Event()
         threading.Timer(0.5, channel_failed.set).start()
         with pytest.raises(WeightSyncError, match=r"stopped by the caller, at bucket \d+"):
-            sender.broadcast(_large(1), 1, channel_failed)
+            sender.broadcast(weights, 1, channel_failed)
     # The pending operation ended with its peer, which the block above killed.
     assert wait_for_retired_threads(3 * _SHORT_S) == 0
 

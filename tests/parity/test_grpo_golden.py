@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sluice.algorithm.advantages.grpo import grpo_advantages
+from tests.support.group_advantages import grpo_advantages
 
 ONE_WINNER_IN_SIXTEEN = [1.0] + [-1.0] * 15
 

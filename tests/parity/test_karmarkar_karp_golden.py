@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.algorithm.karmarkar_karp import balanced_partition
+from sluice.algorithm.packing import balanced_partition
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from sluice.algorithm.entropy import entropy_from_logits
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
-from sluice.algorithm.losses.objective import PolicyObjective, aggregate
+from sluice.algorithm.losses.objective import PolicyObjective, aggregate, total_loss
 from sluice.algorithm.losses.settings import PolicyLossSettings
-from sluice.algorithm.losses.total_loss import total_loss
 
 FACTOR = 7.0
 MODES = [

@@ -11,7 +11,10 @@ from sluice.algorithm.rollout_correction.correction import (
     normalized_weights,
     rollout_correction,
 )
-from sluice.algorithm.rollout_correction.plan import REJECTION_OPTIONS, RolloutCorrectionSettings
+from sluice.algorithm.rollout_correction.settings import (
+    REJECTION_OPTIONS,
+    RolloutCorrectionSettings,
+)
 from sluice.algorithm.rollout_correction.statistics import metrics_of
 from tests.support import rollout_correction_formulas as formulas
 from tests.support.rollout_correction_formulas import Floats, Mask, random_logprobs

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
+from services.trainer.learner.batch.train_batch import BatchCut, split_batch
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
-    RankCut,
     RunScale,
     StepTimes,
-    rank_rows,
-    row_tokens,
     step_metrics,
 )
-from sluice.algorithm.advantages.grpo import grpo_advantages
 from sluice.algorithm.batch_metrics import (
     BatchRows,
     batch_metrics,
@@ -31,6 +31,7 @@ from sluice.types import (
     TrainGroup,
     VersionSpan,
 )
+from tests.support.group_advantages import grpo_advantages
 
 ROWS, GROUPS, SAMPLES, RANKS = 1024, 64, 16, 64
 RESPONSE_TOKENS = 7562384
@@ -109,14 +110,19 @@ def test_a_whole_step_equals_the_sample_logs() -> None:
 
 def test_lengths_of_a_whole_step_equal_the_sample_logs() -> None:
     batch = sample_batch()
-    found = batch_metrics(
-        batch_rows(batch, np.zeros(ROWS)), max_prompt_tokens=2048, max_response_tokens=20480
-    )
+    rows = batch_rows(batch, np.zeros(ROWS))
+    found = batch_metrics(rows, max_prompt_tokens=2048, max_response_tokens=20480)
     assert found["response_length/mean"] == 7385.140625
     assert found["prompt_length/mean"] == 152.890625
-    tokens = row_tokens(batch)
-    ranks = rank_rows(batch, 1, RankCut(GROUPS, RANKS, None))
-    balance = sequence_balance_metrics(tokens, ranks)
+    (mini_batch,) = split_batch(
+        batch.groups,
+        BatchCut(GROUPS, None, rows_per_micro=1),
+        SimpleNamespace(rank=0, world_size=RANKS),
+        step=1,
+        device=torch.device("cpu"),
+    )
+    tokens = rows.prompt_lengths + rows.response_lengths
+    balance = sequence_balance_metrics(tokens, mini_batch.rank_rows)
     assert balance["global_seqlen/mean"] == 120608.5
     assert (
         balance["global_seqlen/balanced_min"] <= 120608.5 <= balance["global_seqlen/balanced_max"]

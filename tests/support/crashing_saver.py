@@ -30,7 +30,7 @@ def write_models(folder: Path, content: str) -> None:
 
 def save(root: Path, step: int, content: str, **keep: int) -> None:
     store = CheckpointStore(root, **keep)
-    store.save(step, lambda folder: write_models(folder, content), DataProgress(step), {})
+    store.save(step, lambda folder: write_models(folder, content), DataProgress(step))
 
 
 def prepare(root: Path) -> None:

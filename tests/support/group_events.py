@@ -17,13 +17,14 @@ def group_ended(
     version: int | None = 1,
     started_s: float = 0.0,
     replicas: tuple[str, ...] = ("a",),
+    step: int | None = None,
 ) -> GroupEvent:
     """Return the end of a group without samples; with no `version` it never started."""
     attempt = attempt or Attempt("aa", 3, None, 4)
     group = Group(
         prompt or client_prompt(),
         GroupState.ENDED,
-        ending=GroupEnding(end),
+        ending=GroupEnding(end, step=step),
         admitted_as=attempt,
         attempt=attempt,
         version=version,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.backend_registration import rename_privateuse1_backend
 
-from services.trainer.learner.ranks.parallel import TorchDistributed
+from services.trainer.learner.ranks import TorchDistributed
 from sluice.device.cpu import CpuDevice
 
 

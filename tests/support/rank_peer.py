@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner import worker
+from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.rank_command import RankLeader, follow
-from services.trainer.learner.ranks.gathering import TensorSet, gather_whole
-from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess, TorchDistributed
-from services.trainer.learner.worker import Learner
+from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.learner.worker import Learner, TensorSet
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
 from sluice.types import TrainBatch
@@ -143,7 +143,7 @@ def run(
     *,
     skips: bool = False,
 ) -> None:
-    parallel: DataParallel = SingleProcess()
+    parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
     small = partial(gather_whole, bucket_bytes=BUCKET_BYTES)

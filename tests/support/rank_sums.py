@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from services.trainer.learner.ranks.parallel import TorchDistributed
+from services.trainer.learner.ranks import TorchDistributed
 from sluice.device.select import select_device
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 import time
@@ -29,8 +28,8 @@ from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.server import RpcServer
 from sluice.types import ChatMessage, ReplicaInfo, TokenIds
+from tests.support.preloaded import PreloadedProcess
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 60.0
 MAX_MODEL_LEN = 128
 SLOTS = 32
@@ -60,7 +59,7 @@ class ReplicaProcess:
     """A running replica; announced like any other."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: PreloadedProcess
     address: str
     instance_id: str
     version: int = 0
@@ -85,21 +84,19 @@ class ReplicaProcess:
 @asynccontextmanager
 async def replica_process(folder: Path, name: str, step_s: float) -> AsyncIterator[ReplicaProcess]:
     """Start a replica of the model in `folder`, wait until it serves, end it with the block."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.support.replica_process", str(folder), name, str(step_s)),
-        cwd=REPOSITORY,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    process = PreloadedProcess(
+        "tests.support.replica_process", [str(folder), name, str(step_s)], {"OMP_NUM_THREADS": "1"}
     )
     try:
-        assert process.stdout is not None
         async with asyncio.timeout(START_TIMEOUT_S):
-            address, instance_id = json.loads(await process.stdout.readline())
+            line = await asyncio.to_thread(process.stdout.readline)
+        address, instance_id = json.loads(line)
         yield ReplicaProcess(name, process, address, instance_id)
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        process.kill()
+        await asyncio.to_thread(process.wait, START_TIMEOUT_S)
+        process.stdin.close()
+        process.stdout.close()
 
 
 async def _serve(folder: Path, name: str, step_s: float) -> None:
@@ -140,5 +137,7 @@ def _slow_down(step_s: float) -> None:
     GenerationLoop.step = slow_step  # type: ignore[assignment, method-assign]
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Serve until a signal."""
     asyncio.run(_serve(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))
+    return 0

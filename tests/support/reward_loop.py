@@ -90,7 +90,7 @@ async def running_loop(
     """A loop, by default without a data set and without files, its coordinator running."""
     loop = RewardLoop(config, sets or PromptSets(None, None), InlineScorer(), client, files)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(loop.run())
+        running = tasks.create_task(loop.pipeline.run())
         yield loop
         running.cancel()
 

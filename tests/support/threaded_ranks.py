@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
 
 PartT = TypeVar("PartT")
 ResultT = TypeVar("ResultT")

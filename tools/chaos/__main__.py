@@ -10,58 +10,68 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+import pyarrow.parquet as pq
 from rich.console import Console
+from rich.table import Table
 
-from tools.chaos.cable import cable
-from tools.chaos.experiment import Plan, run_experiment
-from tools.chaos.preparation import SIZES
-from tools.chaos.schedule import draw_schedule
-from tools.chaos.verdict import json_report, print_tables
+from sluice.concurrency.process import SUPERVISOR_VARIABLE
+from sluice.config.addresses import peer_address
+from sluice.config.run import RunConfig
+from sluice.errors import DataError, SluiceError
+from sluice.report.run_record import read_run
+from tools.chaos import verdict
+from tools.chaos.cable import Cable, cable
+from tools.chaos.faults import FAR, REPLICAS, Fault, Injector, make_schedule
+from tools.chaos.observation import Observer, Witness
+from tools.commands import started
+from tools.launched_run import (
+    LOOPBACK,
+    SHORT_DEADLINES,
+    SIZES,
+    LaunchedRun,
+    Process,
+    launched_run,
+    prepare_run,
+)
+from tools.phases import PhaseError, say
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
+_START_S, _STEP_S, _END_S, _NEWS_S, _POLL_S = 240.0, 120.0, 20.0, 5.0, 0.2
+_NUM_QUESTIONS = 1000
+_WINDOW_S = {"tiny": 4.0, "stretch": 10.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Monotonic seconds: the beginning of the calm, of the faults, and the end of watching."""
+
+    calm_s: float
+    faults_s: float
+    end_s: float
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run chaos; return 0 if nothing was found."""
-    options = _parse(arguments)
-    began_s = time.monotonic()
-    console = Console(stderr=True)
-    plan = _plan(options)
-    with ExitStack() as stack:
-        folder = options.folder
-        if folder is None:
-            scratch = tempfile.TemporaryDirectory(prefix="sluice-chaos-")
-            folder = Path(stack.enter_context(scratch))
+    options, began_s = _parse(arguments), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="sluice-chaos-") as scratch, cable() as plugged:
+        folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        plugged = stack.enter_context(cable())
-        findings = asyncio.run(run_experiment(folder, plan, plugged, console))
-    print_tables(findings, console)
-    report = json_report(findings, minutes=options.minutes, seed=options.seed)
+        report = asyncio.run(_run(folder, options, plugged))
     report["seconds"] = round(time.monotonic() - began_s, 1)
     sys.stdout.write(json.dumps(report) + "\n")
-    return 0 if findings.is_clean else 1
-
-
-def _plan(options: argparse.Namespace) -> Plan:
-    """Plan the times: a seventh is calm before the faults, a sixth is quiet after them."""
-    seconds = 60 * options.minutes
-    calm_s, quiet_s = min(_LONGEST_CALM_S, seconds / 7), min(_LONGEST_QUIET_S, seconds / 6)
-    schedule = draw_schedule(
-        options.seed,
-        seconds - calm_s - quiet_s,
-        interval_s=options.interval,
-        replicas=Plan.replicas,
-    )
-    return Plan(SIZES[options.size], options.seed, schedule, calm_s, quiet_s)
+    zeros = ("prompts_lost", "prompts_doubled", "digest_mismatches", "late_waits")
+    return 1 if any(report[name] for name in (*zeros, "exit_code", "failure")) else 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -76,6 +86,240 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SIZES), default="stretch")
     parser.add_argument("--folder", type=Path, help="an empty one: keep everything written here")
     return parser.parse_args(arguments)
+
+
+async def _run(
+    folder: Path, options: argparse.Namespace, plugged: Cable | str
+) -> dict[str, object]:
+    """Run all of it; raise PhaseError if the run did not even start.
+
+    A seventh of the time is calm before the faults, a sixth is quiet after them.
+    """
+    seconds = 60 * options.minutes
+    calm_s, quiet_s = min(_LONGEST_CALM_S, seconds / 7), min(_LONGEST_QUIET_S, seconds / 6)
+    schedule = make_schedule(options.seed, seconds - calm_s - quiet_s, options.interval)
+    for fault in schedule:
+        say(
+            f"{fault.at_s:7.1f} s  {fault.kind}"
+            + (f" for {fault.seconds:g} s" * bool(fault.seconds))
+        )
+    say("making model and data")
+    config, file = prepare_run(
+        folder,
+        SIZES[options.size],
+        (
+            *SHORT_DEADLINES,
+            f"sluice.rollout.replicas={REPLICAS}",
+            f"trainer.rollout_data_dir={(folder / 'dumps').absolute()}",
+        ),
+        seed=options.seed,
+        host=LOOPBACK if isinstance(plugged, str) else plugged.near,
+    )
+    observer, witness = Observer(config, folder), _witness(config)
+    with launched_run(config, file) as run:
+        injector = Injector(run, plugged)
+        work = [observer.run(), witness.run()]
+        if not isinstance(plugged, str):
+            work.append(_keep_far(injector, plugged, file))
+        async with _beside(*work):
+            times, failure = await _go(run, observer, injector, schedule, calm_s, quiet_s)
+            exit_code = await run.stop("the time is over")
+    observer.read_files()
+    report = _report(folder, config, observer, witness, injector, times, options)
+    return report | {"exit_code": exit_code, "failure": failure}
+
+
+async def _go(
+    run: LaunchedRun,
+    observer: Observer,
+    injector: Injector,
+    schedule: Sequence[Fault],
+    calm_s: float,
+    quiet_s: float,
+) -> tuple[Times, str]:
+    """Run start, calm, faults, quiet; return why the run did not continue after the faults."""
+    replicas = REPLICAS + (not isinstance(injector.cable, str))
+    await run.until(
+        "the first steps",
+        lambda: observer.last_step >= 2 and observer.serving >= replicas,
+        _START_S,
+    )
+    began_s, failure = time.monotonic(), ""
+    say(f"step {observer.last_step}: {calm_s:g} s of calm")
+    await asyncio.sleep(calm_s)
+    faults_s = time.monotonic()
+    async with _beside(_print_news(observer, injector, faults_s)):
+        await injector.follow(schedule)
+        before = len(observer.steps_s)
+        try:
+            await injector.set_replicas(REPLICAS)
+            await run.until(
+                "a step after all faults", lambda: len(observer.steps_s) > before, _STEP_S
+            )
+            await asyncio.sleep(quiet_s)
+        except (PhaseError, SluiceError) as error:
+            failure = str(error)
+    return Times(began_s, faults_s, time.monotonic()), failure
+
+
+async def _print_news(observer: Observer, injector: Injector, from_s: float) -> None:
+    """Print each fault as it comes, and where the run stands."""
+    num_printed, news_s = 0, 0.0
+    while True:
+        for one in injector.done[num_printed:]:
+            effect = f"not possible: {one.skipped}" if one.skipped else one.target
+            say(f"{one.at_s - from_s:7.1f} s  {one.fault.kind}: {effect}")
+        num_printed, now_s = len(injector.done), time.monotonic()
+        if now_s - news_s > _NEWS_S:
+            step, serving = observer.last_step, observer.serving
+            say(f"{now_s - from_s:7.1f} s  step {step}, {serving} replicas serve")
+            news_s = now_s
+        await asyncio.sleep(_POLL_S)
+
+
+async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> None:
+    """Keep the replica at the far end running, as a launcher on that machine would."""
+    command = plugged.inside(
+        (
+            *(sys.executable, "-m", "services.rollout", "--config", str(config_file)),
+            *("--name", FAR, f"sluice.rollout.endpoint.host={plugged.far}"),
+        )
+    )
+    environment = {"OMP_NUM_THREADS": "1", SUPERVISOR_VARIABLE: str(os.getpid())}
+    log = config_file.parent / f"{FAR}.log"
+    while True:
+        with started(command, log, environment, ends_within_s=_END_S) as process:
+            injector.far = Process(FAR, process.pid, 0, is_draining=False)
+            try:
+                await asyncio.to_thread(process.wait)
+            finally:
+                injector.far = None
+
+
+def _witness(config: RunConfig) -> Witness:
+    """Return a client with questions of the data set."""
+    columns = ["data_source", "prompt", "reward_model"]
+    rows = pq.read_table(config.data.train_files, columns=columns).slice(0, _NUM_QUESTIONS)
+    address = peer_address(config.sluice.reward.endpoint, "sluice.reward.endpoint")
+    return Witness(address, rows.to_pylist())
+
+
+def _report(
+    folder: Path,
+    config: RunConfig,
+    observer: Observer,
+    witness: Witness,
+    injector: Injector,
+    times: Times,
+    options: argparse.Namespace,
+) -> dict[str, object]:
+    """Judge the run; print tables; return the report without the run's end."""
+    run_dir, last_step = Path(config.sluice.run_dir), observer.last_step
+    dumps = verdict.read_dumps(folder / "dumps")
+    surviving = verdict.surviving_steps(dumps, observer.restarts, last_step)
+    ledger = verdict.read_ledger(run_dir / "reward" / "ledger.sqlite")
+    lost = verdict.lost_prompts(surviving, ledger, witness.accepted, last_step)
+    doubled = verdict.doubled_prompts(surviving, ledger)
+    differing = [version for (_, version), found in observer.digests.items() if len(found) > 1]
+    late = verdict.late_waits(observer.waits, config.sluice, injector.stopped)
+    service_lost, accuracy = observer.most_lost, None
+    with suppress(DataError):  # it did not reach its end, which its exit code shows
+        record = read_run(run_dir)
+        service_lost = max(service_lost, record.accounts.get("prompts_lost", 0.0))
+        accuracy = next((point.accuracy for point in reversed(record.accuracies())), None)
+    full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)
+    recoveries = _recoveries(observer, injector, times.end_s, full_rate, _WINDOW_S[options.size])
+    known = [seconds for _, seconds in recoveries if seconds is not None]
+    _print_tables(recoveries, lost, doubled, differing, late)
+    return {
+        "minutes": options.minutes,
+        "seed": options.seed,
+        "faults": dict(sorted(Counter(kind for kind, _ in recoveries).items())),
+        "skipped": _skipped(injector),
+        "prompts_lost": len(lost) + int(service_lost),
+        "prompts_doubled": len(doubled),
+        "digest_mismatches": len(differing),
+        "late_waits": len(late),
+        "recovery_s": {
+            "p50": verdict.percentile(known, 0.5),
+            "p95": verdict.percentile(known, 0.95),
+            "not_seen": len(recoveries) - len(known),
+        },
+        "trainer_stall_s": round(
+            verdict.longest_pause_s(observer.steps_s, times.faults_s, times.end_s), 1
+        ),
+        "tokens_per_s_before": round(full_rate, 1),
+        "final_accuracy": accuracy,
+        "steps_trained": len(observer.steps_s),
+        "steps_without_dump": last_step - len(surviving),
+        "client_prompts": {
+            "accepted": len(witness.accepted),
+            "refused": len(witness.refused),
+            **Counter(how for how, _ in ledger.ended.values()),
+        },
+        "starts": {name: len(found) for name, found in sorted(observer.starts.items())},
+        "tracebacks": {name: count for name, count in observer.tracebacks.items() if count},
+    }
+
+
+def _recoveries(
+    observer: Observer, injector: Injector, end_s: float, full_rate: float, window_s: float
+) -> list[tuple[str, float | None]]:
+    """Return kind, and seconds to full throughput, of each injected fault."""
+    return [
+        (
+            one.fault.kind,
+            verdict.recovery_s(
+                observer.groups, one.at_s, full_rate=full_rate, window_s=window_s, end_s=end_s
+            ),
+        )
+        for one in injector.done
+        if not one.skipped
+    ]
+
+
+def _skipped(injector: Injector) -> dict[str, str]:
+    """Return how often faults of a kind were impossible, and why the first one was."""
+    reasons: dict[str, list[str]] = {}
+    for one in injector.done:
+        if one.skipped:
+            reasons.setdefault(one.fault.kind, []).append(one.skipped)
+    return {kind: f"{len(why)} times: {why[0]}" for kind, why in sorted(reasons.items())}
+
+
+def _print_tables(
+    recoveries: Sequence[tuple[str, float | None]],
+    lost: dict[str, str],
+    doubled: dict[str, str],
+    differing: Sequence[int],
+    late: Sequence[str],
+) -> None:
+    """Print faults by kind with recoveries, then what has to be zero, with examples."""
+    console = Console(stderr=True)
+    faults = Table("fault", "injected", "s to 95 % (median)", "worst", "not seen before the end")
+    for row in verdict.recoveries_by_kind(recoveries):
+        faults.add_row(*row)
+    zeros = Table("has to be 0", "found", "examples")
+    for name, found in (
+        ("prompts lost", [f"{prompt_id}: {why}" for prompt_id, why in lost.items()]),
+        ("prompts trained twice", [f"{prompt_id}: {why}" for prompt_id, why in doubled.items()]),
+        ("digests that differ", [f"version {version}" for version in differing]),
+        ("waits past their deadline", late),
+    ):
+        zeros.add_row(name, str(len(found)), "; ".join(found[:3]))
+    console.print(faults, zeros)
+
+
+@asynccontextmanager
+async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines for the length of the block."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(each) for each in work]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
 
 
 if __name__ == "__main__":

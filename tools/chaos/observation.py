@@ -1,4 +1,7 @@
-"""Observe a run from outside, each second: steps, restarts, digests, waits, lost prompts."""
+"""Observe a run from outside, and submit prompts to it as a client.
+
+Each second: steps, restarts, digests, waits, lost prompts.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +9,28 @@ import asyncio
 import json
 import re
 import time
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
 from sluice.api.reward.v1 import reward_pb2
 from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.client import AsyncClient, NewPrompt, RetryPolicy, RunAddress
 from sluice.codec.messages import wait_report_from_proto
 from sluice.concurrency.process import process_marks
 from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from sluice.errors import SluiceError
 from sluice.rpc.client import open_channel, reward_stub, rollout_stub, trainer_stub, unary_call
-from tools.chaos.bookkeeping import TrainerRestart
-from tools.chaos.late_waits import ObservedWait
-from tools.chaos.recovery import Yield
+from sluice.types import ChatMessage
+from tools.chaos.verdict import ObservedWait, TrainerRestart, Yield
 
 _LOOK_S, _TAIL_S, _ANSWER_S = 1.0, 0.2, 2.0
+_SESSION_S, _PAUSE_S, _MOST_OPEN = 3.0, 0.5, 8
 _RESUMED = re.compile(r"the run continues from step (\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class DigestReading:
-    """A replica that a trainer counts as serving, and the digest of its weights."""
-
-    trainer: str
-    version: int
-    replica: str
-    digest: str
-
-
-@dataclass(slots=True)
-class Observation:
-    """Everything seen; times are monotonic, those of restarts seconds since the epoch.
-
-    Steps that were trained again are among `steps_s`. `groups` are all that ended: trained,
-    filtered or dropped. `starts` holds the processes that were seen, by service.
-    """
-
-    steps_s: list[float] = field(default_factory=list)
-    groups: list[Yield] = field(default_factory=list)
-    restarts: list[TrainerRestart] = field(default_factory=list)
-    digests: set[DigestReading] = field(default_factory=set)
-    waits: list[ObservedWait] = field(default_factory=list)
-    starts: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
-    last_step: int = 0
-    serving: int = 0
-    most_lost: float = 0.0
-    tracebacks: Counter[str] = field(default_factory=Counter)
-
-
-def digest_mismatches(sights: Iterable[DigestReading]) -> list[tuple[str, int]]:
-    """Return versions of a trainer that were seen with more than one digest."""
-    by_version: dict[tuple[str, int], set[str]] = {}
-    for reading in sights:
-        by_version.setdefault((reading.trainer, reading.version), set()).add(reading.digest)
-    return sorted(key for key, digests in by_version.items() if len(digests) > 1)
 
 
 class Observer:
@@ -73,104 +39,118 @@ class Observer:
     Args:
         config: of the run.
         folder: also holds log files beside the run's folder.
+
+    Attributes:
+        steps_s: the end of each step, also of those that were trained again.
+        groups: all groups that ended: trained, filtered or dropped.
+        restarts: of the trainer.
+        digests: of serving replicas' weights, by trainer and version.
+        waits: as the services reported them.
+        starts: processes that were seen, by service.
+        most_lost: the largest number of lost prompts that the reward service counted.
+        tracebacks: in the logs, by service.
+
+    Times are monotonic; those of restarts are seconds since the epoch.
     """
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        self.seen = Observation()
+        self.steps_s: list[float] = []
+        self.groups: list[Yield] = []
+        self.restarts: list[TrainerRestart] = []
+        self.digests: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self.waits: list[ObservedWait] = []
+        self.starts: dict[str, set[tuple[int, int]]] = defaultdict(set)
+        self.tracebacks: Counter[str] = Counter()
+        self.last_step, self.serving, self.most_lost = 0, 0, 0.0
         self._run_dir, self._folder = Path(config.sluice.run_dir), folder
         service = config.sluice
         self._trainer = peer_address(service.trainer.endpoint, "sluice.trainer.endpoint")
         self._reward = peer_address(service.reward.endpoint, "sluice.reward.endpoint")
-        self._tails: dict[Path, _Tail] = {}
+        self._offsets: dict[Path, int] = {}
 
     async def run(self) -> None:
-        """Read services each second, files more often."""
+        """Query services each second, read files more often."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read_files(), name="reading files")
-            tasks.create_task(self._ask_services(), name="asking services")
+            tasks.create_task(self._follow_files(), name="reading files")
+            tasks.create_task(self._query_services(), name="querying services")
 
     def read_files(self) -> None:
         """Read what is new in metrics and logs."""
         for line in self._lines(self._run_dir / "metrics.jsonl"):
             row = json.loads(line)
             if "training/global_step" in row:
-                self.seen.steps_s.append(time.monotonic())
-                self.seen.last_step = int(row["training/global_step"])
+                self.steps_s.append(time.monotonic())
+                self.last_step = int(row["training/global_step"])
         for line in self._lines(self._run_dir / "groups.jsonl"):
-            tokens = sum(json.loads(line)["tokens"])
-            self.seen.groups.append(Yield(time.monotonic(), tokens))
-        for line in self._lines(self._run_dir / "logs" / "trainer.log"):
-            if (match := _RESUMED.search(line)) is not None:
-                self.seen.restarts.append(TrainerRestart(time.time(), int(match[1])))
-            self._note_traceback("trainer", line)
+            self.groups.append(Yield(time.monotonic(), sum(json.loads(line)["tokens"])))
         for file in (*(self._run_dir / "logs").glob("*.log"), *self._folder.glob("rollout*.log")):
-            if file.stem != "trainer":
-                for line in self._lines(file):
-                    self._note_traceback(file.stem, line)
-
-    def _note_traceback(self, service: str, line: str) -> None:
-        if "Traceback (most recent call last)" in line:
-            self.seen.tracebacks[service] += 1
+            for line in self._lines(file):
+                self.tracebacks[file.stem] += "Traceback (most recent call last)" in line
+                if file.stem == "trainer" and (match := _RESUMED.search(line)) is not None:
+                    self.restarts.append(TrainerRestart(time.time(), int(match[1])))
 
     def _lines(self, file: Path) -> list[str]:
-        return self._tails.setdefault(file, _Tail(file)).lines()
+        """Return the whole lines since the last time."""
+        try:
+            with file.open("rb") as opened:
+                opened.seek(self._offsets.get(file, 0))
+                text = opened.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offsets[file] = self._offsets.get(file, 0) + len(whole)
+        return whole.decode(errors="replace").split("\n")[:-1]
 
-    async def _read_files(self) -> None:
+    async def _follow_files(self) -> None:
         while True:
             self.read_files()
             await asyncio.sleep(_TAIL_S)
 
-    async def _ask_services(self) -> None:
+    async def _query_services(self) -> None:
         while True:
             began_s = time.monotonic()
             for mark in process_marks(self._run_dir):
-                self.seen.starts.setdefault(mark.name, set()).add((mark.pid, mark.started))
+                self.starts[mark.name].add((mark.pid, mark.started))
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._ask_reward(), name="asking reward")
-                tasks.create_task(self._ask_trainer_and_fleet(), name="asking trainer")
+                tasks.create_task(self._query_reward(), name="querying reward")
+                tasks.create_task(self._query_trainer_and_fleet(), name="querying trainer")
             await asyncio.sleep(max(0.0, _LOOK_S - (time.monotonic() - began_s)))
 
-    async def _ask_reward(self) -> None:
-        status = await _ask(
-            self._reward, reward_stub, "RewardService", reward_pb2.GetStatusRequest()
-        )
-        if status is not None:
+    async def _query_reward(self) -> None:
+        request = reward_pb2.GetStatusRequest()
+        if status := await _status(self._reward, reward_stub, "RewardService", request):
             self._note_waits("reward", status)
             lost = status.statistics.get("reward/prompts_lost", 0.0)
-            self.seen.most_lost = max(self.seen.most_lost, abs(lost))
+            self.most_lost = max(self.most_lost, abs(lost))
 
-    async def _ask_trainer_and_fleet(self) -> None:
-        status = await _ask(
-            self._trainer, trainer_stub, "TrainerService", trainer_pb2.GetStatusRequest()
-        )
+    async def _query_trainer_and_fleet(self) -> None:
+        request = trainer_pb2.GetStatusRequest()
+        status = await _status(self._trainer, trainer_stub, "TrainerService", request)
         if status is None:
             return
         self._note_waits("trainer", status)
         serving = [one.replica for one in status.replicas if one.state == "serving"]
-        self.seen.serving = len(serving)
+        self.serving = len(serving)
         async with asyncio.TaskGroup() as tasks:
             for replica in serving:
-                tasks.create_task(self._ask_replica(status.instance_id, replica))
+                tasks.create_task(self._query_replica(status.instance_id, replica))
 
-    async def _ask_replica(self, trainer: str, replica: Any) -> None:  # noqa: ANN401 - untyped
+    async def _query_replica(self, trainer: str, replica: Any) -> None:  # noqa: ANN401 - untyped
         request = rollout_pb2.GetStatusRequest(without_engine=True)
-        status = await _ask(replica.address, rollout_stub, "RolloutService", request)
-        if status is None:
-            return
-        self._note_waits(status.name, status)
-        if status.instance_id == replica.instance_id and status.weight_digest:
-            reading = (trainer, status.policy_version, status.name, status.weight_digest)
-            self.seen.digests.add(DigestReading(*reading))
+        if status := await _status(replica.address, rollout_stub, "RolloutService", request):
+            self._note_waits(status.name, status)
+            if status.instance_id == replica.instance_id and status.weight_digest:
+                self.digests[trainer, status.policy_version].add(status.weight_digest)
 
     def _note_waits(self, service: str, status: Any) -> None:  # noqa: ANN401 - any status
         now_s = time.monotonic()
-        self.seen.waits.extend(
+        self.waits.extend(
             ObservedWait(now_s, service, wait.peer, wait.phase, wait.seconds)
             for wait in wait_report_from_proto(status.wait_report).waits
         )
 
 
-async def _ask(
+async def _status(
     address: str,
     stub: Any,  # noqa: ANN401 - stubs of three services
     service: str,
@@ -191,20 +171,52 @@ async def _ask(
             return None
 
 
-class _Tail:
-    """Whole lines of a file that grows."""
+class Witness:
+    """A client that submits prompts, and those again whose outcome it does not know.
 
-    def __init__(self, file: Path) -> None:
-        self._file, self._offset = file, 0
+    Args:
+        address: of the reward service.
+        rows: of the data set; their prompts are submitted.
 
-    def lines(self) -> list[str]:
-        """Return those since the last time."""
-        try:
-            with self._file.open("rb") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except OSError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode(errors="replace").split("\n")[:-1]
+    Attributes:
+        accepted: ids with a receipt.
+        refused: ids that were refused.
+    """
+
+    def __init__(self, address: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._address, self._rows = address, rows
+        self.accepted: set[str] = set()
+        self.refused: set[str] = set()
+        self._open: dict[str, NewPrompt] = {}
+        self._count = 0
+
+    async def run(self) -> None:
+        """Submit until cancelled; call a service that is away again."""
+        while True:
+            if len(self._open) < _MOST_OPEN:
+                self._add_prompt()
+            with suppress(SluiceError, TimeoutError):
+                async with asyncio.timeout(_SESSION_S):
+                    await self._submit()
+            await asyncio.sleep(_PAUSE_S)
+
+    def _add_prompt(self) -> None:
+        self._count += 1
+        row, name = self._rows[self._count % len(self._rows)], f"witness-{self._count}"
+        turn = ChatMessage("user", row["prompt"][-1]["content"])
+        answer = row["reward_model"]["ground_truth"]
+        self._open[name] = NewPrompt(name, (turn,), row["data_source"], answer)
+
+    async def _submit(self) -> None:
+        policy = RetryPolicy(patience_s=0.0)  # each session is one call
+        async with (
+            AsyncClient(RunAddress(reward=self._address), policy=policy) as client,
+            aclosing(client.submit(list(self._open.values()))) as events,
+        ):
+            async for event in events:
+                if event.event == "accepted":
+                    self.accepted.add(event.prompt_id)
+                    continue
+                del self._open[event.prompt_id]
+                if event.event == "refused":
+                    self.refused.add(event.prompt_id)

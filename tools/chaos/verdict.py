@@ -1,191 +1,244 @@
-"""The result of a run under chaos: one object for machines, one table for people."""
+"""What is left of a run under chaos: prompts, digests, waits, throughput; and the report.
+
+The dumps of train batches (`trainer.rollout_data_dir`) show what was trained: a step that is
+trained again replaces its dump. The ledger shows the reward service's own view.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+import sqlite3
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from pathlib import Path
 
-from rich.table import Table
+from sluice.config.schema.service import ServiceConfig
 
-from tools.chaos.bookkeeping import AccountingVerdict
-from tools.chaos.injection import Injected
-from tools.chaos.late_waits import LateWait
-from tools.chaos.recovery import Yield, longest_pause_s, percentile, recovery_s, tokens_per_s
-from tools.chaos.schedule import FaultKind
-
-if TYPE_CHECKING:
-    from rich.console import Console
+TRAINED = "trained"
+# A look takes a second, a busy machine some more.
+_GRACE_S = 10.0
+_BUCKETS = 3  # of a small model: one of weights, two that frame them
+_FULL_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Monotonic seconds: calm steps, then faults, then the end of watching."""
+class Dump:
+    """Prompts of a step's batch, and when it was written (seconds since the epoch)."""
 
-    calm_from_s: float
-    faults_from_s: float
-    end_s: float
-    window_s: float
+    step: int
+    written_s: float
+    prompt_ids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """All that was found."""
+class TrainerRestart:
+    """A trainer that began with the weights after `step`, at so many seconds since the epoch."""
 
-    injected: Sequence[Injected]
-    steps_s: Sequence[float]
-    groups: Sequence[Yield]
-    times: Times
-    accounting: AccountingVerdict
-    lost_by_service: float
-    digest_mismatches: Sequence[tuple[str, int]]
-    late: Sequence[LateWait]
-    exit_code: int
-    failure: str
-    final_accuracy: float | None
-    starts: Mapping[str, int]
-    tracebacks: Mapping[str, int]
-    client_prompts: Mapping[str, int]
-
-    @property
-    def prompts_lost(self) -> int:
-        """Prompts lost by the accounting, and by the service's own count."""
-        return len(self.accounting.lost) + int(self.lost_by_service)
-
-    @property
-    def full_rate(self) -> float:
-        """Tokens a second before all faults."""
-        return tokens_per_s(self.groups, self.times.calm_from_s, self.times.faults_from_s)
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether everything that has to be zero is."""
-        wrong = (
-            self.prompts_lost,
-            len(self.accounting.doubled),
-            len(self.digest_mismatches),
-            len(self.late),
-            self.exit_code,
-            self.failure,
-        )
-        return not any(wrong)
-
-    def recoveries(self) -> list[tuple[FaultKind, float | None]]:
-        """Return seconds to full throughput of each fault that was injected, in their order."""
-        times = self.times
-        return [
-            (
-                one.fault.kind,
-                recovery_s(
-                    self.groups,
-                    one.at_s,
-                    full_rate=self.full_rate,
-                    window_s=times.window_s,
-                    end_s=times.end_s,
-                ),
-            )
-            for one in self.injected
-            if not one.skipped
-        ]
+    at_s: float
+    step: int
 
 
-def json_report(findings: Findings, *, minutes: float, seed: int) -> dict[str, object]:
-    """Return the last line of the output."""
-    recoveries = findings.recoveries()
-    known = [seconds for _, seconds in recoveries if seconds is not None]
+@dataclass(frozen=True, slots=True)
+class LedgerView:
+    """`ended` holds clients' prompts that ended: how, and in which step."""
+
+    pending: frozenset[str]
+    ended: Mapping[str, tuple[str, int | None]]
+
+
+def read_dumps(folder: Path) -> list[Dump]:
+    """Read all whole dumps."""
+    found = []
+    for file in folder.glob("[0-9]*.jsonl"):
+        # Not splitlines: answers hold other characters that end lines.
+        rows = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line]
+        ids = frozenset(row["uid"] for row in rows)
+        found.append(Dump(int(file.stem), file.stat().st_mtime, ids))
+    return found
+
+
+def read_ledger(file: Path) -> LedgerView:
+    """Read the ledger of a reward service that has ended."""
+    with closing(sqlite3.connect(file)) as database:
+        pending = database.execute("SELECT prompt_id FROM pending").fetchall()
+        ended = database.execute("SELECT prompt_id, prompt_end, step FROM ended").fetchall()
+    return LedgerView(
+        frozenset(prompt_id for (prompt_id,) in pending),
+        {prompt_id: (how, step) for prompt_id, how, step in ended},
+    )
+
+
+def surviving_steps(
+    dumps: Iterable[Dump], restarts: Sequence[TrainerRestart], last_step: int
+) -> dict[int, frozenset[str]]:
+    """Return prompts by step, of batches that are in the final weights.
+
+    A batch is not if the trainer began again before its step after the dump was written.
+    """
     return {
-        "minutes": minutes,
-        "seed": seed,
-        "faults": dict(sorted(Counter(str(kind) for kind, _ in recoveries).items())),
-        "skipped": _skipped(findings.injected),
-        "prompts_lost": findings.prompts_lost,
-        "prompts_doubled": len(findings.accounting.doubled),
-        "digest_mismatches": len(findings.digest_mismatches),
-        "late_waits": len(findings.late),
-        "recovery_s": {
-            "p50": _rounded(percentile(known, 0.5)),
-            "p95": _rounded(percentile(known, 0.95)),
-            "not_seen": len(recoveries) - len(known),
-        },
-        "trainer_stall_s": _rounded(_stall_s(findings)),
-        "tokens_per_s_before": _rounded(findings.full_rate),
-        "final_accuracy": findings.final_accuracy,
-        "steps_trained": len(findings.steps_s),
-        "steps_without_dump": findings.accounting.unseen_steps,
-        "client_prompts": dict(findings.client_prompts),
-        "starts": dict(sorted(findings.starts.items())),
-        "tracebacks": dict(findings.tracebacks),
-        "exit_code": findings.exit_code,
-        "failure": findings.failure,
+        dump.step: dump.prompt_ids
+        for dump in dumps
+        if dump.step <= last_step
+        and not any(r.at_s > dump.written_s and r.step < dump.step for r in restarts)
     }
 
 
-def print_tables(findings: Findings, console: Console) -> None:
-    """Print faults by kind with recoveries, then what has to be zero, with examples."""
-    by_kind: dict[FaultKind, list[float | None]] = {}
-    for kind, seconds in findings.recoveries():
-        by_kind.setdefault(kind, []).append(seconds)
-    faults = Table("fault", "injected", "s to 95 % (median)", "worst", "not seen before the end")
-    for kind in sorted(by_kind):
-        known = [seconds for seconds in by_kind[kind] if seconds is not None]
-        faults.add_row(
-            kind,
-            str(len(by_kind[kind])),
-            _shown(percentile(known, 0.5)),
-            _shown(percentile(known, 1.0)),
-            str(len(by_kind[kind]) - len(known)),
-        )
-    console.print(faults)
-    for name, why in _skipped(findings.injected).items():
-        console.print(f"skipped {name}: {why}", markup=False, highlight=False)
-    zeros = Table("has to be 0", "found", "examples")
-    for name, count, examples in _zeros(findings):
-        zeros.add_row(name, str(count), "; ".join(examples[:3]))
-    zeros.add_row("exit code", str(findings.exit_code), findings.failure)
-    console.print(zeros)
-    console.print(f"longest time without a step: {_stall_s(findings):.1f} s", highlight=False)
+def lost_prompts(
+    surviving: Mapping[int, Collection[str]],
+    ledger: LedgerView,
+    accepted: Collection[str],
+    last_step: int,
+) -> dict[str, str]:
+    """Return the ids of lost prompts, each with what is wrong.
+
+    Args:
+        surviving: prompts by step, as `surviving_steps` gives them.
+        ledger: after the end.
+        accepted: prompts that a client holds a receipt of.
+        last_step: of the run.
+    """
+    lost = {
+        prompt_id: "accepted, and neither ended nor pending"
+        for prompt_id in accepted
+        if prompt_id not in ledger.ended and prompt_id not in ledger.pending
+    }
+    for prompt_id, (how, step) in ledger.ended.items():
+        if how != TRAINED or step is None:
+            continue
+        # A step without a dump accuses no prompt.
+        if step > last_step or prompt_id not in surviving.get(step, (prompt_id,)):
+            lost[prompt_id] = f"recorded as trained in step {step}, whose weights did not survive"
+    return lost
 
 
-def _zeros(findings: Findings) -> list[tuple[str, int, list[str]]]:
-    accounting = findings.accounting
-    late = [
-        f"{one.wait.service} for {one.wait.peer} ({one.wait.phase}) "
-        f"{one.wait.seconds:.0f} s of {one.allowed_s:.0f}"
-        for one in findings.late
-    ]
-    return [
-        ("prompts lost", findings.prompts_lost, _reported(accounting.lost)),
-        ("prompts trained twice", len(accounting.doubled), _reported(accounting.doubled)),
-        (
-            "digests that differ",
-            len(findings.digest_mismatches),
-            [f"version {version}" for _, version in findings.digest_mismatches],
-        ),
-        ("waits past their deadline", len(late), late),
-    ]
+def doubled_prompts(surviving: Mapping[int, Collection[str]], ledger: LedgerView) -> dict[str, str]:
+    """Return the ids of prompts that count twice, each with what is wrong."""
+    steps_of: dict[str, list[int]] = {}
+    for step, prompt_ids in sorted(surviving.items()):
+        for prompt_id in prompt_ids:
+            steps_of.setdefault(prompt_id, []).append(step)
+    doubled = {}
+    for prompt_id, steps in steps_of.items():
+        if len(steps) > 1:
+            doubled[prompt_id] = f"trained in steps {steps}"
+        elif prompt_id in ledger.pending:
+            doubled[prompt_id] = f"trained in step {steps[0]}, and pending"
+    return doubled
 
 
-def _reported(found: Mapping[str, str]) -> list[str]:
-    return [f"{prompt_id}: {what}" for prompt_id, what in found.items()]
+@dataclass(frozen=True, slots=True)
+class ObservedWait:
+    """A wait as a service reported it at `at_s`."""
+
+    at_s: float
+    service: str
+    peer: str
+    phase: str
+    seconds: float
 
 
-def _skipped(injected: Sequence[Injected]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
-    for one in injected:
-        if one.skipped:
-            found.setdefault(str(one.fault.kind), []).append(one.skipped)
-    return {kind: f"{len(why)} times: {why[0]}" for kind, why in sorted(found.items())}
+def late_waits(
+    seen: Iterable[ObservedWait],
+    service: ServiceConfig,
+    stopped: Sequence[tuple[str, float, float]],
+) -> list[str]:
+    """Return one text for each wait that exceeded the deadline of its phase.
+
+    Args:
+        seen: all looks.
+        service: has the deadlines; a phase without one has to end with the longest of them.
+        stopped: service, from, to (the clock of `seen`): a stopped process sees no deadline.
+    """
+    reward, weights, trainer = service.reward, service.weights, service.trainer
+    longest_s = max(
+        trainer.batch_timeout_s, trainer.replica_wait_timeout_s, reward.generate_timeout_s
+    )
+    limits_s = {
+        "generating": reward.stall_timeout_s,
+        "joining epoch": weights.timeout_s,
+        "staging version": _BUCKETS * weights.timeout_s,
+        "committing version": 2 * weights.timeout_s,
+        "aborting epoch": weights.timeout_s,
+        "answering a probe": weights.probe_timeout_s,
+        "leaving a failed epoch": weights.timeout_s,
+        "sending a heartbeat": 3.0,
+        "registering a replica": 16.0,
+        "committing changes": 60.0,
+    }
+    worst: dict[tuple[str, str, str, int], tuple[float, str]] = {}
+    for wait in seen:
+        began_s = wait.at_s - wait.seconds
+        own = [(a, b) for name, a, b in stopped if name == wait.service]
+        asleep_s = sum(max(0.0, min(b, wait.at_s) - max(a, began_s)) for a, b in own)
+        allowed_s = limits_s.get(wait.phase.rstrip("0123456789 "), longest_s)
+        if wait.seconds - asleep_s > allowed_s + _GRACE_S:
+            # Looks at one wait agree about its beginning to a second or two, and its phase may
+            # hold counts.
+            phase = re.sub(r"\d+", "", wait.phase)
+            key = (wait.service, wait.peer, phase, round(began_s / 5))
+            text = f"{wait.service} for {wait.peer} ({wait.phase}) {wait.seconds:.0f} s of "
+            worst[key] = max(worst.get(key, (0.0, "")), (wait.seconds, f"{text}{allowed_s:.0f}"))
+    return [text for _, text in worst.values()]
 
 
-def _stall_s(findings: Findings) -> float:
-    times = findings.times
-    return longest_pause_s(findings.steps_s, times.faults_from_s, times.end_s)
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """Response tokens of a group that ended: when it was seen, and how many."""
+
+    at_s: float
+    tokens: float
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 1)
+def tokens_per_s(yields: Sequence[Yield], from_s: float, to_s: float) -> float:
+    """Return tokens a second of what ended in ``[from_s, to_s)``; `yields` in order of time."""
+    times = [each.at_s for each in yields]
+    within = yields[bisect_left(times, from_s) : bisect_left(times, to_s)]
+    return math.fsum(each.tokens for each in within) / (to_s - from_s)
 
 
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def recovery_s(
+    yields: Sequence[Yield], fault_s: float, *, full_rate: float, window_s: float, end_s: float
+) -> float | None:
+    """Return the seconds from a fault to the first window with 95 % of `full_rate`.
+
+    0: nothing was lost. It includes faults that happen meanwhile, so it is an upper bound. None: no
+    such window before `end_s`.
+    """
+    for start_s in (fault_s, *(each.at_s for each in yields if each.at_s > fault_s)):
+        if start_s + window_s > end_s:
+            return None
+        if tokens_per_s(yields, start_s, start_s + window_s) >= _FULL_SHARE * full_rate:
+            return start_s - fault_s
+    return None
+
+
+def longest_pause_s(steps_s: Sequence[float], from_s: float, end_s: float) -> float:
+    """Return the longest time without the end of a step."""
+    inside = [at_s for at_s in steps_s if from_s < at_s < end_s]
+    return max(later - earlier for earlier, later in pairwise([from_s, *inside, end_s]))
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Return the nearest-rank percentile; None without values."""
+    if not values:
+        return None
+    return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 1)
+
+
+def recoveries_by_kind(
+    recoveries: Sequence[tuple[str, float | None]],
+) -> list[tuple[str, ...]]:
+    """Return rows of a table: kind, faults, median and worst seconds, faults without recovery."""
+    counts = Counter(kind for kind, _ in recoveries)
+    rows = []
+    for kind, count in sorted(counts.items()):
+        known = [seconds for one, seconds in recoveries if one == kind and seconds is not None]
+        figures = (str(percentile(known, share) or 0.0) if known else "-" for share in (0.5, 1.0))
+        rows.append((kind, str(count), *figures, str(count - len(known))))
+    return rows

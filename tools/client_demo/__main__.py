@@ -15,22 +15,15 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.async_client import AsyncClient
-from sluice.client.run_address import address_of_run
-from sluice.client.run_monitor import RunMonitor
-from sluice.config.addresses import peer_address
+from sluice.client.run_address import address_of_run, locate_run
 from sluice.config.run import RunConfig
-from sluice.errors import SluiceError
-from sluice.rpc.client import open_channel, trainer_stub, unary_call
-from tools.chaos.launched_run import LaunchedRun, launched_run
-from tools.chaos.preparation import SIZES, prepare_run
 from tools.client_demo.clients import (
     NODE,
     NODE_PACKAGES,
@@ -40,25 +33,21 @@ from tools.client_demo.clients import (
     fairness,
     percentiles,
 )
+from tools.launched_run import SHORT_DEADLINES, SIZES, LaunchedRun, launched_run, prepare_run
 from tools.phases import say
 
-_SHOWN_ERRORS = 5
+_SHOWN_ERRORS, _HEIR = 5, "-heir"
 _POLL_S, _WAIT_S, _HOLD_S = 0.2, 180.0, 60.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the demo; return 0 if nothing was lost, and training continued."""
+    """Run the demo; return 1 if an answer is missing or doubled, or training stood still."""
     options = _parse(arguments)
     with tempfile.TemporaryDirectory(prefix="sluice-clients-") as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         report = asyncio.run(_demo(folder, options))
     sys.stdout.write(json.dumps(report) + "\n")
-    return exit_code(report)
-
-
-def exit_code(report: Mapping[str, object]) -> int:
-    """Return 1 if an answer is missing or doubled, a slot stays busy, or training stood still."""
     wrong = ("lost", "failed", "answered_twice", "slots_left", "run_exit_code")
     training = report["training_steps_per_minute"]
     assert isinstance(training, Mapping)
@@ -94,38 +83,38 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 async def _demo(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     began_s = time.monotonic()
-    base = SIZES[options.run]
-    overrides = (
-        *base.overrides,
-        "trainer.save_freq=-1",
-        f"actor_rollout_ref.rollout.max_num_seqs={options.slots}",
-        # Replicas refuse calls beyond so many waiting samples.
-        f"sluice.rollout.max_queued={options.max_queued}",
-    )
     say("making model and data")
-    size = replace(base, overrides=overrides)
-    config, file = prepare_run(folder, size, seed=options.seed, host="127.0.0.1")
-    async with launched_run(config, file, None) as launched:
-        await _until_training(launched)
-        before = await _pace(launched, options.calm)
+    config, file = prepare_run(
+        folder,
+        SIZES[options.run],
+        (
+            *SHORT_DEADLINES,
+            "sluice.rollout.replicas=2",
+            "trainer.save_freq=-1",
+            f"actor_rollout_ref.rollout.max_num_seqs={options.slots}",
+            # Replicas refuse calls beyond so many waiting samples.
+            f"sluice.rollout.max_queued={options.max_queued}",
+        ),
+        seed=options.seed,
+    )
+    with launched_run(config, file) as run:
+        await run.until_training(3, 2, _WAIT_S)
+        before = await _pace(run, asyncio.sleep(options.calm))
         say(f"training alone: {before:.1f} steps a minute")
-        trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
         task = {
-            "run": str(launched.run_dir),
-            "trainer": trainer,
+            "run": str(run.run_dir),
+            "trainer": locate_run(run.run_dir).trainer,
             "concurrency": options.concurrency,
             "max_tokens": options.max_tokens,
             "deadline_s": options.deadline,
-            "patience_s": options.deadline,
         }
-        step, clients_from_s = await _step(launched), time.monotonic()
-        clients = await _run_clients(_plan(config, options), task)
+        clients, clients_from_s = _plan(config, options), time.monotonic()
+        during = await _pace(run, _run_clients(clients, task))
         seconds = time.monotonic() - clients_from_s
-        during = 60 * (await _step(launched) - step) / seconds
         say(f"with clients: {during:.1f} steps a minute")
-        slots_left = await _slots_left(launched)
-        after = await _pace(launched, options.calm)
-        code = await _stop(launched)
+        slots_left = await _slots_left(run)
+        after = await _pace(run, asyncio.sleep(options.calm))
+        code = await run.stop("the clients are done")
     paces = {"before": before, "during": during, "after": after}
     return _report(clients, options) | {
         "slots_left": slots_left,
@@ -138,51 +127,45 @@ async def _demo(folder: Path, options: argparse.Namespace) -> dict[str, object]:
 
 def _plan(config: RunConfig, options: argparse.Namespace) -> list[Client]:
     """Give prompts to clients of alternating languages; spread those that vanish, also in time."""
-    files = config.data.train_files
-    names = [files] if isinstance(files, str) else files or []
-    rows = [row for name in names for row in pq.read_table(name, columns=["prompt"]).to_pylist()]
+    rows = pq.read_table(config.data.train_files, columns=["prompt"]).to_pylist()
     prompts = [(number, rows[number % len(rows)]["prompt"]) for number in range(options.prompts)]
-    languages, last = options.languages, options.clients - 1
-    vanish = [
-        min(place * options.clients // options.vanish + place % len(languages), last)
-        for place in range(options.vanish)
-    ]
+    languages, vanish = options.languages, options.vanish
+    # The n-th to vanish does so after n of `vanish` + 1 equal parts of its prompts.
+    order = {
+        min(n * options.clients // vanish + n % len(languages), options.clients - 1): n + 1
+        for n in range(vanish)
+    }
     clients = []
     for index in range(options.clients):
-        mine = prompts[index :: options.clients]
-        language = languages[index % len(languages)]
-        is_place = index in vanish
-        after = (vanish.index(index) + 1) * len(mine) // (options.vanish + 1) if is_place else None
+        mine, language = prompts[index :: options.clients], languages[index % len(languages)]
+        after = order[index] * len(mine) // (vanish + 1) if index in order else None
         clients.append(Client(f"{language}-{index}", language, mine, after))
     return clients
 
 
-async def _run_clients(clients: Sequence[Client], task: dict[str, object]) -> list[Client]:
-    """Run all to their end, and successors of those that vanished; return all of them."""
+async def _run_clients(clients: list[Client], task: dict[str, object]) -> None:
+    """Run all to their end, and successors of those that vanished, which are added to them."""
     ready = asyncio.Barrier(len(clients))
-    done: list[Client] = []
 
     async def run(client: Client) -> None:
         await client.run(task, ready)
-        done.append(client)
         left = client.left()
         if client.vanished and left:
             say(f"{client.name} has vanished with {len(client.under_way)} answers under way")
-            heir = Client(f"{client.name}-heir", client.language, left)
+            heir = Client(f"{client.name}{_HEIR}", client.language, left)
             await heir.run(task)
-            done.append(heir)
+            clients.append(heir)
 
     async with asyncio.TaskGroup() as tasks:
-        for client in clients:
+        for client in list(clients):
             tasks.create_task(run(client), name=client.name)
-    return done
 
 
 def _report(clients: Sequence[Client], options: argparse.Namespace) -> dict[str, object]:
     for client in clients:
         for prompt, error in list(client.failed.items())[:_SHOWN_ERRORS]:
             say(f"{client.name}: prompt {prompt}: {error}")
-    first = [client for client in clients if not client.name.endswith("-heir")]
+    first = [client for client in clients if not client.name.endswith(_HEIR)]
     vanished = [client for client in clients if client.vanished]
     by_language = {
         language: [
@@ -216,78 +199,27 @@ def _report(clients: Sequence[Client], options: argparse.Namespace) -> dict[str,
     }
 
 
-def _monitor(run: LaunchedRun) -> RunMonitor:
-    address = address_of_run(run.run_dir)
-    assert address.trainer is not None
-    assert address.reward is not None
-    return RunMonitor(address.trainer, address.reward, credentials=address.credentials)
-
-
-async def _until_training(run: LaunchedRun, step: int = 3) -> None:
-    """Wait until so many steps are done and the replicas serve."""
-    ends_s, last = time.monotonic() + _WAIT_S, "no answer yet"
-    while True:
-        if run.up.returncode is not None:
-            raise RuntimeError(f"the run ended with {run.up.returncode} before step {step}")
-        if time.monotonic() > ends_s:
-            raise RuntimeError(f"no step {step} with all replicas within {_WAIT_S:g} s: {last}")
-        try:
-            async with _monitor(run) as monitor:
-                seen = await monitor.snapshot()
-        except SluiceError as error:  # it is starting
-            last = str(error)
-        else:
-            serving = sum(replica.state == "serving" for replica in seen.replicas)
-            if seen.step >= step and serving >= run.config.sluice.rollout.replicas:
-                return
-            last = f"step {seen.step}, {seen.phase}"
-        await asyncio.sleep(_POLL_S)
-
-
-async def _step(run: LaunchedRun) -> int:
-    async with _monitor(run) as monitor:
-        return (await monitor.snapshot()).step
-
-
-async def _pace(run: LaunchedRun, seconds: float) -> float:
-    """Measure training's own steps a minute for so long."""
-    before, began_s = await _step(run), time.monotonic()
-    await asyncio.sleep(seconds)
-    return 60 * (await _step(run) - before) / (time.monotonic() - began_s)
-
-
-async def _busy(run: LaunchedRun) -> int:
-    async with _monitor(run) as monitor:
-        replicas = [each.address for each in (await monitor.snapshot()).replicas]
-    address = address_of_run(run.run_dir)
-    alone = type(address)(replicas=tuple(replicas), credentials=address.credentials)
-    async with AsyncClient(alone) as client:
-        return sum(replica.slots_busy for replica in await client.replicas())
+async def _pace(run: LaunchedRun, work: Awaitable[None]) -> float:
+    """Return training's own steps a minute while `work` is done."""
+    async with run.monitor() as monitor:
+        before, began_s = (await monitor.snapshot()).step, time.monotonic()
+        await work
+        steps = (await monitor.snapshot()).step - before
+    return 60 * steps / (time.monotonic() - began_s)
 
 
 async def _slots_left(run: LaunchedRun) -> int:
-    """Return samples in engines or waiting for one, while training is held and satisfied."""
-    async with _monitor(run) as monitor, monitor.held(_HOLD_S):
-        ends_s, busy = time.monotonic() + _HOLD_S, await _busy(run)
-        while busy and time.monotonic() < ends_s:
-            await asyncio.sleep(_POLL_S)
-            busy = await _busy(run)
-        return busy
-
-
-async def _stop(run: LaunchedRun) -> int:
-    """End the run as at its last step; return the launcher's exit code."""
-    address = address_of_run(run.run_dir)
-    assert address.trainer is not None
-    async with open_channel(address.trainer, max_message_bytes=1 << 20) as channel:
-        await unary_call(
-            trainer_stub(channel).Stop,
-            trainer_pb2.StopRequest(reason="the clients are done"),
-            name="TrainerService/Stop",
-            peer="trainer",
-            phase="asking it to stop",
-        )
-    return await run.ended()
+    """Return samples in engines or waiting for one, while training is paused and satisfied."""
+    async with run.monitor() as monitor, monitor.held(_HOLD_S) as seen:
+        replicas = tuple(one.address for one in seen.replicas)
+        address = replace(address_of_run(run.run_dir), replicas=replicas)
+        ends_s = time.monotonic() + _HOLD_S
+        async with AsyncClient(address) as client:
+            while True:
+                busy = sum(replica.slots_busy for replica in await client.replicas())
+                if not busy or time.monotonic() > ends_s:
+                    return busy
+                await asyncio.sleep(_POLL_S)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 //
 // Input and output as of python_client.py. Replicas are those that the trainer says serve; a request
 // goes to the one with the smallest share of this client's own samples, a refused or broken one is
-// tried again with a growing wait, and a failure of another kind is told with its kind.
+// tried again with a growing wait, and a failure of another kind is reported with its kind.
 
 import { createRequire } from "node:module";
 import { createInterface } from "node:readline";
@@ -87,9 +87,9 @@ async function attempt(fleet, address, request, deadline, metadata, onToken) {
     for await (const message of call) {
       if (message.deltas.length) onToken();
       for (const ended of message.rollouts) {
-        const drawn = ended.token_ids_u32.length / 4;
-        if (ended.behavior_logprobs_f32.length / 4 !== drawn) throw new Error("logprobs are missing");
-        if (ended.finish_reason !== "FINISH_REASON_ABORTED") tokens = drawn;
+        const sampled = ended.token_ids_u32.length / 4;
+        if (ended.behavior_logprobs_f32.length / 4 !== sampled) throw new Error("logprobs are missing");
+        if (ended.finish_reason !== "FINISH_REASON_ABORTED") tokens = sampled;
       }
     }
   } finally {

@@ -1,10 +1,10 @@
 """A client of the demo in Python, through the SDK: `python -m tools.client_demo.python_client`.
 
-Its first line of input says what to do (a JSON object: run, name, concurrency, max_tokens,
-patience_s, deadline_s, vanish_after, prompts); it answers ``{"ready": true}`` and begins with the
-second line. Then it prints a line for each prompt's first token (``began``), end (``done``) or
-failure (``failed``). One that is to vanish stops itself when a prompt has begun after
-`vanish_after` answers, and the demo kills it there. The client in Node keeps the same rules.
+Its first line of input is its task (a JSON object: run, name, concurrency, max_tokens, deadline_s,
+vanish_after, prompts); it answers ``{"ready": true}`` and begins with the second line. Then it
+prints a line for each prompt's first token (``began``), end (``done``) or failure (``failed``). A
+client that is to vanish stops itself when a prompt has begun after `vanish_after` answers, and the
+demo kills it there. The client in Node follows the same rules.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def main() -> None:
     """Ask all prompts, `concurrency` of them at a time."""
     task: dict[str, Any] = json.loads(await asyncio.to_thread(sys.stdin.readline))
     task["answered"] = 0
-    policy = RetryPolicy(patience_s=task["patience_s"])
+    policy = RetryPolicy(patience_s=task["deadline_s"])
     async with AsyncClient.connect(task["run"], name=task["name"], policy=policy) as client:
         await client.replicas()
         _notify(ready=True)

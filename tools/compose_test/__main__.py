@@ -11,7 +11,6 @@ that. Needs Python and Docker, and no package.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -20,9 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tools.commands import CommandError
+from tools.commands import CommandError, free_port
 from tools.compose_test.base_image import NoBaseImageError
 from tools.compose_test.engine import NoEngineError, engine
 from tools.compose_test.images import (
@@ -35,14 +32,13 @@ from tools.compose_test.images import (
 from tools.compose_test.overlays import (
     PROMETHEUS_STAND_IN,
     OverlayRun,
-    free_port,
     prometheus_stand_in,
     remove_stand_in,
 )
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.run_record import read_metrics
-from tools.compose_test.scenario import RUN, TARGET_ACCURACY, Scenario
-from tools.phases import PhaseError, Phases, say
+from tools.compose_test.scenario import RUN, Scenario
+from tools.phases import PhaseError, Phases, conclude, say
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"
@@ -66,19 +62,12 @@ def main(arguments: Sequence[str]) -> int:
             with phases.phase("engine"):
                 say(f"engine: {stack.enter_context(engine(scratch / 'dockerd.log'))}")
         except NoEngineError as error:
-            return _without_engine(error)
+            say(f"NO DOCKER ENGINE: {error}")
+            if os.environ.get(SKIP_VARIABLE) == "1":
+                return conclude({"skipped": str(error)}, [])
+            return conclude({"error": str(error)}, [str(error)])
         work = _quickstart if options.quickstart else _test
         return work(options, phases, scratch)
-
-
-def _without_engine(error: NoEngineError) -> int:
-    say(f"NO DOCKER ENGINE: {error}")
-    if os.environ.get(SKIP_VARIABLE) == "1":
-        say(f"skipped, as {SKIP_VARIABLE}=1 says")
-        _print_last({"skipped": str(error)})
-        return 0
-    _print_last({"error": str(error)})
-    return 1
 
 
 def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
@@ -110,7 +99,7 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
     )
     variables = {"SLUICE_SETTINGS": " ".join(settings), "SLUICE_TAG": TAG}
     problems: list[str] = []
-    scenario = overlays = None
+    report: dict[str, object] = {"phases": phases.seconds}
     try:
         name = f"sluice-test-{os.getpid()}"
         project = Project(ROOT, name, variables, [_network(scratch / "main.yaml", _SUBNET)])
@@ -119,24 +108,29 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
             rebuild(project, phases)
             check_reward_image()
             scenario = Scenario(project, phases, options.patience)
-            with _taken_down(project, phases, keep=options.keep):
-                _drive(scenario)
+            try:
+                with _taken_down(project, phases, keep=options.keep):
+                    _drive(scenario)
+            finally:
+                report |= scenario.outcome.report()
             problems += scenario.outcome.problems(_KILLED, _COUNTS)
         network = _network(scratch / "overlays.yaml", _OVERLAYS_SUBNET)
-        overlays = _overlay_run(phases.named("overlays"), variables, network, options.patience)
-        with _taken_down(overlays.project, overlays.phases, keep=options.keep):
+        project, overlays = _overlay_run(phases, variables, network, options.patience)
+        with _taken_down(project, phases, keep=options.keep):
             overlays.run()
         problems += overlays.problems()
+        report |= {
+            "strangers_told": overlays.answers,
+            "page_told": overlays.page_answers,
+            "scraped": overlays.targets,
+        }
     except _FAILURES as error:
         problems.append(str(error))
     finally:
         if not options.keep:
             remove_images()
             remove_stand_in()
-    for problem in problems:
-        say(f"FAILED: {problem}")
-    _print_last(_report(phases, scenario, overlays, problems))
-    return 1 if problems else 0
+    return conclude(report, problems)
 
 
 def _network(file: Path, subnet: str) -> Path:
@@ -154,17 +148,17 @@ def _taken_down(project: Project, phases: Phases, *, keep: bool) -> Iterator[Non
         yield
     except _FAILURES:
         for service in ("trainer", "reward", "rollout"):
-            say(project.logs(service, 12))
+            say(project.run("logs", "--no-color", "--tail=12", service))
         raise
     finally:
         if not keep:
-            with phases.phase("down"):
+            with phases.phase(f"{project.name}: down"):
                 project.down()
 
 
 def _overlay_run(
     phases: Phases, variables: dict[str, str], network: Path, patience_s: float
-) -> OverlayRun:
+) -> tuple[Project, OverlayRun]:
     has_prometheus = prometheus_stand_in(BASE_IMAGE)
     page_port, prometheus_port = free_port(), free_port() if has_prometheus else None
     say("Prometheus: " + ("this machine's own" if has_prometheus else "none here, so it is left"))
@@ -175,8 +169,8 @@ def _overlay_run(
     files = [ROOT / f"compose.{name}.yaml" for name in ("secure", "dashboard", "observability")]
     name = f"sluice-overlays-{os.getpid()}"
     project = Project(ROOT, name, variables | further, [*files, network])
-    scenario = Scenario(project, phases, patience_s)
-    return OverlayRun(
+    scenario = Scenario(project, phases, patience_s, "overlays: ")
+    return project, OverlayRun(
         project, phases, scenario, page_port=page_port, prometheus_port=prometheus_port
     )
 
@@ -189,35 +183,6 @@ def _drive(scenario: Scenario) -> None:
     for service in _KILLED:
         scenario.kill(service, _COUNTS[-1])
     scenario.finish()
-
-
-def _report(
-    phases: Phases, scenario: Scenario | None, overlays: OverlayRun | None, problems: list[str]
-) -> dict[str, object]:
-    report: dict[str, object] = {"phases": phases.seconds}
-    if scenario is not None:
-        found = scenario.outcome
-        accuracy = found.accuracy
-        report |= {
-            "target_reached": accuracy is not None and accuracy >= TARGET_ACCURACY,
-            "scaled": found.scaled,
-            "killed_and_recovered": found.recovered,
-            "prompts_lost": found.prompts_lost,
-            "final_accuracy": accuracy,
-            "steps": found.steps,
-            "exit_codes": found.exit_codes,
-        }
-    if overlays is not None:
-        report |= {
-            "strangers_told": overlays.answers,
-            "page_told": overlays.page_answers,
-            "scraped": overlays.targets,
-        }
-    return {**report, "problems": problems, "passed": not problems}
-
-
-def _print_last(report: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(report) + "\n")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

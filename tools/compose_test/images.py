@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +12,6 @@ from pathlib import Path
 from tools.commands import CommandError, output_of, succeeds
 from tools.compose_test.base_image import base_image
 from tools.compose_test.project import TAG, Project
-from tools.compose_test.wheelhouse import cpu_torch
 from tools.phases import Phases, say
 
 BASE_IMAGE = "python:3.11-slim"
@@ -27,7 +29,7 @@ def build(project: Project, phases: Phases) -> None:
         CommandError, NoBaseImageError: it failed.
     """
     with phases.phase("base image"):
-        say(f"{BASE_IMAGE}: {base_image(BASE_IMAGE)}; torch: {cpu_torch(project.folder)}")
+        say(f"{BASE_IMAGE}: {base_image(BASE_IMAGE)}; torch: {_cpu_torch(project.folder)}")
     with phases.phase("build"):
         project.run("build", timeout_s=_BUILD_S)
 
@@ -39,15 +41,15 @@ def rebuild(project: Project, phases: Phases) -> None:
         CommandError: it failed, or more than the last layers are others.
     """
     before = {name: _layers(name) for name in _IMAGES}
-    first = [_id(name) for name in _IMAGES]
     with phases.phase("build after a change of source"), _changed_source(project.folder):
         project.run("build", timeout_s=_BUILD_S)
-    if len({*first, *(_id(name) for name in _IMAGES)}) < 2 * len(_IMAGES):
+    after = {name: _layers(name) for name in _IMAGES}
+    if any(after[name][0] == before[name][0] for name in _IMAGES):
         raise CommandError("a change of source came into no image, or into one only")
     # By number: their tags are the second ones' by now.
-    succeeds("docker", "image", "rm", *first, timeout_s=_REMOVE_S)
+    succeeds("docker", "image", "rm", *(before[name][0] for name in _IMAGES), timeout_s=_REMOVE_S)
     for name in _IMAGES:
-        if _layers(name)[:-_SOURCE_LAYERS] != before[name][:-_SOURCE_LAYERS]:
+        if after[name][1:-_SOURCE_LAYERS] != before[name][1:-_SOURCE_LAYERS]:
             raise CommandError(f"{name}: a change of source renewed layers of packages")
 
 
@@ -67,16 +69,10 @@ def remove_images() -> None:
 
 
 def _layers(name: str) -> list[str]:
-    return _inspected(name, "{{range .RootFS.Layers}}{{.}} {{end}}").split()
-
-
-def _id(name: str) -> str:
-    return _inspected(name, "{{.Id}}").strip()
-
-
-def _inspected(name: str, form: str) -> str:
+    """Return an image's id, then its layers."""
+    form = "{{.Id}} {{range .RootFS.Layers}}{{.}} {{end}}"
     command = ("docker", "image", "inspect", "--format", form, f"{name}:{TAG}")
-    return output_of(*command, timeout_s=_LOOK_S)
+    return output_of(*command, timeout_s=_LOOK_S).split()
 
 
 @contextmanager
@@ -88,3 +84,22 @@ def _changed_source(folder: Path) -> Iterator[None]:
         yield
     finally:
         added.unlink(missing_ok=True)
+
+
+def _cpu_torch(root: Path) -> str:
+    """Put torch's CPU wheel into `wheelhouse/`, if pip's own find-links hold it.
+
+    Returns:
+        what the image will take.
+    """
+    pin = re.search(r"^torch==(\S+)$", (root / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    pattern = f"torch-{pin[1]}+cpu-*.whl" if pin else "torch-*+cpu-*.whl"
+    house = root / "wheelhouse"
+    if found := sorted(house.glob(pattern)):
+        return f"{found[0].name} of wheelhouse/"
+    for folder in os.environ.get("PIP_FIND_LINKS", "").split():
+        for wheel in sorted(Path(folder).glob(pattern)):
+            house.mkdir(exist_ok=True)
+            shutil.copyfile(wheel, house / wheel.name)
+            return f"{wheel.name}, copied to wheelhouse/"
+    return "pip's default build (for a small image put a CPU wheel into wheelhouse/)"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.client
 import shutil
-import socket
 import ssl
 import tempfile
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 from tools.commands import output_of, succeeds
@@ -55,7 +55,7 @@ class OverlayRun:
         page_port: int,
         prometheus_port: int | None,
     ) -> None:
-        self.project, self.phases, self._scenario = project, phases, scenario
+        self._project, self._phases, self._scenario = project, phases, scenario
         self._page_port, self._prometheus_port = page_port, prometheus_port
         self.answers: tuple[str, ...] = ()
         self.page_answers: tuple[int, ...] = ()
@@ -69,12 +69,12 @@ class OverlayRun:
         """
         tools = () if self._prometheus_port is None else (_PROMETHEUS,)
         self._scenario.start(_REPLICAS, "trainer", "reward", "rollout", *tools)
-        with self.phases.phase("strangers are refused"):
+        with self._phases.phase("overlays: strangers are refused"):
             self.answers = self._strangers_answers()
-        with self.phases.phase("the page asks for a token"):
+        with self._phases.phase("overlays: the page asks for a token"):
             self.page_answers = self._page_answers()
         if self._prometheus_port is not None:
-            with self.phases.phase("Prometheus scrapes all"):
+            with self._phases.phase("overlays: Prometheus scrapes all"):
                 self._scrape(PrometheusServer(self._prometheus_port))
 
     def problems(self) -> list[str]:
@@ -89,7 +89,7 @@ class OverlayRun:
     def _strangers_answers(self) -> tuple[str, ...]:
         """Return the reward service's answers to a container of the same network."""
         script = (Path(__file__).parent / "stranger.py").read_text(encoding="utf-8")
-        name = self.project.name
+        name = self._project.name
         volume = f"{name}_run:/runs:ro"
         # fmt: off
         text = output_of(
@@ -104,17 +104,13 @@ class OverlayRun:
         """Return the HTTP status of the page's data without a token, and with a client's."""
         certificates = f"{RUN}/certs"
         context = ssl.create_default_context(
-            cadata=self.project.read("trainer", f"{certificates}/ca.pem")
+            cadata=self._project.read("trainer", f"{certificates}/ca.pem")
         )
-        token = self.project.read("trainer", f"{certificates}/client.token").split()[-1]
-        bearer = {"Authorization": f"Bearer {token}"}
-        return tuple(self._page_status(headers, context) for headers in ({}, bearer))
-
-    def _page_status(self, headers: dict[str, str], context: ssl.SSLContext) -> int:
-        """Ask again while nothing answers: the page's process may still be starting."""
+        token = self._project.read("trainer", f"{certificates}/client.token").split()[-1]
         seen: list[int] = []
 
-        def answers() -> bool:
+        def add_answer(headers: dict[str, str]) -> bool:
+            """Call again while nothing answers: the page's process may still be starting."""
             # By the name that is in every certificate of `sluice certs`.
             page = http.client.HTTPSConnection(
                 "localhost", self._page_port, context=context, timeout=_ANSWER_S
@@ -122,10 +118,12 @@ class OverlayRun:
             with closing(page), suppress(OSError, http.client.HTTPException):
                 page.request("GET", _PAGE_DATA, headers=headers)
                 seen.append(page.getresponse().status)
-            return bool(seen)
+                return True
+            return False
 
-        until("an answer of the page", answers, timeout_s=_ANSWER_S, interval_s=2)
-        return seen[0]
+        for headers in ({}, {"Authorization": f"Bearer {token}"}):
+            until("an answer of the page", partial(add_answer, headers), timeout_s=_ANSWER_S)
+        return tuple(seen)
 
     def _scrape(self, server: PrometheusServer) -> None:
         def all_are_up() -> bool:
@@ -162,10 +160,3 @@ def prometheus_stand_in(base: str) -> bool:
 def remove_stand_in() -> None:
     """Remove its image."""
     succeeds("docker", "image", "rm", PROMETHEUS_STAND_IN, timeout_s=_ANSWER_S)
-
-
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -34,7 +34,7 @@ class ContainerState:
         return self.status == "running" and self.health == "healthy"
 
 
-def compose_client() -> tuple[str, ...]:
+def _client() -> tuple[str, ...]:
     """Return the words that a command of Compose begins with.
 
     Raises:
@@ -60,7 +60,8 @@ class Project:
         self, folder: Path, name: str, variables: dict[str, str], overlays: Sequence[Path] = ()
     ) -> None:
         self.folder, self.name = folder, name
-        self._client = compose_client()
+        self._client = _client()
+        self.client = " ".join(self._client)
         files = [str(folder / "compose.yaml"), *map(str, overlays)]
         self._files = [word for file in files for word in ("-f", file)]
         self._environment = {
@@ -71,11 +72,6 @@ class Project:
         }
         if _has_buildkit():
             self._environment["DOCKER_BUILDKIT"] = "1"
-
-    @property
-    def client(self) -> str:
-        """The client's name."""
-        return " ".join(self._client)
 
     def run(self, *arguments: str, timeout_s: float = _SHORT_S) -> str:
         """Run a command of Compose and return what it prints."""
@@ -96,11 +92,6 @@ class Project:
             cwd=self.folder,
             check=False,
         ).returncode
-
-    def scale(self, replicas: int) -> None:
-        """Start or stop replicas while the others keep running."""
-        wanted = f"rollout={replicas}"
-        self.run("up", "-d", "--no-build", "--no-recreate", "--scale", wanted, timeout_s=_SHORT_S)
 
     def containers(self, service: str | None = None) -> dict[str, ContainerState]:
         """Return state by id of all containers of a service, or of all services."""
@@ -134,10 +125,6 @@ class Project:
         """Return a text file as the first container of a service sees it."""
         container = next(iter(self.containers(service)), "")
         return output_of("docker", "exec", container, "cat", path, timeout_s=_SHORT_S)
-
-    def logs(self, service: str, lines: int) -> str:
-        """Return the last lines of a service."""
-        return self.run("logs", "--no-color", f"--tail={lines}", service)
 
     def down(self) -> None:
         """Take containers, network and volumes down."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,18 @@ class Outcome:
             found.append(f"exit codes: {self.exit_codes}")
         return found
 
+    def report(self) -> dict[str, object]:
+        """Return the outcome by the keys of the last line."""
+        return {
+            "target_reached": self.accuracy is not None and self.accuracy >= TARGET_ACCURACY,
+            "scaled": self.scaled,
+            "killed_and_recovered": self.recovered,
+            "prompts_lost": self.prompts_lost,
+            "final_accuracy": self.accuracy,
+            "steps": self.steps,
+            "exit_codes": self.exit_codes,
+        }
+
 
 class Scenario:
     """Drives one project.
@@ -54,27 +66,32 @@ class Scenario:
         project: built.
         phases: take the seconds.
         patience_s: most seconds for each wait.
+        prefix: of the names of the phases of `start`.
     """
 
-    def __init__(self, project: Project, phases: Phases, patience_s: float) -> None:
+    def __init__(
+        self, project: Project, phases: Phases, patience_s: float, prefix: str = ""
+    ) -> None:
         self._project, self._phases, self._patience_s = project, phases, patience_s
+        self._prefix = prefix
         self.outcome = Outcome()
 
     def start(self, replicas: int, *services: str) -> None:
         """Make the model and start these services, or all; return after the first step."""
-        with self._phases.phase("prepare and up"):
-            scale = f"rollout={replicas}"
-            self._project.run(
-                "up", "-d", "--no-build", "--scale", scale, *services, timeout_s=self._patience_s
-            )
-        with self._phases.phase("first step"):
+        with self._phases.phase(f"{self._prefix}prepare and up"):
+            self._up(replicas, *services)
+        with self._phases.phase(f"{self._prefix}first step"):
             self._until("the first step", lambda: self.record().step > 0)
         self._until_served_by(replicas)
+
+    def _up(self, replicas: int, *further: str) -> None:
+        scale = ("--scale", f"rollout={replicas}")
+        self._project.run("up", "-d", "--no-build", *scale, *further, timeout_s=self._patience_s)
 
     def scale(self, replicas: int) -> None:
         """Change the number of replicas, and wait for a step that so many served."""
         with self._phases.phase(f"scale to {replicas}"):
-            self._project.scale(replicas)
+            self._up(replicas, "--no-recreate")
             self._until_served_by(replicas)
 
     def kill(self, service: str, replicas: int) -> None:
@@ -96,13 +113,14 @@ class Scenario:
     def finish(self) -> None:
         """Wait until all containers have ended, as they do with their run."""
         with self._phases.phase("training to the end"):
-            steps = -1
-            while (now := len(self.record().replicas)) > steps and not self._has_ended():
-                steps = now
-                with suppress(PhaseError):  # a slow run that gets on is not given up
-                    self._until_ended()
-            if not self._has_ended():
-                raise PhaseError(f"no step within {self._patience_s:g} s, and no end of the run")
+            steps, ends_s = -1, 0.0
+            while not self._has_ended():
+                # A slow run that makes progress is not given up.
+                if (now := len(self.record().replicas)) > steps:
+                    steps, ends_s = now, time.monotonic() + self._patience_s
+                if time.monotonic() > ends_s:
+                    raise PhaseError(f"no step within {self._patience_s:g} s, and no end")
+                time.sleep(_INTERVAL_S)
         record = self.record()
         self.outcome.accuracy, self.outcome.steps = record.accuracy, record.step
         for state in self._project.containers().values():
@@ -114,14 +132,6 @@ class Scenario:
 
     def _has_ended(self) -> bool:
         return all(state.status == "exited" for state in self._project.containers().values())
-
-    def _until_ended(self) -> None:
-        until(
-            "the end of all containers",
-            self._has_ended,
-            timeout_s=self._patience_s,
-            interval_s=_INTERVAL_S,
-        )
 
     def record(self) -> RunRecord:
         """Return what the run has written so far."""

@@ -8,7 +8,6 @@ Needs Playwright beside Python; the run is started with the Python of `--python`
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from tools.dashboard_test.chromium import chromium, launch_arguments
 from tools.dashboard_test.click_through import ClickThrough
 from tools.dashboard_test.page_watch import PageWatch
 from tools.dashboard_test.training import Training
-from tools.phases import Phases, say
+from tools.phases import Phases, conclude, say
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -35,27 +34,22 @@ _VIEW = {"width": 1280, "height": 800}
 
 def main(arguments: Sequence[str]) -> int:
     """Run the test."""
-    options = _parse(arguments)
-    phases, problems = Phases(), []
+    options, phases = _parse(arguments), Phases()
     try:
         path = chromium()
     except NoProgramError as error:
-        return _without_browser(error)
+        say(f"NO BROWSER: {error}")
+        if os.environ.get(SKIP_VARIABLE) == "1":
+            return conclude({"phases": {}, "skipped": str(error)}, [])
+        return conclude({"phases": {}}, [str(error)])
     with tempfile.TemporaryDirectory(prefix="sluice-dashboard-") as scratch:
-        training = Training(
-            options.python, Path(scratch) / "run", options.pictures / "run.log", options.steps
-        )
+        log = options.pictures / "run.log"
         try:
-            problems = _use(training, path, options, phases)
+            with Training(options.python, Path(scratch) / "run", log, options.steps) as training:
+                problems = _use(training, path, options, phases)
         except Exception as error:  # noqa: BLE001 - Playwright's errors are reported like ours
             problems = [f"{type(error).__name__}: {error}"]
-        finally:
-            training.end()
-    for problem in problems:
-        say(f"FAILED: {problem}")
-    report = {"passed": not problems, "phases": phases.seconds, "problems": problems}
-    sys.stdout.write(json.dumps(report) + "\n")
-    return 1 if problems else 0
+    return conclude({"phases": phases.seconds}, problems)
 
 
 def _use(training: Training, path: str, options: argparse.Namespace, phases: Phases) -> list[str]:
@@ -134,14 +128,6 @@ def _page(path: str) -> Iterator[Page]:
             yield browser.new_page(viewport=_VIEW, reduced_motion="reduce")
         finally:
             browser.close()
-
-
-def _without_browser(error: NoProgramError) -> int:
-    say(f"NO BROWSER: {error}")
-    is_allowed = os.environ.get(SKIP_VARIABLE) == "1"
-    report = {"passed": is_allowed, "phases": {}, "skipped" if is_allowed else "error": str(error)}
-    sys.stdout.write(json.dumps(report) + "\n")
-    return 0 if is_allowed else 1
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

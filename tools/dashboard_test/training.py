@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Self
 
+from tools.commands import started
 from tools.phases import PhaseError, until
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title=1</script>"
 HOSTILE_PROMPT = "A prompt that is followed by a hostile response"
 _END_WITHIN_S = 90.0
-_URL_NAME = "dashboard.url"
 _NO_TOKENS = "token_file: null"
 
 
 class Training:
-    """A quickstart in a process of its own, whose trainer serves the page.
+    """A quickstart in a process of its own, whose trainer serves the page; a context manager.
 
     Args:
         python: of an environment with the project.
@@ -30,29 +29,36 @@ class Training:
     """
 
     def __init__(self, python: str, run_dir: Path, log: Path, steps: int) -> None:
-        self.run_dir = run_dir
-        self.report = run_dir.absolute() / "report.html"
-        self._python = python
-        self._log = log
+        self.run_dir, self.report = run_dir, run_dir.absolute() / "report.html"
+        self._python, self._log, self._steps = python, log, steps
+        self._url_file = run_dir / "dashboard.url"
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
         settings = (
-            f"trainer.total_training_steps={steps}",
+            f"trainer.total_training_steps={self._steps}",
             "trainer.test_freq=4",
             # The quickstart's own rate ends with hardly a mixed group left after 60 steps.
             "actor_rollout_ref.actor.optim.lr=4e-4",
             "sluice.dashboard.port=0",
         )
-        self._process = self._start("quickstart", "--run-dir", str(run_dir), *settings)
+        quickstart = self._started("quickstart", "--run-dir", str(self.run_dir), *settings)
+        self._process = self._stack.enter_context(quickstart)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def url(self, timeout_s: float) -> str:
         """Return the address of the page. Raises PhaseError."""
-        file = self.run_dir / _URL_NAME
-        until(
-            "the page's address",
-            lambda: self._check_lives() and file.is_file() and file.read_text().endswith("\n"),
-            timeout_s=timeout_s,
-            interval_s=0.2,
-        )
-        return file.read_text(encoding="utf-8").strip()
+
+        def is_written() -> bool:
+            if (code := self._process.poll()) is not None:
+                raise PhaseError(f"the run ended with exit code {code}; see {self._log}")
+            return self._url_file.is_file() and self._url_file.read_text().endswith("\n")
+
+        until("the page's address", is_written, timeout_s=timeout_s)
+        return self._url_file.read_text(encoding="utf-8").strip()
 
     def add_hostile_group(self) -> None:
         """Add a group as the reward service writes it, whose responses hold markup."""
@@ -87,13 +93,9 @@ class Training:
         """
         if token is not None:
             self._configure(token)
-        process = self._start("dashboard", str(self.run_dir))
-        file = self.run_dir / _URL_NAME
-        try:
-            until("sluice dashboard", file.is_file, timeout_s=timeout_s, interval_s=0.1)
-            yield file.read_text(encoding="utf-8").strip()
-        finally:
-            _end(process)
+        with self._started("dashboard", str(self.run_dir)) as process:
+            until("sluice dashboard", self._url_file.is_file, timeout_s=timeout_s)
+            yield self._url_file.read_text(encoding="utf-8").strip()
         if process.returncode != 0:
             raise PhaseError(f"sluice dashboard ended with exit code {process.returncode}")
 
@@ -109,34 +111,7 @@ class Training:
         named = f"token_file: {json.dumps(str(secret.absolute()))}"
         file.write_text(text.replace(_NO_TOKENS, named), encoding="utf-8")
 
-    def end(self) -> None:
-        """End the run if it is active."""
-        _end(self._process)
-
-    def _check_lives(self) -> bool:
-        if (code := self._process.poll()) is not None:
-            raise PhaseError(f"the run ended with exit code {code}; see {self._log}")
-        return True
-
-    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as output:
-            return subprocess.Popen(
-                [self._python, "-m", "sluice.cli.main", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-                start_new_session=True,
-            )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process; kill it with its children if it does not end in time."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_END_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    def _started(self, *arguments: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        command = (self._python, "-m", "sluice.cli.main", *arguments)
+        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return started(command, self._log, quiet, ends_within_s=_END_WITHIN_S)

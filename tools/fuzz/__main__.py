@@ -1,9 +1,9 @@
 """Send hostile requests to a live run, and check what is left of it; `make fuzz`.
 
-The last line printed is one JSON object: `requests` made, `missing` (asked for, and not made within
-`--minutes`, which fails as well), `crashes` (answers that tell of a defect,
-and processes that ended), `leaks` (slots, prompts, memory, files, threads not given back, or a
-service that no longer answers correctly), answers by code, the seed, seconds.
+The last line printed is one JSON object: `requests` made, `missing` (requested, and not made within
+`--minutes`, which fails as well), `crashes` (answers with a code of a defect, and processes that
+ended), `leaks` (slots, prompts, memory, files, threads not given back, or a service that no longer
+answers correctly), answers by code, the seed, seconds.
 """
 
 from __future__ import annotations
@@ -15,34 +15,43 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tools.fuzz.aftermath import RunControl, growth_leaks
-from tools.fuzz.live_run import PROCESSES, FuzzedRun, live_run
-from tools.fuzz.methods import all_methods
-from tools.fuzz.process_size import ProcessSize, measure
+from sluice.client.run_address import locate_run
+from sluice.rpc.client import open_channel
+from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
 from tools.fuzz.traffic import Traffic
-from tools.fuzz.valid_requests import valid_requests
+from tools.launched_run import SIZES, LaunchedRun, launched_run, prepare_run
+from tools.phases import say
 
-WARM_UP_SHARE, ROUNDS = 0.15, 20
+_WARM_UP_SHARE, _ROUNDS, _START_S = 0.15, 20, 180.0
+_SETTINGS = (
+    "algorithm.filter_groups.enable=false",
+    "actor_rollout_ref.rollout.n=2",
+    "reward.scorer_pool.timeout_s=2.0",
+    "trainer.save_freq=-1",
+    "sluice.rollout.replicas=1",
+    "sluice.reward.max_client_pending=64",
+    "sluice.weights.timeout_s=5.0",
+    "sluice.log_level=WARNING",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fuzz; return 0 if nothing was found."""
+    """Fuzz; return 0 if nothing was found, and as many requests were made as requested."""
     options = _parse(arguments)
     with tempfile.TemporaryDirectory(prefix="sluice-fuzz-") as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        report = asyncio.run(_fuzz(folder, options))
+        # Prompts of the attack are graded by the rules, as in a run without a function of its own.
+        size = replace(SIZES["tiny"], has_chance_scorer=False)
+        config, file = prepare_run(folder, size, _SETTINGS, seed=options.seed)
+        with launched_run(config, file) as run:
+            report = asyncio.run(_fuzz(run, options))
     sys.stdout.write(json.dumps(report) + "\n")
-    return exit_code(report)
-
-
-def exit_code(report: Mapping[str, object]) -> int:
-    """Return 1 if something was found, or if fewer requests were made than asked for."""
     return 1 if report["crashes"] or report["leaks"] or report["missing"] else 0
 
 
@@ -58,64 +67,64 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--minutes",
         type=float,
         default=30.0,
-        help="no further requests after; fewer than asked for fail",
+        help="no further requests after; fewer than requested fail",
     )
     parser.add_argument("--in-flight", type=int, default=48, help="calls at once")
     parser.add_argument("--folder", type=Path, help="keep model, configuration and logs here")
     return parser.parse_args(arguments)
 
 
-async def _fuzz(folder: Path, options: argparse.Namespace) -> dict[str, object]:
+async def _fuzz(run: LaunchedRun, options: argparse.Namespace) -> dict[str, object]:
     started_s = time.monotonic()
-    async with live_run(folder, options.seed) as run:
-        control = RunControl(run)
-        await control.started()
-        await control.pause()
-        pids = {name: run.pid(name) for name in PROCESSES}
-        traffic = Traffic(
-            all_methods(), valid_requests(), run.channels, random.Random(options.seed)
-        )
-        warm_up = int(options.requests * WARM_UP_SHARE)
+    async with AsyncExitStack() as stack:
+        seen = await run.until_training(1, 1, _START_S)
+        place = locate_run(run.run_dir)
+        addresses = {"trainer": place.trainer, "reward": place.reward}
+        addresses["rollout-0"] = seen.replicas[0].address
+        channels = {
+            name: await stack.enter_async_context(open_channel(address, max_message_bytes=1 << 27))
+            for name, address in addresses.items()
+        }
+        caller, traffic = HonestCaller(channels), Traffic(channels, random.Random(options.seed))
+        await caller.pause()
+        pids = await _pids(run)
+        warm_up = int(options.requests * _WARM_UP_SHARE)
         await traffic.send(warm_up, options.in_flight)
-        before = _sizes(run)
-        per_round = -(-(options.requests - warm_up) // ROUNDS)
-        for number in range(ROUNDS):
+        before = _sizes(pids)
+        per_round = -(-(options.requests - warm_up) // _ROUNDS)
+        for number in range(_ROUNDS):
             if time.monotonic() - started_s < 60 * options.minutes:
                 await traffic.send(per_round, options.in_flight)
-                _print_line(f"{number + 1}/{ROUNDS}: {traffic.tally.requests} requests")
-        died = [name for name, pid in pids.items() if run.pid(name) != pid]
-        await control.restore(traffic.tally.holders)
-        leaks = {"slots": await control.slots_leaked()}
-        after = _sizes(run)
-        leaks |= growth_leaks(before, after)
-        leaks["correctness"] = await control.correctness_lost()
-        leaks["prompts"] = await control.prompts_leaked()
-    found = {name: text for name, text in leaks.items() if text is not None}
-    tally = traffic.tally
-    for example in tally.examples:
-        _print_line(example)
+                say(f"{number + 1}/{_ROUNDS}: {traffic.codes.total()} requests")
+        after_pids = await _pids(run)
+        died = [name for name, pid in pids.items() if after_pids.get(name) != pid]
+        await caller.restore(traffic.holders)
+        after = _sizes({name: after_pids.get(name, pid) for name, pid in pids.items()})
+        leaks = growth_leaks(before, after) | await caller.leaks()
+    for example in traffic.examples:
+        say(example)
     return {
-        "requests": tally.requests,
-        "missing": max(options.requests - tally.requests, 0),
-        "crashes": tally.crashes + len(died),
-        "leaks": len(found),
+        "requests": traffic.codes.total(),
+        "missing": max(options.requests - traffic.codes.total(), 0),
+        "crashes": traffic.crashes + len(died),
+        "leaks": len(leaks),
         "died": died,
-        "leaked": found,
-        "by_method": dict(tally.by_method),
-        "codes": dict(tally.codes.most_common()),
-        "rss_mb_before": {name: round(size.rss_mb, 1) for name, size in before.items()},
-        "rss_mb_after": {name: round(size.rss_mb, 1) for name, size in after.items()},
+        "leaked": leaks,
+        "by_method": dict(traffic.by_method),
+        "codes": dict(traffic.codes.most_common()),
+        "rss_mb_before": {name: round(size["memory, MB"], 1) for name, size in before.items()},
+        "rss_mb_after": {name: round(size["memory, MB"], 1) for name, size in after.items()},
         "seed": options.seed,
         "seconds": round(time.monotonic() - started_s, 1),
     }
 
 
-def _sizes(run: FuzzedRun) -> dict[str, ProcessSize]:
-    return {name: measure(pid) for name in PROCESSES if (pid := run.pid(name)) is not None}
+async def _pids(run: LaunchedRun) -> dict[str, int]:
+    return {name: one.pid for name, one in (await run.processes()).items()}
 
 
-def _print_line(text: str) -> None:
-    sys.stderr.write(text + "\n")
+def _sizes(pids: dict[str, int]) -> dict[str, Size]:
+    return {name: size_of(pid) for name, pid in pids.items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hostile calls, many at once, counted by their answers."""
+"""Hostile calls to every method, many at once, counted by their answers."""
 
 from __future__ import annotations
 
@@ -7,20 +7,34 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
+from sluice.api.reward.v1 import reward_pb2
+from sluice.api.rollout.v1 import rollout_pb2
 from sluice.api.trainer.v1 import trainer_pb2
-from tools.fuzz.methods import Method
-from tools.fuzz.mutation import corrupted, mutated, random_bytes
+from sluice.api.weights.v1 import weights_pb2
+from tools.fuzz.messages import corrupted, mutated, plausible, random_bytes
 
-DEFECTS = ("UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS")
-"""Codes that no request may be answered with, whatever it holds."""
-MAX_EXAMPLES = 20
-NO_ANSWER = "NO_ANSWER"
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import FileDescriptor
+
+# The launcher's service is left out: it listens on the loopback interface alone.
+_PROCESS_OF: tuple[tuple[FileDescriptor, str], ...] = (
+    (trainer_pb2.DESCRIPTOR, "trainer"),
+    (reward_pb2.DESCRIPTOR, "reward"),
+    (rollout_pb2.DESCRIPTOR, "rollout-0"),
+    (weights_pb2.DESCRIPTOR, "rollout-0"),
+)
+# The trainer serves it at a new port while replicas join; tests/unit/weights has its strangers.
+_AT_NO_FIXED_ADDRESS = {"RendezvousService"}
+# No request may be answered with these codes, whatever it holds.
+_DEFECTS = ("UNKNOWN", "INTERNAL", "UNIMPLEMENTED", "DATA_LOSS")
+_MAX_EXAMPLES = 20
 # Calls that do work for every valid request: a few are enough.
 _SHARES = {"SaveCheckpoint": 0.002, "Evaluate": 0.02, "AnnouncePolicy": 0.1, "JoinGroup": 0.3}
 _WAITING = ("WatchSteps", "TakeBatch", "StageUpdate", "SaveCheckpoint", "JoinGroup", "Evaluate")
@@ -28,41 +42,43 @@ _WAITING = ("WatchSteps", "TakeBatch", "StageUpdate", "SaveCheckpoint", "JoinGro
 # other callers get the service's answer.
 _OWN_FAILURE = "Internal error from Core"
 _SHORT_S, _LONG_S = 0.15, 15.0
-# Ends the run as it should: only what is no message is sent.
+# A valid request ends the run as it should: only bytes that are no message are sent.
 _ONLY_GARBAGE = ("TrainerService/Stop",)
 
 
-@dataclass(slots=True)
-class Tally:
-    """Answers by code, and calls that met a defect: how often, and examples."""
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One RPC. `process` serves it; `name` is ``TrainerService/Pause``; `path` is gRPC's."""
 
-    codes: Counter[str] = field(default_factory=Counter)
-    crashes: int = 0
-    examples: list[str] = field(default_factory=list)
-    by_method: Counter[str] = field(default_factory=Counter)
-    holders: set[str] = field(default_factory=set)
+    process: str
+    name: str
+    path: str
+    request: type[Message]
+    streams_in: bool
+    streams_out: bool
 
-    def note(self, method: Method, code: str, details: str, sent: bytes) -> None:
-        """Count one call."""
-        self.codes[code] += 1
-        self.by_method[method.name] += 1
-        if method.name == "TrainerService/Pause" and code in ("OK", "LEFT", "DEADLINE_EXCEEDED"):
-            with suppress(DecodeError):
-                self.holders.add(trainer_pb2.PauseRequest.FromString(sent).holder)
-        if code in DEFECTS:
-            self.crashes += 1
-            if len(self.examples) < MAX_EXAMPLES:
-                self.examples.append(f"{method.name}: {code}: {details[:200]}: {sent[:120].hex()}")
 
-    @property
-    def requests(self) -> int:
-        """Call made."""
-        return self.codes.total()
+def all_methods() -> tuple[Method, ...]:
+    """Return the methods of trainer, reward, rollout and weights, from their descriptors."""
+    return tuple(
+        Method(
+            process,
+            f"{service.name}/{method.name}",
+            f"/{service.full_name}/{method.name}",
+            GetMessageClass(method.input_type),
+            method.client_streaming,
+            method.server_streaming,
+        )
+        for file, process in _PROCESS_OF
+        for service in file.services_by_name.values()
+        if service.name not in _AT_NO_FIXED_ADDRESS
+        for method in service.methods
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Attack:
-    """One call: its message, its deadline, and whether the caller leaves early."""
+class _Attack:
+    """One call: its messages, its deadline, and whether the caller leaves early."""
 
     method: Method
     messages: tuple[bytes, ...]
@@ -74,22 +90,24 @@ class Traffic:
     """Chooses attacks and makes them.
 
     Args:
-        methods: what is called.
-        valid: requests to start mutations from, by name of the method.
         channels: by process.
         rng: the only source of randomness.
+
+    Attributes:
+        codes: answers by code.
+        by_method: calls by method.
+        crashes: answers with a code of a defect; `examples` describes the first ones.
+        holders: of pauses that may be in effect.
     """
 
-    def __init__(
-        self,
-        methods: Sequence[Method],
-        valid: Mapping[str, tuple[Message, ...]],
-        channels: Mapping[str, grpc.aio.Channel],
-        rng: random.Random,
-    ) -> None:
-        self._methods, self._valid, self._channels, self._rng = methods, valid, channels, rng
-        self._weights = [_SHARES.get(m.name.split("/")[1], 1.0) for m in methods]
-        self.tally = Tally()
+    def __init__(self, channels: Mapping[str, grpc.aio.Channel], rng: random.Random) -> None:
+        self._channels, self._rng, self._methods = channels, rng, all_methods()
+        self._weights = [_SHARES.get(m.name.split("/")[1], 1.0) for m in self._methods]
+        self.codes: Counter[str] = Counter()
+        self.by_method: Counter[str] = Counter()
+        self.crashes = 0
+        self.examples: list[str] = []
+        self.holders: set[str] = set()
 
     async def send(self, count: int, in_flight: int) -> None:
         """Make `count` calls, `in_flight` at a time."""
@@ -97,22 +115,21 @@ class Traffic:
 
         async def caller() -> None:
             for _ in left:
-                await self._make(self._draw())
+                await self._make(self._choose())
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(in_flight):
                 tasks.create_task(caller())
 
-    def _draw(self) -> Attack:
+    def _choose(self) -> _Attack:
         rng = self._rng
         method = rng.choices(self._methods, self._weights)[0]
         num_messages = rng.choice((0, 1, 1, 2, 5)) if method.streams_in else 1
-        waits = method.name.split("/")[1] in _WAITING
         leaves = rng.random() < (0.02 if "Score" in method.name else 0.1)
-        return Attack(
+        return _Attack(
             method,
             tuple(self._message(method) for _ in range(num_messages)),
-            _SHORT_S if waits else _LONG_S,
+            _SHORT_S if method.name.split("/")[1] in _WAITING else _LONG_S,
             rng.choice((0.0, 0.001, 0.01, 0.05)) if leaves else None,
         )
 
@@ -120,23 +137,19 @@ class Traffic:
         rng = self._rng
         if method.name in _ONLY_GARBAGE:
             return _no_message(method, rng)
-        valid = rng.choice(self._valid.get(method.name, (method.request(),)))
         match rng.randrange(10):
             case 0:
                 return random_bytes(rng)
             case 1 | 2:
-                return corrupted(valid.SerializeToString(), rng)
+                return corrupted(plausible(method.request, rng).SerializeToString(), rng)
             case _:
-                return mutated(valid, rng).SerializeToString()
+                return mutated(plausible(method.request, rng), rng).SerializeToString()
 
-    async def _make(self, attack: Attack) -> None:
-        code, details = NO_ANSWER, ""
+    async def _make(self, attack: _Attack) -> None:
+        code, details = "OK", ""
         try:
-            if attack.leaves_after_s is None:
-                code = await self._call(attack)
-            else:
-                async with asyncio.timeout(attack.leaves_after_s):
-                    code = await self._call(attack)
+            async with asyncio.timeout(attack.leaves_after_s):
+                await self._call(attack)
         except grpc.aio.AioRpcError as error:
             code, details = error.code().name, error.details() or ""
             if details == _OWN_FAILURE:
@@ -148,18 +161,28 @@ class Traffic:
             if task is None or task.cancelling():
                 raise
             code = "CALLER_FAILED"  # by gRPC, which ends a broken call of its own in this way
-        self.tally.note(attack.method, code, details, b"".join(attack.messages))
+        self._note(attack.method, code, details, b"".join(attack.messages))
 
-    async def _call(self, attack: Attack) -> str:
+    def _note(self, method: Method, code: str, details: str, sent: bytes) -> None:
+        self.codes[code] += 1
+        self.by_method[method.name] += 1
+        if method.name == "TrainerService/Pause" and code in ("OK", "LEFT", "DEADLINE_EXCEEDED"):
+            with suppress(DecodeError):
+                self.holders.add(trainer_pb2.PauseRequest.FromString(sent).holder)
+        if code in _DEFECTS:
+            self.crashes += 1
+            if len(self.examples) < _MAX_EXAMPLES:
+                self.examples.append(f"{method.name}: {code}: {details[:200]}: {sent[:120].hex()}")
+
+    async def _call(self, attack: _Attack) -> None:
         method = attack.method
         channel: Any = self._channels[method.process]  # typed for messages; these are bytes
         if not method.streams_out:
             await channel.unary_unary(method.path)(attack.messages[0], timeout=attack.timeout_s)
-            return "OK"
+            return
         if method.streams_in:
-            call = channel.stream_stream(method.path)(
-                _each(attack.messages), timeout=min(attack.timeout_s, 1.0)
-            )
+            requests = _each(attack.messages)
+            call = channel.stream_stream(method.path)(requests, timeout=min(attack.timeout_s, 1.0))
         else:
             call = channel.unary_stream(method.path)(attack.messages[0], timeout=attack.timeout_s)
         try:
@@ -167,7 +190,6 @@ class Traffic:
                 pass
         finally:
             call.cancel()
-        return "OK"
 
 
 async def _each(messages: Sequence[bytes]) -> AsyncIterator[bytes]:

@@ -16,18 +16,19 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
-from tools.fuzz.live_run import FuzzedRun, live_run
+from tools.launched_run import SIZES, LaunchedRun, launched_run, prepare_run
 from tools.observability_test.prometheus_server import (
     PrometheusServer,
     hurried_copy,
     prometheus_server,
 )
-from tools.phases import PhaseError, Phases, say, until
+from tools.phases import PhaseError, Phases, conclude, say, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "deploy" / "observability"
@@ -36,6 +37,9 @@ PROCESSES = ("reward", "rollout-0", STOPPED, "trainer")
 _SETTINGS = (
     *(f"sluice.{kind}.endpoint.metrics_port=0" for kind in ("trainer", "reward", "rollout")),
     "sluice.rollout.replicas=2",
+    "algorithm.filter_groups.enable=false",
+    "trainer.save_freq=-1",
+    "sluice.weights.timeout_s=5.0",
     # Accuracy of a validation and the distance to a reference are on the first dashboard.
     "trainer.val_before_train=true",
     "actor_rollout_ref.actor.use_kl_loss=true",
@@ -56,53 +60,28 @@ _OF_THE_LOAD = frozenset({"SluiceTrainerStarved", "SluiceQueueStarved"})
 
 def main(arguments: Sequence[str]) -> int:
     """Run the test; return 0 if nothing is wrong."""
-    _parse(arguments)
-    phases, found = Phases(), dict[str, object]()
-    problems: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="sluice-observability-") as scratch:
-        try:
-            with phases.phase("programs"):
-                ensure_programs(
-                    ("prometheus", "promtool"), ("prometheus",), "SLUICE_INSTALL_PROMETHEUS"
-                )
-                say(output_of("promtool", "--version", timeout_s=20).splitlines()[0])
-            _check_files(phases)
-            asyncio.run(_observe(Path(scratch), phases, found))
-        except NoProgramError as error:
-            if os.environ.get(SKIP_VARIABLE) == "1":
-                _print_last({"skipped": str(error), "passed": True, "phases": phases.seconds})
-                return 0
-            problems.append(str(error))
-        except (CommandError, PhaseError) as error:
-            problems.append(str(error))
-        except ExceptionGroup as group:  # of the run's tasks
-            problems += _reported(group)
-    for problem in problems:
-        say(f"FAILED: {problem}")
-    report = {"passed": not problems, "phases": phases.seconds, "problems": problems}
-    _print_last({**report, **found})
-    return 1 if problems else 0
-
-
-def _reported(group: ExceptionGroup) -> list[str]:
-    """Return what failed, in words; raise anything else than a failed phase."""
-    phases, others = group.split((CommandError, PhaseError))
-    if others is not None:
-        raise others
-    inner = phases.exceptions if phases is not None else ()
-    return [
-        problem
-        for one in inner
-        for problem in (_reported(one) if isinstance(one, ExceptionGroup) else [str(one)])
-    ]
-
-
-def _parse(arguments: Sequence[str]) -> None:
     argparse.ArgumentParser(
         prog="python -m tools.observability_test",
         description="Checks rules and alerts, and has a real Prometheus scrape a real run.",
         epilog="example: SLUICE_INSTALL_PROMETHEUS=1 python -m tools.observability_test",
     ).parse_args(arguments)
+    phases, problems = Phases(), list[str]()
+    found: dict[str, object] = {"phases": phases.seconds}
+    with tempfile.TemporaryDirectory(prefix="sluice-observability-") as scratch:
+        try:
+            with phases.phase("programs"):
+                programs = ("prometheus", "promtool")
+                ensure_programs(programs, ("prometheus",), "SLUICE_INSTALL_PROMETHEUS")
+                say(output_of("promtool", "--version", timeout_s=20).splitlines()[0])
+            _check_files(phases)
+            _observe(Path(scratch), phases, found)
+        except NoProgramError as error:
+            if os.environ.get(SKIP_VARIABLE) == "1":
+                return conclude({"skipped": str(error), **found}, [])
+            problems.append(str(error))
+        except (CommandError, PhaseError) as error:
+            problems.append(str(error))
+    return conclude(found, problems)
 
 
 def _check_files(phases: Phases) -> None:
@@ -117,46 +96,49 @@ def _check_files(phases: Phases) -> None:
             output_of("promtool", *command, timeout_s=_PROMTOOL_S, folder=folder)
 
 
-async def _observe(scratch: Path, phases: Phases, found: dict[str, object]) -> None:
-    async with live_run(scratch / "job", 0, _SETTINGS) as run:
-        targets = scratch / "job" / "run" / FOLDER
+def _observe(scratch: Path, phases: Phases, found: dict[str, object]) -> None:
+    (scratch / "job").mkdir()
+    size = replace(SIZES["tiny"], has_chance_scorer=False)
+    config, file = prepare_run(scratch / "job", size, _SETTINGS)
+    with launched_run(config, file) as run:
+        targets = run.run_dir / FOLDER
         with phases.phase("start of the run"):
-            await _until("a target of every process", lambda: _have_targets(targets))
-        config = hurried_copy(PROFILE / "prometheus", scratch / "prometheus", targets)
-        with prometheus_server(config, scratch) as server:
-            await _scrape(server, phases, found)
-            await _stop_a_replica(run, server, phases, found)
+            _until("a target of every process", lambda: _have_targets(targets))
+        copy = hurried_copy(PROFILE / "prometheus", scratch / "prometheus", targets)
+        with prometheus_server(copy, scratch) as server:
+            _scrape(server, phases, found)
+            _stop_a_replica(run, server, phases, found)
 
 
 def _have_targets(folder: Path) -> bool:
     return {file.stem for file in folder.glob("*.json")} == set(PROCESSES)
 
 
-async def _scrape(server: PrometheusServer, phases: Phases, found: dict[str, object]) -> None:
+def _scrape(server: PrometheusServer, phases: Phases, found: dict[str, object]) -> None:
     with phases.phase("scrape"):
         up = f'count(up{{job="sluice-local"}} == 1) == {len(PROCESSES)}'
-        await _until("all processes are up", lambda: server.value(up) is not None)
+        _until("all processes are up", lambda: server.value(up) is not None)
         trained = f'sum(sluice_tokens_total{{run="{_RUN}", fate="trained"}})'
-        await _until("trained tokens", lambda: (server.value(trained) or 0.0) > 0.0)
+        _until("trained tokens", lambda: (server.value(trained) or 0.0) > 0.0)
         first = server.value(trained) or 0.0
-        await _until("more trained tokens", lambda: (server.value(trained) or 0.0) > first)
+        _until("more trained tokens", lambda: (server.value(trained) or 0.0) > first)
     with phases.phase("every declared metric"):
         declared = {s for group in instruments().values() for i in group for s in i.series}
         absent = ONLY_AFTER_A_FAILURE | ONLY_WITH_TLS
-        await _until_none("metrics", lambda: declared - absent - server.names())
+        _until_none("metrics", lambda: declared - absent - server.names())
     found["missing_metrics"] = sorted(declared - server.names())
     with phases.phase("recording rules"):
         rate = "run:sluice_generated_tokens:rate5m"
-        await _until("a recorded rate", lambda: (server.value(rate) or 0.0) > 0.0)
+        _until("a recorded rate", lambda: (server.value(rate) or 0.0) > 0.0)
     with phases.phase("dashboards"):
-        await _ask_dashboards(server, found)
+        _query_dashboards(server, found)
     found["trained_tokens"] = server.value(trained)
     found["steps"] = server.value("sluice_trainer_steps_total")
     found["wanted_replicas"] = server.value("sluice_rollout_demand_replicas")
     found["series"] = server.value('count({__name__=~"sluice_.*"})')
 
 
-async def _ask_dashboards(server: PrometheusServer, found: dict[str, object]) -> None:
+def _query_dashboards(server: PrometheusServer, found: dict[str, object]) -> None:
     """Ask every query of every dashboard until each has found something."""
     files = sorted((PROFILE / "grafana" / "dashboards").glob("*.json"))
     panels = [panel for file in files for panel in json.loads(file.read_text("utf-8"))["panels"]]
@@ -170,27 +152,27 @@ async def _ask_dashboards(server: PrometheusServer, found: dict[str, object]) ->
                 empty.remove(query)
         return [one for one in empty if not any(name in one for name in ONLY_AFTER_A_FAILURE)]
 
-    await _until_none("answers to queries of the dashboards", unanswered)
+    _until_none("answers to queries of the dashboards", unanswered)
     found["empty_queries"] = empty
 
 
-async def _stop_a_replica(
-    run: FuzzedRun, server: PrometheusServer, phases: Phases, found: dict[str, object]
+def _stop_a_replica(
+    run: LaunchedRun, server: PrometheusServer, phases: Phases, found: dict[str, object]
 ) -> None:
     down = f"count({_DOWN_FIRES})"
-    pid = run.pid(STOPPED)
-    if pid is None:
+    stopped = asyncio.run(run.processes()).get(STOPPED)
+    if stopped is None:
         raise PhaseError(f"{STOPPED} does not run")
     _judge_alerts(server, found, "before anything was wrong")
     with phases.phase("an alert fires"):
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(stopped.pid, signal.SIGSTOP)
         try:
-            await _until("an alert", lambda: server.value(down) is not None)
+            _until("an alert", lambda: server.value(down) is not None)
             found["alert"] = [labels["instance"] for labels, _ in server.query(_DOWN_FIRES)]
         finally:
-            os.kill(pid, signal.SIGCONT)
+            os.kill(stopped.pid, signal.SIGCONT)
     with phases.phase("the alert ends"):
-        await _until("no alert", lambda: server.value(down) is None)
+        _until("no alert", lambda: server.value(down) is None)
     _judge_alerts(server, found, f"where {STOPPED} stood still", (DOWN, STOPPED))
 
 
@@ -213,12 +195,11 @@ def _judge_alerts(
         raise PhaseError(f"alerts that fired {when}: {', '.join(sorted(wrong))}")
 
 
-async def _until(what: str, holds: Callable[[], bool]) -> None:
-    """Wait in a thread: the run's supervisor needs the loop."""
-    await asyncio.to_thread(until, what, holds, timeout_s=_WAIT_S, interval_s=_LOOK_S)
+def _until(what: str, holds: Callable[[], bool]) -> None:
+    until(what, holds, timeout_s=_WAIT_S, interval_s=_LOOK_S)
 
 
-async def _until_none(what: str, left: Callable[[], Collection[str]]) -> None:
+def _until_none(what: str, left: Callable[[], Collection[str]]) -> None:
     """Wait until nothing is left; the error names what is."""
     missing: Collection[str] = ()
 
@@ -228,13 +209,9 @@ async def _until_none(what: str, left: Callable[[], Collection[str]]) -> None:
         return not missing
 
     try:
-        await _until(what, none_left)
+        _until(what, none_left)
     except PhaseError as error:
         raise PhaseError(f"{error}: {sorted(missing)}") from error
-
-
-def _print_last(report: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

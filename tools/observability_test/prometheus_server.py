@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
-import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tools.phases import PhaseError
+from tools.commands import free_port, started
+from tools.phases import PhaseError, until
 
 _START_S, _END_S, _ANSWER_S = 30.0, 20.0, 20.0
 _INTERVAL = re.compile(
@@ -102,34 +100,20 @@ def prometheus_server(config: Path, folder: Path) -> Iterator[PrometheusServer]:
         config: its ``prometheus.yml``.
         folder: for its data and its log.
     """
-    port = _free_port()
-    command = [
+    port, log = free_port(), folder / "prometheus.log"
+    command = (
         "prometheus",
         f"--config.file={config}",
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
-    ]
-    log = folder / "prometheus.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    )
     server = PrometheusServer(port)
-    try:
-        ends_s = time.monotonic() + _START_S
-        while not server.is_ready():
-            if process.poll() is not None or time.monotonic() > ends_s:
-                raise PhaseError(f"Prometheus did not start:\n{log.read_text('utf-8')[-2000:]}")
-            time.sleep(0.1)
+    with started(command, log, ends_within_s=_END_S) as process:
+        until(
+            "Prometheus",
+            lambda: server.is_ready() or process.poll() is not None,
+            timeout_s=_START_S,
+        )
+        if process.poll() is not None:
+            raise PhaseError(f"Prometheus did not start:\n{log.read_text('utf-8')[-2000:]}")
         yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.commands import CommandError
-from tools.phases import PhaseError, Phases, say
-from tools.ray_test.job_scenario import run_job
-from tools.ray_test.marked_processes import MarkedProcesses
+from tools.phases import PhaseError, Phases, conclude, say
+from tools.ray_test.cluster import MarkedProcesses, SimulatedCluster
+from tools.ray_test.job import run_job
 from tools.ray_test.scenario import Scenario
-from tools.ray_test.simulated_cluster import SimulatedCluster
 
+_FAILURES = (CommandError, PhaseError, subprocess.TimeoutExpired)
 _LAST_LINES = 60
 
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     # Sockets of Ray are in its folder, and their paths may not be long.
     folder = Path(tempfile.mkdtemp(prefix="slr-", dir="/tmp"))
     phases, processes = Phases(), MarkedProcesses(uuid.uuid4().hex, folder)
-    report: dict[str, object] = {}
+    report: dict[str, object] = {"phases": phases.seconds}
     problems: list[str] = []
     try:
         if options.only != "job":
@@ -47,11 +47,7 @@ def main(arguments: Sequence[str]) -> int:
             say(f"files: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    for problem in problems:
-        say(f"FAILED: {problem}")
-    last = {"passed": not problems, "phases": phases.seconds, **report, "problems": problems}
-    sys.stdout.write(json.dumps(last) + "\n")
-    return 1 if problems else 0
+    return conclude(report, problems)
 
 
 def _train(
@@ -67,19 +63,21 @@ def _train(
     problems = []
     try:
         asyncio.run(scenario.drive(options.steps))
-    except (CommandError, PhaseError) as error:
+    except _FAILURES as error:
         problems.append(str(error))
-        _show_end(folder / "up.log")
+        log = folder / "up.log"
+        lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
+        say("\n".join(lines[-_LAST_LINES:]))
     finally:
         scenario.stop()
     found = scenario.outcome
-    report.update(
-        scaled=found.scaled,
-        killed_and_recovered=found.recovered,
-        steps=found.steps,
-        exit_code=found.exit_code,
-        nodes=found.nodes,
-    )
+    report |= {
+        "scaled": found.scaled,
+        "killed_and_recovered": found.recovered,
+        "steps": found.steps,
+        "exit_code": found.exit_code,
+        "nodes": found.nodes,
+    }
     return problems + found.problems(options.steps)
 
 
@@ -93,12 +91,9 @@ def _submit(
     """Run the job; return its problems."""
     cluster = SimulatedCluster(folder / "jr", processes)
     try:
-        seen = asyncio.run(run_job(cluster, processes, phases, folder / "job", patience_s))
-    except (CommandError, PhaseError) as error:
+        report["job"], problems = run_job(cluster, processes, phases, folder / "job", patience_s)
+    except _FAILURES as error:
         problems = [str(error)]
-    else:
-        problems = seen.problems()
-        report["job"] = {"status": seen.status, "steps": seen.steps}
     finally:
         with phases.phase("job: stop"):
             cluster.stop()
@@ -107,16 +102,10 @@ def _submit(
     return problems
 
 
-def _show_end(log: Path) -> None:
-    if log.is_file():
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        say("\n".join(lines[-_LAST_LINES:]))
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.ray_test",
-        description="Trains on a simulated Ray cluster, scales the run and shoots at it.",
+        description="Trains on a simulated Ray cluster, scales the run and kills its processes.",
         epilog="example: python -m tools.ray_test --steps 300",
     )
     parser.add_argument("--steps", type=int, default=300, help="of training")

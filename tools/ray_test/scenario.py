@@ -5,26 +5,39 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.chaos.preparation import SIZES, prepare_run
+from sluice.config.addresses import split_host_port
+from sluice.config.loading.loader import load_config
+from sluice.report.run_record import read_progress
+from tools.commands import output_of
+from tools.launched_run import (
+    SHORT_DEADLINES,
+    SIZES,
+    SLUICE,
+    LaunchedRun,
+    launched_run,
+    prepare_run,
+)
 from tools.phases import PhaseError, Phases
-from tools.ray_test.marked_processes import MarkedProcesses, send
-from tools.ray_test.simulated_cluster import HEAD, SimulatedCluster
-from tools.ray_test.training import Serving, Training, training
+from tools.ray_test.cluster import HEAD, MarkedProcesses, SimulatedCluster, is_service, send
 
-WORKERS, SPARE = ("127.0.0.2", "127.0.0.3"), "127.0.0.4"
-COUNTS = (2, 3, 1)
-KILLED = ("replica", "actor", "trainer", "node")
-NODE = {"CPU": 4.0, "NPU": 1.0}
-_POLL_S, _GONE_S, _END_S = 0.5, 60.0, 600.0
-_SEED = 0
+WORKERS, _SPARE = ("127.0.0.2", "127.0.0.3"), "127.0.0.4"
+FROM_NODES = (
+    "sluice.trainer.endpoint.port=0",
+    "sluice.reward.endpoint.port=0",
+    "trainer.device=cpu",
+    "sluice.rollout.device=cpu",
+    "trainer.save_freq=20",
+)
 # Trainer and reward service stay on the head, so that each other node may be lost.
 PLACES = ("trainer=head:1", "reward=head:1", "rollout=NPU:1")
-_FOREVER = "trainer.total_training_steps=1000000"
+_COUNTS = (2, 3, 1)
+_KILLED = ("replica", "actor", "trainer", "node")
+_POLL_S, _GONE_S, _END_S, _SCALE_S = 0.5, 60.0, 600.0, 300.0
 _TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "sluice.rollout.replicas=1")
 # The run has to outlast what is done to it, on any machine; then it may end quickly.
 _SCORER = """
@@ -38,6 +51,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     right = float(zlib.crc32(solution_str.encode()) & 1)
     return {{"score": right, "acc": right}}
 """
+# Of a replica that serves: its process and its node.
+Serving = tuple[int, str]
 
 
 @dataclass(slots=True)
@@ -55,9 +70,9 @@ class Outcome:
     def problems(self, steps: int) -> list[str]:
         """Return what is not as it has to be."""
         found = []
-        if tuple(self.scaled) != COUNTS:
-            found.append(f"replica counts seen: {self.scaled}, wanted: {list(COUNTS)}")
-        if missing := [name for name in KILLED if name not in self.recovered]:
+        if tuple(self.scaled) != _COUNTS:
+            found.append(f"replica counts seen: {self.scaled}, wanted: {list(_COUNTS)}")
+        if missing := [name for name in _KILLED if name not in self.recovered]:
             found.append(f"killed and not back: {', '.join(missing)}")
         if self.steps != steps or self.exit_code != 0:
             found.append(f"step {self.steps} of {steps}, exit code {self.exit_code}")
@@ -96,18 +111,21 @@ class Scenario:
     async def drive(self, steps: int) -> None:
         """Run all of it."""
         with self._phases.phase("cluster"):
-            self._cluster.start_head({**NODE, "CPU": 8.0, "head": 4.0})
+            self._cluster.start_head(serves_jobs=False)
             for address in WORKERS:
-                self._cluster.start_worker(address, NODE)
+                self._cluster.start_worker(address)
         with self._phases.phase("model and data"):
-            file = await asyncio.to_thread(self._prepare)
-        total = f"trainer.total_training_steps={steps}"
-        async with self._training(file, (total,), PLACES) as run:
-            await self._first_step(run)
-            await self._lose_process(run, "replica", lambda serving: serving.pid)
-            await self._lose_process(
-                run, "actor", lambda serving: self._cluster.actor_worker_of(serving.pid)
-            )
+            _, file = prepare_run(self._folder, SIZES["tiny"], SHORT_DEADLINES, host=HEAD)
+            self._slow.touch()
+            scorer = _SCORER.format(slow=str(self._slow))
+            (self._folder / "scorer.py").write_text(scorer, encoding="utf-8")
+        with self._training(file, (f"trainer.total_training_steps={steps}",), PLACES) as run:
+            with self._phases.phase("up, first step"):
+                await self._served(run, 2)
+            self.outcome.scaled.append(2)
+            self.outcome.nodes = [node for _, node in (await _serving(run)).values()]
+            await self._lose_process(run, "replica", lambda pid: pid)
+            await self._lose_process(run, "actor", self._cluster.actor_worker_of)
             await self._lose_trainer(run)
             await self._scale(run, 3)
             await self._lose_node(run)
@@ -121,130 +139,123 @@ class Scenario:
             self._cluster.stop()
         self.outcome.left = self._processes.running()
 
+    @contextmanager
     def _training(
         self, file: Path, settings: Sequence[str], places: Sequence[str]
-    ) -> AbstractAsyncContextManager[Training]:
-        cluster = self._cluster
-        return training(file, settings, places, cluster.address, cluster.environment)
-
-    def _prepare(self) -> Path:
-        _, file = prepare_run(self._folder, SIZES["tiny"], seed=_SEED, host=HEAD)
-        self._slow.touch()
-        scorer = _SCORER.format(slow=str(self._slow))
-        (self._folder / "scorer.py").write_text(scorer, encoding="utf-8")
-        return file
-
-    async def _first_step(self, run: Training) -> None:
-        with self._phases.phase("up, first step"):
-            await self._served(run, 2)
-        self.outcome.scaled.append(2)
-        self.outcome.nodes = [one.node for one in (await run.serving()).values()]
+    ) -> Iterator[LaunchedRun]:
+        overrides = (*FROM_NODES, *settings)
+        options = (
+            *(*overrides, "--on", "ray", "--ray-address", self._cluster.address),
+            *("--capacity-timeout", "60"),
+            *(word for place in places for word in ("--resources", place)),
+        )
+        config = load_config(file, overrides)
+        with launched_run(config, file, options, self._cluster.environment) as run:
+            yield run
 
     async def _lose_process(
-        self, run: Training, what: str, pid_of: Callable[[Serving], int]
+        self, run: LaunchedRun, what: str, killed_for: Callable[[int], int]
     ) -> None:
         with self._phases.phase(f"kill {what}"):
-            name, before = next(iter((await run.serving()).items()))
-            send(pid_of(before), signal.SIGKILL)
+            name, (before, _) = next(iter((await _serving(run)).items()))
+            send(killed_for(before), signal.SIGKILL)
 
             async def is_back() -> bool:
-                now = (await run.serving()).get(name)
-                return now is not None and now.pid != before.pid
+                return (await _serving(run)).get(name, (before, ""))[0] != before
 
             await self._until(run, f"{name} serving again", is_back)
-            if before.pid in self._processes.running():
-                raise PhaseError(f"{name}: process {before.pid} has outlived its {what}")
+            if before in self._processes.running():
+                raise PhaseError(f"{name}: process {before} has outlived its {what}")
             await self._served(run, 2)
         self.outcome.recovered.append(what)
 
-    async def _lose_trainer(self, run: Training) -> None:
+    async def _lose_trainer(self, run: LaunchedRun) -> None:
         with self._phases.phase("kill trainer"):
-            before = (await run.pids())["trainer"]
-            send(before, signal.SIGKILL)
+            before = (await run.processes())["trainer"]
+            send(before.pid, signal.SIGKILL)
 
             async def is_back() -> bool:
-                return (await run.pids()).get("trainer", before) != before
+                return (await run.processes()).get("trainer", before).pid != before.pid
 
             await self._until(run, "the trainer started again", is_back)
             await self._served(run, 2)
         self.outcome.recovered.append("trainer")
 
-    async def _scale(self, run: Training, replicas: int) -> None:
+    async def _scale(self, run: LaunchedRun, replicas: int) -> None:
+        """Run `sluice scale rollout`, which waits until the change is done."""
         with self._phases.phase(f"scale to {replicas}"):
-            await run.scale(replicas)
+            await asyncio.to_thread(
+                output_of,
+                *(*SLUICE, "scale", "rollout", str(replicas), "--run-dir", str(run.run_dir)),
+                timeout_s=_SCALE_S,
+                environment=self._cluster.environment,
+            )
             await self._served(run, replicas)
         self.outcome.scaled.append(replicas)
 
-    async def _lose_node(self, run: Training) -> None:
+    async def _lose_node(self, run: LaunchedRun) -> None:
         """Lose a node: its replica waits for capacity, and a node that joins has it."""
         with self._phases.phase("kill node"):
             lost = WORKERS[0]
             self._cluster.kill_node(lost)
 
             async def is_gone() -> bool:
-                return lost not in {one.node for one in (await run.serving()).values()}
+                return lost not in {node for _, node in (await _serving(run)).values()}
 
             await self._until(run, f"no replica serving on {lost}", is_gone)
-            self._cluster.start_worker(SPARE, NODE)
+            self._cluster.start_worker(_SPARE)
 
             async def is_back() -> bool:
-                return SPARE in {one.node for one in (await run.serving()).values()}
+                return _SPARE in {node for _, node in (await _serving(run)).values()}
 
-            await self._until(run, f"a replica serving on {SPARE}", is_back)
+            await self._until(run, f"a replica serving on {_SPARE}", is_back)
             await self._served(run, 3)
         self.outcome.recovered.append("node")
 
-    async def _finish(self, run: Training) -> None:
+    async def _finish(self, run: LaunchedRun) -> None:
         with self._phases.phase("training to the end"):
             self._slow.unlink()
-            try:
-                async with asyncio.timeout(_END_S):
-                    self.outcome.exit_code = await run.up.wait()
-            except TimeoutError as error:
-                raise PhaseError(f"the run did not end within {_END_S:g} s") from error
-        self.outcome.steps = run.record().step
-        left = self._services()
-        if left:
+            self.outcome.exit_code = await asyncio.to_thread(run.up.wait, _END_S)
+        self.outcome.steps = len(read_progress(run.run_dir).steps)
+        running = self._processes.running().items()
+        if left := {pid: command for pid, command in running if is_service(command)}:
             raise PhaseError(f"the run has ended, and there are {left}")
 
     async def _kill_driver(self, file: Path) -> None:
         """Train on two nodes; actors and services end with the driver, also if it is killed."""
         folder = f"sluice.run_dir={self._folder / 'second'}"
-        async with self._training(file, (folder, _FOREVER, *_TWO_NODES), ()) as run:
+        with self._training(file, (folder, *_TWO_NODES), ()) as run:
             with self._phases.phase("trainer on two nodes"):
                 await self._served(run, 1)
             with self._phases.phase("kill driver"):
                 run.up.kill()
-                await run.up.wait()
+                run.up.wait()
                 self.outcome.left_by_killed_driver = self._processes.left_after(_GONE_S, is_service)
 
-    def _services(self) -> dict[int, str]:
-        return {pid: line for pid, line in self._processes.running().items() if is_service(line)}
-
-    async def _served(self, run: Training, replicas: int) -> None:
+    async def _served(self, run: LaunchedRun, replicas: int) -> None:
         """Return after a step that so many replicas served."""
-        before = len(run.record().replicas)
+        before = len(read_progress(run.run_dir).steps)
 
         async def is_served() -> bool:
-            return replicas in run.record().replicas[before:]
+            steps = read_progress(run.run_dir).steps[before:]
+            return any(row.get("rollout/replicas") == replicas for row in steps)
 
         await self._until(run, f"a step served by {replicas} replicas", is_served)
 
     async def _until(
-        self, run: Training, what: str, holds: Callable[[], Awaitable[object]]
+        self, run: LaunchedRun, what: str, holds: Callable[[], Awaitable[bool]]
     ) -> None:
-        until_s = time.monotonic() + self._patience_s
+        ends_s = time.monotonic() + self._patience_s
         while not await holds():
-            if run.up.returncode is not None:
-                raise PhaseError(
-                    f"{what}: the run ended first with code {run.up.returncode}; if that is 0, "
-                    "give it more --steps"
-                )
-            if time.monotonic() > until_s:
-                raise PhaseError(f"{what}: not within {self._patience_s:g} s")
+            run.check(what, ends_s)
             await asyncio.sleep(_POLL_S)
 
 
-def is_service(command: str) -> bool:
-    """Return whether it is a service of ours, or the actor that hosts one."""
-    return " -m services." in command or "ray::RayServiceHost" in command
+async def _serving(run: LaunchedRun) -> dict[str, Serving]:
+    """Return replicas that serve, by name; none while the trainer is away."""
+    processes, seen = await run.processes(), await run.snapshot()
+    return {
+        one.name: (processes[one.name].pid, split_host_port(one.address)[0])
+        for one in (seen.replicas if seen else ())
+        if one.state == "serving" and one.name in processes
+    }

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 from services.reward.generation.request import PHASE, GenerateEvent, GroupRequest
-from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.api.rollout.v1 import rollout_pb2
 from sluice.codec.fields import token_ids_from_bytes
 from sluice.codec.rollout import (
     chat_prompt_to_proto,
@@ -18,13 +18,15 @@ from sluice.codec.rollout import (
     sampling_to_proto,
 )
 from sluice.errors import InvalidRequestError, PeerError
-from sluice.rpc.client import open_channel, stream_call
+from sluice.rpc.client import open_channel, rollout_stub, stream_call
 from sluice.rpc.credentials import OPEN, Credentials
-from sluice.rpc.metadata import as_service
+from sluice.rpc.metadata import SERVICE_KEY
 from sluice.types import ReplicaInfo, Rollout
 
 if TYPE_CHECKING:
     import grpc
+
+    from sluice.api.rollout.v1 import rollout_pb2_grpc
 
 
 MAX_REQUEST_ID_CHARACTERS = 32
@@ -103,7 +105,7 @@ class RolloutClient:
         message: rollout_pb2.GenerateRequest,
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
         return stream_call(
-            as_service(held.stub.Generate, "reward"),
+            held.stub.Generate,
             message,
             name="RolloutService/Generate",
             peer=replica.name,
@@ -117,11 +119,9 @@ class RolloutClient:
                 address,
                 max_message_bytes=self._max_message_bytes,
                 credentials=self._credentials,
+                metadata=lambda: ((SERVICE_KEY, "reward"),),
             )
-            stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-            self._channels[address] = _Channel(
-                channel, cast("rollout_pb2_grpc.RolloutServiceAsyncStub", stub)
-            )
+            self._channels[address] = _Channel(channel, rollout_stub(channel))
         return self._channels[address]
 
     async def _close_unwanted(self, address: str) -> None:

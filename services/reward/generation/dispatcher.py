@@ -14,26 +14,25 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
-from services.reward.generation.queue import Priority, ReplicaQueue
+from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import (
     GenerateEvent,
     GenerationClient,
     GroupFailedError,
     GroupRequest,
-    OldestStart,
     OverlongPromptError,
+    Purpose,
     SampleCallback,
-    StartCallback,
     decisive,
     first_samples,
     for_prompt,
 )
 from services.reward.generation.stream import CollectedGroup, StreamEnd, StreamWatch
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
-from sluice.algorithm.routing import AnnouncedReplica, ReplicaRequirement, Reservation
+from sluice.algorithm.routing import AnnouncedReplica, Reservation
 from sluice.errors import (
     DataError,
     EngineError,
@@ -53,6 +52,7 @@ class GroupDispatcher:
     """Groups on their way to replicas and back.
 
     Attributes:
+        rules: when streams and groups are given up; by default never.
         num_received: response tokens received since the start, by what they are for. The replicas
             count what they hand over: the two counts check each other.
 
@@ -61,7 +61,7 @@ class GroupDispatcher:
         queue: assigns capacity on replicas.
         max_attempts: failures after which a group is given up.
         leave_out_overlong: whether a row that is too long is left out, or an error of the data.
-        rules: when streams and groups are given up on; by default never.
+        rules: see above.
     """
 
     def __init__(
@@ -75,37 +75,32 @@ class GroupDispatcher:
     ) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
         self._leave_out_overlong = leave_out_overlong
-        self._rules = rules or StragglerRules()
+        self.rules = rules or StragglerRules()
         self._rates = RateTable()
         self._broken = BrokenStreams()
-        self._streams: dict[StreamWatch, Reservation] = {}
-        self.num_received: Counter[Priority] = Counter()
+        self._streams: set[StreamWatch] = set()
+        self.num_received: Counter[Purpose] = Counter()
 
     async def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
         """Take on a new fleet; streams of replicas that are gone end, their groups go elsewhere."""
-        gone = self._queue.announce(replicas)
-        for watch, reservation in self._streams.items():
-            if reservation.member in gone:
-                watch.removed(_now())
+        self._queue.announce(replicas)
+        for watch in self._streams:
+            if watch.member.removed:
+                watch.reschedule()
         self._rates.retain({replica.info.name for replica in replicas})
         await self._client.retain({replica.info.address for replica in replicas})
 
     async def generate(
-        self,
-        request: GroupRequest,
-        on_start: StartCallback | None = None,
-        on_sample: SampleCallback | None = None,
+        self, request: GroupRequest, on_sample: SampleCallback | None = None
     ) -> RolloutGroup:
-        """Generate the samples asked for.
+        """Generate the requested samples.
 
-        A training group that has taken its time or its tokens (`StragglerRules`, measured over all
-        requests of one `GroupBudget`) returns with its unfinished samples ``ABORTED``, which
-        hold the tokens that came of them. No replica is asked for samples of a group that is over.
+        A group that has used its time or its tokens (`GroupBudget`) returns with its unfinished
+        samples ``ABORTED``, which hold the tokens that came of them. No replica gets a request for
+        a group that is over.
 
         Args:
             request: the samples.
-            on_start: called with the oldest version in the group whenever it changes; ``None``
-                while the group holds nothing and waits.
             on_sample: called with each sample that has finished.
 
         Raises:
@@ -114,85 +109,52 @@ class GroupDispatcher:
                 no sample of the group finished before it was over.
             DataError: a row is too long, and such rows are not to be left out.
         """
-        collected = CollectedGroup(request, on_sample)
-        await self._complete(collected, on_start or _ignore)
-        return collected.group()
-
-    async def _complete(self, collected: CollectedGroup, notify: StartCallback) -> None:
-        """Get what is missing, or end the group without it."""
-        request = collected.request
-        rank = (int(request.priority), request.prompt.sequence)
+        collected, budget = CollectedGroup(request, on_sample), request.budget
         failures: list[str] = []
-        while (missing := collected.missing) and not self.is_over(request):
+        while (missing := collected.missing) and not budget.check(_now()):
             partials = collected.partials()
-            notify(collected.oldest_version())
-            wanted = ReplicaRequirement(
-                len(missing), request.lowest_version, request.highest_version
-            )
-            async with AsyncExitStack() as held:
-                reservation = await self._capacity(held, collected, wanted, rank)
-                if reservation is not None:
-                    failure = await self._attempt(reservation, collected, partials, notify)
-                    failures += [failure] if failure else []
+            budget.note_version(collected, collected.oldest_version())
+            reservation = await self._reserved(request, len(missing))
+            if reservation is None:
+                break
+            try:
+                failure = await self._attempt(reservation, collected, partials)
+            finally:
+                self._queue.give_back(reservation)
+            if failure is not None:
+                failures.append(failure)
             if collected.missing and len(failures) >= self._max_attempts:
                 end_without_missing(collected, failures)
         if collected.missing:
             end_early(collected)
+        return collected.group()
 
-    def is_over(self, request: GroupRequest) -> bool:
-        """Whether the group that `request` is of has taken its time or its tokens.
-
-        Validation is never cut short.
-        """
+    async def _reserved(self, request: GroupRequest, num_sequences: int) -> Reservation | None:
+        """Reserve capacity on a replica; ``None``: the group was over before."""
         budget = request.budget
-        over_at = self._over_at(request)
-        is_late = over_at is not None and over_at <= _now()
-        if is_late or (_is_bounded(request) and self._rules.is_spent(budget.num_tokens)):
-            budget.end()
-        return budget.is_over
-
-    def _over_at(self, request: GroupRequest) -> float | None:
-        """When a group has taken its time; of one that is over, a time that has passed."""
-        budget = request.budget
-        if not _is_bounded(request):
-            return None
-        return budget.first_start if budget.is_over else self._rules.over_at(budget.first_start)
-
-    async def _capacity(
-        self,
-        held: AsyncExitStack,
-        collected: CollectedGroup,
-        wanted: ReplicaRequirement,
-        rank: tuple[int, int],
-    ) -> Reservation | None:
-        """Reserve capacity, which `held` gives back; ``None``: the group was over before."""
-        request = collected.request
+        rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
         try:
-            async with asyncio.timeout_at(self._over_at(request)) as scope:
+            async with asyncio.timeout_at(budget.over_at) as scope:
 
-                def bounded() -> None:
+                def reschedule() -> None:
                     if not scope.expired():
-                        scope.reschedule(self._over_at(request))
+                        scope.reschedule(budget.over_at)
 
-                with request.budget.observed(bounded):
-                    return await held.enter_async_context(self._queue.capacity(wanted, rank))
+                with budget.observed(reschedule):
+                    return await self._queue.reserve(request.requirement(num_sequences), rank)
         except TimeoutError:
-            request.budget.end()
+            budget.end()
             return None
 
     async def _attempt(
-        self,
-        reservation: Reservation,
-        collected: CollectedGroup,
-        partials: Sequence[Rollout],
-        notify: StartCallback,
+        self, reservation: Reservation, collected: CollectedGroup, partials: Sequence[Rollout]
     ) -> str | None:
-        """Receive one stream. Returns why it counts as a failure."""
+        """Receive one stream. Return why it counts as a failure."""
         member = reservation.member
         name = member.announced.info.name
         try:
             with TRACER.stage(SpanName.ATTEMPT, {Key.REPLICA: name}, SpanKind.CLIENT) as span:
-                failure = await self._receive(reservation, collected, partials, notify)
+                failure = await self._receive(reservation, collected, partials)
                 span.fail(failure)
                 return failure
         except PromptTooLongError as error:
@@ -227,37 +189,44 @@ class GroupDispatcher:
         return slots < min(samples, most)
 
     async def _receive(
-        self,
-        reservation: Reservation,
-        collected: CollectedGroup,
-        partials: Sequence[Rollout],
-        notify: StartCallback,
+        self, reservation: Reservation, collected: CollectedGroup, partials: Sequence[Rollout]
     ) -> str | None:
-        """Store what one stream brings. Returns why its early end counts as a failure."""
+        """Store what one stream brings. Return why its early end counts as a failure."""
         info, missing = reservation.member.announced.info, collected.missing
-        collected.asked(info.name)
+        budget = collected.request.budget
+        collected.requested(info.name)
         events = self._client.generate(info, collected.request, missing, partials)
         async with aclosing(events):
             try:
                 async with asyncio.timeout(None) as scope:
-                    over_at = self._over_at(collected.request)
                     watch = StreamWatch(
-                        scope, reservation.member, self._rules, over_at, missing, _now()
+                        scope, reservation.member, self.rules, budget, missing, _now()
                     )
-                    with self._registered(watch, reservation, collected.request):
+                    with self._registered(watch), budget.observed(watch.reschedule):
                         async for event in events:
-                            self._store(reservation, watch, collected, event, notify)
-                            if (end := self._judged(reservation, watch, collected)) is not None:
-                                return self._ended(end, reservation, watch, collected)
+                            self._store(reservation, watch, collected, event)
+                            if (end := self._reason_to_end(watch, collected)) is not None:
+                                return self._ended(end, watch, collected)
             except TimeoutError:
                 if not scope.expired():
                     raise
-                return self._ended(watch.why_expired(_now()), reservation, watch, collected)
+                return self._ended(watch.why_expired(_now()), watch, collected)
         if collected.missing:
             raise EngineError(
                 f"{info.name}: its stream ended without {len(collected.missing)} samples"
             )
         return None
+
+    @contextmanager
+    def _registered(self, watch: StreamWatch) -> Iterator[None]:
+        """Let an announcement end the stream; note its rate if it was too short to be judged."""
+        self._streams.add(watch)
+        try:
+            yield
+        finally:
+            self._streams.remove(watch)
+            if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
+                self._rates.note(watch.member.announced.info.name, least)
 
     def _store(
         self,
@@ -265,59 +234,48 @@ class GroupDispatcher:
         watch: StreamWatch,
         collected: CollectedGroup,
         event: GenerateEvent,
-        notify: StartCallback,
     ) -> None:
-        now = _now()
+        now, request = _now(), collected.request
         if event.started is not None:
             self._queue.answered(reservation.member)
             prompt_token_ids, version = event.started
-            collected.started(prompt_token_ids, now)
-            watch.accepted(now)
-            notify(collected.oldest_version(or_version=version))
-        tokens, priority = collected.request.tokens, collected.request.priority
-        num_before = tokens.num_received
+            request.budget.started(prompt_token_ids, now)
+            watch.pace.accepted(now)
+            request.budget.note_version(collected, collected.oldest_version(or_version=version))
+        num_before = request.tokens.num_received
         try:
             arrival = collected.take(event, reservation.member.announced.info.name)
         finally:  # what is of no use was received, too
-            self.num_received[priority] += tokens.num_received - num_before
+            self.num_received[request.purpose] += request.tokens.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
-            watch.arrived(arrival, now)
+            watch.pace.arrived(arrival.new_tokens, arrival.ended, now)
         elif event.engine_tokens is not None:
-            watch.engine_progressed(event.engine_tokens, now)
+            watch.pace.engine_progressed(event.engine_tokens, now)
+        watch.reschedule()
 
-    def _judged(
-        self, reservation: Reservation, watch: StreamWatch, collected: CollectedGroup
-    ) -> StreamEnd | None:
+    def _reason_to_end(self, watch: StreamWatch, collected: CollectedGroup) -> StreamEnd | None:
         """Return why a healthy stream should end; ``None``: it continues."""
-        request, missing = collected.request, collected.missing
-        is_over = self.is_over(request)  # asked of the last sample too: other parts end by it
+        missing = collected.missing
+        is_over = collected.request.budget.check(_now())  # after the last sample, too: others wait
         if not missing:
             return None
         if is_over:
             return StreamEnd.GROUP_OVER
-        name, rate = reservation.member.announced.info.name, watch.pace.rate(_now())
+        name, rate = watch.member.announced.info.name, watch.pace.rate(_now())
         if rate is None:
             return None
         self._rates.note(name, rate)
-        others = self._rates.median_of_others(name)
-        if collected.was_moved or not self._rules.is_slow(rate, others):
+        is_slow = self.rules.is_slow(rate, self._rates.median_of_others(name))
+        if collected.was_moved or not is_slow:
             return None
-        wanted = ReplicaRequirement(len(missing), request.lowest_version, request.highest_version)
-        return (
-            StreamEnd.SLOW if self._queue.has_capacity_beside(reservation.member, wanted) else None
-        )
+        wanted = collected.request.requirement(len(missing))
+        return StreamEnd.SLOW if self._queue.has_capacity_beside(watch.member, wanted) else None
 
-    def _ended(
-        self,
-        end: StreamEnd,
-        reservation: Reservation,
-        watch: StreamWatch,
-        collected: CollectedGroup,
-    ) -> str | None:
-        """Settle what follows from a stream's end. Returns why it counts as a failure."""
-        prompt_id, name = collected.request.prompt.prompt_id, reservation.member.announced.info.name
+    def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedGroup) -> str | None:
+        """Settle what follows from a stream's end. Return why it counts as a failure."""
+        prompt_id, name = collected.request.prompt.prompt_id, watch.member.announced.info.name
         state = watch.state(_now())
         if end is StreamEnd.GROUP_OVER:
             collected.request.budget.end()
@@ -331,24 +289,11 @@ class GroupDispatcher:
         )
         if end is StreamEnd.REPLICA_REMOVED:
             return None
-        self._queue.pause(reservation.member)
+        self._queue.pause(watch.member)
         if end is StreamEnd.SLOW:
             collected.was_moved = True
             return None
         return f"{name}: stalled: {state}"
-
-    @contextmanager
-    def _registered(
-        self, watch: StreamWatch, reservation: Reservation, request: GroupRequest
-    ) -> Iterator[None]:
-        self._streams[watch] = reservation
-        try:
-            with request.budget.observed(lambda: watch.bounded(self._over_at(request))):
-                yield
-        finally:
-            del self._streams[watch]
-            if watch.pace.rate(_now()) is None and (least := watch.pace.least_rate()) is not None:
-                self._rates.note(reservation.member.announced.info.name, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,17 +309,11 @@ class GeneratedGroup:
         """Length of the greedy response; 0 without one."""
         return self.greedy.num_response_tokens if self.greedy else 0
 
-    @property
-    def num_response_tokens(self) -> int:
-        """Length of all responses."""
-        return self.samples.num_response_tokens + self.num_greedy_tokens
-
 
 async def generate_group(
     dispatcher: GroupDispatcher,
     request: GroupRequest,
     greedy: SamplingParams | None,
-    on_start: StartCallback,
     on_sample: SampleCallback | None = None,
 ) -> GeneratedGroup:
     """Generate a prompt's samples and, with `greedy`, one more response with those parameters.
@@ -383,7 +322,6 @@ async def generate_group(
         dispatcher: where groups are generated.
         request: the samples; the greedy response keeps to the same versions.
         greedy: parameters of the greedy response; ``None``: there is none.
-        on_start: called with the oldest version among the tokens of both, whenever it changes.
         on_sample: called with each sample that has finished, but not with the greedy response.
 
     Raises:
@@ -392,34 +330,28 @@ async def generate_group(
         SluiceError: whatever else ends the generation of a group; the gravest of the two.
     """
     if greedy is None:
-        return GeneratedGroup(await dispatcher.generate(request, on_start, on_sample))
+        return GeneratedGroup(await dispatcher.generate(request, on_sample))
     beside = replace(
         request,
         sample_indexes=first_samples(1),
         sampling=for_prompt(greedy, request.prompt, stage="greedy"),
         allows_missing=False,
     )
-    oldest = OldestStart(on_start)
     try:
         async with asyncio.TaskGroup() as tasks:
             name = f"prompt {request.prompt.prompt_id}"
             samples = tasks.create_task(
-                dispatcher.generate(request, oldest.of("samples"), on_sample),
-                name=f"{name}, samples",
+                dispatcher.generate(request, on_sample), name=f"{name}, samples"
             )
-            response = tasks.create_task(
-                _response(dispatcher, beside, oldest.of("greedy")), name=f"{name}, greedy"
-            )
+            response = tasks.create_task(_response(dispatcher, beside), name=f"{name}, greedy")
     except ExceptionGroup as group:
         raise decisive(group) from group
     return GeneratedGroup(samples.result(), response.result())
 
 
-async def _response(
-    dispatcher: GroupDispatcher, request: GroupRequest, on_start: StartCallback
-) -> RolloutGroup:
+async def _response(dispatcher: GroupDispatcher, request: GroupRequest) -> RolloutGroup:
     try:
-        return await dispatcher.generate(request, on_start)
+        return await dispatcher.generate(request)
     except GroupFailedError as error:
         if type(error) is not GroupFailedError:
             raise  # the prompt itself is refused, and the type of the error names the reason
@@ -430,20 +362,12 @@ async def _response(
         ) from error
 
 
-def _is_bounded(request: GroupRequest) -> bool:
-    return request.priority is Priority.TRAINING
-
-
 def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _ignore(_version: int | None) -> None:
-    """For callers that do not follow when a group started."""
-
-
 def end_early(collected: CollectedGroup) -> None:
-    """End a group that has taken its time or its tokens, as it stands.
+    """End a group that has used its time or its tokens, as it stands.
 
     Raises:
         GroupFailedError: no sample of it has finished.
@@ -460,7 +384,7 @@ def end_early(collected: CollectedGroup) -> None:
 
 
 def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> None:
-    """End a group that failed too often without the samples that nobody could generate.
+    """End a group that failed too often without the samples that no replica could generate.
 
     Raises:
         GroupFailedError: the request does not go without them, or no sample has finished.
@@ -476,22 +400,24 @@ def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> N
     collected.end_unfinished()
 
 
-# A replica that dies or hangs breaks the streams of all its groups at once: log one warning for
-# all of them after this long, in seconds.
 GATHER_S = 0.5
 """Seconds after the first broken stream of a replica in which the others are counted with it."""
 
 
 class BrokenStreams:
-    """Streams that broke lately, by replica. To be used inside an event loop."""
+    """Streams that broke lately, by replica; for use inside an event loop.
+
+    A replica that dies or hangs breaks the streams of all its groups at once: the log has one
+    warning for all of them.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[str, list[int]] = {}
 
     def note(self, replica: str, num_samples: int, why: str) -> None:
-        """Count a stream that ended without `num_samples`; the warning tells the first `why`.
+        """Count a stream that ended without `num_samples`; the warning has the first `why`.
 
-        One that broke after its last sample is none.
+        A stream that broke after its last sample does not count.
         """
         if not num_samples:
             return

@@ -1,14 +1,12 @@
-"""Queue groups for capacity on a replica, by priority and order of issue."""
+"""Queue groups for capacity on a replica: validation before training, then in order of issue."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 from sluice.algorithm.routing import (
     AnnouncedReplica,
@@ -22,16 +20,9 @@ from sluice.concurrency.waits import waiting_for
 _TIMER_SLACK_S = 0.001
 
 
-class Priority(IntEnum):
-    """The order in which requests are served when replicas are full."""
-
-    EVALUATION = 0
-    TRAINING = 1
-
-
 @dataclass(slots=True, eq=False)
 class _QueuedGroup:
-    rank: tuple[int, int]
+    rank: tuple[bool, int]
     wanted: ReplicaRequirement
     reserved: asyncio.Future[Reservation]
 
@@ -65,59 +56,19 @@ class ReplicaQueue:
         return self._fleet.num_slots_in_use
 
     def num_free_sequences(self, lowest_version: int) -> int:
-        """Sequences that could start now, less those that wait for a replica already."""
+        """Return how many sequences could start now, less those that wait for a replica already."""
         free = self._fleet.num_free(lowest_version, time.monotonic())
         if not self._waiters:
             return free
         return free - sum(waiter.wanted.num_sequences for waiter in self._waiters)
 
-    def announce(self, replicas: Sequence[AnnouncedReplica]) -> tuple[RoutedReplica, ...]:
-        """Take on a new fleet; returns the members that are gone."""
-        gone = self._fleet.announce(replicas)
-        self._capacity_changed()
-        return gone
-
-    @asynccontextmanager
-    async def capacity(
-        self, wanted: ReplicaRequirement, rank: tuple[int, int]
-    ) -> AsyncIterator[Reservation]:
-        """Reserve capacity on a replica; the lowest `rank` (priority, order of issue) is first."""
-        reservation = await self._reserved(wanted, rank)
-        try:
-            yield reservation
-        finally:
-            self._fleet.give_back(reservation)
-            self._capacity_changed()
-
-    def answered(self, member: RoutedReplica) -> None:
-        """The replica works."""
-        if member.on_probation:
-            self._fleet.answered(member)
-            self._capacity_changed()
-
-    def sequences_ended(self, reservation: Reservation, count: int) -> None:
-        """Give back the capacity of finished sequences."""
-        for _ in range(count):
-            self._fleet.sequence_ended(reservation)
+    def announce(self, replicas: Sequence[AnnouncedReplica]) -> None:
+        """Replace the fleet; members that are gone are marked as removed."""
+        self._fleet.announce(replicas)
         self._capacity_changed()
 
-    def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
-        """Whether another replica than `member` would take the group at once."""
-        if self._waiters:
-            return False
-        paused_until, member.paused_until = member.paused_until, math.inf
-        try:
-            return self._fleet.choose(wanted, time.monotonic()) is not None
-        finally:
-            member.paused_until = paused_until
-
-    def pause(self, member: RoutedReplica) -> None:
-        """Avoid a replica that failed, until the next announcement or the end of a pause."""
-        now = time.monotonic()
-        until = self._fleet.failed(member, now)
-        asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
-
-    async def _reserved(self, wanted: ReplicaRequirement, rank: tuple[int, int]) -> Reservation:
+    async def reserve(self, wanted: ReplicaRequirement, rank: tuple[bool, int]) -> Reservation:
+        """Reserve capacity on a replica; the caller gives it back. The lowest `rank` is first."""
         reserved: asyncio.Future[Reservation] = asyncio.get_running_loop().create_future()
         waiter = _QueuedGroup(rank, wanted, reserved)
         self._waiters.append(waiter)
@@ -133,6 +84,39 @@ class ReplicaQueue:
                 self._waiters.remove(waiter)
             self._capacity_changed()
             raise
+
+    def give_back(self, reservation: Reservation) -> None:
+        """Release the capacity that is left of a reservation."""
+        self._fleet.give_back(reservation)
+        self._capacity_changed()
+
+    def answered(self, member: RoutedReplica) -> None:
+        """Note that a replica works, which ends its probation."""
+        if member.on_probation:
+            self._fleet.answered(member)
+            self._capacity_changed()
+
+    def sequences_ended(self, reservation: Reservation, count: int) -> None:
+        """Give back the capacity of finished sequences."""
+        for _ in range(count):
+            self._fleet.sequence_ended(reservation)
+        self._capacity_changed()
+
+    def has_capacity_beside(self, member: RoutedReplica, wanted: ReplicaRequirement) -> bool:
+        """Return whether another replica than `member` would take the group at once."""
+        if self._waiters:
+            return False
+        paused_until, member.paused_until = member.paused_until, math.inf
+        try:
+            return self._fleet.choose(wanted, time.monotonic()) is not None
+        finally:
+            member.paused_until = paused_until
+
+    def pause(self, member: RoutedReplica) -> None:
+        """Avoid a replica that failed, until the next announcement or the end of a pause."""
+        now = time.monotonic()
+        until = self._fleet.failed(member, now)
+        asyncio.get_running_loop().call_later(until - now + _TIMER_SLACK_S, self._capacity_changed)
 
     def _capacity_changed(self) -> None:
         self._serve()

@@ -1,5 +1,5 @@
-"""A request for samples of one prompt: its key, seeds and budget, and the errors that end
-it.
+"""A request for samples of one prompt: its key and seeds, the budget that all requests of a group
+share, what a replica answers, and the errors that end it.
 """
 
 from __future__ import annotations
@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from hashlib import blake2b
 from struct import Struct
 from typing import Protocol
 
-from services.reward.generation.queue import Priority
+from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
+from sluice.algorithm.routing import ReplicaRequirement
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import SluiceError, leaves
 from sluice.types import FailureKind, Prompt, ReplicaInfo, Rollout, SamplingParams, TokenIds
@@ -23,21 +25,21 @@ _FRAME = Struct("<Q").pack
 
 def prompt_key(prompt: Prompt) -> str:
     """BLAKE2b of messages, ground truth and images, 16 bytes in hexadecimal."""
-    framed: list[bytes] = []
-    for turn in prompt.messages:
-        framed += _framed(turn.role), _framed(turn.content)
-    framed.append(_framed(prompt.ground_truth))
-    framed += (blake2b(image, digest_size=_KEY_BYTES).digest() for image in prompt.images)
-    return blake2b(b"".join(framed), digest_size=_KEY_BYTES).hexdigest()
+    digest = blake2b(digest_size=_KEY_BYTES)
+    texts = [text for turn in prompt.messages for text in (turn.role, turn.content)]
+    for text in (*texts, prompt.ground_truth):
+        encoded = text.encode()
+        digest.update(_FRAME(len(encoded)) + encoded)  # without the size, "ab", "c" = "a", "bc"
+    for image in prompt.images:
+        digest.update(blake2b(image, digest_size=_KEY_BYTES).digest())
+    return digest.hexdigest()
 
 
-def _framed(part: str) -> bytes:
-    """With its length, or "ab" + "c" would be "a" + "bc"."""
-    encoded = part.encode()
-    return _FRAME(len(encoded)) + encoded
+class Purpose(Enum):
+    """What samples are for. Those for validation get replicas before those for training."""
 
-
-# What bounds one group, and what is counted for it, over all of its requests.
+    VALIDATION = "validation"
+    TRAINING = "training"
 
 
 @dataclass(slots=True, eq=False)
@@ -45,16 +47,21 @@ class GroupBudget:
     """The time and tokens of one group, shared by all of its requests.
 
     Attributes:
-        first_start: when a replica took a part of it on first, in seconds of the event loop's
-            clock.
+        rules: the bounds of the group; by default there are none, as for validation.
+        on_start: called with the oldest version among the tokens of the group whenever it may have
+            changed; ``None`` while the group holds no token and waits.
+        first_start: when a replica first accepted a request of the group, in seconds of the event
+            loop's clock.
         prompt_token_ids: its prompt as that replica reads it, [prompt tokens].
-        num_tokens: response tokens that its parts hold, of unfinished samples too.
+        num_tokens: response tokens that its requests hold, of unfinished samples too.
         has_finished_samples: any of its samples is complete.
-        is_over: it has taken its time or its tokens.
+        is_over: it has used its time or its tokens.
         engine_answered: a replica answered a request for it with an error of its engine.
         engine_errors: why no replica could generate a sample, by its index.
     """
 
+    rules: StragglerRules = field(default_factory=StragglerRules)
+    on_start: Callable[[int | None], None] = lambda _version: None
     first_start: float | None = None
     prompt_token_ids: TokenIds | None = None
     num_tokens: int = 0
@@ -62,23 +69,41 @@ class GroupBudget:
     is_over: bool = False
     engine_answered: bool = False
     engine_errors: dict[int, str] = field(default_factory=dict)
+    _versions: dict[object, int | None] = field(default_factory=dict)
     _observers: list[Callable[[], None]] = field(default_factory=list)
 
+    @property
+    def over_at(self) -> float | None:
+        """When the group has used its time; of a group that is over, a time that has passed."""
+        return self.first_start if self.is_over else self.rules.over_at(self.first_start)
+
+    def check(self, now: float) -> bool:
+        """Return whether the group is over; end it if it has used its time or its tokens."""
+        over_at = self.over_at
+        if (over_at is not None and over_at <= now) or self.rules.is_spent(self.num_tokens):
+            self.end()
+        return self.is_over
+
     def started(self, prompt_token_ids: TokenIds, now: float) -> None:
-        """A replica took a part of it on."""
+        """Note that a replica accepted a request of the group."""
         if self.first_start is None:
             self.first_start, self.prompt_token_ids = now, prompt_token_ids
             self._notify()
 
+    def note_version(self, part: object, version: int | None) -> None:
+        """Note the oldest version of a part of the group; ``None``: the part holds no token."""
+        self._versions[part] = version
+        self.on_start(min((v for v in self._versions.values() if v is not None), default=None))
+
     def end(self) -> None:
-        """It has taken its time or its tokens."""
+        """End the group: it has used its time or its tokens."""
         if not self.is_over:
             self.is_over = True
             self._notify()
 
     @contextmanager
     def observed(self, observer: Callable[[], None]) -> Iterator[None]:
-        """Call `observer` when the group starts or is over, while the block runs."""
+        """Call `observer` when `over_at` changes, while the block runs."""
         self._observers.append(observer)
         try:
             yield
@@ -95,13 +120,13 @@ class GroupTokens:
     """What replicas sent for one group in one attempt, counted where it is received.
 
     Attributes:
-        replicas: who was asked, by name, in the order first asked.
-        num_samples: samples that a replica was asked for.
+        replicas: those that got a request, by name, in the order of their first request.
+        num_samples: samples that were requested from a replica.
         num_received: response tokens, each once, however often a sample was broken off and in how
             many messages it came.
-        num_thrown_away: those of them that no sample holds any more, since the sample was not
-            continued from them but started again.
-        num_replaced: tokens of samples without a grade, in whose places others were generated.
+        num_thrown_away: those that no sample holds any more, since the sample started again instead
+            of continuing from them.
+        num_replaced: tokens of samples without a grade for which others were generated.
     """
 
     replicas: list[str] = field(default_factory=list)
@@ -125,14 +150,14 @@ class GroupRequest:
     its index alone. So a group may be generated in parts, each by its own request. The parts share
     `budget`, which bounds the group, and `tokens`, which counts what is received for it.
 
-    With `allows_missing` the samples that no replica could generate are left out, unless none is
-    left.
+    With `allows_missing` the samples that no replica could generate are left out, unless none
+    remains.
     """
 
     prompt: Prompt
     sample_indexes: tuple[int, ...]
     sampling: SamplingParams
-    priority: Priority
+    purpose: Purpose
     lowest_version: int
     highest_version: int | None = None
     budget: GroupBudget = field(default_factory=GroupBudget, compare=False, repr=False)
@@ -146,17 +171,16 @@ class GroupRequest:
 
     @property
     def num_samples(self) -> int:
-        """Samples asked for."""
+        """How many samples are requested."""
         return len(self.sample_indexes)
 
-    def accepts(self, version: int) -> bool:
-        """Whether tokens of `version` will do."""
-        below = self.highest_version is None or version <= self.highest_version
-        return below and version >= self.lowest_version
+    def requirement(self, num_sequences: int) -> ReplicaRequirement:
+        """Return what a replica needs for so many of the samples."""
+        return ReplicaRequirement(num_sequences, self.lowest_version, self.highest_version)
 
 
 def first_samples(count: int) -> tuple[int, ...]:
-    """The indexes of a prompt's first `count` samples."""
+    """Return the indexes of a prompt's first `count` samples."""
     return tuple(range(count))
 
 
@@ -216,30 +240,7 @@ class OverlongPromptError(GroupFailedError):
     """A prompt is over data.max_prompt_length, and such prompts are left out."""
 
 
-StartCallback = Callable[[int | None], None]
 SampleCallback = Callable[[Rollout], None]
-
-
-class OldestStart:
-    """The oldest of the versions under which the parts of a group began.
-
-    Args:
-        on_start: called whenever a part's version changes; ``None``: no part holds anything.
-    """
-
-    def __init__(self, on_start: StartCallback) -> None:
-        self._on_start = on_start
-        self._versions: dict[str, int | None] = {}
-
-    def of(self, part: str) -> StartCallback:
-        """What a part's request is given."""
-
-        def note(version: int | None) -> None:
-            self._versions[part] = version
-            started = [known for known in self._versions.values() if known is not None]
-            self._on_start(min(started, default=None))
-
-        return note
 
 
 def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
@@ -248,14 +249,14 @@ def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
     errors = [error for error in found if isinstance(error, SluiceError)]
     if len(errors) < len(found):
         raise group
-    return max(errors, key=_gravity)
-
-
-def _gravity(error: SluiceError) -> int:
-    """What all prompts would meet, then what is said of this prompt, then what one group met."""
-    if not isinstance(error, GroupFailedError):
-        return 2
-    return int(type(error) is not GroupFailedError)
+    # What all prompts would meet, then a refusal of this prompt, then what one group met.
+    return max(
+        errors,
+        key=lambda error: (
+            not isinstance(error, GroupFailedError),
+            type(error) is not GroupFailedError,
+        ),
+    )
 
 
 _SEED_BYTES = 8
@@ -263,7 +264,7 @@ _SEED_MASK = 2**63 - 1
 
 
 def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams:
-    """Training parameters; the seed is filled in per prompt."""
+    """Return the training parameters; `for_prompt` sets the seed of each prompt."""
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -275,19 +276,20 @@ def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams
 
 
 def greedy_sampling(training: SamplingParams) -> SamplingParams:
-    """The most probable token at every place, with the limits of the training samples."""
+    """Return parameters that choose the most probable token at every position, with the limits of
+    the training samples."""
     return replace(training, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 def validation_sampling(
     rollout: RolloutConfig, max_tokens: int, temperature: float | None
 ) -> SamplingParams:
-    """Validation parameters; `temperature` overrides the configured one."""
-    wanted = rollout.val_kwargs
+    """Return the validation parameters; `temperature` overrides the configured one."""
+    configured = rollout.val_kwargs
     return SamplingParams(
-        temperature=wanted.temperature if temperature is None else temperature,
-        top_p=wanted.top_p,
-        top_k=wanted.top_k,
+        temperature=configured.temperature if temperature is None else temperature,
+        top_p=configured.top_p,
+        top_k=configured.top_k,
         max_tokens=max_tokens,
         seed=rollout.seed,
         ignore_eos=rollout.ignore_eos,
@@ -295,13 +297,13 @@ def validation_sampling(
 
 
 def for_prompt(sampling: SamplingParams, prompt: Prompt, *, stage: str) -> SamplingParams:
-    """The same parameters with a seed of the prompt's own.
+    """Return the same parameters with a seed of the prompt.
 
-    It depends on the base seed and on where the prompt stands: a data-set row on its position in
-    the stream (so a resumed run generates what the unbroken one would have), a client's prompt
-    on its number in the order of issue.
+    The seed depends on the base seed and, for a data-set row, on its position in the stream (so a
+    resumed run generates what the uninterrupted one would have), for a client's prompt on its
+    number in the order of issue.
     """
-    place = prompt.sequence if prompt.position is None else prompt.position
-    text = f"{sampling.seed}/{stage}/{prompt.origin}/{place}"
+    number = prompt.sequence if prompt.position is None else prompt.position
+    text = f"{sampling.seed}/{stage}/{prompt.origin}/{number}"
     digest = blake2b(text.encode(), digest_size=_SEED_BYTES).digest()
     return replace(sampling, seed=int.from_bytes(digest, "little") & _SEED_MASK)

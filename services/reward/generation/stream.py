@@ -11,12 +11,18 @@ from enum import StrEnum
 
 import numpy as np
 
-from services.reward.generation.request import PHASE, GenerateEvent, GroupRequest, SampleCallback
+from services.reward.generation.request import (
+    PHASE,
+    GenerateEvent,
+    GroupBudget,
+    GroupRequest,
+    SampleCallback,
+)
 from sluice.algorithm.groups.stragglers import StragglerRules, StreamPace
-from sluice.algorithm.growing_sample import GrowingSample, NewTokens
+from sluice.algorithm.growing_sample import GrowingSample
 from sluice.algorithm.routing import RoutedReplica
 from sluice.errors import PeerError
-from sluice.types import FinishReason, Rollout, RolloutGroup, TokenIds
+from sluice.types import FinishReason, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,7 @@ class CollectedGroup:
     was_moved: bool = False
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
-    _prompt_token_ids: TokenIds | None = None
-    _asked: set[int] = field(default_factory=set)
+    _requested: set[int] = field(default_factory=set)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -61,32 +66,30 @@ class CollectedGroup:
         return tuple(i for i in self.request.sample_indexes if i not in self._rollouts)
 
     def oldest_version(self, *, or_version: int | None = None) -> int | None:
-        """The oldest version among its tokens and `or_version`; ``None``: neither is there."""
+        """Return the oldest version among its tokens and `or_version`; ``None``: there is none."""
         sampled_by = [rollout.oldest_version for rollout in self._rollouts.values()]
         growing_by = [span.version for g in self._growing.values() for span in g.version_spans]
         versions = (*sampled_by, *growing_by, or_version)
         return min((v for v in versions if v is not None), default=None)
 
-    def started(self, prompt_token_ids: TokenIds, now: float) -> None:
-        """A replica took it on."""
-        self._prompt_token_ids = prompt_token_ids
-        self.request.budget.started(prompt_token_ids, now)
-
-    def asked(self, replica: str) -> None:
-        """A replica is asked for the samples that are missing."""
-        tokens = self.request.tokens
+    def requested(self, replica: str) -> None:
+        """Note that a replica gets a request for the samples that are missing."""
+        tokens, missing = self.request.tokens, set(self.missing)
         if replica not in tokens.replicas:
             tokens.replicas.append(replica)
-        tokens.num_samples += len(set(self.missing) - self._asked)
-        self._asked.update(self.missing)
+        tokens.num_samples += len(missing - self._requested)
+        self._requested |= missing
 
     def take(self, event: GenerateEvent, replica: str) -> Arrival:
-        """Store what a replica sent; raises `PeerError` if it is not what was asked for."""
+        """Store what a replica sent; raise `PeerError` if it does not fit the request."""
         new_tokens = self._count_received(event)
-        if (event.rollouts or event.deltas) and self._prompt_token_ids is None:
+        if (event.rollouts or event.deltas) and self.request.budget.prompt_token_ids is None:
             raise PeerError(replica, PHASE, "it sent samples before the prompt's tokens")
         for delta in event.deltas:
-            self._grow(delta, replica)
+            self._check_requested(delta.sample_index, replica)
+            sample = self._growing.setdefault(delta.sample_index, GrowingSample())
+            sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
+            self._count(int(delta.token_ids.size))
         for rollout in event.rollouts:
             self._end(rollout, replica)
         ended = tuple(rollout.sample_index for rollout in event.rollouts)
@@ -106,19 +109,14 @@ class CollectedGroup:
         self.request.tokens.num_received += sum(new_tokens.values())
         return new_tokens
 
-    def _grow(self, delta: NewTokens, replica: str) -> None:
-        self._check_asked(delta.sample_index, replica)
-        sample = self._growing.setdefault(delta.sample_index, GrowingSample())
-        sample.append(delta.token_ids, delta.behavior_logprobs, delta.version)
-        self._count(int(delta.token_ids.size))
-
     def _end(self, rollout: Rollout, replica: str) -> None:
+        """Store a sample that the stream has ended; an aborted one may be continued."""
         index = rollout.sample_index
-        self._check_asked(index, replica)
+        self._check_requested(index, replica)
         growing = self._growing.pop(index, None)
         num_known = growing.num_tokens if growing else 0
         if growing and not np.array_equal(rollout.token_ids[:num_known], growing.token_ids()):
-            # One of the two is wrong, and nobody knows which: the sample starts again.
+            # One of the two is wrong, and nothing shows which: the sample starts again.
             self._count(-num_known)
             self.request.tokens.num_thrown_away += max(num_known, rollout.num_tokens)
             raise PeerError(
@@ -131,11 +129,8 @@ class CollectedGroup:
         if rollout.finish_reason is FinishReason.ABORTED:
             self._growing[index] = GrowingSample()
             self._growing[index].adopt(rollout)
-        else:
-            self._finish(rollout)
-
-    def _finish(self, rollout: Rollout) -> None:
-        self._rollouts[rollout.sample_index] = rollout
+            return
+        self._rollouts[index] = rollout
         self.request.budget.has_finished_samples = True
         if self.on_sample is not None:
             self.on_sample(rollout)
@@ -144,18 +139,19 @@ class CollectedGroup:
         self.num_tokens += tokens
         self.request.budget.num_tokens += tokens
 
-    def _check_asked(self, sample_index: int, replica: str) -> None:
+    def _check_requested(self, sample_index: int, replica: str) -> None:
         if sample_index in self._rollouts or sample_index not in self.request.sample_indexes:
             raise PeerError(replica, PHASE, f"sample {sample_index} was not asked for")
 
     def partials(self) -> Sequence[Rollout]:
-        """What there is of unfinished samples, to be continued.
+        """Return the unfinished samples that have tokens, to be continued.
 
         Samples with tokens of versions that the request excludes start again: their tokens are
         thrown away here.
         """
+        wanted = self.request.requirement(0)
         for index, sample in list(self._growing.items()):
-            if not all(self.request.accepts(span.version) for span in sample.version_spans):
+            if not all(wanted.accepts(span.version) for span in sample.version_spans):
                 del self._growing[index]
                 self._count(-sample.num_tokens)
                 self.request.tokens.num_thrown_away += sample.num_tokens
@@ -167,7 +163,7 @@ class CollectedGroup:
             self._rollouts[index] = self._growing.pop(index, GrowingSample()).rollout(index)
 
     def state(self) -> str:
-        """How far it is, for the log."""
+        """Describe how far it is, for the log."""
         num_finished = sum(
             rollout.finish_reason is not FinishReason.ABORTED for rollout in self._rollouts.values()
         )
@@ -179,25 +175,16 @@ class CollectedGroup:
         )
 
     def group(self) -> RolloutGroup:
-        """The samples in order of their index; none may be missing, any part must have started."""
-        prompt_token_ids = self._prompt_token_ids
-        if prompt_token_ids is None:  # over before a replica took these samples on
-            prompt_token_ids = self.request.budget.prompt_token_ids
+        """Return the samples in order of their index; none is missing, a request has started."""
+        prompt_token_ids = self.request.budget.prompt_token_ids
         assert prompt_token_ids is not None
         rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
 
 
-# Ends a stream that stalls or loses its replica, and a group at its bounds.
-#
-# Consumes: what the stream brings, as it arrives. Waits for: nothing itself; it moves the
-# deadline of the scope in which the stream is read. Produces: the reason for the end.
-
-
 class StreamEnd(StrEnum):
     """Why a stream ended without an error."""
 
-    COMPLETE = "complete"
     REPLICA_REMOVED = "removed"
     STALLED = "stalled"
     SLOW = "slow"
@@ -205,14 +192,17 @@ class StreamEnd(StrEnum):
 
 
 class StreamWatch:
-    """One stream.
+    """Ends a stream that stalls or loses its replica, or whose group is over.
+
+    It waits for nothing itself: it moves the deadline of the scope in which the stream is read, at
+    each `reschedule`.
 
     Args:
-        scope: in which it is read.
+        scope: in which the stream is read.
         member: its replica.
-        rules: when to give up.
-        over_at: when its group has taken its time; ``None``: not known, or never.
-        sample_indexes: what was asked for.
+        rules: when a stream is given up.
+        budget: its group's.
+        sample_indexes: the samples requested.
         now: seconds of the event loop's clock.
     """
 
@@ -221,49 +211,34 @@ class StreamWatch:
         scope: asyncio.Timeout,
         member: RoutedReplica,
         rules: StragglerRules,
-        over_at: float | None,
+        budget: GroupBudget,
         sample_indexes: Collection[int],
         now: float,
     ) -> None:
-        self._scope, self._member, self._rules = scope, member, rules
-        self._begun, self._over_at = now, over_at
-        self.pace = StreamPace.begun(sample_indexes, now)
-        self._reschedule()
+        self._scope, self._rules, self._budget, self._begun = scope, rules, budget, now
+        self.member, self.pace = member, StreamPace(set(sample_indexes), now)
+        self.reschedule()
 
-    def accepted(self, now: float) -> None:
-        """The replica has taken the request."""
-        self.pace.accepted(now)
-        self._reschedule()
-
-    def bounded(self, over_at: float | None) -> None:
-        """Its group is over at `over_at`."""
-        self._over_at = over_at
-        self._reschedule()
-
-    def arrived(self, arrival: Arrival, now: float) -> None:
-        """Tokens came, or samples ended."""
-        self.pace.arrived(arrival.new_tokens, arrival.ended, now)
-        self._reschedule()
-
-    def engine_progressed(self, engine_tokens: int, now: float) -> None:
-        """The replica reports that it generates tokens while samples wait for its slots."""
-        self.pace.engine_progressed(engine_tokens, now)
-        self._reschedule()
-
-    def removed(self, now: float) -> None:
-        """The replica has left the fleet: end the stream."""
-        if not self._scope.expired():
-            self._scope.reschedule(now)
+    def reschedule(self) -> None:
+        """Set the end of the scope by what is known now: pace, budget and replica."""
+        if self._scope.expired():
+            return
+        if self.member.removed:
+            self._scope.reschedule(self._begun)  # has passed: the stream ends at once
+            return
+        ends = (self._rules.stalled_at(self.pace), self._budget.over_at)
+        self._scope.reschedule(min((end for end in ends if end is not None), default=None))
 
     def why_expired(self, now: float) -> StreamEnd:
-        """Why the scope ended the stream."""
-        if self._member.removed:
+        """Return why the scope ended the stream."""
+        if self.member.removed:
             return StreamEnd.REPLICA_REMOVED
-        is_over = self._over_at is not None and now >= self._over_at
+        over_at = self._budget.over_at
+        is_over = over_at is not None and now >= over_at
         return StreamEnd.GROUP_OVER if is_over else StreamEnd.STALLED
 
     def state(self, now: float) -> str:
-        """How far it is, for the log."""
+        """Describe how far it is, for the log."""
         pace = self.pace
         without = f", {sorted(pace.waiting)}" if pace.waiting else ""
         quietest = pace.quietest(now)
@@ -273,10 +248,3 @@ class StreamWatch:
             f"with {pace.num_tokens} tokens; {len(pace.waiting)} samples without any{without}, "
             f"{len(pace.running)} running{silent}, {pace.num_finished} ended"
         )
-
-    def _reschedule(self) -> None:
-        # The end of a stream without its replica is set already.
-        if self._member.removed or self._scope.expired():
-            return
-        ends = (self._rules.stalled_at(self.pace), self._over_at)
-        self._scope.reschedule(min((end for end in ends if end is not None), default=None))

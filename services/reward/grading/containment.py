@@ -1,9 +1,10 @@
-"""The processes that a scorer has started, wherever they went, found by a mark they all carry.
+"""The processes that a scorer has started, found by a mark that they all carry; and scorers that
+use CPU while they have nothing to score.
 
-Killing a scorer's session misses what has left it (`setsid`), and parents say nothing about what
-was left behind by a process that ended. The environment is inherited by every fork and, unless
-somebody clears it on purpose, by every program started. What clears it is not found here; it has
-the scorer's limits, and that of CPU time ends it unless it sleeps or ignores SIGXCPU.
+Killing a scorer's session misses processes that have left it (`setsid`), and a process that ended
+leaves no trace of its children. Every fork inherits the environment, and so does every program that
+is started, unless it is cleared on purpose. A process that clears it is not found here; it has the
+scorer's limits, and the limit of CPU time ends it unless it sleeps or ignores SIGXCPU.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pathlib import Path
 from uuid import uuid4
 
 ProcessKey = tuple[int, int]
-"""A process's id and its start in ticks, which tells it from a later one with the same id."""
+"""A process's id and its start in ticks, which distinguishes it from a later one with this id."""
 
 NUM_EMPTY_LOOKS, EMPTY_FOR_S = 5, 0.2
-"""Looks without a find, and their time, after which there is nobody: a process that replaces itself
-by a fork again and again can be missed by one look."""
+"""Looks without a find, and their time, after which no process is left: one that replaces itself by
+a fork again and again can be missed by one look."""
 NUM_GLANCES, NUM_NEWEST = 10, 3
 """Per look: glances at the newest process ids, and how many of them each takes in. Measured with a
 process that replaces itself 1000 times a second: listing all processes and reading each finds it
@@ -36,16 +37,16 @@ _PROC = Path("/proc")
 # The second is some containers' own invention, with an id of the machine's.
 _LAST_PID = (_PROC / "sys" / "kernel" / "ns_last_pid", _PROC / "loadavg")
 _PAUSE_S = 0.01
-_USER_FIELD, _SYSTEM_FIELD, _START_FIELD = 11, 12, 19  # after the command's name in /proc/PID/stat
+_STATE_FIELD, _USER_FIELD, _SYSTEM_FIELD, _START_FIELD = 0, 11, 12, 19  # of `_stat_fields`
 
 
 def marked_processes(prefix: str) -> list[int]:
-    """Pids of the running processes whose mark begins so; none where there is no /proc."""
+    """Return pids of the running processes whose mark begins so; none where there is no /proc."""
     return [int(pid) for pid in _pids() if _mark_of(pid).startswith(prefix)]
 
 
 def cpu_by_mark(marks: Collection[str]) -> dict[str, dict[ProcessKey, float]]:
-    """CPU seconds that each running process with one of `marks` has used, all its threads added up.
+    """Return the CPU seconds of each running process with one of `marks`, over all its threads.
 
     One look at all processes, however many marks. Marks without a process are left out; all, where
     there is no /proc.
@@ -61,12 +62,12 @@ def cpu_by_mark(marks: Collection[str]) -> dict[str, dict[ProcessKey, float]]:
 
 
 async def end_marked(prefix: str) -> None:
-    """Kills all whose mark begins so until none is left; the caller sets the deadline."""
+    """Kill all whose mark begins so until none is left; the caller sets the deadline."""
     await _end(lambda mark: mark.startswith(prefix))
 
 
 async def end_left_behind(family: str) -> None:
-    """Kills what earlier services of the same run started and could not end, until none is left.
+    """Kill what earlier services of the same run started and could not end, until none is left.
 
     The caller sets the deadline. A service that still runs keeps its own.
     """
@@ -88,7 +89,7 @@ async def _end(is_sought: Callable[[str], bool]) -> None:
 
 
 def _kill(is_sought: Callable[[str], bool]) -> int:
-    """One look; how many were found. They may have forked meanwhile."""
+    """Kill what one look finds; return how many. They may have forked meanwhile."""
     found = {pid for _ in range(NUM_GLANCES) for pid in _stopped(_newest_pids(), is_sought)}
     # The youngest first, as a rule: they are the first to be gone again.
     found.update(_stopped(sorted(_pids(), key=int, reverse=True), is_sought))
@@ -98,7 +99,7 @@ def _kill(is_sought: Callable[[str], bool]) -> int:
 
 
 def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
-    """Those of `pids` that are sought, each stopped at once: none may fork on before its turn."""
+    """Stop those of `pids` that are sought, each at once, so that none forks before its turn."""
     found = []
     for pid in pids:
         if (mark := _mark_of(pid)) and is_sought(mark):
@@ -119,9 +120,9 @@ def _pids() -> list[str]:
 
 
 def _newest_pids() -> list[str]:
-    """The last ids of this namespace, whether or not a process has them; the newest first.
+    """Return the last ids of this namespace, whether or not a process has them; the newest first.
 
-    None where the system does not tell; the list of all processes has to do there.
+    Empty where the system does not report them; the list of all processes must do there.
     """
     for file in _LAST_PID:
         try:
@@ -132,46 +133,48 @@ def _newest_pids() -> list[str]:
     return []
 
 
-def _cpu_used(pid: str) -> tuple[ProcessKey, float] | None:
-    """``None`` for a process that has ended."""
+def _stat_fields(pid: int | str) -> list[str] | None:
+    """Return the fields of /proc/PID/stat after the command's name; ``None`` if it has ended."""
     try:
-        stat = (_PROC / pid / "stat").read_text(encoding="utf-8", errors="replace")
+        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The command's name, in parentheses, may hold anything.
-    fields = stat.rpartition(")")[2].split()
+    return stat.rpartition(")")[2].split()  # the name, in parentheses, may hold anything
+
+
+def _cpu_used(pid: str) -> tuple[ProcessKey, float] | None:
+    """Return key and CPU seconds of a process; ``None`` if it has ended."""
+    fields = _stat_fields(pid)
+    if fields is None:
+        return None
     num_ticks = int(fields[_USER_FIELD]) + int(fields[_SYSTEM_FIELD])
     return (int(pid), int(fields[_START_FIELD])), num_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _mark_of(pid: str) -> str:
-    """Empty for processes without one or of others, and for those that have ended."""
+    """Return a process's mark; empty without one, and if the process cannot be read."""
     try:
         return mark_in((_PROC / pid / "environ").read_bytes()) or ""
     except OSError:
         return ""
 
 
-# The mark that a scorer process and all it starts carry in their environment.
-#
-# ``RUN:SERVICE:SCORER``: a digest of the run's folder, the reward service as process id and
-# start time, and a number that no other scorer has. The first two are the family of a pool's
-# scorers.
-
 MARK_VARIABLE = "SLUICE_SCORER_MARK"
+"""The environment variable of the mark: ``RUN:SERVICE:SCORER``, a digest of the run's folder, the
+reward service as process id and start time, and a number that no other scorer has. The first two
+are the family of a pool's scorers."""
 _MARK = re.compile(
     rb"(?:^|\0)" + MARK_VARIABLE.encode() + rb"=([0-9a-f]{16}:\d+-\d+:[0-9a-f]{32})(?:\0|$)"
 )
 _RUN_DIGITS = 16
-_STATE_FIELD, _MARKED_START_FIELD = 0, 19  # after the command's name in /proc/PID/stat
 _ENDED = frozenset("ZXx")
 
 
 def family_of(run_dir: Path | None = None) -> str:
-    """The family of the scorers that this process starts for a run; ``None``: for no run.
+    """Return the family of the scorers that this process starts for a run; ``None``: for no run.
 
-    Without a run every call makes a family of its own. Services in other containers are other
-    runs' even in the same folder: their process ids mean nothing here.
+    Without a run every call makes another family. Services in other containers belong to other
+    runs, even in the same folder: their process ids mean nothing here.
     """
     if run_dir is None:
         run = uuid4().hex[:_RUN_DIGITS]
@@ -182,18 +185,18 @@ def family_of(run_dir: Path | None = None) -> str:
 
 
 def new_mark(family: str | None = None) -> str:
-    """A value of `MARK_VARIABLE` that no other scorer has; of a family of its own by default."""
+    """Return a value of `MARK_VARIABLE` that no other scorer has; by default of another family."""
     return f"{family or family_of()}:{uuid4().hex}"
 
 
 def mark_in(environment: bytes) -> str | None:
-    """The mark in what /proc/PID/environ holds."""
+    """Return the mark in the content of /proc/PID/environ."""
     match = _MARK.search(environment)
     return None if match is None else match[1].decode()
 
 
 def is_left_behind(mark: str, family: str) -> bool:
-    """Whether it is of the same run, and of another service, which has ended."""
+    """Return whether a mark is of the same run and of another service, which has ended."""
     run, service, _ = mark.split(":")
     own_run, own_service = family.split(":")
     if run != own_run or service == own_service:
@@ -203,13 +206,11 @@ def is_left_behind(mark: str, family: str) -> bool:
 
 
 def _start_of(pid: int) -> int | None:
-    """In ticks since the machine's start; ``None`` for a process that has ended."""
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    """Return a process's start in ticks since the machine's; ``None`` if the process has ended."""
+    fields = _stat_fields(pid)
+    if fields is None or fields[_STATE_FIELD] in _ENDED:
         return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[_STATE_FIELD] in _ENDED else int(fields[_MARKED_START_FIELD])
+    return int(fields[_START_FIELD])
 
 
 def _process_namespace() -> str:
@@ -219,20 +220,10 @@ def _process_namespace() -> str:
         return ""
 
 
-# Scorer processes that have nothing to score and use CPU all the same.
-#
-# A scorer may answer, or fail, and leave threads or processes behind that spin: no sample's time
-# limit ends them any more. So CPU time used in idleness is looked at about once a second, of the
-# process and of all it started.
-#
-# Consumes: which processes are idle. Waits for: the next look. Unblocked by: the clock.
-# Produces: the processes that are to be ended. On failure to read about a process: it used
-# nothing. On shutdown: cancelled.
-
 LOOK_INTERVAL_S = 0.75
 """Between looks. The first is the reference and the second finds a spinning thread: 1.5 s."""
 MOST_IDLE_CPU_S = 0.5
-"""CPU seconds in one window of idleness that are borne: threads that end, keepalives, a garbage
+"""CPU seconds in one window of idleness that are accepted: threads that end, keepalives, a garbage
 collection. A spinning thread of an idle machine uses more from one look to the next."""
 WINDOW_S = 5.0
 """Seconds of idleness judged together: on a busy machine a spinning thread gets but a part."""
@@ -245,7 +236,7 @@ class CpuReading:
     """An idle scorer process at one moment.
 
     Attributes:
-        num_uses: requests that it had been given by then; it idles on while they stay the same.
+        num_uses: requests that it has had; while they stay the same it is idle.
         at_s: on a monotonic clock.
         cpu_s: CPU seconds since its start of each of its processes.
     """
@@ -264,14 +255,14 @@ class IdleCpu:
 
     @property
     def is_too_much(self) -> bool:
-        """Whether the process is to be ended."""
+        """Whether the process must end."""
         return self.cpu_s > MOST_IDLE_CPU_S
 
 
 def idle_cpu(reference: CpuReading, reading: CpuReading) -> IdleCpu | None:
-    """What was used from one sight to the next; ``None``: it had a request between them.
+    """Return the CPU used between two readings; ``None``: it had a request between them.
 
-    A process seen for the first time has used all its time in between, for it was started then.
+    A process that is new in the second reading was started in between, and used all its time then.
     """
     if reference.num_uses != reading.num_uses:
         return None
@@ -280,16 +271,16 @@ def idle_cpu(reference: CpuReading, reading: CpuReading) -> IdleCpu | None:
 
 
 class IdleWatch:
-    """The sights that later ones are compared with, by the mark of the scorer process."""
+    """The readings that later ones are compared with, by the mark of the scorer process."""
 
     def __init__(self) -> None:
         self._references: dict[str, CpuReading] = {}
 
-    def burning(self, sights: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
-        """Those of the idle processes that use too much; those without a sight are forgotten."""
+    def burning(self, readings: Mapping[str, CpuReading]) -> dict[str, IdleCpu]:
+        """Return the idle processes that use too much; forget those without a reading."""
         references, self._references = self._references, {}
         found: dict[str, IdleCpu] = {}
-        for mark, reading in sights.items():
+        for mark, reading in readings.items():
             reference = references.get(mark, reading)
             used = idle_cpu(reference, reading)
             is_same_window = used is not None and used.idle_s < WINDOW_S
@@ -302,11 +293,15 @@ class IdleWatch:
 async def watch_idle(
     idle: Callable[[], Mapping[str, int]], end: Callable[[str, int, IdleCpu], Awaitable[None]]
 ) -> None:
-    """Look until cancelled.
+    """End idle processes that use CPU, until cancelled.
+
+    A scorer may answer, or fail, and leave threads or processes that spin: no sample's time limit
+    ends them any more. So about once a second the CPU time of idle processes, and of all that they
+    started, is compared with the time before. A process that cannot be read has used nothing.
 
     Args:
         idle: number of requests so far of each scorer process that has none now, by mark.
-        end: ends one; it must see for itself that the process still idles at that number.
+        end: ends one; it must check that the process is still idle at that number.
     """
     watch = IdleWatch()
     look_s = 0.0
@@ -319,8 +314,8 @@ async def watch_idle(
         # A process that got a request meanwhile had a reason to use its CPU.
         steady = {mark: n for mark, n in idle().items() if mark in seen and before.get(mark) == n}
         at_s = time.monotonic()
-        sights = {mark: CpuReading(n, at_s, seen[mark]) for mark, n in steady.items()}
-        for mark, used in watch.burning(sights).items():
+        readings = {mark: CpuReading(n, at_s, seen[mark]) for mark, n in steady.items()}
+        for mark, used in watch.burning(readings).items():
             await end(mark, steady[mark], used)
 
 

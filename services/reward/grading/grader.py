@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from services.reward.grading.messages import ScorerInput
-from sluice.algorithm.groups.outcomes import OutcomePolicy
+from sluice.algorithm.groups.filter import OutcomeAction, OutcomePolicy
 from sluice.algorithm.overlong import overlong_penalty
 from sluice.config.schema.reward import RewardConfig
 from sluice.errors import ExhaustedError, InvalidRequestError
@@ -36,13 +36,11 @@ _NO_RULES = OutcomePolicy()
 class SampleScorer(Protocol):
     """Grades response texts; `ScorerPool` does."""
 
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds that scorers have worked since the start."""
-        ...
+    busy_seconds: float
+    """Seconds that scorers have worked since the start."""
 
     async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
-        """One outcome per item."""
+        """Return one outcome per item."""
         ...
 
 
@@ -56,7 +54,7 @@ class OverlongShaping:
     log: bool
 
     def penalty(self, num_response_tokens: int) -> float:
-        """What is added to the score, <= 0."""
+        """Return what is added to the score, <= 0."""
         return overlong_penalty(
             num_response_tokens,
             max_response_tokens=self.max_response_tokens,
@@ -66,7 +64,7 @@ class OverlongShaping:
 
 
 def overlong_shaping(reward: RewardConfig, max_response_length: int) -> OverlongShaping | None:
-    """The configured shaping; ``None`` for the naive manager or when it is off.
+    """Return the configured shaping; ``None`` for the naive manager or when it is off.
 
     Raises:
         ConfigError: the buffer does not fit into the response length.
@@ -105,7 +103,7 @@ class Grader:
         known: Mapping[int, Outcome] = _NOTHING,
         engine_errors: Mapping[int, str] = _NOBODY,
     ) -> GradedGroup:
-        """One outcome per sample, by the same scorer and shaping for the greedy response.
+        """Return one outcome per sample, by the same scorer and shaping for the greedy response.
 
         Args:
             group: the samples.
@@ -130,9 +128,20 @@ class Grader:
         return GradedGroup(group, outcomes, GradedGroup(greedy, tuple(graded)) if greedy else None)
 
     async def outcomes(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> tuple[Outcome, ...]:
-        """One outcome per response to a prompt; aborted ones are never graded."""
-        complete = [r for r in rollouts if r.finish_reason is not FinishReason.ABORTED]
-        scored = iter(await self._scored([_item(prompt, rollout) for rollout in complete]))
+        """Return one outcome per response to a prompt; aborted ones are never graded."""
+        question = prompt.messages[-1].content if prompt.messages else ""
+        items = [
+            ScorerInput(
+                prompt.data_source,
+                rollout.text,
+                prompt.ground_truth,
+                prompt.extra_info,
+                question=question,
+            )
+            for rollout in rollouts
+            if rollout.finish_reason is not FinishReason.ABORTED
+        ]
+        scored = iter(await self._scored(items))
         aborted = Failed(FailureKind.ABORTED, "generation was ended from outside")
         return tuple(
             aborted
@@ -142,15 +151,15 @@ class Grader:
         )
 
     async def _scored(self, items: Sequence[ScorerInput]) -> Sequence[Outcome]:
-        """One outcome per item, after all the attempts that the policy gives it."""
+        """Return one outcome per item, after all the attempts that the policy gives it."""
         outcomes: list[Outcome] = list(await self._scorer.score(items)) if items else []
         attempts = 1
-        while again := self._policy.to_score_again(outcomes, attempts):
+        while again := self._policy.to_repeat(outcomes, attempts, OutcomeAction.SCORE_AGAIN):
             attempts += 1
             self.num_scored_again += len(again)
-            answers = await self._scorer.score([items[place] for place in again])
-            for place, answer in zip(again, answers, strict=True):
-                outcomes[place] = answer
+            answers = await self._scorer.score([items[index] for index in again])
+            for index, answer in zip(again, answers, strict=True):
+                outcomes[index] = answer
         return outcomes
 
     def _shaped(self, outcome: Outcome, rollout: Rollout) -> Outcome:
@@ -161,16 +170,6 @@ class Grader:
         if self._shaping.log:
             metrics |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
         return replace(outcome, reward=outcome.score + penalty, metrics=metrics)
-
-
-def _item(prompt: Prompt, rollout: Rollout) -> ScorerInput:
-    return ScorerInput(
-        prompt.data_source,
-        rollout.text,
-        prompt.ground_truth,
-        prompt.extra_info,
-        question=prompt.messages[-1].content if prompt.messages else "",
-    )
 
 
 MAX_ITEMS = 4096
@@ -197,7 +196,7 @@ class ScoreRequests:
         self._num_calls = 0
 
     def check_size(self, num_items: int) -> None:
-        """Raises InvalidRequestError for too many items."""
+        """Raise InvalidRequestError for too many items."""
         if num_items > MAX_ITEMS:
             raise InvalidRequestError(
                 f"items: {num_items} sent; send at most {MAX_ITEMS} in one call"
@@ -206,11 +205,11 @@ class ScoreRequests:
     async def score(
         self, items: Sequence[ScorerInput], client: str | None = None
     ) -> list[Scored | Failed]:
-        """One outcome per item, in small requests between those of training.
+        """Return one outcome per item, in small requests between those of training.
 
         Args:
             items: what to grade.
-            client: who asks, for quotas; ``None``: nobody's in particular.
+            client: the caller, for quotas; ``None``: unknown.
 
         Raises:
             InvalidRequestError: too many items.

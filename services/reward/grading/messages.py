@@ -2,10 +2,10 @@
 
 Frames are a 4-byte little-endian length and a msgpack body. The service sends one `ScorerSetup`,
 then `ScoreRequest`s; the process answers `SetupReply`, then one `ScoreReply` per request, with the
-request's number: an answer that belongs to nothing that was asked is a fault, never a score.
+request's number: an answer that belongs to no request is a fault, never a score.
 
 Beside the pipes both map one small page, in which the process notes which item of the request it
-works on and since when: after a hang or a crash the service knows whose fault it was.
+works on and since when: after a hang or a crash the service knows which item caused it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from services.reward.grading.scorers.reward_model_settings import RewardModelSettings
+from sluice.config.schema.reward import RewardModelConfig
 
 FRAME_HEADER = struct.Struct("<I")
 MAX_REPLY_BYTES = 64 * 2**20
@@ -40,7 +40,7 @@ class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float
     memory_bytes: int
     routes: Mapping[str, str] = {}
-    reward_model: RewardModelSettings | None = None
+    reward_model: RewardModelConfig | None = None
 
 
 class SetupReply(msgspec.Struct, frozen=True, array_like=True):
@@ -98,13 +98,13 @@ class Progress(NamedTuple):
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """A message as it goes through the pipe."""
+    """Return a message as it goes through the pipe."""
     body = msgspec.msgpack.encode(message)
     return FRAME_HEADER.pack(len(body)) + body
 
 
 def encoding_error(message: msgspec.Struct) -> str | None:
-    """Why a message cannot be sent, such as an integer outside 64 bits; ``None``: it can be."""
+    """Return why a message cannot be sent, such as an integer above 64 bits; ``None``: it can."""
     try:
         msgspec.msgpack.encode(message)
     except (OverflowError, TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -113,7 +113,7 @@ def encoding_error(message: msgspec.Struct) -> str | None:
 
 
 def note_progress(page: mmap, item: int, started_at: float) -> None:
-    """Write who is being scored."""
+    """Write which item is being scored."""
     _PROGRESS.pack_into(page, 0, item, started_at)
 
 
@@ -125,10 +125,10 @@ def note_idle(page: mmap) -> None:
 def read_progress(
     page: mmap, num_items: int, sent_at: float, now: float | None = None
 ) -> Progress | None:
-    """Who is being scored; ``None`` between requests.
+    """Return which item is being scored; ``None`` between requests.
 
-    A scorer may have written anything: what names no item of the request counts as nothing, and a
-    time outside of the request as the nearest one in it.
+    A scorer may have written anything: a number that is no item of the request counts as none, and
+    a time outside the request as the nearest one in it.
 
     Args:
         page: the shared page.

@@ -35,10 +35,6 @@ from services.reward.grading.messages import (
     encoding_error,
 )
 from services.reward.grading.scorers.registry import scored_characters
-from services.reward.grading.scorers.reward_model_settings import (
-    RewardModelSettings,
-    configured_settings,
-)
 from services.reward.grading.worker import (
     END_TIMEOUT_S,
     PEER,
@@ -48,7 +44,12 @@ from services.reward.grading.worker import (
 )
 from sluice.concurrency.deadlines import deadline
 from sluice.concurrency.waits import waiting_for
-from sluice.config.schema.reward import CustomRewardFunctionConfig, RewardConfig, ScorerPoolConfig
+from sluice.config.schema.reward import (
+    CustomRewardFunctionConfig,
+    RewardConfig,
+    RewardModelConfig,
+    ScorerPoolConfig,
+)
 from sluice.errors import DeadlineError
 from sluice.types import Failed, FailureKind, Scored
 
@@ -61,7 +62,7 @@ MAX_SOURCE_CHARS = 100
 
 @dataclass(slots=True, eq=False)
 class _WorkerSlot:
-    """A place for one process; empty before the first use and after a fault.
+    """A worker slot: one process, or none before the first use and after a fault.
 
     Attributes:
         worker: the process.
@@ -83,9 +84,9 @@ class ScorerPool:
         pool: limits.
         custom: the user's function, if any.
         routes: built-in scorers by data source, before verl's routing.
-        reward_model: whom to ask instead of the built-in scorers, if anyone.
+        reward_model: used instead of the built-in scorers, if there is one.
         run_dir: the run's folder; what earlier services of the same run left behind is ended.
-            ``None``: this is no run's.
+            ``None``: the pool belongs to no run.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ScorerPool:
         pool: ScorerPoolConfig,
         custom: CustomRewardFunctionConfig,
         routes: Mapping[str, str] | None = None,
-        reward_model: RewardModelSettings | None = None,
+        reward_model: RewardModelConfig | None = None,
         run_dir: Path | None = None,
     ) -> None:
         self._family = family_of(run_dir)
@@ -111,16 +112,12 @@ class ScorerPool:
         )
         self._slots = [_WorkerSlot() for _ in range(pool.num_workers)]
         self._idle: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
-        self._busy_seconds = 0.0
+        self.busy_seconds = 0.0
+        """Seconds that processes have worked since the start, in sum."""
         self.num_replaced = 0
         """Processes ended for what they did, since the start."""
         self.num_ended_idle = 0
         """Those of them that used CPU while they had nothing to score."""
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds that processes have worked since the start, in sum."""
-        return self._busy_seconds
 
     async def start(self) -> None:
         """Start every process, so that a scorer that cannot be loaded is known at once.
@@ -141,7 +138,7 @@ class ScorerPool:
             self._put_back(slot)
 
     async def watch(self) -> None:
-        """Until cancelled: end idle processes that use CPU; the next request starts another."""
+        """End idle processes that use CPU, until cancelled; the next request starts another."""
         await watch_idle(self._idle_uses, self._end_idle)
 
     async def stop(self) -> None:
@@ -161,8 +158,8 @@ class ScorerPool:
     async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
         """Grade responses; the reward of a scored one is its score.
 
-        Requests wait for a process in turn; those who ask bound how many do. An item that cannot
-        be sent is unscorable.
+        Requests wait for a process in turn; the callers bound their number. An item that cannot be
+        sent is unscorable.
         """
         sent = [self._shortened(item) for item in items]
         outcomes: dict[int, Scored | Failed] = _unsendable(sent)
@@ -195,7 +192,7 @@ class ScorerPool:
                 with waiting_for("scorer process", "grading"):
                     return await worker.score(items)
             finally:
-                self._busy_seconds += time.monotonic() - started_at
+                self.busy_seconds += time.monotonic() - started_at
 
     @asynccontextmanager
     async def _worker(self, last_source: str) -> AsyncIterator[ScorerWorker]:
@@ -230,7 +227,7 @@ class ScorerPool:
         slot.is_idle = False
 
     def _idle_uses(self) -> dict[str, int]:
-        """Requests so far of each process that has none now, by its mark."""
+        """Return the requests so far of each process that has none now, by its mark."""
         return {
             slot.worker.mark: slot.num_uses
             for slot in self._slots
@@ -238,7 +235,7 @@ class ScorerPool:
         }
 
     def _idle_slot(self, mark: str, num_uses: int) -> _WorkerSlot | None:
-        """Where that process idles; ``None``: it has been asked, or replaced, since that number."""
+        """Return the slot of an idle process; ``None``: it got a request since, or was replaced."""
         for slot in self._slots:
             if slot.worker is not None and slot.worker.mark == mark:
                 return slot if slot.is_idle and slot.num_uses == num_uses else None
@@ -284,10 +281,10 @@ async def running_scorer_pool(
     pool: ScorerPoolConfig,
     custom: CustomRewardFunctionConfig,
     routes: Mapping[str, str] | None = None,
-    reward_model: RewardModelSettings | None = None,
+    reward_model: RewardModelConfig | None = None,
     run_dir: Path | None = None,
 ) -> AsyncIterator[ScorerPool]:
-    """A started pool (arguments of `ScorerPool`); no process outlives the block."""
+    """Run a pool (arguments of `ScorerPool`); no process outlives the block."""
     scorers = ScorerPool(pool, custom, routes, reward_model, run_dir)
     try:
         await scorers.start()
@@ -316,14 +313,13 @@ async def _beside(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
 def configured_scorer_pool(
     reward: RewardConfig, run_dir: Path
 ) -> AbstractAsyncContextManager[ScorerPool]:
-    """The pool that a run's configuration asks for, as `running_scorer_pool`.
-
-    Raises:
-        ConfigError: a reward model is enabled without its address or name.
-    """
-    model = configured_settings(reward.reward_model)
+    """Return the configured pool, as `running_scorer_pool`."""
     return running_scorer_pool(
-        reward.scorer_pool, reward.custom_reward_function, reward.scorer_routes, model, run_dir
+        reward.scorer_pool,
+        reward.custom_reward_function,
+        reward.scorer_routes,
+        reward.reward_model if reward.reward_model.enable else None,
+        run_dir,
     )
 
 
@@ -352,7 +348,7 @@ def _whole(_data_source: str) -> int | None:
 
 
 def _unsendable(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
-    """Failures of the items that cannot be encoded, by index; any data file may hold such a row."""
+    """Return the failures of items that cannot be encoded, by index; data may hold such rows."""
     errors = {i: encoding_error(item) for i, item in enumerate(items)}
     return {
         i: Failed(

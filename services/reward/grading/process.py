@@ -82,7 +82,7 @@ def answer_of(returned: object) -> ScorerAnswer:
 
 
 def refusal(detail: str) -> ScorerRefusal:
-    """Why there is no number, in at most 500 characters."""
+    """Return why there is no number, in at most 500 characters."""
     return ScorerRefusal(_sendable(detail[:MAX_DETAIL_CHARS]))
 
 
@@ -124,17 +124,17 @@ def _prediction(value: object) -> str | None:
 
 
 def _sendable(text: str) -> str:
-    """`text` as UTF-8 can hold it: half a surrogate pair would end the process that sends it."""
+    """Return `text` as UTF-8 can hold it: half a surrogate pair would end the sending process."""
     return text.encode(errors="replace").decode()
 
 
 def _shown(value: object) -> str:
-    """A short form that is also short work: a million elements are not spelled out first."""
+    """Return a short form, without spelling out a million elements first."""
     return _SHORT.repr(value)
 
 
 def _number(value: object) -> float | None:
-    """`value` as a float; ``None`` if it is no number. Text is never a number."""
+    """Return `value` as a float; ``None`` if it is no number. Text is never a number."""
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         return None
     try:
@@ -143,18 +143,15 @@ def _number(value: object) -> float | None:
         return None
 
 
-# What scorers print: to the log, but only so much of it.
-#
-# A scorer that prints without end would fill the disk that holds the log. Its standard output
-# and error become a pipe, whose reader passes on the first bytes of every request and drops the
-# rest.
-
 _STDOUT, _STDERR = 1, 2
 _CHUNK_BYTES = 1 << 16
 
 
 class OutputLimit:
-    """Passes on at most `max_bytes` per request. Made by `limited_output`.
+    """Passes what scorers print to the log, at most `max_bytes` per request, and drops the rest.
+
+    A scorer that prints without end would fill the disk that holds the log. `limited_output` makes
+    one: it replaces standard output and error by a pipe.
 
     Args:
         source: file descriptor that is read.
@@ -184,7 +181,7 @@ class OutputLimit:
 def limited_output(max_bytes: int) -> Iterator[OutputLimit]:
     """Limit standard output and error of this process while the block runs.
 
-    What the interpreter says about a fatal signal goes to the log directly.
+    The interpreter's report of a fatal signal goes to the log directly.
     """
     sink = os.dup(_STDERR)
     faulthandler.enable(sink)
@@ -215,7 +212,7 @@ COUNTED_EVERY_S = 5.0
 
 
 def threads_of_user() -> int:
-    """Threads of all processes of this user; where there is no /proc: none."""
+    """Return the threads of all processes of this user; 0 where there is no /proc."""
     found = 0
     for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
         try:
@@ -257,7 +254,7 @@ class ProcessLimit:
 
 
 def _allow(num_threads: int, most: int | None = None) -> None:
-    """The hard limit is read each time: the scorer may have lowered it, and none can raise it."""
+    """Set the limit. The hard limit is read each time: the scorer may have lowered it."""
     hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     if most is not None:
         hard_limit = _at_most(hard_limit, most)
@@ -279,7 +276,7 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 def main(parent_pid: int, page_fd: int) -> int:
-    """Serve until the input ends. Returns the exit code."""
+    """Serve until the input ends. Return the exit code."""
     requests, replies = _take_over_pipes()
     _end_with_parent(parent_pid)
     page = mmap(page_fd, PROGRESS_BYTES)
@@ -342,7 +339,7 @@ def _answer(scorer: ItemScorer, item: ScorerInput, index: int, page: mmap) -> Sc
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the frames' pipes to ourselves: a scorer that prints or reads must not touch them."""
+    """Move the frames' pipes: a scorer that prints or reads must not touch them."""
     requests = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     null = os.open(os.devnull, os.O_RDONLY)

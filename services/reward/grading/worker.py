@@ -1,4 +1,4 @@
-"""One scorer process, seen from the reward service: start, ask, kill."""
+"""One scorer process, seen from the reward service: start it, send requests, kill it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,11 @@ class ScorerFault(Exception):
 
 
 class ScorerWorker:
-    """A running scorer process. One request at a time. Made by `start_worker`."""
+    """A running scorer process. One request at a time. Made by `start_worker`.
+
+    Attributes:
+        mark: what it and all it started carry; no other worker has it.
+    """
 
     def __init__(
         self, process: asyncio.subprocess.Process, page: mmap, timeout_s: float, mark: str
@@ -66,17 +70,12 @@ class ScorerWorker:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._page, self._timeout_s = process, page, timeout_s
-        self._mark = mark
+        self.mark = mark
         self._stdin, self._stdout = process.stdin, process.stdout
         self._reply_decoder = msgspec.msgpack.Decoder(ScoreReply)
         self._header: bytes | None = None
         self._num_requests = self._num_items = 0
         self._sent_at = 0.0
-
-    @property
-    def mark(self) -> str:
-        """What it and all it started carry; no other worker has it."""
-        return self._mark
 
     async def set_up(self, setup: ScorerSetup, timeout_s: float = START_TIMEOUT_S) -> None:
         """Load the scorer within `timeout_s`.
@@ -136,7 +135,7 @@ class ScorerWorker:
             DeadlineError: they are not (one hangs in the kernel).
         """
         async with deadline(END_TIMEOUT_S, peer=PEER, phase="ending after SIGKILL"):
-            await end_marked(self._mark)
+            await end_marked(self.mark)
             await self._process.wait()
 
     async def wait_reaped(self) -> None:
@@ -159,7 +158,7 @@ class ScorerWorker:
                 ) from None
 
     def _time_left(self) -> float:
-        """Of the item in work, but not of more than all items together, and one to read them."""
+        """Return the time left to the item in work, within that of all items and one more."""
         progress = self._progress()
         started_at = progress.started_at if progress else self._sent_at
         ends_at = min(

@@ -25,7 +25,7 @@ from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from sluice.algorithm.sampling.admission import groups_with_capacity
-from sluice.algorithm.sampling.attempt import Attempt, PromptHistory
+from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.errors import SluiceError
@@ -38,7 +38,7 @@ class GroupAdmission:
     Args:
         settings: sizes of groups.
         groups: all groups.
-        batches: knows how many groups are in training, and which version may start.
+        batches: knows how many groups are in training.
         strategy: decides how many groups start, and which.
         source: of prompts.
         queue: knows the fleet's capacity.
@@ -67,24 +67,24 @@ class GroupAdmission:
         self._quarantine = quarantine
         # Needed at every start, so computed once.
         self._max_staleness = settings.rules.max_staleness
-        self._first_sequences = settings.first_sequences
+        self._first_sequences = settings.first_sequences(
+            settings.probe_samples or settings.samples_per_group
+        )
         self._epoch_rows = settings.epoch_rows
         self._num_skipped = 0  # in a row
 
-    async def admit(self, start: Callable[[Group, Attempt], None]) -> bool:
-        """Start as many groups as may; return whether it ended for want of prompts.
+    async def admit(self, start: Callable[[Group, Attempt], None]) -> None:
+        """Start as many groups as may start, while there are prompts.
 
         Raises:
             BatchUnfillableError: the strategy gives up.
             DataError: the data set or the memory of prompts cannot be read.
         """
         source = self._source
-        while self._num_to_start() > 0:
-            prompt = await source.next_prompt(
-                self._batches.version_to_sample() or 0, time.monotonic()
-            )
+        while self.num_to_start() > 0:
+            prompt = await source.next_prompt(self._groups.policy_version or 0, time.monotonic())
             if prompt is None:
-                return True
+                return
             group = self._groups[prompt.prompt_id]
             if (reason := self._quarantine.reason(prompt)) is not None:
                 ending = GroupEnding(PromptEnd.DROPPED_FAILED, reason, cause=EndCause.QUARANTINE)
@@ -98,7 +98,7 @@ class GroupAdmission:
                 raise
             if attempt is None:  # things changed while the data set or the memory was read
                 source.put(prompt)
-                return False
+                return
             if attempt.is_skipped:
                 self._num_skipped += 1
                 self._strategy.skipped(attempt)
@@ -106,38 +106,30 @@ class GroupAdmission:
             else:
                 self._num_skipped = 0
                 start(group, attempt)
-        return False
 
-    def _num_to_start(self) -> int:
-        version = self._batches.version_to_sample()
+    def num_to_start(self) -> int:
+        """Count the groups that may start now, by the strategy and the fleet's capacity."""
+        version = self._groups.policy_version
         if version is None:
             return 0
-        return self._strategy.num_to_start(self._batches.load(self.capacity(version)))
-
-    def capacity(self, version: int) -> int:
-        """Count the groups that the fleet could take, beyond those that wait or are about to."""
         free = self._queue.num_free_sequences(version - self._max_staleness)
-        return groups_with_capacity(
-            free - self._groups.num_unrequested,
+        capacity = groups_with_capacity(
+            free - self._groups.num_unrequested,  # those wait for a replica, or are about to
             first_sequences=self._first_sequences,
             is_idle=not self._groups.num_in_flight,
         )
+        return self._strategy.num_to_start(self._batches.load(capacity))
 
     async def _decided(self, prompt: Prompt) -> Attempt | None:
         """Decide about a prompt; ``None``: it may not start any more."""
-        key = prompt_key(prompt)
-        history = await self._history(prompt, key)
-        version = self._batches.version_to_sample()
-        if version is None or not self._num_to_start():
+        key, history = prompt_key(prompt), None
+        is_client = prompt.origin is PromptOrigin.CLIENT
+        if self._memory is not None and not is_client and self._num_skipped < self._epoch_rows:
+            history = await asyncio.to_thread(self._memory.read, key)
+        version = self._groups.policy_version
+        if version is None or not self.num_to_start():
             return None
         return self._strategy.attempt(key, prompt.sequence, history, version)
-
-    async def _history(self, prompt: Prompt, key: str) -> PromptHistory | None:
-        if self._memory is None or prompt.origin is PromptOrigin.CLIENT:
-            return None
-        if self._num_skipped >= self._epoch_rows:
-            return None
-        return await asyncio.to_thread(self._memory.read, key)
 
 
 def why_skipped(attempt: Attempt) -> str:

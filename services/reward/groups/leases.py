@@ -23,21 +23,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from functools import partial
 from uuid import uuid4
 
-from services.reward.group import CancelReason, Discard, Group, GroupEnding, GroupState, GroupTable
+from services.reward.group import (
+    CancelReason,
+    Discard,
+    EndCause,
+    EventKind,
+    Group,
+    GroupEnding,
+    GroupEvent,
+    GroupState,
+    GroupTable,
+)
 from services.reward.groups.settings import BatchRules
-from services.reward.ledger.ledger import PromptLedger
+from services.reward.ledger.ledger import PromptLedger, not_leased
 from services.reward.prompts.source import PromptSource
 from services.reward.records.statistics import GroupStatistics
-from services.reward.records.yield_guard import YieldGuard
-from sluice.algorithm.groups.staleness import BatchDecision, reserves_slot
-from sluice.algorithm.sampling.admission import kept_upper_bound
+from sluice.algorithm.sampling.admission import LastGroups, YieldFloor, kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.concurrency.deadlines import deadline
-from sluice.errors import DeadlineError, NotFoundError, SluiceError
+from sluice.errors import DataExhaustedError, DeadlineError, SluiceError
 from sluice.types import GradedGroup, PromptEnd, Scored, TrainBatch, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -60,8 +69,10 @@ class TrainBatches:
         rules: batch size and staleness.
         changes: notified at every change that may complete a batch.
 
+    The ledger alone knows which batch is leased; this class holds its content, if this process
+    formed it, until it is acknowledged or taken back.
+
     Attributes:
-        leased: the batch at the trainer, if this process formed it.
         error: why there are no more batches.
         reason: describes what a batch waits for.
     """
@@ -87,17 +98,13 @@ class TrainBatches:
         self._rules = rules
         self._changes = changes
         self._carries_over = not strategy.discards_surplus
-        self._preempts = strategy.rules.preempts
+        self._preempts = strategy.preempts
         self._num_asking = 0
         self._asked = (-1, 0.0)  # a step, and when its batch was first asked for
         self._was_taken_back = False
-        self._unpublished: list[int] = []  # versions that leases were formed under
-        self._trained_version: int | None = None  # of a recovered lease that was acknowledged
-        self.leased: TrainBatch | None = None
+        self._batch: TrainBatch | None = None
         self.error: SluiceError | None = None
         self.reason: Callable[[], str] = str
-        if ledger.open_lease is not None:  # an earlier service's: its trainer may be at it
-            self._unpublished.append(ledger.open_lease.version)
 
     @property
     def is_asked(self) -> bool:
@@ -106,8 +113,10 @@ class TrainBatches:
 
     @property
     def num_in_training(self) -> int:
-        """Groups leased under a version whose successor is not announced yet."""
-        return len(self._unpublished) * self._rules.batch_size
+        """Groups leased for the announced version or later: their successor is not announced."""
+        return max(0, self._next_version() - (self._groups.policy_version or 0)) * (
+            self._rules.batch_size
+        )
 
     def load(self, capacity: int) -> LoopLoad:
         """Return the loop as the strategy sees it, where the fleet could take `capacity` groups."""
@@ -134,7 +143,14 @@ class TrainBatches:
             self._asked = (step, time.monotonic())
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
-                return await self._next(version)
+                while True:
+                    change = self._changes.next_change()
+                    if self.error is not None:
+                        raise self.error
+                    batch = self._leased_again(version) or self._formed(version)
+                    if batch is not None:
+                        return batch
+                    await change.wait()
         except DeadlineError as error:
             phase = f"filling the batch of step {step}, waiting for {self.reason()}"
             raise DeadlineError(PEER, phase, seconds) from error
@@ -147,12 +163,9 @@ class TrainBatches:
         Raises:
             NotFoundError: it is another one, or none.
         """
-        if self.leased is None or self.leased.batch_id != batch_id:
-            raise NotFoundError(
-                f"batch '{batch_id}' is not leased (it was taken back, or never existed); take the "
-                "next batch"
-            )
-        return self.leased
+        if self._batch is None or self._batch.batch_id != batch_id:
+            raise not_leased(batch_id)
+        return self._batch
 
     def acknowledge(self, batch_id: str, step: int) -> tuple[GradedGroup, ...]:
         """Close a lease: its prompts are trained. Repeating it is harmless.
@@ -164,19 +177,17 @@ class TrainBatches:
             NotFoundError: no such lease.
         """
         self._changes.notify()
-        lease = self._ledger.open_lease
-        if self._ledger.leased(batch_id) is None or lease is None:
+        if not self._ledger.is_leased(batch_id):
             return ()
         detail = ""
-        if self.leased is None:
+        if self._batch is None:
             detail = f"rewards of batch {batch_id} were lost when the reward service restarted"
-            self._trained_version = lease.version
         groups = self._groups.leased()
         self._statistics.acknowledged(len(groups))
         for group in groups:
             self._groups.end(group, GroupEnding(PromptEnd.TRAINED, detail, step))
         self._ledger.acknowledge()
-        self.leased = None
+        self._batch = None
         return tuple(group.graded for group in groups if group.graded is not None)
 
     def fail(self, error: SluiceError) -> None:
@@ -189,62 +200,28 @@ class TrainBatches:
         self.error = self.error or reason
         self._changes.notify()
 
-    # -------------------------------------------------------------------- versions and trainers
-
-    def version_to_sample(self) -> int | None:
-        """Return the version that groups may start under; ``None``: none may.
-
-        At S = 0 nothing starts while the trainer holds, or may hold, a recovered batch of that
-        version: what was generated could grow stale. At S > 0 that batch counts as in training, so
-        capacity is left for the next ones.
-        """
-        version = self._groups.policy_version
-        if version is None or self.leased is not None or self._rules.max_staleness:
-            return version
-        if self._ledger.open_lease is not None:
-            return None
-        trained = self._trained_version
-        return None if trained is not None and version <= trained else version
-
-    def announcing(self, version: int) -> None:
-        """A version is about to be announced: a recovered lease of an older one was trained."""
+    def settle_recovered(self, version: int) -> None:
+        """Acknowledge a recovered lease of an older version than is announced: it was trained."""
         lease = self._ledger.open_lease
-        if self.leased is None and lease is not None and lease.version < version:
+        if self._batch is None and lease is not None and lease.version < version:
             self.acknowledge(lease.batch_id, lease.version + 1)
 
-    def published(self, version: int) -> None:
-        """A version was announced: groups leased under older ones no longer count."""
-        self._unpublished = [leased for leased in self._unpublished if leased >= version]
-
-    def change_trainer(self) -> list[Group]:
-        """Another trainer begins: void the lease. Return the groups that were leased."""
-        self._unpublished.clear()
-        self._trained_version = None
-        self.leased = None
+    def void_lease(self) -> list[Group]:
+        """Void the lease. Return the groups that were leased, which are to wait or to end."""
+        self._batch = None
         groups = self._groups.leased()
         self._ledger.release_lease()
         return groups
 
-    # --------------------------------------------------------------------- groups without a slot
-
-    def reserves_slot(self, group: Group) -> bool:
-        """Return whether a group that starts gets a slot in the next batch for certain."""
-        return self._preempts and reserves_slot(
-            group.num_preemptions, self._groups.num_reserved, self._rules.batch_size
-        )
-
     def cancel_expired(self) -> None:
-        """Cancel the running groups that kept ones leave no slot for."""
+        """Cancel the running groups that kept ones leave no batch slot for."""
         announced = self._groups.policy_version
-        if announced is None or not self._carries_over:
-            return
-        next_version = max([announced, *(version + 1 for version in self._unpublished)])
-        expired = self._groups.ages.expired(next_version)
-        if expired:
-            self._cancel(expired, next_version)
+        if announced is not None:
+            next_version = max(announced, self._next_version())
+            self._cancel(self._groups.ages.expired(next_version), next_version)
 
     def _cancel(self, expired: Collection[str], next_version: int) -> None:
-        if not self._carries_over:  # kept groups do not wait: a slot is of no use to them
+        if not self._carries_over:  # kept groups do not wait: a batch slot is of no use to them
             return
         for prompt_id in expired:
             reason = CancelReason.NO_SLOT
@@ -254,133 +231,179 @@ class TrainBatches:
                 reason = CancelReason.TOO_OLD
             self._groups[prompt_id].cancel(reason)
 
-    # ---------------------------------------------------------------------------- forming a batch
+    def _next_version(self) -> int:
+        """Return the version after that of the newest lease; 0 without one.
 
-    async def _next(self, version: int) -> TrainBatch:
-        while True:
-            change = self._changes.next_change()
-            if self.error is not None:
-                raise self.error
-            batch = self._still_leased(version) or self._formed(version)
-            if batch is not None:
-                return batch
-            await change.wait()
+        A version is the number of train batches before it, so the batches in training are those
+        from the announced version up to here.
+        """
+        newest = self._ledger.newest_leased_version
+        return 0 if newest is None else newest + 1
 
-    def _still_leased(self, version: int) -> TrainBatch | None:
-        """Return the lease, unless the trainer asks for a version that it was not checked for."""
-        batch = self.leased
-        if batch is None:
-            self._give_back_recovered()
-            return None
-        if batch.policy_version == version:
-            return batch
-        logger.warning("batch %s taken back: version %d asks", batch.batch_id, version)
-        self._was_taken_back = True
-        self._not_in_training(batch.policy_version)
-        self.leased = None
-        self._groups.take_back_lease()
-        return None
+    def _leased_again(self, version: int) -> TrainBatch | None:
+        """Return the leased batch, if it was formed for `version` by this service.
 
-    def _give_back_recovered(self) -> None:
-        """The batch of an earlier service never arrived: its prompts wait again."""
+        Another one is void. Its groups wait for another batch; those of an earlier service have no
+        samples any more, so their prompts wait to start again.
+        """
         lease = self._ledger.open_lease
         if lease is None:
-            return
+            return None
+        if self._batch is not None and lease.version == version:
+            return self._batch
+        if self._batch is not None:
+            logger.warning("batch %s taken back: version %d asks", lease.batch_id, version)
+            self._batch, self._was_taken_back = None, True
+            self._groups.take_back_lease()
+            return None
         logger.warning("batch %s died with the service that leased it", lease.batch_id)
-        groups = self._groups.leased()
-        self._ledger.release_lease()
-        for group in groups:
+        for group in self.void_lease():
             self._groups.requeue(group, Discard.TAKEN_OVER)
             self._source.put(group.prompt)
-        self._not_in_training(lease.version)
         self._changes.notify()
-
-    def _not_in_training(self, version: int) -> None:
-        if version in self._unpublished:  # else the version was published meanwhile
-            self._unpublished.remove(version)
-
-    def _formed(self, version: int) -> TrainBatch | None:
-        decision = self._groups.ages.decide(
-            version, partial(kept_upper_bound, estimate=self._strategy.estimate)
-        )
-        chosen = [self._groups[prompt_id] for prompt_id in decision.chosen]
-        self._drop_stale(decision, version)
-        if chosen and self._may_form():
-            self._drop_surplus(chosen)
-            return self._form(chosen, version)
-        self._check_fillable(decision)
         return None
 
-    def _may_form(self) -> bool:
-        """Return whether the strategy lets kept groups go.
-
-        The last wave of the data may be too small to end: its prompts are trained on all the same,
-        where they fill a batch.
-        """
-        is_last = self._source.is_exhausted and not self._groups.num_in_flight
-        return self._was_taken_back or is_last or self._strategy.may_form(self.load(0))
-
-    def _drop_surplus(self, chosen: Collection[Group]) -> None:
-        """End what a batch does not take, where the strategy carries nothing over."""
-        if self._carries_over:
-            return
-        detail = f"kept, and the batch was full with {self._rules.batch_size} groups"
-        taken = set(chosen)
-        for group in self._groups.in_state(GroupState.KEPT):
-            if group not in taken:
-                self._groups.end(group, GroupEnding(PromptEnd.DROPPED_SURPLUS, detail))
-
-    def _drop_stale(self, decision: BatchDecision, version: int) -> None:
+    def _formed(self, version: int) -> TrainBatch | None:
+        """Form the batch for `version` if the rules allow it; end what they drop."""
+        groups, source = self._groups, self._source
+        decision = groups.ages.decide(
+            version, partial(kept_upper_bound, estimate=self._strategy.estimate)
+        )
         for prompt_id in decision.dropped:
-            group = self._groups[prompt_id]
+            group = groups[prompt_id]
             assert group.graded is not None
             detail = f"oldest token of version {group.graded.oldest_version}, batch of {version}"
-            self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
+            groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
         self._cancel(decision.expired, version)
+        # The last wave of the data may be too small to end: its prompts are trained on all the
+        # same, where they fill a batch.
+        is_last = source.is_exhausted and not groups.num_in_flight
+        if decision.chosen and (
+            self._was_taken_back or is_last or self._strategy.may_form(self.load(0))
+        ):
+            return self._lease([groups[prompt_id] for prompt_id in decision.chosen], version)
+        if decision.num_missing:
+            self._guard.check_yield()
+            if is_last:
+                raise self._guard.exhausted(groups.num_kept, self._rules.batch_size)
+        return None
 
-    def _form(self, chosen: list[Group], version: int) -> TrainBatch:
-        self._was_taken_back = False
-        asked_s = self._asked[1]
-        self._asked = (-1, 0.0)  # another call for this step is for another batch
-        self._strategy.batch_formed()
+    def _lease(self, chosen: list[Group], version: int) -> TrainBatch:
+        """Lease the chosen groups; end the others, where the strategy carries nothing over."""
+        if not self._carries_over:
+            detail = f"kept, and the batch was full with {self._rules.batch_size} groups"
+            taken = set(chosen)
+            for group in self._groups.in_state(GroupState.KEPT):
+                if group not in taken:
+                    self._groups.end(group, GroupEnding(PromptEnd.DROPPED_SURPLUS, detail))
+        batch_id = uuid4().hex
         train_groups = tuple(_train_group(group.graded) for group in chosen if group.graded)
         positions = [group.prompt.position for group in chosen]
         progress = self._ledger.progress(at for at in positions if at is not None)
-        batch_id = uuid4().hex
         self._groups.lease(batch_id, version, chosen)
-        self._unpublished.append(version)
-        self.leased = TrainBatch(
+        self._strategy.batch_formed()
+        gauges = self._strategy.statistics()
+        if self._rules.max_staleness == 0 and not self._preempts:
+            # It weighs groups in the order they ended, a matter of timing, and decides nothing
+            # where batches are filled exactly; the metrics of such a run repeat.
+            del gauges["sampling/yield"]
+        self._batch = TrainBatch(
             batch_id,
             version,
             train_groups,
             progress,
             {
                 **self._statistics.close_interval(train_groups, version),
-                **self._gauges(),
+                **gauges,
                 "train/groups_carried_over": float(self._groups.num_kept),
-                WAIT_GROUPS: time.monotonic() - asked_s,
+                WAIT_GROUPS: time.monotonic() - self._asked[1],
             },
         )
+        self._was_taken_back = False
+        self._asked = (-1, 0.0)  # another call for this step is for another batch
         self._changes.notify()
-        return self.leased
+        return self._batch
 
-    def _gauges(self) -> dict[str, float]:
-        """Return the strategy's gauges; in synchronous mode those that repeat with the run.
 
-        The measured yield weighs groups in the order they ended, which is a matter of timing; where
-        batches on policy are filled exactly, nothing is decided by it.
-        """
-        gauges, rules = self._strategy.statistics(), self._strategy.rules
-        if rules.max_staleness == 0 and not self._preempts:
-            gauges.pop("sampling/yield")
-        return gauges
+_YIELD_ENDS = {
+    PromptEnd.FILTERED_ALL_RIGHT,
+    PromptEnd.FILTERED_ALL_WRONG,
+    PromptEnd.FILTERED_UNIFORM,
+    PromptEnd.DROPPED_FAILED,
+}
 
-    def _check_fillable(self, decision: BatchDecision) -> None:
-        if not decision.num_missing:
+
+class YieldGuard:
+    """An observer that stops a run whose data hardly yield any group that is kept, and explains it.
+
+    Args:
+        min_yield: least share of kept groups; 0: no bound.
+        num_groups: how many of the last groups the share is taken over.
+    """
+
+    def __init__(self, min_yield: float, num_groups: int) -> None:
+        self._floor, self._last = YieldFloor(min_yield, num_groups), LastGroups()
+        self._ends: deque[str] = deque(maxlen=num_groups)  # how the same groups ended
+        self._last_failure = ""
+        self._num_left_out, self._last_left_out = 0, ""
+        self._num_quarantined = 0
+
+    def observe(self, event: GroupEvent) -> None:
+        """Count a group that was kept, filtered or failed. A prompt that is too long or in
+        quarantine shows nothing about the yield of the others."""
+        if event.kind is EventKind.KEPT:
+            self.ended(None, "")
+        ending = event.group.ending
+        if event.kind is not EventKind.ENDED or ending is None:
             return
-        self._guard.check_yield()
-        if self._source.is_exhausted and not self._groups.num_in_flight:
-            raise self._guard.exhausted(self._groups.num_kept, self._rules.batch_size)
+        match ending.cause:
+            case EndCause.OVERLONG:
+                self.left_out(ending.detail)
+            case EndCause.QUARANTINE:
+                self._num_quarantined += 1
+            case EndCause.RESULT if ending.end in _YIELD_ENDS:
+                self.ended(ending.end, ending.detail)
+
+    def ended(self, end: PromptEnd | None, detail: str) -> None:
+        """Note how a group ended; ``None``: it was kept."""
+        self._last = self._floor.after(self._last, is_kept=end is None)
+        self._ends.append("kept" if end is None else end.value)
+        if end is PromptEnd.DROPPED_FAILED:
+            self._last_failure = detail
+
+    def left_out(self, detail: str) -> None:
+        """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""
+        self._num_left_out += 1
+        self._last_left_out = detail
+
+    def check_yield(self) -> None:
+        """Raise `BatchUnfillableError` if too few of the last groups were kept (`YieldFloor`)."""
+        if self._floor.is_hopeless(self._last):
+            raise self._floor.error(self._last, self._summary())
+
+    def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
+        """Return the error for a data set that ended before the batch was full."""
+        if self._num_left_out and not self._ends:
+            remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
+        else:
+            remedy = (
+                "raise trainer.total_epochs, give more rows in data.train_files, or lower "
+                "data.train_batch_size"
+            )
+        return DataExhaustedError(
+            f"the data set is exhausted with {num_kept} of {batch_size} groups for the next batch"
+            f"{self._summary()}; {remedy}"
+        )
+
+    def _summary(self) -> str:
+        counts = ", ".join(f"{n} {name}" for name, n in sorted(Counter(self._ends).items()))
+        failure = f"; last failure: {self._last_failure}" if self._last_failure else ""
+        left_out = ""
+        if self._num_left_out:
+            left_out = f"; {self._num_left_out} left out as too long, last: {self._last_left_out}"
+        if self._num_quarantined:
+            left_out += f"; {self._num_quarantined} in quarantine (reward/quarantine.jsonl)"
+        return f" (last {len(self._ends)} groups: {counts or 'none'}{left_out}{failure})"
 
 
 def _train_group(graded: GradedGroup) -> TrainGroup:

@@ -44,6 +44,7 @@ from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.source import PromptSource
 from services.reward.records.traces import PromptTraces
+from sluice.algorithm.groups.staleness import reserves_slot
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.strategy import SamplingStrategy
@@ -109,7 +110,7 @@ class Pipeline:
         self._traces = traces
         self._changes = changes
         self._capacity = capacity
-        self._awaited_clock = AwaitedClock()
+        self._awaited_since: dict[str, float] = {}  # by the kind of wait
         self._announce_lock = asyncio.Lock()
         self._trainer: str | None = None
         self._was_exhausted = False
@@ -118,21 +119,6 @@ class Pipeline:
         self.batches = batches
         batches.reason = self._reason
 
-    @property
-    def policy_version(self) -> int | None:
-        """The version announced; ``None`` before the first, and while a trainer takes over."""
-        return self._groups.policy_version
-
-    @property
-    def num_generating(self) -> int:
-        """Groups being generated, those that wait for a replica included."""
-        return self._groups.num(GroupState.GENERATING)
-
-    @property
-    def num_grading(self) -> int:
-        """Groups being graded."""
-        return self._groups.num(GroupState.GRADING)
-
     async def run(self) -> None:
         """Admit prompts until cancelled."""
         async with asyncio.TaskGroup() as tasks:
@@ -140,15 +126,18 @@ class Pipeline:
             while True:
                 change = self._capacity.next_change()
                 try:
-                    if self.batches.error is None and await self._admission.admit(start):
-                        self._note_exhaustion()
+                    if self.batches.error is None:
+                        await self._admission.admit(start)
+                    if self._source.is_exhausted and not self._was_exhausted:
+                        self._changes.notify()  # no batch may come any more
+                    self._was_exhausted = self._source.is_exhausted
                 except SluiceError as error:
                     self.batches.fail(error)
                 self.awaited()
                 await change.wait()
 
     def submit(self, prompt: Prompt) -> None:
-        """Accept a client's prompt; `InvalidRequestError` if its id was used before."""
+        """Accept a client's prompt; raise `InvalidRequestError` if its id was used before."""
         self._groups.accept(prompt)
         self._source.put(prompt)
         self._changes.notify()
@@ -165,22 +154,34 @@ class Pipeline:
             if trainer != self._trainer:
                 self._groups.policy_version = None  # nothing is admitted meanwhile
                 await self._take_over(trainer, version, resume_from)
-            self.batches.announcing(version)
+            self.batches.settle_recovered(version)
             if version != self._learned_version:
                 self._strategy.forecast.announced(time.monotonic())
                 await self._learn()
             self._learned_version = self._groups.policy_version = version
         await self._dispatcher.announce(replicas)
-        self.batches.published(version)
         logger.info("version %d on %d replicas", version, len(replicas))
         self._changes.notify()
 
     def awaited(self) -> list[tuple[Blocker, float]]:
-        """Return what is waited for, and for how many seconds."""
-        now = time.monotonic()
-        found = awaited_now(self._facts())
-        self._awaited_clock.update(found, now)
-        return [(wait, self._awaited_clock.seconds(wait, now)) for wait in found]
+        """Return what is waited for, and for how many seconds it has been, by the kind of wait."""
+        lease, source, counts = self._ledger.open_lease, self._source, self._groups.counts
+        facts = LoopFacts(
+            is_announced=self._groups.policy_version is not None,
+            num_replicas=len(self._queue.replicas),
+            leased_batch=lease.batch_id if lease else None,
+            batch_asked=self.batches.is_asked,
+            num_generating=counts[GroupState.GENERATING],
+            num_grading=counts[GroupState.GRADING],
+            num_kept=counts[GroupState.KEPT],
+            batch_size=self._settings.rules.batch_size,
+            num_in_training=self.batches.num_in_training,
+            has_dataset=source.has_dataset,
+            is_exhausted=source.is_exhausted,
+        )
+        now, before, found = time.monotonic(), self._awaited_since, awaited_now(facts)
+        since = self._awaited_since = {wait.key: before.get(wait.key, now) for wait in found}
+        return [(wait, now - since[wait.key]) for wait in found]
 
     async def _learn(self) -> None:
         """Take in what ended groups taught, before a prompt starts under the next version."""
@@ -193,32 +194,36 @@ class Pipeline:
             logger.warning("attempts are no longer remembered: %s", error)
             self._memory_is_writable = False
 
-    def _note_exhaustion(self) -> None:
-        """Wake the call for a batch, once, when the data set has ended."""
-        if self._source.is_exhausted and not self._was_exhausted:
-            self._changes.notify()
-        self._was_exhausted = self._source.is_exhausted
-
     def _start(self, tasks: asyncio.TaskGroup, group: Group, attempt: Attempt) -> None:
         self._strategy.started(attempt)
-        reserves = self.batches.reserves_slot(group)
-        is_whole = attempt.first_samples >= self._settings.samples_per_group
-        num_sequences = attempt.first_samples + (is_whole and self._settings.greedy is not None)
+        reserves = self._strategy.preempts and reserves_slot(
+            group.num_preemptions, self._groups.num_reserved, self._settings.rules.batch_size
+        )
+        num_sequences = self._settings.first_sequences(attempt.first_samples)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
         if reserves:  # it takes a slot that others may be running for
             self.batches.cancel_expired()
         with self._traces.within(group.prompt_id) if TRACER.is_on else nullcontext():
-            group.task = tasks.create_task(self._runs.run(group), name=f"prompt {group.prompt_id}")
-        group.task.add_done_callback(partial(self._left, group))
+            group.task = tasks.create_task(self._run(group), name=f"prompt {group.prompt_id}")
 
-    def _left(self, group: Group, task: asyncio.Task[None]) -> None:
-        """A group's task ended. If it was cancelled, its prompt starts again or ends as stale."""
-        self._changes.notify()
-        if group.task is not task:  # kept, and requeued before this call
-            return
-        group.task = None
-        if not task.cancelled() or not group.is_in_flight:
-            return
+    async def _run(self, group: Group) -> None:
+        """Run an attempt to its end. If it is cancelled, its prompt starts again or ends as stale.
+
+        All of it belongs to the task: an error in it, an observer's included, ends the service.
+        """
+        group.is_running = True
+        try:
+            group.check_cancelled()
+            await self._runs.run(group)
+        except asyncio.CancelledError:
+            self._give_up(group)
+            raise
+        finally:
+            group.task = None
+            self._changes.notify()
+
+    def _give_up(self, group: Group) -> None:
+        """End the attempt of a cancelled task."""
         match group.cancel_reason:
             case CancelReason.TOO_OLD:
                 detail = f"started under version {group.start_version}, too old to be trained"
@@ -236,7 +241,7 @@ class Pipeline:
     async def _take_over(
         self, trainer: str, version: int, resume_from: DataProgress | None
     ) -> None:
-        """A trainer begins, perhaps from an older policy: what is pending is generated again.
+        """Begin with a trainer, perhaps from an older policy: what is pending is generated again.
 
         The trainer that the ledger knows continues: only this service has restarted.
         """
@@ -278,7 +283,7 @@ class Pipeline:
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
         """Kept and leased prompts wait again, but for those the resumed policy was trained on."""
-        leased = self.batches.change_trainer()
+        leased = self.batches.void_lease()
         kept = self._groups.in_state(GroupState.KEPT)
         for group in sorted([*leased, *kept], key=lambda group: group.prompt.sequence):
             if resume_from is not None and _covers(resume_from, group.prompt.position):
@@ -294,22 +299,6 @@ class Pipeline:
         waits = [f"{w.peer}: {w.phase} (for {seconds:.1f} s)" for w, seconds in self.awaited()]
         return "; ".join(waits) or "nothing"
 
-    def _facts(self) -> LoopFacts:
-        lease, source = self._ledger.open_lease, self._source
-        return LoopFacts(
-            is_announced=self.policy_version is not None,
-            num_replicas=len(self._queue.replicas),
-            leased_batch=lease.batch_id if lease else None,
-            batch_asked=self.batches.is_asked,
-            num_generating=self.num_generating,
-            num_grading=self.num_grading,
-            num_kept=self._groups.num_kept,
-            batch_size=self._settings.rules.batch_size,
-            num_in_training=self.batches.num_in_training,
-            has_dataset=source.has_dataset,
-            is_exhausted=source.is_exhausted,
-        )
-
 
 def _covers(progress: DataProgress, position: int | None) -> bool:
     ended_above = progress.ended_above
@@ -318,7 +307,7 @@ def _covers(progress: DataProgress, position: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """Someone who has to act before a batch can be filled; `key` names the kind of wait."""
+    """A process that has to act before a batch can be filled; `key` names the kind of wait."""
 
     key: str
     peer: str
@@ -343,7 +332,7 @@ class LoopFacts:
 
 
 def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
-    """Everything that is waited for, the nearest cause first; empty while nothing is wanted."""
+    """Return everything that is waited for, the nearest cause first."""
     if not facts.is_announced:
         return (Blocker("announce", "trainer", "announcing a policy"),)
     found: list[Blocker] = []
@@ -380,18 +369,3 @@ def _idle_reason(facts: LoopFacts) -> Blocker:
 def as_waits(awaited: Sequence[tuple[Blocker, float]]) -> tuple[Waiting, ...]:
     """Return the same as waits of the whole service."""
     return tuple(Waiting(one.peer, one.phase, seconds) for one, seconds in awaited)
-
-
-class AwaitedClock:
-    """Remembers since when each kind of wait lasts."""
-
-    def __init__(self) -> None:
-        self._since: dict[str, float] = {}
-
-    def update(self, awaited: Sequence[Blocker], now: float) -> None:
-        """Note what is waited for at `now`; what is no longer waited for is forgotten."""
-        self._since = {wait.key: self._since.get(wait.key, now) for wait in awaited}
-
-    def seconds(self, wait: Blocker, now: float) -> float:
-        """How long `wait` has lasted."""
-        return now - self._since.get(wait.key, now)

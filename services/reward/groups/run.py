@@ -9,7 +9,7 @@ with the last request. All requests share one budget of time and tokens; a group
 ends as it stands.
 
 A sample without a score is scored again by the grader, generated again here, or left out, as the
-policy decides (`sluice.algorithm.groups.outcomes`); a group is trained on its scored samples if
+policy decides (`sluice.algorithm.groups.filter`); a group is trained on its scored samples if
 enough of them are left.
 
 On failure: what this group meets ends its prompt, and may be a strike against it (`quarantine`):
@@ -22,45 +22,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
 from services.reward.generation.dispatcher import GeneratedGroup, GroupDispatcher, generate_group
-from services.reward.generation.queue import Priority
 from services.reward.generation.request import (
+    GroupBudget,
     GroupFailedError,
     GroupRequest,
-    OldestStart,
     OverlongPromptError,
+    Purpose,
     SampleCallback,
-    StartCallback,
     decisive,
     for_prompt,
 )
 from services.reward.grading.grader import Grader
 from services.reward.group import EndCause, Group, GroupEnding, GroupTable
 from services.reward.groups.leases import TrainBatches
-from services.reward.groups.settings import GroupNeeds, PipelineSettings
+from services.reward.groups.settings import PipelineSettings
 from services.reward.prompts.quarantine import Quarantine
 from sluice.algorithm.groups.filter import (
-    LEAST_SAMPLES,
-    fewest_samples,
-    filter_group,
-    filter_scores,
+    Judgement,
+    OutcomeAction,
     is_right,
+    judge,
+    judge_probes,
+    samples_differ,
+    striking,
 )
-from sluice.algorithm.groups.outcomes import striking
 from sluice.algorithm.sampling.strategy import SamplingStrategy
-from sluice.errors import ConfigError, SluiceError
-from sluice.telemetry.tracing import TRACER, Key, Span, SpanName
+from sluice.errors import SluiceError
+from sluice.telemetry.tracing import TRACER, Key, SpanName
 from sluice.types import (
     Failed,
-    FailureKind,
     GradedGroup,
     Outcome,
     Prompt,
     PromptEnd,
-    PromptOrigin,
     Rollout,
     RolloutGroup,
     SamplingParams,
@@ -68,6 +67,8 @@ from sluice.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_NONE_KNOWN: Mapping[int, Outcome] = MappingProxyType({})
 
 
 class GroupRun:
@@ -106,6 +107,7 @@ class GroupRun:
 
     async def run(self, group: Group) -> None:
         """Run one attempt, to its judgement."""
+        group.budget = GroupBudget(self._dispatcher.rules, partial(self._note_start, group))
         try:
             graded, verdict = await self._judged(group)
         except OverlongPromptError as error:
@@ -153,36 +155,35 @@ class GroupRun:
 
     async def _judged(self, group: Group) -> tuple[GradedGroup, Judgement]:
         num_samples, first = self._settings.samples_per_group, group.attempt.first_samples
-        start = OldestStart(self._start_callback(group))
         if first >= num_samples:
-            graded = await self._sampled(group, range(num_samples), start.of("samples"))
+            graded = await self._sampled(group, range(num_samples), self._settings.greedy)
         else:
-            graded, rest = await self._staged(group, range(first), start)
+            graded, rest = await self._staged(group, range(first))
             if rest is None:
-                graded = await self._regenerated(group, graded, start)
-                others = range(first, num_samples)
-                beyond = self._request(group, others)
-                is_over = self._dispatcher.is_over(beyond)
-                verdict = self._after_probes(group, graded, is_over=is_over)
+                graded = await self._regenerated(group, graded)
+                verdict = self._after_probes(group, graded)
                 if verdict is not None:
                     return graded, verdict
-                # Of a group that is over no replica is asked for these: they come broken off.
+                # Of a group that is over no replica gets this request: its samples come aborted.
                 self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
-                rest = await self._sampled(group, others, start.of("rest"))
+                others = range(first, num_samples)
+                rest = await self._sampled(group, others, self._settings.greedy)
             graded = joined(graded, rest)
-        graded = await self._regenerated(group, graded, start)
-        return graded, judge(graded, metric=self._metric, needs=self._settings.needs)
+        graded = await self._regenerated(group, graded)
+        with TRACER.stage(SpanName.FILTER) as span:
+            verdict = judge(graded, metric=self._metric, needs=self._settings.needs)
+            span.set({Key.PROMPT_END: verdict.end.value if verdict.end else "none"})
+        return graded, verdict
 
-    async def _staged(
-        self, group: Group, indexes: range, start: OldestStart
-    ) -> tuple[GradedGroup, GradedGroup | None]:
+    async def _staged(self, group: Group, indexes: range) -> tuple[GradedGroup, GradedGroup | None]:
         """Return the first samples and, if two of them differed before all had come, the rest."""
         watch = ProbeWatch(self._grader, group.prompt, self._metric)
         name, rest = f"prompt {group.prompt.prompt_id}", None
         try:
             async with asyncio.TaskGroup() as tasks:
-                probing = self._probes(group, indexes, start.of("probes"), watch)
-                probes = tasks.create_task(probing, name=f"{name}, probes")
+                probes = tasks.create_task(
+                    self._probes(group, indexes, watch), name=f"{name}, probes"
+                )
                 differ = tasks.create_task(watch.differs.wait(), name=f"{name}, differ")
                 await asyncio.wait((probes, differ), return_when=asyncio.FIRST_COMPLETED)
                 if probes.done():
@@ -190,46 +191,35 @@ class GroupRun:
                 else:
                     self._groups.continued(group, is_sure=True)
                     others = range(indexes.stop, self._settings.samples_per_group)
-                    generating = self._sampled(group, others, start.of("rest"))
+                    generating = self._sampled(group, others, self._settings.greedy)
                     rest = tasks.create_task(generating, name=f"{name}, rest")
         except ExceptionGroup as errors:
             raise decisive(errors) from errors
         return probes.result(), rest.result() if rest else None
 
-    async def _probes(
-        self,
-        group: Group,
-        indexes: range,
-        on_start: StartCallback,
-        watch: ProbeWatch,
-    ) -> GradedGroup:
+    async def _probes(self, group: Group, indexes: range, watch: ProbeWatch) -> GradedGroup:
         async with asyncio.TaskGroup() as tasks:
             grading = f"prompt {group.prompt.prompt_id}, grades of probes"
             tasks.create_task(watch.run(), name=grading)
-            request = self._request(group, indexes)
-            sampled = await self._generated(group, request, None, on_start, watch.finished)
+            sampled = await self._generated(group, indexes, on_sample=watch.finished)
             watch.over()
-        # What is left are samples that were broken off.
-        graded = await self._grader.grade(
-            sampled.samples, known=watch.outcomes, engine_errors=group.budget.engine_errors
-        )
-        self._groups.graded(group, graded)
-        return graded
+        # What remains are samples that were aborted.
+        return await self._graded(group, sampled, known=watch.outcomes)
 
-    def _after_probes(
-        self, group: Group, probes: GradedGroup, *, is_over: bool
-    ) -> Judgement | None:
+    def _after_probes(self, group: Group, probes: GradedGroup) -> Judgement | None:
         """Return how a group ends after its first samples; ``None``: the others are generated.
 
         The strategy does not decide about a group that has used its time or its tokens.
         """
-        verdict = judge_probes(probes, metric=self._metric, needs=self._settings.needs)
+        with TRACER.stage(SpanName.FILTER) as span:
+            verdict = judge_probes(probes, metric=self._metric, needs=self._settings.needs)
+            span.set({Key.PROMPT_END: verdict.end.value if verdict and verdict.end else "none"})
         if verdict is None:
             return None
         after = f"after {len(probes.outcomes)} of {self._settings.samples_per_group} samples"
         if verdict.end is PromptEnd.DROPPED_FAILED:
             return Judgement(verdict.end, f"{verdict.detail} ({after})")
-        if is_over:
+        if group.budget.check(asyncio.get_running_loop().time()):
             return Judgement(verdict.end, after)
         continued = self._strategy.after_probes(
             group.attempt,
@@ -245,87 +235,69 @@ class GroupRun:
     async def _sampled(
         self,
         group: Group,
-        indexes: range,
-        on_start: StartCallback,
+        indexes: Sequence[int],
+        greedy: SamplingParams | None = None,
+        round_number: int = 1,
     ) -> GradedGroup:
-        """Return the last samples of a group and its greedy response, graded."""
-        sampled = await self._generated(
-            group, self._request(group, indexes), self._settings.greedy, on_start
-        )
-        graded = await self._grader.grade(
-            sampled.samples, sampled.greedy, engine_errors=group.budget.engine_errors
-        )
-        self._groups.graded(group, graded)
-        return graded
+        """Return samples of a group and its greedy response, if there is one, graded."""
+        sampled = await self._generated(group, indexes, greedy, round_number)
+        return await self._graded(group, sampled)
 
-    async def _regenerated(
-        self,
-        group: Group,
-        graded: GradedGroup,
-        start: OldestStart,
-    ) -> GradedGroup:
+    async def _regenerated(self, group: Group, graded: GradedGroup) -> GradedGroup:
         """Return the group with other samples for those that the policy generates again.
 
-        They have seeds of their own, or they would be the same once more.
+        They have other seeds, or they would be the same once more.
         """
         policy, num_rounds = self._settings.needs.policy, 1
-        while places := policy.to_generate_again(graded.outcomes, num_rounds):
+        while again := policy.to_repeat(graded.outcomes, num_rounds, OutcomeAction.GENERATE_AGAIN):
             num_rounds += 1
-            replaced = [graded.group.rollouts[place] for place in places]
-            indexes = [rollout.sample_index for rollout in replaced]
+            replaced = [graded.group.rollouts[index] for index in again]
             self._groups.continued(
                 group, is_sure=samples_differ(graded.scored, self._metric), replaced=replaced
             )
-            request = self._request(group, indexes, round_number=num_rounds)
-            sampled = await self._generated(group, request, None, start.of(f"draw {num_rounds}"))
-            again = await self._grader.grade(
-                sampled.samples, engine_errors=group.budget.engine_errors
-            )
-            self._groups.graded(group, again)
-            graded = joined(graded, again)
+            indexes = [rollout.sample_index for rollout in replaced]
+            graded = joined(graded, await self._sampled(group, indexes, round_number=num_rounds))
         return graded
 
     async def _generated(
         self,
         group: Group,
-        request: GroupRequest,
-        greedy: SamplingParams | None,
-        on_start: StartCallback,
+        indexes: Sequence[int],
+        greedy: SamplingParams | None = None,
+        round_number: int = 1,
         on_sample: SampleCallback | None = None,
     ) -> GeneratedGroup:
-        group.num_ungraded += request.num_samples + (greedy is not None)
-        with TRACER.stage(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
-            sampled = await generate_group(self._dispatcher, request, greedy, on_start, on_sample)
-        self._groups.generated(group, sampled.num_greedy_tokens)
-        return sampled
-
-    def _start_callback(self, group: Group) -> StartCallback:
-        def note_start(version: int | None) -> None:
-            self._groups.set_start_version(group, version)
-            if version is not None:
-                self._batches.cancel_expired()
-
-        return note_start
-
-    def _request(
-        self,
-        group: Group,
-        indexes: Sequence[int],
-        round_number: int = 1,
-    ) -> GroupRequest:
-        version, is_first = self._groups.policy_version or 0, round_number == 1
-        stage = "train" if is_first else f"train, draw {round_number}"
-        sampling = for_prompt(self._settings.sampling, group.prompt, stage=stage)
-        return GroupRequest(
+        version = self._groups.policy_version or 0
+        stage = "train" if round_number == 1 else f"train, draw {round_number}"
+        request = GroupRequest(
             group.prompt,
             tuple(indexes),
-            sampling,
-            Priority.TRAINING,
+            for_prompt(self._settings.sampling, group.prompt, stage=stage),
+            Purpose.TRAINING,
             lowest_version=version - self._settings.rules.max_staleness,
             budget=group.budget,
             tokens=group.tokens,
             allows_missing=not self._settings.needs.whole_groups,
         )
+        group.num_ungraded += request.num_samples + (greedy is not None)
+        with TRACER.stage(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
+            sampled = await generate_group(self._dispatcher, request, greedy, on_sample)
+        self._groups.generated(group, sampled.num_greedy_tokens)
+        return sampled
+
+    async def _graded(
+        self, group: Group, sampled: GeneratedGroup, known: Mapping[int, Outcome] = _NONE_KNOWN
+    ) -> GradedGroup:
+        graded = await self._grader.grade(
+            sampled.samples, sampled.greedy, known, group.budget.engine_errors
+        )
+        self._groups.graded(group, graded)
+        return graded
+
+    def _note_start(self, group: Group, version: int | None) -> None:
+        self._groups.set_start_version(group, version)
+        if version is not None:
+            self._batches.cancel_expired()
 
     def _notify_strategy(self, group: Group, graded: GradedGroup, *, kept: bool) -> None:
         rollouts, num_right = graded.group.rollouts, _num_right(graded)
@@ -357,119 +329,8 @@ class GroupRun:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """`end` is how the prompt ends now; ``None``: its group is kept.
-
-    `detail` of a failure begins with its `FailureKind` or with how many samples had one.
-    """
-
-    end: PromptEnd | None
-    detail: str = ""
-
-
-_NO_NEEDS = GroupNeeds()
-
-
-def judge(graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS) -> Judgement:
-    """Apply the group filter to what could be scored.
-
-    A group fails when fewer than `fewest_samples` were scored, or when a sample failed in a way
-    that costs the group. It fails as well when its greedy response, if it has one, was not scored.
-    That response is not filtered by.
-
-    Args:
-        graded: the group.
-        metric: the filter's metric; ``None``: no filter.
-        needs: what the group has to have.
-
-    Raises:
-        ConfigError: the scorer does not return `metric` for a prompt of the data set, as it then
-            would for all of them. A client's prompt fails alone.
-    """
-    with TRACER.stage(SpanName.FILTER) as span:
-        failure = _failure(graded, needs)
-        if failure:
-            verdict = Judgement(PromptEnd.DROPPED_FAILED, failure)
-        else:
-            verdict = _filtered(graded, metric)
-        _notify(span, verdict)
-    return verdict
-
-
-def judge_probes(
-    probes: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS
-) -> Judgement | None:
-    """What a group's first samples say about it; ``None``: the rest is needed.
-
-    A judgement is how the group would end if no more were generated: filtered, if all graded
-    samples have the same metric, or failed, if nothing that comes could make the group whole. A
-    lone graded sample decides nothing, and neither do samples that differ.
-
-    Raises:
-        ConfigError: as `judge`.
-    """
-    is_short = needs.whole_groups and len(probes.scored) < len(probes.outcomes)
-    if is_short or needs.policy.decisive(probes.outcomes) is not None:
-        return judge(probes, metric=metric, needs=needs)
-    if len(probes.scored) < LEAST_SAMPLES:
-        return None
-    with TRACER.stage(SpanName.FILTER) as span:
-        verdict = _filtered(probes, metric)
-        _notify(span, verdict)
-    return None if verdict.end is None else verdict
-
-
-def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
-    """Whether a group with these samples is mixed, whatever its others are."""
-    try:
-        return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
-    except ConfigError:
-        return False  # the judgement of the whole group names what is missing
-
-
-def _notify(span: Span, verdict: Judgement) -> None:
-    span.set({Key.PROMPT_END: "none" if verdict.end is None else verdict.end.value})
-
-
-def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:
-    prompt = graded.group.prompt
-    try:
-        return Judgement(filter_group(graded, metric=metric))
-    except ConfigError as error:
-        if prompt.origin is PromptOrigin.CLIENT:
-            return Judgement(PromptEnd.DROPPED_FAILED, f"{FailureKind.UNSCORABLE}: {error}")
-        raise ConfigError(
-            f"prompt {prompt.prompt_id} of data source '{prompt.data_source}': {error}"
-        ) from error
-
-
-def _failure(graded: GradedGroup, needs: GroupNeeds) -> str:
-    """Why a group is of no use whatever its scores say; empty if it is of use."""
-    num_samples, num_scored = len(graded.outcomes), len(graded.scored)
-    if (decisive := needs.policy.decisive(graded.outcomes)) is not None:
-        rule = f"sluice.reward.outcomes.{decisive.kind} costs the group"
-        return f"{decisive.kind}: {rule}: {decisive.detail}"
-    if num_scored < fewest_samples(
-        num_samples, whole_groups=needs.whole_groups, least_share=needs.least_share
-    ):
-        first = next(o for o in graded.outcomes if isinstance(o, Failed))
-        return (
-            f"{num_samples - num_scored} of {num_samples} samples failed"
-            f"{' and the loss compares whole groups' if needs.whole_groups else ''}, the first: "
-            f"{first.kind}: {first.detail}"
-        )
-    if not graded.group.num_response_tokens:
-        return "all responses are empty"
-    unscored = [o for o in graded.greedy.outcomes if isinstance(o, Failed)] if graded.greedy else []
-    if unscored:
-        first = unscored[0]
-        return f"{first.kind}: no score of the greedy response, the baseline: {first.detail}"
-    return ""
-
-
 def joined(first: GradedGroup, rest: GradedGroup) -> GradedGroup:
-    """One group of all samples, in their order; of two with the same index that of `rest`."""
+    """Return one group of all samples in their order; of two with the same index that of `rest`."""
     pairs = {
         rollout.sample_index: (rollout, outcome)
         for part in (first, rest)
@@ -487,17 +348,13 @@ def _num_right(graded: GradedGroup) -> int:
     return sum(is_right(scored) is True for scored in graded.scored)
 
 
-# A group's first samples, graded as they come: two that differ decide before the others end.
-#
-# Consumes: finished samples of one request, and its end. Waits for: the next of them, and for
-# its grade. Produces: their outcomes, each sample graded once, and the moment from which the
-# group is sure to be mixed, so that the rest of it need not wait for the longest of the first
-# samples. It ends once all samples are graded; it is never cut off while a scorer
-# works for it, which would cost the scorer's process.
-
-
 class ProbeWatch:
-    """The first samples of one group.
+    """The first samples of one group, graded as they come: two that differ decide before the others
+    end.
+
+    The group is then certain to be mixed, so its rest need not wait for the longest of the first
+    samples. Grading ends when all samples are graded. It is never cancelled while a scorer works
+    for it, which would cost the scorer's process.
 
     Args:
         grader: grades them.
@@ -513,15 +370,15 @@ class ProbeWatch:
         self.differs = asyncio.Event()
 
     def finished(self, rollout: Rollout) -> None:
-        """A sample has come."""
+        """Take a sample that has finished."""
         self._arrived.put_nowait(rollout)
 
     def over(self) -> None:
-        """No more samples come."""
+        """Note that no more samples come."""
         self._arrived.put_nowait(None)
 
     async def run(self) -> None:
-        """Grade what comes until `over`; sets `differs` as soon as two samples do."""
+        """Grade what comes until `over`; set `differs` as soon as two samples differ."""
         is_over = False
         while not is_over:
             arrived = [await self._arrived.get()]

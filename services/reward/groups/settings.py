@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sluice.algorithm.groups.filter import LEAST_SHARE
-from sluice.algorithm.groups.outcomes import OutcomeAction, OutcomePolicy, OutcomeRule
+from sluice.algorithm.groups.filter import (
+    GroupNeeds,
+    OutcomeAction,
+    OutcomePolicy,
+    OutcomeRule,
+)
 from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.config.derived import batch_invariant, on_policy_fill
 from sluice.config.run import RunConfig
-from sluice.config.schema.sample_outcomes import ScoringFailureConfig
+from sluice.config.schema.service import ScoringFailureConfig
 from sluice.types import FailureKind, SamplingParams
 
 
@@ -22,21 +26,6 @@ class BatchRules:
     batch_size: int
     max_staleness: int
     on_stale: OnStale
-
-
-@dataclass(frozen=True, slots=True)
-class GroupNeeds:
-    """What a group has to have.
-
-    Args:
-        whole_groups: every sample must be scored, since the loss compares all of them.
-        least_share: of the samples that must be scored (`fewest_samples`).
-        policy: which failures cost the whole group, however many samples are left.
-    """
-
-    whole_groups: bool = False
-    least_share: float = LEAST_SHARE
-    policy: OutcomePolicy = field(default_factory=OutcomePolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +46,18 @@ class PipelineSettings:
     probe_samples: int | None = None
     epoch_rows: int = 0
 
-    @property
-    def first_sequences(self) -> int:
-        """Sequences that a group asks the fleet for at first.
+    def first_sequences(self, first_samples: int) -> int:
+        """Return the sequences of a group's first request, which is for so many samples.
 
         The greedy response is of no use to a group that ends after its probes, so it is generated
         with the rest.
         """
-        if self.probe_samples is not None:
-            return self.probe_samples
-        return self.samples_per_group + (self.greedy is not None)
+        is_whole = first_samples >= self.samples_per_group
+        return first_samples + (is_whole and self.greedy is not None)
 
 
 def sampling_rules(config: RunConfig) -> SamplingRules:
-    """The rules of the run's strategy."""
+    """Return the rules of the run's strategy."""
     sampling, batch_size = config.sluice.sampling, config.data.train_batch_size
     return SamplingRules(
         StrategyName(sampling.strategy),
@@ -90,15 +77,15 @@ def sampling_rules(config: RunConfig) -> SamplingRules:
 
 
 def round_size(rules: SamplingRules) -> int:
-    """Groups that count as one round of generation: a wave, or a train batch without waves."""
+    """Return the groups of one round of generation: a wave, or a train batch without waves."""
     has_waves = rules.strategy is StrategyName.ROUNDS
     return rules.gen_batch_size if has_waves else rules.train_batch_size
 
 
 def straggler_rules(config: RunConfig) -> StragglerRules:
-    """When streams and groups are given up on.
+    """Return when streams and groups are given up.
 
-    Without partial tokens nobody can tell a long sample from a stuck one, so that only
+    Without partial tokens a long sample looks like a stuck one, so that only
     `sluice.reward.generate_timeout_s` ends a stream. Where a run must repeat itself bit by bit, no
     stream is moved for being slow: which one is, is a matter of timing, and a continued sample's
     logprobs differ from an unbroken one's by rounding.
@@ -114,7 +101,7 @@ def straggler_rules(config: RunConfig) -> StragglerRules:
 
 
 def outcome_policy(config: RunConfig) -> OutcomePolicy:
-    """`sluice.reward.outcomes` as rules; the engine's attempts are counted by the dispatcher."""
+    """Return `sluice.reward.outcomes` as rules; the dispatcher counts the engine's attempts."""
     outcomes = config.sluice.reward.outcomes
     return OutcomePolicy(
         {

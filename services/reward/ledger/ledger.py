@@ -28,14 +28,12 @@ from typing import Self
 
 import msgspec
 
-from services.reward.ledger.content import (
+from services.reward.ledger.schema import (
     EndedPrompt,
     LedgerContent,
     OpenLease,
     body_digest,
     encode_body,
-)
-from services.reward.ledger.schema import (
     open_ledger_file,
     pack_rewards,
     read_content,
@@ -101,6 +99,18 @@ class PromptLedger:
         ended_ids: how many ended clients' prompts are remembered.
         content: what a ledger in memory begins with.
 
+    Attributes, which only this class writes:
+        num_submitted: prompts accepted so far.
+        num_clients_pending: clients' prompts that are pending.
+        client_image_bytes: images of these prompts, bytes.
+        open_lease: the batch at the trainer, also when it was leased before a restart.
+        newest_leased_version: version of the newest batch that was leased and not taken back, since
+            the trainer began; ``None``: there was none. Of an earlier service only an open lease is
+            known.
+        num_acknowledged: groups of all acknowledged batches.
+        trainer: the instance that announced itself last.
+        all_strikes: strikes in a row of the prompts that have any, by `prompt_key`.
+
     Raises:
         DataError: the file is damaged, in use, of another program or of another format; raised by
             a change: the file cannot be written any more.
@@ -126,19 +136,20 @@ class PromptLedger:
         content = content or LedgerContent()
         self._sequence = content.next_sequence
         self._prompts = {prompt.prompt_id: prompt for prompt in content.pending}
-        self._num_clients = sum(p.origin is PromptOrigin.CLIENT for p in content.pending)
-        self._image_bytes = sum(map(_client_image_bytes, content.pending))
+        self.num_clients_pending = sum(p.origin is PromptOrigin.CLIENT for p in content.pending)
+        self.client_image_bytes = sum(map(_client_image_bytes, content.pending))
         self._max_ended_ids = ended_ids
         self._ended: OrderedDict[str, EndedPrompt] = OrderedDict(content.ended)
         self._by_end: Counter[PromptEnd] = Counter(content.by_end)
-        self._num_submitted = sum(self._by_end.values()) + len(self._prompts)
+        self.num_submitted = sum(self._by_end.values()) + len(self._prompts)
         self._low_water = content.progress.low_water
         self._ended_above: set[int] = set(content.progress.ended_above)
         self._acknowledged: OrderedDict[str, None] = OrderedDict.fromkeys(content.acknowledged)
-        self._num_acknowledged = content.num_acknowledged
-        self._trainer = content.trainer
-        self._lease = content.lease
-        self._strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
+        self.num_acknowledged = content.num_acknowledged
+        self.trainer = content.trainer
+        self.open_lease = content.lease
+        self.newest_leased_version = content.lease.version if content.lease else None
+        self.all_strikes: OrderedDict[str, int] = OrderedDict(content.strikes)
 
     def __enter__(self) -> Self:
         return self
@@ -183,24 +194,9 @@ class PromptLedger:
     # ------------------------------------------------------------------------------------ prompts
 
     @property
-    def num_submitted(self) -> int:
-        """Prompts accepted so far."""
-        return self._num_submitted
-
-    @property
     def num_pending(self) -> int:
         """Prompts accepted and not ended."""
         return len(self._prompts)
-
-    @property
-    def num_clients_pending(self) -> int:
-        """Clients' prompts that are pending."""
-        return self._num_clients
-
-    @property
-    def client_image_bytes(self) -> int:
-        """Images of clients' prompts that are pending, bytes."""
-        return self._image_bytes
 
     @property
     def by_end(self) -> Mapping[PromptEnd, int]:
@@ -216,11 +212,11 @@ class PromptLedger:
             dict(self._ended),
             {end: count for end, count in self._by_end.items() if count},
             self.progress(),
-            self._lease,
+            self.open_lease,
             tuple(self._acknowledged),
-            self._num_acknowledged,
-            self._trainer,
-            dict(self._strikes),
+            self.num_acknowledged,
+            self.trainer,
+            dict(self.all_strikes),
         )
 
     def next_sequence(self) -> int:
@@ -240,8 +236,15 @@ class PromptLedger:
         """Return the pending prompts in the order of issue."""
         return tuple(sorted(self._prompts.values(), key=lambda prompt: prompt.sequence))
 
+    def check_unused(self, prompt_id: str) -> None:
+        """Raise `InvalidRequestError` if a prompt that is pending or remembered has this id."""
+        if prompt_id in self._prompts or prompt_id in self._ended:
+            raise InvalidRequestError(
+                f"prompt_id '{prompt_id}' was used before; choose a new one for each prompt"
+            )
+
     def accept(self, prompt: Prompt) -> None:
-        """Take a prompt on.
+        """Accept a prompt.
 
         Raises:
             InvalidRequestError: its id is that of a pending prompt or of one of the clients' that
@@ -249,10 +252,7 @@ class PromptLedger:
         """
         is_written = self._writer is not None
         body = self._body(prompt) if is_written or prompt.origin is PromptOrigin.CLIENT else None
-        if prompt.prompt_id in self._prompts or prompt.prompt_id in self._ended:
-            raise InvalidRequestError(
-                f"prompt_id '{prompt.prompt_id}' was used before; choose a new one for each prompt"
-            )
+        self.check_unused(prompt.prompt_id)
         self._add(prompt)
         if is_written and body is not None:
             self._write(*_accepted(prompt, body), (_NUMBER, (self._sequence,)))
@@ -373,25 +373,10 @@ class PromptLedger:
         for prompt in self.pending():
             if prompt.position is not None:
                 self._remove(prompt.prompt_id)
-                self._num_submitted -= 1
+                self.num_submitted -= 1
         self._write((_FORGET_DATA, ()), (_FORGET_LEFT_IMAGES, ()))
 
     # -------------------------------------------------------------------------------------- lease
-
-    @property
-    def open_lease(self) -> OpenLease | None:
-        """The batch at the trainer, also when it was leased before a restart."""
-        return self._lease
-
-    @property
-    def num_acknowledged(self) -> int:
-        """Groups of all acknowledged batches."""
-        return self._num_acknowledged
-
-    @property
-    def trainer(self) -> str | None:
-        """The instance that announced itself last."""
-        return self._trainer
 
     def lease(self, batch_id: str, version: int, prompt_ids: Sequence[str]) -> None:
         """Give pending prompts to the trainer, in the one lease that is open.
@@ -402,33 +387,33 @@ class PromptLedger:
         missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in self._prompts]
         if missing:
             raise NotFoundError(f"prompt '{missing[0]}' is not pending")
-        self._lease = OpenLease(batch_id, version, tuple(prompt_ids))
-        packed = msgspec.msgpack.encode(self._lease.prompt_ids)
+        self.open_lease = OpenLease(batch_id, version, tuple(prompt_ids))
+        self.newest_leased_version = version
+        packed = msgspec.msgpack.encode(self.open_lease.prompt_ids)
         self._write((_LEASE, (batch_id, version, packed)))
 
-    def leased(self, batch_id: str) -> tuple[str, ...] | None:
-        """Return the pending prompts of the open lease; ``None`` if it was acknowledged before.
+    def is_leased(self, batch_id: str) -> bool:
+        """Return whether a batch is the open lease; ``False``: it was acknowledged before.
 
         Raises:
             NotFoundError: no such batch is open or among the last that were acknowledged.
         """
         if batch_id in self._acknowledged:
-            return None
-        if self._lease is None or self._lease.batch_id != batch_id:
-            raise NotFoundError(
-                f"batch '{batch_id}' is not leased (it was taken back, or never existed); "
-                "take the next batch"
-            )
-        return self.leased_ids()
+            return False
+        if self.open_lease is None or self.open_lease.batch_id != batch_id:
+            raise not_leased(batch_id)
+        return True
 
     def leased_ids(self) -> tuple[str, ...]:
         """Return the pending prompts of the open lease; none without one."""
-        prompt_ids = self._lease.prompt_ids if self._lease else ()
+        prompt_ids = self.open_lease.prompt_ids if self.open_lease else ()
         return tuple(prompt_id for prompt_id in prompt_ids if prompt_id in self._prompts)
 
     def release_lease(self) -> None:
-        """Take the open lease back."""
-        self._lease = None
+        """Take the open lease back, if there is one."""
+        if self.open_lease is not None:
+            self.newest_leased_version = self.open_lease.version - 1
+        self.open_lease = None
         self._write((_FORGET_LEASE, ()))
 
     def acknowledge(self) -> None:
@@ -436,61 +421,53 @@ class PromptLedger:
 
         Their ends reach the file first: a process that dies in between finds the lease open.
         """
-        lease = self._lease
+        lease = self.open_lease
         if lease is None:
             return
-        self._num_acknowledged += len(lease.prompt_ids)
+        self.num_acknowledged += len(lease.prompt_ids)
         self._acknowledged[lease.batch_id] = None
         statements: list[Statement] = [
             (_FORGET_LEASE, ()),
             (_ACKNOWLEDGE, (lease.batch_id,)),
-            (_COUNT_ACKNOWLEDGED, (self._num_acknowledged,)),
+            (_COUNT_ACKNOWLEDGED, (self.num_acknowledged,)),
         ]
         if len(self._acknowledged) > ACKNOWLEDGED_REMEMBERED:
             oldest, _ = self._acknowledged.popitem(last=False)
             statements.append((_FORGET_ACKNOWLEDGED, (oldest,)))
-        self._lease = None
+        self.open_lease = None
         self._write(*statements)
 
     def begin_trainer(self, instance_id: str) -> None:
-        """Note who trains."""
-        self._trainer = instance_id
+        """Note the trainer's instance, which has leased nothing yet."""
+        self.trainer = instance_id
+        self.newest_leased_version = None
         self._write((_TRAINER, (instance_id,)))
 
     # ------------------------------------------------------------------------------------ strikes
 
-    @property
-    def has_strikes(self) -> bool:
-        """Whether any prompt has strikes."""
-        return bool(self._strikes)
-
     def strikes(self, key: str) -> int:
         """Return the strikes in a row of the prompt with this key (`prompt_key`)."""
-        return self._strikes.get(key, 0)
-
-    def all_strikes(self) -> Mapping[str, int]:
-        """Return the strikes of all prompts that have any, by key."""
-        return dict(self._strikes)
+        return self.all_strikes.get(key, 0)
 
     def note_strikes(self, key: str, strikes: int) -> None:
         """Set a prompt's strikes; of prompts with strikes the last are remembered."""
         self._write((_STRIKE, (key, strikes)) if strikes else (_FORGET_STRIKES, (key,)))
-        self._strikes.pop(key, None)
+        self.all_strikes.pop(key, None)
         if strikes:
-            self._strikes[key] = strikes
-        if len(self._strikes) > STRIKES_REMEMBERED:
-            self.note_strikes(next(iter(self._strikes)), 0)
+            self.all_strikes[key] = strikes
+        if len(self.all_strikes) > STRIKES_REMEMBERED:
+            self.note_strikes(next(iter(self.all_strikes)), 0)
 
     def _add(self, prompt: Prompt) -> None:
         self._prompts[prompt.prompt_id] = prompt
-        self._num_clients += prompt.origin is PromptOrigin.CLIENT
-        self._image_bytes += _client_image_bytes(prompt)
-        self._num_submitted += 1
+        self.num_clients_pending += prompt.origin is PromptOrigin.CLIENT
+        self.client_image_bytes += _client_image_bytes(prompt)
+        self.num_submitted += 1
 
     def _remove(self, prompt_id: str) -> Prompt:
         prompt = self._prompts.pop(prompt_id)
-        self._num_clients -= prompt.origin is PromptOrigin.CLIENT
-        self._image_bytes -= _client_image_bytes(prompt)
+        self.num_clients_pending -= prompt.origin is PromptOrigin.CLIENT
+        self.client_image_bytes -= _client_image_bytes(prompt)
         return prompt
 
     def _end_position(self, position: int) -> None:
@@ -515,6 +492,14 @@ class PromptLedger:
         """Hand one change to the writer: all of its statements reach the file, or none."""
         if self._writer is not None:
             self._writer.write(statements)
+
+
+def not_leased(batch_id: str) -> NotFoundError:
+    """Return the error of a call that names a batch which is not leased."""
+    return NotFoundError(
+        f"batch '{batch_id}' is not leased (it was taken back, or never existed); take the next "
+        "batch"
+    )
 
 
 def _accepted(prompt: Prompt, body: bytes) -> list[Statement]:

@@ -1,12 +1,16 @@
 """Write changes of a ledger to its file in order, many in one commit.
 
-Consumes: statements, each change's together. Waits for: a change; then, while nobody waits for a
-    commit, a moment for more of them. Produces: commits, each with all changes
-    that were there; wakes the callers that wait for one.
+Consumes: changes, each of several statements. Waits for: a change; then, while no caller waits for
+a commit, a moment for more of them. Produces: commits, each with all changes that were there; wakes
+the callers that wait for one.
 On failure: the first error ends the thread, and with it every wait and every further change.
 On shutdown: `close` writes what is left.
 
 The file holds a prefix of the changes at every moment, since one thread writes them in order.
+
+`concurrency.threads.BoundedWriter` does not fit: it drops what does not fit or cannot be written,
+and nobody can wait for an item. Here a change blocks its caller rather than getting lost, callers
+wait for the commit of their change, and a failed write is final.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import TypeVar
 
 from sluice.concurrency.deadlines import deadline
@@ -30,13 +34,6 @@ MAX_QUEUED = 65_536
 
 Statement = tuple[str, tuple[object, ...]]
 ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True)
-class _CommitWaiter:
-    change_number: int
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[None]
 
 
 class LedgerWriter:
@@ -53,7 +50,8 @@ class LedgerWriter:
         self._database, self._unusable = database, unusable
         self._changed = threading.Condition()
         self._queue: deque[Sequence[Statement]] = deque()
-        self._waiters: list[_CommitWaiter] = []
+        self._waiters: list[tuple[int, Future[None]]] = []  # by the change that each waits for
+        self._failure: Future[DataError] = _running_future()
         self._noted = self._committed = 0
         self._is_closing = False
         self._error: DataError | None = None
@@ -67,7 +65,7 @@ class LedgerWriter:
         return self._noted
 
     def write(self, statements: Sequence[Statement]) -> None:
-        """One change: all of its statements, or none, reach the file.
+        """Write one change: all of its statements, or none, reach the file.
 
         Raises:
             DataError: the file cannot be written, or not for `COMMIT_TIMEOUT_S`.
@@ -90,25 +88,20 @@ class LedgerWriter:
             DataError: the file cannot be written.
             DeadlineError: not within `COMMIT_TIMEOUT_S`.
         """
-        loop = asyncio.get_running_loop()
-        waiter = _CommitWaiter(change_number, loop, loop.create_future())
         with self._changed:
             if self._committed >= change_number:
                 return
             if self._error is not None:
                 raise self._error
-            self._waiters.append(waiter)
+            done: Future[None] = _running_future()
+            self._waiters.append((change_number, done))
             self._changed.notify_all()
         async with deadline(COMMIT_TIMEOUT_S, peer=PEER, phase="committing changes"):
-            await waiter.done
+            await asyncio.wrap_future(done)
 
     async def failure(self) -> DataError:
-        """Wait until the file cannot be written, and why."""
-        try:
-            await self._wait_for_failure()
-        except DataError as error:
-            return error
-        raise AssertionError("more changes were committed than there can be")
+        """Wait until the file cannot be written, or is closed; return the error."""
+        return await asyncio.wrap_future(self._failure)
 
     async def read(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         """Run a query over all changes so far, in a thread between two commits.
@@ -117,7 +110,7 @@ class LedgerWriter:
             DataError, DeadlineError: as for `committed`; or the file cannot be read.
         """
         await self.committed(self._noted)
-        return await asyncio.to_thread(self._asked, query)
+        return await asyncio.to_thread(self._query, query)
 
     def close(self) -> None:
         """Write what is left and close the file. Errors of these last writes are not raised."""
@@ -129,16 +122,7 @@ class LedgerWriter:
             raise DeadlineError(PEER, "writing the last changes", COMMIT_TIMEOUT_S)
         self._database.close()
 
-    async def _wait_for_failure(self) -> None:
-        loop = asyncio.get_running_loop()
-        waiter = _CommitWaiter(1 << 62, loop, loop.create_future())
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            self._waiters.append(waiter)
-        await waiter.done
-
-    def _asked(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
+    def _query(self, query: Callable[[sqlite3.Connection], ResultT]) -> ResultT:
         try:
             with self._in_use:
                 return query(self._database)
@@ -160,7 +144,7 @@ class LedgerWriter:
         self._fail(self._unusable("it was closed"))
 
     def _next_changes(self) -> list[Sequence[Statement]] | None:
-        """All that wait; ``None`` at the end."""
+        """Return all changes that wait; ``None`` at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             if not self._is_urgent():
@@ -171,7 +155,7 @@ class LedgerWriter:
         return changes or None
 
     def _is_urgent(self) -> bool:
-        is_awaited = any(waiter.change_number <= self._noted for waiter in self._waiters)
+        is_awaited = any(number <= self._noted for number, _ in self._waiters)
         return is_awaited or self._is_closing or len(self._queue) >= MAX_QUEUED // 2
 
     def _commit(self, changes: Sequence[Sequence[Statement]]) -> None:
@@ -189,34 +173,23 @@ class LedgerWriter:
     def _notify(self, num_changes: int) -> None:
         with self._changed:
             self._committed += num_changes
-            reported = [
-                waiter for waiter in self._waiters if waiter.change_number <= self._committed
-            ]
-            self._waiters = [each for each in self._waiters if each.change_number > self._committed]
-        for waiter in reported:
-            _call_soon(waiter, _resolve, waiter.done)
+            served = [done for number, done in self._waiters if number <= self._committed]
+            self._waiters = [each for each in self._waiters if each[0] > self._committed]
+        for done in served:
+            done.set_result(None)
 
     def _fail(self, error: DataError) -> None:
         with self._changed:
             self._error = error
-            reported, self._waiters = self._waiters, []
+            waiters, self._waiters = self._waiters, []
             self._changed.notify_all()
-        for waiter in reported:
-            _call_soon(waiter, _reject, waiter.done, error)
+        for _, done in waiters:
+            done.set_exception(error)
+        self._failure.set_result(error)
 
 
-def _call_soon(waiter: _CommitWaiter, call: Callable[..., None], *arguments: object) -> None:
-    try:
-        waiter.loop.call_soon_threadsafe(call, *arguments)
-    except RuntimeError:  # its loop has ended, and nobody waits any more
-        return
-
-
-def _resolve(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
-
-
-def _reject(done: asyncio.Future[None], error: DataError) -> None:
-    if not done.done():
-        done.set_exception(error)
+def _running_future() -> Future[ResultT]:
+    """Return a future that a cancelled waiter does not cancel, so it can always be set."""
+    future: Future[ResultT] = Future()
+    future.set_running_or_notify_cancel()
+    return future

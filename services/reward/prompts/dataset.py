@@ -27,7 +27,7 @@ from sluice.data.prompt_files import (
 )
 from sluice.data.prompt_rows import PromptColumns, PromptRow, images_refused
 from sluice.data.row_files import RowBlock, RowIndexes, Slab
-from sluice.types import DataProgress
+from sluice.types import DataProgress, Prompt, PromptOrigin
 from sluice.vision.image_files import images_of_row
 from sluice.vision.image_limits import ImageLimits
 from sluice.vision.vision_shape import reads_images
@@ -42,6 +42,21 @@ class IssuedRow:
     position: int
     row: PromptRow
     images: tuple[bytes, ...] = ()
+
+    def prompt(self, prompt_id: str, sequence: int) -> Prompt:
+        """Return the row as a prompt."""
+        return Prompt(
+            prompt_id=prompt_id,
+            sequence=sequence,
+            messages=self.row.messages,
+            data_source=self.row.data_source,
+            ground_truth=self.row.ground_truth,
+            origin=PromptOrigin.DATASET,
+            position=self.position,
+            extra_info=self.row.extra_info,
+            place=self.row.place,
+            images=self.images,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +130,11 @@ class PromptStream:
             window += 1
 
     def _permuted(self, slabs: list[Slab], epoch: int, window: int) -> Iterator[tuple[Slab, int]]:
-        places = [(slab, index) for slab in slabs for index in range(len(slab))]
+        rows = [(slab, index) for slab in slabs for index in range(len(slab))]
         if not self._order.shuffle:
-            return iter(places)
+            return iter(rows)
         generator = np.random.default_rng([self._order.seed, epoch, window + 1])
-        return (places[i] for i in generator.permutation(len(places)))
+        return (rows[i] for i in generator.permutation(len(rows)))
 
     def _slabs(self, epoch: int, skip_rows: int) -> Iterator[Slab]:
         """Yield slabs of the epoch's blocks in their order, without the first `skip_rows` rows."""
@@ -186,9 +201,9 @@ def validation_files(data: DataConfig, images: ImageLimits | None = None) -> Pro
 def training_stream(
     files: PromptFiles,
     data: DataConfig,
+    progress: DataProgress,
     *,
     total_epochs: int,
-    progress: DataProgress,
     images: ImageLimits | None = None,
 ) -> PromptStream:
     """Return the stream of training rows as configured."""
@@ -199,7 +214,7 @@ def training_stream(
 def validation_stream(
     files: PromptFiles, data: DataConfig, images: ImageLimits | None = None
 ) -> PromptStream:
-    """Return the validation set once, in the same order in every evaluation.
+    """Return the validation set once, in the same order every time.
 
     ``data.shuffle`` decides which rows ``data.val_max_samples`` leaves, as in training (verl's
     rule); ``data.validation_shuffle`` decides their order alone.

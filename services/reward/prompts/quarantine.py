@@ -21,7 +21,7 @@ import msgspec
 
 from services.reward.generation.request import prompt_key
 from services.reward.ledger.ledger import PromptLedger
-from sluice.algorithm.groups.outcomes import is_quarantined
+from sluice.algorithm.groups.filter import is_quarantined
 from sluice.errors import DataError
 from sluice.types import Failed, Prompt
 
@@ -102,11 +102,10 @@ class Quarantine:
 
     def cleared(self, prompt: Prompt) -> None:
         """Clear the strikes of a prompt whose attempt ended without one."""
-        if not self._ledger.has_strikes:
-            return
-        key = prompt_key(prompt)
-        if self._ledger.strikes(key) and key not in self._found:
-            self._ledger.note_strikes(key, 0)
+        if self._ledger.all_strikes:
+            key = prompt_key(prompt)
+            if self._ledger.strikes(key) and key not in self._found:
+                self._ledger.note_strikes(key, 0)
 
     def _description(self, entry: QuarantinedPrompt) -> str:
         where = self._path or "the memory of this service"
@@ -118,7 +117,7 @@ class Quarantine:
 
     def _release_others(self) -> None:
         """Clear the strikes of prompts that were deleted from the file."""
-        for key, strikes in self._ledger.all_strikes().items():
+        for key, strikes in dict(self._ledger.all_strikes).items():
             if is_quarantined(strikes, self._max_strikes) and key not in self._found:
                 logger.info("prompt %s is released from quarantine", key)
                 self._ledger.note_strikes(key, 0)

@@ -146,17 +146,8 @@ class PromptSource:
             self._check_data_source(row.data_source)
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from error
-        prompt = Prompt(
-            prompt_id=f"{DATASET_ID_PREFIX}{issued.position}",
-            sequence=self._groups.next_sequence(),
-            messages=row.messages,
-            data_source=row.data_source,
-            ground_truth=row.ground_truth,
-            origin=PromptOrigin.DATASET,
-            position=issued.position,
-            extra_info=row.extra_info,
-            place=row.place,
-            images=issued.images,
+        prompt = issued.prompt(
+            f"{DATASET_ID_PREFIX}{issued.position}", self._groups.next_sequence()
         )
         self._groups.accept(prompt)
         return prompt

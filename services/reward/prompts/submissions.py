@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.reward.group import EventKind, GroupEvent, PromptOutcome
-from services.reward.ledger.content import body_digest, encode_body
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.ledger.schema import EndedPrompt, body_digest, encode_body
 from services.reward.prompts.source import DATASET_ID_PREFIX
 from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
 from sluice.rpc.status import QUOTA_REFUSALS
@@ -160,9 +160,13 @@ class Submissions:
             check_capacity: raises `ExhaustedError` if the client has too many unfinished prompts;
                 not called for a prompt that is found again.
         """
-        if (outcome := self._known_outcome(submission)) is not None:
-            session.put(Receipt(submission.prompt_id, outcome.prompt.sequence))
-            session.put(_without_images(outcome))
+        if (ended := self._known_end(submission)) is not None:
+            session.put(Receipt(submission.prompt_id, ended.sequence))
+            session.put(
+                PromptOutcome(
+                    submission.prompt_id, ended.end, ended.step, ended.rewards, ended.detail
+                )
+            )
             return
         try:
             prompt = self._known_pending(submission, session)
@@ -178,19 +182,12 @@ class Submissions:
         session.put(Receipt(prompt.prompt_id, prompt.sequence))
 
     def observe(self, event: GroupEvent) -> None:
-        """Send the outcome of a client's prompt that ended."""
-        is_client = event.group.prompt.origin is PromptOrigin.CLIENT
-        if event.kind is EventKind.ENDED and is_client:
-            self.ended(event.group.outcome)
-
-    def ended(self, outcome: PromptOutcome) -> None:
-        """Send the outcome of a prompt to its client, if one still listens."""
-        if outcome.prompt.origin is not PromptOrigin.CLIENT:
-            return
-        session = self._sessions.pop(outcome.prompt.prompt_id, None)
-        if session is not None:
-            session.num_open -= 1
-            session.put(_without_images(outcome))
+        """Send the outcome of a prompt that ended to its client, if one still listens."""
+        if event.kind is EventKind.ENDED:
+            session = self._sessions.pop(event.group.prompt_id, None)
+            if session is not None:
+                session.num_open -= 1
+                session.put(event.group.outcome)
 
     def check_quota(self, session: SubmissionSession, most: int) -> None:
         """Raise ExhaustedError if `most` prompts of the session's client are unfinished."""
@@ -233,48 +230,33 @@ class Submissions:
             session.end()
 
     def _accepted(self, submission: Submission, check_capacity: Callable[[], None]) -> Prompt:
+        """Accept a new prompt.
+
+        Raises:
+            InvalidRequestError, DataError: it will never be accepted; checked first.
+            ExhaustedError: the client waits and sends the prompt again.
+        """
         _check_fields(submission)
         self._check_data_source(submission.data_source)
-        self._check_image_size(submission)
-        self._check_unused(submission.prompt_id)
-        # A client that is refused for capacity waits and sends the prompt again.
+        limit = f"sluice.limits.max_client_images_mb allows {self._max_image_bytes >> 20} MiB"
+        size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
+        if size > self._max_image_bytes:
+            raise InvalidRequestError(f"images: {size} bytes; {limit}; send fewer or smaller ones")
+        self._ledger.check_unused(submission.prompt_id)
         check_capacity()
-        self._check_pending()
-        self._check_image_capacity(submission)
-        prompt = _prompt(submission, self._ledger.next_sequence())
-        self._accept(prompt)
-        return prompt
-
-    def _check_unused(self, prompt_id: str) -> None:
-        ledger = self._ledger
-        if ledger.prompt(prompt_id) is not None or ledger.ended(prompt_id) is not None:
-            raise InvalidRequestError(
-                f"prompt_id '{prompt_id}' was used before; choose a new one for each prompt"
-            )
-
-    def _check_pending(self) -> None:
         if self._ledger.num_clients_pending >= self._max_pending:
             raise ExhaustedError(
                 f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "
                 "sluice.reward.max_client_pending allows; wait for outcomes"
             )
-
-    def _check_image_size(self, submission: Submission) -> None:
-        size = sum(map(len, submission.images))
-        if size > self._max_image_bytes:
-            raise InvalidRequestError(
-                f"images: {size} bytes; sluice.limits.max_client_images_mb allows "
-                f"{self._max_image_bytes >> 20} MiB; send fewer or smaller ones"
-            )
-
-    def _check_image_capacity(self, submission: Submission) -> None:
-        size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
         if size and held + size > self._max_image_bytes:
             raise ExhaustedError(
                 f"images: {size} bytes, and unfinished prompts hold {held} bytes of images; "
-                f"sluice.limits.max_client_images_mb allows {self._max_image_bytes >> 20} MiB; "
-                "wait for outcomes"
+                f"{limit}; wait for outcomes"
             )
+        prompt = _prompt(submission, self._ledger.next_sequence())
+        self._accept(prompt)
+        return prompt
 
     def _known_pending(self, submission: Submission, session: SubmissionSession) -> Prompt | None:
         """Return the pending prompt that another call sends again, if it is one."""
@@ -283,19 +265,16 @@ class Submissions:
             return None
         return prompt if _prompt(submission, prompt.sequence) == prompt else None
 
-    def _known_outcome(self, submission: Submission) -> PromptOutcome | None:
-        """Return the outcome of an ended prompt that is sent again."""
+    def _known_end(self, submission: Submission) -> EndedPrompt | None:
+        """Return the end of an ended prompt that is sent again."""
         ended = self._ledger.ended(submission.prompt_id)
         if ended is None:
             return None
-        prompt = _prompt(submission, ended.sequence)
         try:
-            is_same_prompt = body_digest(encode_body(prompt)) == ended.digest
+            digest = body_digest(encode_body(_prompt(submission, ended.sequence)))
         except InvalidRequestError:
             return None
-        if not is_same_prompt:
-            return None
-        return PromptOutcome(prompt, ended.end, ended.step, ended.rewards, ended.detail)
+        return ended if digest == ended.digest else None
 
 
 def shown_id(prompt_id: str) -> str:
@@ -330,10 +309,3 @@ def _prompt(submission: Submission, sequence: int) -> Prompt:
         extra_info=submission.extra_info,
         images=submission.images,
     )
-
-
-def _without_images(outcome: PromptOutcome) -> PromptOutcome:
-    """Drop the images, which a slow client would else keep in memory."""
-    if not outcome.prompt.images:
-        return outcome
-    return replace(outcome, prompt=replace(outcome.prompt, images=()))

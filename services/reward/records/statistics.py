@@ -14,12 +14,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from services.reward.generation.queue import Priority
-from services.reward.generation.request import GroupTokens
+from services.reward.generation.request import GroupTokens, Purpose
 from services.reward.group import (
     SCORED,
     Discard,
@@ -57,12 +55,12 @@ SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
 class TokenUse(StrEnum):
     """What became of a token.
 
-    ``aborted``: of samples that were broken off, and of copies that another replica finished first;
-    ``failed``: of groups that failed, and of samples without a grade in any group, those that were
-    generated again included;
+    ``aborted``: of samples that were aborted, and of copies that another replica finished first;
+    ``failed``: of groups that failed, and of samples without a grade in any group, also of those
+    that were generated again;
     ``withdrawn``: of groups that were preempted when a batch was full
     (`sluice.algorithm.groups.staleness`);
-    ``taken_over``: of groups that another trainer made start again.
+    ``taken_over``: of groups that another trainer made start again. Each `Discard` is a use, too.
     """
 
     TRAINED = "trained"
@@ -75,7 +73,7 @@ class TokenUse(StrEnum):
     ABORTED = "aborted"
     SURPLUS = "surplus"
     TAKEN_OVER = "taken_over"
-    EVALUATION = "evaluation"
+    VALIDATION = "evaluation"
 
 
 USE_BY_END = {
@@ -94,67 +92,12 @@ _DISCARD_BY_END = {
     PromptEnd.DROPPED_STALE: Discard.STALE,
     PromptEnd.DROPPED_FAILED: Discard.FAILED,
 }
-_USE_BY_DISCARD = {
-    Discard.STALE: TokenUse.STALE,
-    Discard.PREEMPTED: TokenUse.PREEMPTED,
-    Discard.FAILED: TokenUse.FAILED,
-    Discard.TAKEN_OVER: TokenUse.TAKEN_OVER,
-}
-
-
-@dataclass(slots=True)
-class IntervalStatistics:
-    """Counters since `started_at` (seconds of a monotonic clock)."""
-
-    started_at: float
-    scorer_seconds_before: float = 0.0
-    num_kept: int = 0
-    num_graded_samples: int = 0
-    num_failed_samples: int = 0
-    num_surplus_discarded: int = 0
-    num_restarted: int = 0
-    num_greedy_tokens: int = 0
-    discarded_tokens: Counter[Discard] = field(default_factory=Counter)
-    ends: Counter[PromptEnd] = field(default_factory=Counter)
-    sample_outcomes: Counter[str] = field(default_factory=Counter)
-
-    def metrics(self, now: float, *, round_size: int, scorer_seconds: float) -> dict[str, float]:
-        """The interval as metrics.
-
-        Args:
-            now: on the clock of `started_at`.
-            round_size: groups that ``train/num_gen_batches`` counts as one round: those of a wave,
-                or of a train batch where there are no waves.
-            scorer_seconds: seconds that scorers have worked since the service's start.
-        """
-        num_filtered = sum(self.ends[end] for end in _FILTERED)
-        num_ended = self.num_kept + num_filtered + self.ends[PromptEnd.DROPPED_FAILED]
-        return {
-            "train/groups_kept": float(self.num_kept),
-            **{name: float(self.ends[end]) for end, name in _NAME_BY_END.items()},
-            "train/num_gen_batches": num_ended / round_size,
-            "train/greedy_tokens": float(self.num_greedy_tokens),
-            **{
-                f"train/discarded_tokens/{why}": float(self.discarded_tokens[why])
-                for why in Discard
-            },
-            "train/surplus_discarded": float(self.num_surplus_discarded),
-            "train/groups_restarted": float(self.num_restarted),
-            "train/samples_graded": float(self.num_graded_samples),
-            "train/samples_failed": float(self.num_failed_samples),
-            **{
-                f"train/outcomes/{name}": float(self.sample_outcomes[name])
-                for name in SAMPLE_OUTCOMES
-            },
-            "timing_s/batch_fill": now - self.started_at,
-            "timing_s/reward": scorer_seconds - self.scorer_seconds_before,
-        }
 
 
 def batch_content_metrics(
-    groups: Sequence[TrainGroup], version: int, *, num_generated_tokens: int
+    groups: Sequence[TrainGroup], version: int, *, num_generated_tokens: float
 ) -> dict[str, float]:
-    """Tokens and staleness of a batch for `version`; staleness is per response, in versions.
+    """Return tokens and staleness of a batch for `version`; staleness is per response, in versions.
 
     Args:
         groups: the batch.
@@ -175,33 +118,6 @@ def batch_content_metrics(
         "training/off_policy/trajectory_staleness/max": largest,
         "training/off_policy/trajectory_staleness/min": float(min(staleness, default=0)),
     }
-
-
-class TokenAccounts:
-    """Tokens by use, since the start and since the last train batch."""
-
-    def __init__(self) -> None:
-        self._since_start: Counter[TokenUse] = Counter()
-        self._interval: Counter[TokenUse] = Counter()
-
-    def assign(self, use: TokenUse, num_tokens: int) -> None:
-        """Tokens met their end."""
-        self._since_start[use] += num_tokens
-        self._interval[use] += num_tokens
-
-    def assign_group(self, use: TokenUse, tokens: GroupTokens, graded: GradedGroup | None) -> None:
-        """A group ended; see `uses_of_group`."""
-        for found, num_tokens in uses_of_group(use, tokens, graded).items():
-            self.assign(found, num_tokens)
-
-    def since_start(self) -> dict[TokenUse, int]:
-        """All uses since the start."""
-        return {use: self._since_start[use] for use in TokenUse}
-
-    def close_interval(self) -> dict[TokenUse, int]:
-        """All uses since the last call."""
-        interval, self._interval = self._interval, Counter()
-        return {use: interval[use] for use in TokenUse}
 
 
 def uses_of_group(
@@ -234,12 +150,35 @@ def uses_of_group(
     return found
 
 
+_GROWTH = {
+    "train/groups_kept": "reward/groups_kept",
+    "train/greedy_tokens": "reward/greedy_tokens",
+    "train/surplus_discarded": "reward/surplus_discarded",
+    "train/groups_restarted": "reward/groups_restarted",
+    "train/samples_graded": "reward/samples_graded",
+    "train/samples_failed": "reward/samples_failed",
+    "train/generated_tokens": "reward/generated_tokens",
+    **{f"train/discarded_tokens/{why}": f"reward/discarded_tokens/{why}" for why in Discard},
+    **{f"train/outcomes/{name}": f"reward/outcomes/{name}" for name in SAMPLE_OUTCOMES},
+    **{f"train/tokens/{use}": f"reward/tokens/{use}" for use in TokenUse},
+}
+"""Metrics of a batch, and the counter whose growth since the batch before each is."""
+_COUNTERS = (
+    *_GROWTH.values(),
+    "reward/batches_acknowledged",
+    "reward/groups_acknowledged",
+    "reward/prompts_quarantined",
+    "reward/samples_generated_again",
+)
+
+
 class GroupStatistics:
     """An observer that counts.
 
     Args:
         received: response tokens received since the start, by what they are for.
-        round_size: groups of a wave, or of a train batch where there are no waves.
+        round_size: groups that ``train/num_gen_batches`` counts as one round: those of a wave, or
+            of a train batch where there are no waves.
         scorer_seconds: seconds the scorers have worked so far.
 
     Attributes:
@@ -248,26 +187,26 @@ class GroupStatistics:
 
     def __init__(
         self,
-        received: Mapping[Priority, int],
+        received: Mapping[Purpose, int],
         *,
         round_size: int,
         scorer_seconds: Callable[[], float],
     ) -> None:
         self._received = received
         self._round_size = round_size
-        self._scorer_seconds = scorer_seconds
-        self._tokens = TokenAccounts()
-        self._interval = IntervalStatistics(time.monotonic())
-        self._received_before = 0  # tokens for training, of the intervals before
-        self._totals: Counter[str] = Counter()
+        self.scorer_seconds = scorer_seconds
+        self._totals = Counter(dict.fromkeys(_COUNTERS, 0))
         self._num_ended = 0
-        self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] = _ignore_batch
+        # Of the interval since the last batch, and the counters at its start.
+        self._ends: Counter[PromptEnd] = Counter()
+        self._started_s, self._scorer_seconds_before = time.monotonic(), 0.0
+        self._before = self.totals()
+        self.on_batch: Callable[[Sequence[TrainGroup], int, float], None] | None = None
 
     def observe(self, event: GroupEvent) -> None:
         """Count one event."""
         match event.kind:
             case EventKind.GENERATED:
-                self._interval.num_greedy_tokens += event.num_greedy_tokens
                 self._totals["reward/greedy_tokens"] += event.num_greedy_tokens
             case EventKind.GRADED:
                 assert event.graded is not None
@@ -275,7 +214,6 @@ class GroupStatistics:
             case EventKind.CONTINUED:
                 self._totals["reward/samples_generated_again"] += event.num_replaced
             case EventKind.KEPT:
-                self._interval.num_kept += 1
                 self._totals["reward/groups_kept"] += 1
             case EventKind.REQUEUED:
                 assert event.why is not None
@@ -287,11 +225,10 @@ class GroupStatistics:
     def _graded(self, group: Group, graded: GradedGroup) -> None:
         outcomes = (*graded.outcomes, *(graded.greedy.outcomes if graded.greedy else ()))
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        self._interval.num_graded_samples += len(outcomes)
-        self._interval.num_failed_samples += len(failed)
         self._totals["reward/samples_graded"] += len(outcomes)
         self._totals["reward/samples_failed"] += len(failed)
-        self._count_outcomes(outcome_counts(outcomes))
+        for name, count in outcome_counts(outcomes).items():
+            self._totals[f"reward/outcomes/{name}"] += count
         if failed:
             logger.warning(
                 "prompt %s (replica %s): %d of %d samples without a score, the first: %s: %s",
@@ -306,15 +243,14 @@ class GroupStatistics:
     def _requeued(self, group: Group, why: Discard) -> None:
         """Count an attempt that was given up.
 
-        The log tells only what concerns single groups and was not expected: a change of the trainer
+        The log has only what concerns single groups and was not expected: a change of the trainer
         and the end of the service requeue all groups, and every full batch may preempt some.
         """
-        self._tokens.assign_group(_USE_BY_DISCARD[why], group.tokens, None)
-        self._discard(group, why)
-        self._interval.num_restarted += 1
+        self._assign(TokenUse(why.value), group.tokens, None)
+        self._totals[f"reward/discarded_tokens/{why}"] += group.tokens.num_received
         self._totals["reward/groups_restarted"] += 1
         if why is Discard.STALE:
-            self._count_outcomes({STALE: group.tokens.num_samples})
+            self._totals[f"reward/outcomes/{STALE}"] += group.tokens.num_samples
             logger.warning(
                 "prompt %s starts again as stale (replica %s): more groups were kept than expected,"
                 " and %d of its tokens are lost",
@@ -324,24 +260,25 @@ class GroupStatistics:
             )
 
     def _ended(self, group: Group, ending: GroupEnding, before: GroupState) -> None:
+        totals, graded = self._totals, group.graded
         self._num_ended += 1
         if ending.failed is not None:
-            self._count_outcomes({ending.failed.kind.value: group.num_ungraded})
+            totals[f"reward/outcomes/{ending.failed.kind}"] += group.num_ungraded
         if ending.cause is EndCause.QUARANTINE:
-            self._totals["reward/prompts_quarantined"] += 1
+            totals["reward/prompts_quarantined"] += 1
             return
         if ending.cause is EndCause.OVERLONG:
-            self._totals["reward/prompts_overlong"] += 1
-            self._tokens.assign_group(TokenUse.FAILED, group.tokens, None)
+            totals["reward/prompts_overlong"] += 1
+            self._assign(TokenUse.FAILED, group.tokens, None)
             logger.info("prompt %s left out: %s", group.prompt_id, ending.detail)
             return
-        self._interval.ends[ending.end] += 1
+        self._ends[ending.end] += 1
         if ending.end is PromptEnd.SKIPPED:
-            self._totals["reward/prompts_skipped"] += 1
+            totals["reward/prompts_skipped"] += 1
             return
-        self._tokens.assign_group(USE_BY_END[ending.end], group.tokens, group.graded)
+        self._assign(USE_BY_END[ending.end], group.tokens, graded)
         if (why := _DISCARD_BY_END.get(ending.end)) is not None:
-            self._discard(group, why)
+            totals[f"reward/discarded_tokens/{why}"] += group.tokens.num_received
             logger.warning(
                 "prompt %s dropped as %s (replica %s): %s",
                 group.prompt_id,
@@ -350,37 +287,49 @@ class GroupStatistics:
                 ending.detail,
             )
         if ending.end is PromptEnd.DROPPED_STALE:
-            graded = group.graded
             num_samples = len(graded.outcomes) if graded else group.tokens.num_samples
-            self._count_outcomes({STALE: num_samples})
+            totals[f"reward/outcomes/{STALE}"] += num_samples
         if before is GroupState.KEPT and ending.end is not PromptEnd.TRAINED:
-            self._interval.num_surplus_discarded += 1
-            self._totals["reward/surplus_discarded"] += 1
+            totals["reward/surplus_discarded"] += 1
+
+    def _assign(self, use: TokenUse, tokens: GroupTokens, graded: GradedGroup | None) -> None:
+        for found, num_tokens in uses_of_group(use, tokens, graded).items():
+            self._totals[f"reward/tokens/{found}"] += num_tokens
 
     def acknowledged(self, num_groups: int) -> None:
-        """The trainer has trained a batch of `num_groups`."""
+        """Note that the trainer has trained a batch of `num_groups`."""
         self._totals["reward/batches_acknowledged"] += 1
         self._totals["reward/groups_acknowledged"] += num_groups
 
-    def evaluated(self, num_tokens: int) -> None:
-        """A group was generated, whole or in part, for an evaluation."""
-        self._tokens.assign(TokenUse.EVALUATION, num_tokens)
+    def validated(self, num_tokens: int) -> None:
+        """Note the tokens generated for a group of a validation."""
+        self._totals[f"reward/tokens/{TokenUse.VALIDATION}"] += num_tokens
 
     def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
         """Return the statistics since the last batch, which this batch carries; begin again."""
-        now, scorer_seconds = time.monotonic(), self._scorer_seconds()
-        interval, self._interval = self._interval, IntervalStatistics(now, scorer_seconds)
-        self.on_batch(groups, version, now - interval.started_at)
-        received = self._received[Priority.TRAINING]
-        num_generated, self._received_before = received - self._received_before, received
-        by_use = self._tokens.close_interval()
-        return {
-            **interval.metrics(now, round_size=self._round_size, scorer_seconds=scorer_seconds),
+        now, scorer_seconds, totals = time.monotonic(), self.scorer_seconds(), self.totals()
+        ends, growth = (
+            self._ends,
+            {name: totals[counter] - self._before[counter] for name, counter in _GROWTH.items()},
+        )
+        num_filtered = sum(ends[end] for end in _FILTERED)
+        num_ended = growth["train/groups_kept"] + num_filtered + ends[PromptEnd.DROPPED_FAILED]
+        num_generated = growth["train/generated_tokens"]
+        batch_fill_s = now - self._started_s
+        statistics = {
+            **growth,
+            **{name: float(ends[end]) for end, name in _NAME_BY_END.items()},
+            "train/num_gen_batches": num_ended / self._round_size,
             **batch_content_metrics(groups, version, num_generated_tokens=num_generated),
-            **{f"train/tokens/{use}": float(count) for use, count in by_use.items()},
-            "train/generated_tokens": float(num_generated),
+            "timing_s/batch_fill": batch_fill_s,
+            "timing_s/reward": scorer_seconds - self._scorer_seconds_before,
             "perf/reward_rss_mb": _peak_memory_mb(),
         }
+        if self.on_batch is not None:
+            self.on_batch(groups, version, batch_fill_s)
+        self._ends, self._before = Counter(), totals
+        self._started_s, self._scorer_seconds_before = now, scorer_seconds
+        return statistics
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -388,44 +337,21 @@ class GroupStatistics:
         received = sum(self._received.values())
         return self._num_ended, self._totals["reward/samples_graded"], received
 
-    @property
-    def scorer_seconds(self) -> float:
-        """Seconds the scorers have worked so far."""
-        return self._scorer_seconds()
-
     def totals(self) -> dict[str, float]:
         """Return the counters since the start; they stand still while nothing happens.
 
         ``reward/tokens/<use>`` and the tokens of pending groups and validations add up to
         ``reward/tokens/received``.
         """
-        names = ("batches_acknowledged", "groups_acknowledged", "prompts_quarantined")
-        kinds = (f"outcomes/{kind}" for kind in SAMPLE_OUTCOMES)
-        zero = {f"reward/{name}": 0.0 for name in (*names, "samples_generated_again", *kinds)}
-        by_use = self._tokens.since_start()
-        tokens = {
-            **{f"reward/tokens/{use}": float(count) for use, count in by_use.items()},
+        return {
+            **{name: float(count) for name, count in self._totals.items()},
             "reward/tokens/received": float(sum(self._received.values())),
-            "reward/generated_tokens": float(self._received[Priority.TRAINING]),
+            "reward/generated_tokens": float(self._received[Purpose.TRAINING]),
         }
-        return zero | tokens | {name: float(count) for name, count in self._totals.items()}
-
-    def _count_outcomes(self, counts: Mapping[str, int]) -> None:
-        for name, count in counts.items():
-            self._interval.sample_outcomes[name] += count
-            self._totals[f"reward/outcomes/{name}"] += count
-
-    def _discard(self, group: Group, why: Discard) -> None:
-        self._interval.discarded_tokens[why] += group.tokens.num_received
-        self._totals[f"reward/discarded_tokens/{why}"] += group.tokens.num_received
-
-
-def _ignore_batch(_groups: Sequence[TrainGroup], _version: int, _fill_s: float) -> None:
-    """Of a batch that is formed, if nobody asked for it."""
 
 
 def _peak_memory_mb() -> float:
-    """Largest resident memory of this program so far, MiB; 0 where the kernel does not tell.
+    """Return the largest resident memory of this program so far, MiB; 0 without `/proc`.
 
     Not `getrusage`, whose maximum counts what the starting process held before it became this one.
     """

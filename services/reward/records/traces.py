@@ -39,7 +39,7 @@ _FAILURES = {PromptEnd.DROPPED_FAILED, PromptEnd.DROPPED_STALE}
 
 
 def trace_key(run_dir: Path, *, is_first: bool) -> bytes:
-    """The key of a run's folder; a run that begins there (`is_first`) makes another one, since its
+    """Return the key of a run's folder. A run that begins there (`is_first`) makes another one: its
     prompts have the ids of those before."""
     path = run_dir / KEY_FILE
     if is_first or not path.is_file():
@@ -127,7 +127,7 @@ class PromptTraces:
         spans.begin(self._tracer, SpanName.ADMIT)
 
     def receipt_sent(self, prompt_id: str) -> None:
-        """The client has the receipt of its prompt."""
+        """Note that the client has the receipt of its prompt."""
         if (spans := self._spans_by_prompt.get(prompt_id)) is not None:
             spans.finish(SpanName.SUBMIT)
 
@@ -147,14 +147,14 @@ class PromptTraces:
             self._end(prompt_id, PENDING)
 
     def within(self, prompt_id: str) -> Span:
-        """What happens inside, and the tasks that begin there, belong to the prompt."""
+        """Return what happens inside, and the tasks that begin there, belong to the prompt."""
         if not self._tracer.is_on:
             return NOTHING
         context = self._context(prompt_id)
         return self._tracer.within(context) if context else self._tracer.unrecorded()
 
     def traceparent(self, prompt_id: str) -> str:
-        """The prompt's span, for others; empty if it is not recorded."""
+        """Return the prompt's span, for others; empty if it is not recorded."""
         context = self._context(prompt_id)
         return context.traceparent if context else ""
 

@@ -1,4 +1,4 @@
-"""The replicas that serve the policy: who is a member, and which version each one serves.
+"""The replicas that serve the policy: the members, and the version that each one serves.
 Heartbeats and snapshots of the weights come in; joint transfers, commits and the list of
 serving replicas go out.
 """

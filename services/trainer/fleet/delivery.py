@@ -8,7 +8,7 @@ Unblocked by: answers, deadlines, and at the first failure by leaving the epoch 
 Produces: the replicas that serve the version, proven by a digest equal to ours, and those that must
     be dropped. The version that all members of the group serve is the base of the next update: if
     few bytes changed since, only these are sent.
-On failure: an error in a collective means that *someone* is gone, but not which member; all members
+On failure: an error in a collective shows that a member is gone, but not which one. All members
     are probed, and the group is over. Nothing is retried inside an epoch, and the next epoch begins
     with all bytes.
 On shutdown: `close` leaves the group.
@@ -25,11 +25,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import InvalidRequestError, PeerError, SluiceError, WeightSyncError
-from sluice.types import ReplicaInfo, TensorSpec, TransferGroupSpec
+from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.plan import WeightBuffer
 from sluice.weights.sender import BroadcastReport, WeightSender
 from sluice.weights.snapshot import Snapshot
@@ -135,7 +136,6 @@ class SyncCounts:
             self.seconds[phase] += time.monotonic() - began_s
 
     def failed(self, phase: SyncPhase) -> None:
-        """Count an attempt that failed in `phase`."""
         self.failures[phase] += 1
 
     def arrived(self, to: str, sent_bytes: int, whole_bytes: int, stall_s: float) -> None:
@@ -167,34 +167,6 @@ _ASKS = 2
 
 ReadAgain = Callable[[Snapshot], AbstractContextManager[WeightBuffer | None]]
 """Opens an earlier snapshot's memory, or None if it was overwritten; see `SnapshotBuffers`."""
-
-
-class ReplicaCalls(Protocol):
-    """The weight calls to one replica; each has a deadline and raises `SluiceError`."""
-
-    async def join(self, spec: TransferGroupSpec) -> None:
-        """Join an epoch's group."""
-        ...
-
-    async def stage(self, epoch: int, version: int) -> str:
-        """Receive a version; return the digest of the received bytes."""
-        ...
-
-    async def commit(self, epoch: int, version: int, digest: str) -> float:
-        """Swap the staged version in; return the seconds of stall."""
-        ...
-
-    async def abort(self, epoch: int, reason: str) -> None:
-        """Discard the staged version and leave the epoch."""
-        ...
-
-    async def probe(self, timeout_s: float) -> None:
-        """Return when the replica's engine answers."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connection."""
-        ...
 
 
 @dataclass(slots=True)
@@ -233,13 +205,13 @@ class TransferSession:
         probe_timeout_s: seconds that a replica has to answer a probe.
         signs_of_life: heartbeats of the replicas; ``None``: only answers count.
         read_again: opens earlier snapshots; ``None``: all weights are sent every time.
-        counts: counts of deliveries, shared by all sessions.
+        counts: shared by all sessions.
     """
 
     def __init__(  # noqa: PLR0913 - everything that a delivery touches
         self,
         sender: WeightSender,
-        connect: Callable[[ReplicaInfo], ReplicaCalls],
+        connect: Callable[[ReplicaInfo], ReplicaClient],
         tensors: Sequence[TensorSpec],
         next_epoch: Callable[[], int],
         *,
@@ -261,7 +233,7 @@ class TransferSession:
         self._probe_timeout_s = probe_timeout_s
         self._epoch = 0
         self._members: tuple[ReplicaInfo, ...] = ()
-        self._clients: dict[ReplicaInfo, ReplicaCalls] = {}
+        self._clients: dict[ReplicaInfo, ReplicaClient] = {}
 
     async def deliver(self, members: tuple[ReplicaInfo, ...], snapshot: Snapshot) -> DeliveryResult:
         """Send one version to `members`, in a new epoch if the last one had other members."""

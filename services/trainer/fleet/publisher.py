@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 from services.trainer.fleet.delivery import (
     DeliveryResult,
-    ReplicaCalls,
     SyncCounts,
     TransferSession,
 )
 from services.trainer.fleet.members import Fleet, MemberState
+from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.errors import WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
@@ -33,7 +33,7 @@ from sluice.weights.snapshot import SnapshotBuffers
 
 logger = logging.getLogger(__name__)
 
-_JOINT_ATTEMPTS = 3
+_JOINT_ATTEMPTS = 3  # each in a new epoch with the members that are left: no call is repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +67,12 @@ class WeightPublisher:
     """The sender of versions to the fleet and to newcomers.
 
     Args:
-        fleet: the replicas.
-        snapshots: hold the frozen versions.
         tensors: the weights on the wire.
         make_sender: makes rank 0 of new groups, with its own rendezvous store.
         connect: opens the control calls to a replica.
         timeout_s: seconds that the trainer's part of a collective has to end after a failure.
         probe_timeout_s: seconds that a replica has to answer a probe.
         sends_changes: whether an update may consist of the changes since the last one.
-        counts: counts of deliveries.
     """
 
     def __init__(  # noqa: PLR0913 - everything that a session needs
@@ -85,7 +82,7 @@ class WeightPublisher:
         tensors: Sequence[TensorSpec],
         *,
         make_sender: Callable[[], WeightSender],
-        connect: Callable[[ReplicaInfo], ReplicaCalls],
+        connect: Callable[[ReplicaInfo], ReplicaClient],
         timeout_s: float,
         probe_timeout_s: float,
         sends_changes: bool = True,

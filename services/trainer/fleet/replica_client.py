@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
@@ -106,7 +105,7 @@ class ReplicaChannels:
 
 
 class ReplicaClient:
-    """The weight updates of one replica. Close it, or use it as a context manager.
+    """The weight updates of one replica. Every call has a deadline. Close it.
 
     Args:
         replica: the called replica.
@@ -130,17 +129,6 @@ class ReplicaClient:
         channel = channels.acquire(replica)
         self._weights = weight_sync_stub(channel)
         self._rollout = rollout_stub(channel)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Release the channel."""
@@ -190,13 +178,8 @@ class ReplicaClient:
 
     async def probe(self, timeout_s: float) -> None:
         """Return when the replica's engine answers from its loop."""
-        await unary_call(
-            self._rollout.GetStatus,
-            rollout.GetStatusRequest(),
-            peer=self.replica.name,
-            phase="answering a probe",
-            deadline_s=timeout_s,
-        )
+        request = rollout.GetStatusRequest()
+        await self._call(self._rollout.GetStatus, request, "answering a probe", timeout_s)
 
     async def _call(
         self,

@@ -5,7 +5,7 @@ leaves half a checkpoint under its final name.
 
     <root>/latest_checkpointed_iteration.txt   step of the newest; replaced after the rename
     <root>/global_step_<N>/actor/, critic/     written by `Learner.save`
-    <root>/global_step_<N>/data.json           data progress, counters, and the size of every file
+    <root>/global_step_<N>/data.json           data progress, and the size of every file
     <root>/.global_step_<N>.partial            being written or deleted; removed at the next save
     <root>/.global_step_<N>.replaced           former checkpoint of a step that is saved again
 """
@@ -49,12 +49,11 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. `counters` are those that `CheckpointStore.save` got."""
+    """A complete checkpoint, and the position in the data set at its step."""
 
     step: int
     actor: Path
     progress: DataProgress
-    counters: Mapping[str, float]
 
 
 class CheckpointStore:
@@ -75,7 +74,6 @@ class CheckpointStore:
         step: int,
         write_actor: Callable[[Path], None],
         progress: DataProgress,
-        counters: Mapping[str, float],
     ) -> Path:
         """Write the checkpoint of `step`. Until this returns, the previous one is the latest.
 
@@ -83,7 +81,6 @@ class CheckpointStore:
             step: finished train batches.
             write_actor: fills the given folder (`Learner.save`).
             progress: the position in the data set.
-            counters: other numbers for the resumed run.
 
         Returns:
             the checkpoint's folder.
@@ -94,7 +91,7 @@ class CheckpointStore:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self._clean_up()
-            self._put(step, self._write_partial(step, write_actor, progress, counters))
+            self._put(step, self._write_partial(step, write_actor, progress))
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self._root} ({error}); free "
@@ -133,13 +130,12 @@ class CheckpointStore:
         step: int,
         write_actor: Callable[[Path], None],
         progress: DataProgress,
-        counters: Mapping[str, float],
     ) -> Path:
         partial = self._root / f".global_step_{step}{_PARTIAL}"
         partial.mkdir()
         try:
             write_actor(partial / ACTOR_FOLDER)
-            _write_data(partial, step, progress, counters)
+            _write_data(partial, step, progress)
             _sync_tree(partial)
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)  # it may be large
@@ -279,7 +275,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         progress = DataProgress(
             int(data["progress"]["low_water"]), tuple(map(int, data["progress"]["ended_above"]))
         )
-        counters = {str(name): float(value) for name, value in data["counters"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _refuse_verl(folder)
         raise CheckpointError(
@@ -301,7 +296,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise CheckpointError(
                 f"{folder} is incomplete: {name} should be {size} bytes; {resume_remedy(folder)}"
             )
-    return Checkpoint(step, folder / ACTOR_FOLDER, progress, counters)
+    return Checkpoint(step, folder / ACTOR_FOLDER, progress)
 
 
 def resume_remedy(folder: Path) -> str:
@@ -350,9 +345,7 @@ def _unlist(folder: Path, roles: frozenset[str]) -> None:
     _sync(folder)
 
 
-def _write_data(
-    folder: Path, step: int, progress: DataProgress, counters: Mapping[str, float]
-) -> None:
+def _write_data(folder: Path, step: int, progress: DataProgress) -> None:
     files = {
         file.relative_to(folder).as_posix(): file.stat().st_size
         for file in sorted(folder.rglob("*"))
@@ -364,7 +357,6 @@ def _write_data(
             "low_water": progress.low_water,
             "ended_above": list(progress.ended_above),
         },
-        "counters": dict(counters),
         "files": files,
     }
     (folder / DATA_FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from services.trainer.learner.ranks.gathering import TensorSet
-from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess, TorchDistributed
-from services.trainer.learner.worker import Learner, NamedTensors
+from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from services.trainer.learner.worker import Learner, NamedTensors, TensorSet
 from sluice.codec.reward import train_batch_from_bytes, train_batch_to_bytes
 from sluice.concurrency.process import exempt_start_up
 from sluice.config.derived import world_size
@@ -54,9 +53,11 @@ class CommandKind(StrEnum):
 class RankLeader:
     """Rank 0's learner together with all others. Calls block; one thread at a time.
 
+    A second thread sends signs of life. It is a timer and owns nothing: it must run while the
+    learner's own thread is idle, and `_commanding` keeps it out of a command that runs.
+
     Args:
-        learner: rank 0's.
-        parallel: all ranks; the others run `follow`.
+        learner: rank 0's; the other ranks run `follow`.
         command_timeout_s: how long the others wait for a command.
     """
 
@@ -184,7 +185,7 @@ def join_ranks(config: RunConfig) -> DataParallel:
     """Join this process to all trainer ranks."""
     torch.set_num_threads(config.sluice.trainer.torch_threads)
     if world_size(config) == 1:
-        return SingleProcess()
+        return DataParallel()
     device = select_device(config.trainer.device)
     timeout_s = config.sluice.trainer.command_timeout_s
     # Rank 0 joins only after the reward service has answered.

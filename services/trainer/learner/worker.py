@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,19 +17,21 @@ from torch import Tensor
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.model.forward import check_packing
 from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
+from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.model.trained_model import (
+    ACTOR_SHARDING,
+    CRITIC_SHARDING,
     TrainedModel,
     load_policy_state,
     save_policy_state,
     trained_model,
 )
-from services.trainer.learner.ranks.gathering import TensorSet, gather_whole
-from services.trainer.learner.ranks.parallel import DataParallel
-from services.trainer.learner.update.critic import Critic, critic_settings
+from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.update.settings import update_settings
-from sluice.config.derived import uses_critic
+from sluice.config.derived import max_row_tokens, uses_critic
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device
@@ -39,9 +42,17 @@ from sluice.vision.image_prompts import load_image_prompts
 
 KL_CONTROL_FILE = "kl_control.json"
 
-_CPU = torch.device("cpu")
-_ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
-_CRITIC_SHARDING = "critic.fsdp"
+
+class TensorSet(StrEnum):
+    """A set of named tensors; moments are AdamW's state."""
+
+    WIRE_WEIGHTS = "wire_weights"
+    """The policy's weights for replicas, in ``actor_rollout_ref.rollout.dtype``."""
+    WEIGHTS = "weights"
+    MOMENTS = "moments"
+    CRITIC_WEIGHTS = "critic_weights"
+    CRITIC_MOMENTS = "critic_moments"
+
 
 NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
 OpenTensorSet: TypeAlias = Callable[[TensorSet], AbstractContextManager[NamedTensors]]
@@ -78,8 +89,6 @@ class Learner:
     `rank_command.follow` calls it on ranks above 0.
 
     Args:
-        config: the run.
-        parallel: all ranks; `SingleProcess` for one rank.
         total_steps: train batches of the whole run, for the learning-rate schedule.
         device: trains the models; by default ``trainer.device``.
 
@@ -101,14 +110,13 @@ class Learner:
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
-        max_tokens = config.data.max_prompt_length + config.data.max_response_length
+        max_tokens = max_row_tokens(config.data)
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
-        check_precision(_ACTOR_SHARDING, precision, self._device)
+        check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
-            check_precision(_CRITIC_SHARDING, config.critic.fsdp, self._device)
-        # On the CPU first: a sharded model moves to the device layer by layer.
-        policy = load_policy(model, precision, _CPU, max_tokens)
+            check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
+        policy = load_policy(model, precision, max_tokens)
         if actor.freeze_vision_tower:
             freeze_vision_tower(policy)
         self._policy = trained_model(
@@ -117,7 +125,7 @@ class Learner:
             actor.optim,
             parallel,
             total_steps,
-            key=_ACTOR_SHARDING,
+            key=ACTOR_SHARDING,
             device=self._device.torch_device,
         )
         self._model = self._policy.model
@@ -129,7 +137,7 @@ class Learner:
         if settings.needs_reference:
             reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
         if uses_critic(config):
-            self._critic = Critic(critic_settings(config), parallel, self._device, total_steps)
+            self._critic = Critic(config, parallel, self._device, total_steps)
         self._update = PolicyUpdate(
             settings,
             self._policy,
@@ -199,8 +207,7 @@ class Learner:
         for trained, folder, weights, moments in self._holdings(directory):
             save_policy_state(
                 folder,
-                trained.model,
-                trained.optimizer,
+                trained,
                 path,
                 weights=partial(whole or self._own, weights) if trained.shards else None,
                 moments=partial(whole or self._own, moments),
@@ -223,7 +230,7 @@ class Learner:
         self._reshard()
         # The policy comes last: both restore the random state, and its state is the one to keep.
         sums = [
-            load_policy_state(folder, trained.model, trained.parameters, trained.optimizer)
+            load_policy_state(folder, trained)
             for trained, folder, _, _ in reversed(self._holdings(directory))
         ]
         self._load_kl_control(directory / KL_CONTROL_FILE)

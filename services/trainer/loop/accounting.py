@@ -117,7 +117,6 @@ class RunAccountant:
     """The accounts of one run.
 
     Args:
-        fleet: the replicas.
         state: has the phases; gets the accounts whenever they are taken.
         ask_replica: returns the counters of one replica.
         ask_reward: returns the statistics of the reward service.

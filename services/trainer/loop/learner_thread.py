@@ -6,13 +6,12 @@ Cancelling a wait does not stop the running work; `close` waits for it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from services.trainer.learner.ranks.gathering import TensorSet
+from services.trainer.learner.worker import TensorSet
+from sluice.concurrency.threads import OwnerThread
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.weights.snapshot import SnapshotBuffers
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_END_S = 5.0
+
 ResultT = TypeVar("ResultT")
 
 
@@ -32,9 +33,6 @@ class LearnerThread:
     """The train loop's view of all ranks' learners.
 
     Args:
-        leader: all ranks together.
-        snapshots: gets frozen versions.
-        store: gets checkpoints.
         freeze_timeout_s: seconds that a freeze waits for a broadcast that still reads its buffer.
         observe: returns more metrics of a trained step; called in the thread.
     """
@@ -45,21 +43,21 @@ class LearnerThread:
         snapshots: SnapshotBuffers,
         store: CheckpointStore,
         freeze_timeout_s: float,
-        observe: Callable[[TrainBatch, int], Mapping[str, float]],
+        observe: Callable[[], Mapping[str, float]],
     ) -> None:
         self._leader = leader
         self._snapshots = snapshots
         self._store = store
         self._freeze_timeout_s = freeze_timeout_s
         self._observe = observe
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="learner")
+        self._thread = OwnerThread("learner")
 
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
         """Update the policy on all ranks; return metrics by verl's names."""
 
         def train() -> Mapping[str, float]:
             trained = self._leader.train_step(batch, step)
-            return {**trained, **self._observe(batch, step)}
+            return {**trained, **self._observe()}
 
         return await self._run(train)
 
@@ -74,10 +72,7 @@ class LearnerThread:
 
     async def save(self, step: int, progress: DataProgress) -> str:
         """Write a checkpoint and return its folder."""
-        folder = await self._run(
-            lambda: self._store.save(step, self._leader.save, progress, {"policy_version": step})
-        )
-        return str(folder)
+        return str(await self._run(lambda: self._store.save(step, self._leader.save, progress)))
 
     async def close(self) -> None:
         """Stop the other ranks, after the running work."""
@@ -85,8 +80,8 @@ class LearnerThread:
             await self._run(self._leader.stop)
         except SluiceError as error:  # an earlier call has already raised the cause
             logger.info("the other ranks did not get the stop command: %s", error)
-        self._thread.shutdown(wait=False)
+        self._thread.retire(lambda: None, within_s=_END_S)
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         with waiting_for("learner thread", "ending its work"):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._thread.call(work)

@@ -69,7 +69,6 @@ class RunState:
         self._save_requests: list[asyncio.Future[tuple[int, str]]] = []
 
     def enter(self, phase: RunPhase) -> None:
-        """Change the phase."""
         now_s = time.monotonic()
         spent_s = now_s - self._phase_since_s
         self._seconds_by_phase[self.phase] = self._seconds_by_phase.get(self.phase, 0.0) + spent_s
@@ -77,7 +76,6 @@ class RunState:
 
     @property
     def phase_seconds(self) -> float:
-        """Return the seconds in the current phase."""
         return time.monotonic() - self._phase_since_s
 
     def seconds_by_phase(self) -> Mapping[RunPhase, float]:
@@ -103,7 +101,6 @@ class RunState:
 
     @property
     def is_paused(self) -> bool:
-        """Return whether any holder pauses the run."""
         return bool(self._holds)
 
     @property

@@ -27,22 +27,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
 from services.trainer.fleet.members import Fleet, MemberState
-from services.trainer.fleet.publisher import PublishReport
+from services.trainer.fleet.publisher import PublishReport, WeightPublisher
 from services.trainer.loop.accounting import RunAccountant, acknowledged_groups, settled_accounts
 from services.trainer.loop.batch_check import BatchTerms, check_batch
 from services.trainer.loop.run_state import RunPhase, RunState, StepRecord, under_control
+from services.trainer.metrics.sinks import Reporter
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,
     StepTimes,
-    ValidationReport,
     account_metrics,
     step_metrics,
 )
@@ -60,93 +60,16 @@ from sluice.telemetry.tracing import (
 )
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
+if TYPE_CHECKING:
+    from services.trainer.loop.learner_thread import LearnerThread
+    from services.trainer.loop.reward_client import RewardClient
+
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
 CurrentProgress: TypeAlias = Callable[[], DataProgress | None]
 """Returns the position in the data set, or None before the first batch of a new run."""
-
-AnnounceCall: TypeAlias = Callable[[int, Sequence[ReplicaInfo], CurrentProgress], Awaitable[None]]
-"""Announces a version and the replicas that serve it; see `RewardClient.announce`."""
-
-
-class Policy(Protocol):
-    """The trained model, behind its own thread."""
-
-    async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
-        """Update the policy with one batch; return metrics by verl's names."""
-        ...
-
-    async def freeze(self, version: int) -> None:
-        """Copy the weights, so that `version` can be published while training continues."""
-        ...
-
-    async def save(self, step: int, progress: DataProgress) -> str:
-        """Write a checkpoint and return its folder."""
-        ...
-
-
-class TrainData(Protocol):
-    """The reward service; see `RewardClient` for the errors of each call."""
-
-    async def announce(
-        self, version: int, replicas: Sequence[ReplicaInfo], progress: CurrentProgress, /
-    ) -> None:
-        """Announce the current version, its replicas and the position in the data set."""
-        ...
-
-    async def take_batch(
-        self, step: int, version: int, generated_tokens: Callable[[], int], /
-    ) -> TrainBatch:
-        """Wait for the next batch, as long as there is progress."""
-        ...
-
-    async def acknowledge(self, batch_id: str, step: int) -> None:
-        """Report a batch as trained."""
-        ...
-
-    async def evaluate(
-        self, version: int, examples: int, generated_tokens: Callable[[], int], /
-    ) -> ValidationReport:
-        """Validate the announced policy, as long as there is progress."""
-        ...
-
-    async def accounts(self) -> Mapping[str, float]:
-        """Return how the run's prompts ended."""
-        ...
-
-
-class Publisher(Protocol):
-    """The transfer of weights to replicas; see `WeightPublisher`."""
-
-    async def publish(self, version: int) -> PublishReport:
-        """Send a frozen version to the fleet."""
-        ...
-
-    async def seed_newcomers(self) -> None:
-        """Send the newest version to replicas that have none."""
-        ...
-
-
-class RunReporter(Protocol):
-    """The receiver of the run's numbers; see `Reporter`."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a finished step."""
-        ...
-
-    def evaluation(self, step: int, evaluation: ValidationReport, seconds: float) -> None:
-        """Record a validation."""
-        ...
-
-    def evaluation_failed(self, step: int, seconds: float) -> None:
-        """Record that a validation gave no numbers."""
-        ...
-
-    def accounts(self, accounts: Mapping[str, float]) -> None:
-        """Record how prompts and tokens ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,17 +93,9 @@ class LoopSettings:
 
 
 class TrainLoop:
-    """All steps of one run.
+    """All steps of one run. `fleet` and `state` are shared with the service's calls.
 
     Args:
-        settings: when the loop validates and saves.
-        policy: the trained model.
-        data: the reward service.
-        publisher: sends weights to replicas.
-        reporter: gets metrics and accounts.
-        accounting: counts tokens and seconds of the run.
-        fleet: the replicas; shared with the service's calls.
-        state: progress and control; shared with the service's calls.
         resume_from: data progress of the checkpoint; None for a new run.
     """
 
@@ -188,10 +103,10 @@ class TrainLoop:
         self,
         settings: LoopSettings,
         *,
-        policy: Policy,
-        data: TrainData,
-        publisher: Publisher,
-        reporter: RunReporter,
+        policy: LearnerThread,
+        data: RewardClient,
+        publisher: WeightPublisher,
+        reporter: Reporter,
         accounting: RunAccountant,
         fleet: Fleet,
         state: RunState,
@@ -209,9 +124,7 @@ class TrainLoop:
         # batch that is being trained, so that a restarted service does not sample it again.
         self._progress = resume_from
         self._progress_in_hand = resume_from
-        self._announcer = PolicyAnnouncer(
-            data.announce, fleet, state, lambda: self._progress_in_hand
-        )
+        self._announcer = PolicyAnnouncer(data, fleet, state, lambda: self._progress_in_hand)
         self._evaluation: asyncio.Task[None] | None = None
         self._evaluation_error: SluiceError | None = None
         self._saved_step = state.step
@@ -492,18 +405,15 @@ class PolicyAnnouncer:
     older version after a newer one.
 
     Args:
-        send: the call to the reward service.
-        fleet: the replicas.
-        state: has the current version.
         progress: the position in the data set, with the batch in hand counted as trained; read for
             each announcement. A restarted reward service continues there and samples no prompt of
             that batch again; a service that did not restart ignores it.
     """
 
     def __init__(
-        self, send: AnnounceCall, fleet: Fleet, state: RunState, progress: CurrentProgress
+        self, data: RewardClient, fleet: Fleet, state: RunState, progress: CurrentProgress
     ) -> None:
-        self._send = send
+        self._data = data
         self._fleet = fleet
         self._state = state
         self._progress = progress
@@ -526,7 +436,7 @@ class PolicyAnnouncer:
             current = (version, self._fleet.in_state(MemberState.SERVING))
             if current == self._last:
                 return
-            await self._send(*current, self._progress)
+            await self._data.announce(*current, self._progress)
             self._last = current
 
 
@@ -538,7 +448,6 @@ class StepTrace:
 
     Args:
         step: from 1.
-        tracer: records the spans.
     """
 
     def __init__(self, step: int, tracer: Tracer = TRACER) -> None:

@@ -2,7 +2,8 @@
 the run's numbers.
 
 A vendor's sink may raise or hang; neither may stop the run. `GuardedSink` turns failures into one
-warning. `BackgroundSink` moves a sink that talks to a server into its own thread.
+warning. `BackgroundSink` moves a sink that talks to a server into its own thread. Sinks without a
+vendor, for files and the log, are at the end.
 """
 
 from __future__ import annotations
@@ -11,30 +12,32 @@ import asyncio
 import importlib
 import json
 import logging
-import queue
+import math
 import re
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 
 from services.trainer.metrics.step_metrics import Example, ValidationReport
 from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.threads import BoundedWriter
 from sluice.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 JSONL = "jsonl"
+METRICS_FILE = "metrics.jsonl"
+GENERATIONS_FILE = "generations.jsonl"
 TABLE_COLUMNS = ("step", "input", "output", "score")
 
 _SEED = 42
 _MAX_QUEUED_WRITES = 256
+_IDLE_S = 60.0  # a write wakes the thread at once
 _OPEN_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 60.0
 _REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. /]", re.ASCII)
@@ -71,11 +74,9 @@ class GuardedSink:
         self.num_dropped = 0
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step."""
         self._attempt(lambda: self._sink.write(step, metrics))
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Write validation responses."""
         self._attempt(lambda: self._sink.write_generations(step, examples))
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class GuardedSink:
 
 
 class BackgroundSink:
-    """A sink in its own thread. Writes keep their order; a full queue drops and counts them.
+    """A sink that one thread opens, feeds and closes. Writes keep their order.
 
     Args:
         name: the sink's name in ``trainer.logger``, for warnings.
@@ -108,7 +109,7 @@ class BackgroundSink:
 
     Attributes:
         opening: done when the sink is open, or holds the error of `open_sink`. Writes are queued
-            until then, and dropped after an error.
+            until then.
     """
 
     def __init__(
@@ -117,66 +118,43 @@ class BackgroundSink:
         open_sink: Callable[[], GuardedSink],
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
-        self._name = name
         self._open_sink = open_sink
         self._close_timeout_s = close_timeout_s
-        self.opening: Future[None] = Future()
-        self.opening.set_running_or_notify_cancel()
-        self._queue: queue.Queue[Callable[[GuardedSink], None] | None] = queue.Queue(
-            _MAX_QUEUED_WRITES
+        self.opening: Future[GuardedSink] = Future()
+        self.opening.set_running_or_notify_cancel()  # an awaiter that gives up does not cancel it
+        self._writer = BoundedWriter[Callable[[], None]](
+            "writes",
+            f"logger {name}",
+            lambda works: works[0](),
+            most=_MAX_QUEUED_WRITES,
+            batch=1,
+            interval_s=_IDLE_S,
         )
-        self.num_dropped = 0
-        # A daemon: a server that never answers must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
-        self._thread.start()
+        self._writer.put(self._open)
+
+    @property
+    def num_dropped(self) -> int:
+        """Return the writes that found the queue full."""
+        return self._writer.num_dropped
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue a step."""
         numbers = dict(metrics)
-        self._put(lambda sink: sink.write(step, numbers))
+        self._writer.put(lambda: self.opening.result().write(step, numbers))
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
-        """Queue validation responses."""
         kept = tuple(examples)
-        self._put(lambda sink: sink.write_generations(step, kept))
+        self._writer.put(lambda: self.opening.result().write_generations(step, kept))
 
     def close(self) -> None:
         """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
-        ends_s = time.monotonic() + self._close_timeout_s
-        try:
-            self._queue.put(None, timeout=self._close_timeout_s)
-        except queue.Full:
-            self.num_dropped += self._queue.qsize()
-        self._thread.join(max(0.0, ends_s - time.monotonic()))
-        if self._thread.is_alive():
-            logger.warning(
-                "logger %s did not finish within %g s and is left behind",
-                self._name,
-                self._close_timeout_s,
-            )
-        if self.num_dropped:
-            logger.warning(
-                "logger %s: %d writes came faster than it took them", self._name, self.num_dropped
-            )
+        self._writer.put(lambda: self.opening.result().close())
+        self._writer.close(self._close_timeout_s)
 
-    def _put(self, work: Callable[[GuardedSink], None]) -> None:
+    def _open(self) -> None:
         try:
-            self._queue.put_nowait(work)
-        except queue.Full:
-            self.num_dropped += 1
-            if self.num_dropped == 1:
-                logger.warning("logger %s is too slow: metrics are dropped", self._name)
-
-    def _work(self) -> None:
-        try:
-            sink = self._open_sink()
+            self.opening.set_result(self._open_sink())
         except Exception as error:  # noqa: BLE001 - `open_sinks` raises it from `opening`
             self.opening.set_exception(error)
-            return
-        self.opening.set_result(None)
-        while (work := self._queue.get()) is not None:
-            work(sink)
-        sink.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +177,6 @@ class SinkTarget:
     replaces_after: int | None = None
 
 
-class _SinkType(Protocol):
-    def __call__(self, target: SinkTarget) -> MetricSink: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """One kind of sink: its ``module:class`` in this package, and the package and extra it needs.
@@ -217,8 +191,8 @@ class _Kind:
 
 
 _KINDS: Mapping[str, _Kind] = {
-    "console": _Kind("local_sinks:ConsoleSink"),
-    JSONL: _Kind("local_sinks:JsonlSink"),
+    "console": _Kind("sinks:ConsoleSink"),
+    JSONL: _Kind("sinks:JsonlSink"),
     "tensorboard": _Kind("tensorboard_sink:TensorBoardSink", "tensorboard", "train"),
     "wandb": _Kind("wandb_sink:WandbSink", "wandb", "wandb", is_remote=True),
     "mlflow": _Kind("mlflow_sink:MlflowSink", "mlflow", "mlflow", is_remote=True),
@@ -295,13 +269,13 @@ def _open(name: str, kind: _Kind, target: SinkTarget) -> GuardedSink:
     module, _, attribute = kind.sink.partition(":")
     package = __name__.rpartition(".")[0]
     try:
-        sink_type = cast(
-            "_SinkType", vars(importlib.import_module(f"{package}.{module}"))[attribute]
+        open_sink: Callable[[SinkTarget], MetricSink] = getattr(
+            importlib.import_module(f"{package}.{module}"), attribute
         )
     except ImportError as error:
         raise ConfigError(f"{_remedy(name, kind)} ({error})") from error
     try:
-        opened = sink_type(target)
+        opened = open_sink(target)
     except Exception as error:
         raise ConfigError(
             f"trainer.logger: {name} cannot be opened ({type(error).__name__}: {error}); mend it, "
@@ -409,3 +383,95 @@ def mlflow_name(name: str) -> str:
     mapped = _REFUSED_BY_MLFLOW.sub("_", name.replace("@", "_at_"))
     parts = [part for part in mapped.split("/") if part not in {"", ".", ".."}]
     return "/".join(parts)[:_LONGEST_MLFLOW_NAME].rstrip("/") or "_"
+
+
+class JsonlSink:
+    """The files ``metrics.jsonl`` and ``generations.jsonl``, written without buffering.
+
+    NaN and infinity become null, so that every reader can parse the lines.
+    """
+
+    def __init__(self, target: SinkTarget) -> None:
+        self._metrics = LineFile(target.run_dir / METRICS_FILE)
+        self._generations = target.run_dir / GENERATIONS_FILE
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        finite = {k: (v if math.isfinite(v) else None) for k, v in sorted(metrics.items())}
+        self._metrics.append({"step": step, **finite})
+
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        file = LineFile(self._generations)
+        try:
+            for one in examples:
+                score = one.score if math.isfinite(one.score) else None
+                file.append(
+                    {"step": step, "input": one.prompt, "output": one.response, "score": score}
+                )
+        finally:
+            file.close()
+
+    def close(self) -> None:
+        self._metrics.close()
+
+
+class LineFile:
+    """A file of whole lines: one that a full disk or a kill cut off never joins the next one.
+
+    Args:
+        path: created with its folder if missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._is_torn = _ends_within_a_line(path)
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Append one object as a line.
+
+        Raises:
+            OSError: the line is not completely on disk.
+        """
+        line = json.dumps(row).encode() + b"\n"
+        payload = b"\n" + line if self._is_torn else line
+        self._is_torn = True  # until the whole line is written
+        written = self._file.write(payload)
+        if written != len(payload):
+            raise OSError(f"{self._file.name}: only {written} of {len(payload)} bytes written")
+        self._is_torn = False
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+class ConsoleSink:
+    """Log lines in verl's form: ``step:N - key:value - ...``."""
+
+    def __init__(self, target: SinkTarget | None = None) -> None:
+        del target  # only files and vendors need it
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        parts = [f"{name}:{value:.6g}" for name, value in sorted(metrics.items())]
+        logger.info("%s", " - ".join([f"step:{step}", *parts]))
+
+    def write_generations(self, step: int, examples: Sequence[Example]) -> None:
+        """Log a line per response, with line ends written as ``\\n``."""
+        for one in examples:
+            logger.info(
+                "step:%d - input:%r - output:%r - score:%g",
+                step,
+                one.prompt,
+                one.response,
+                one.score,
+            )
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""

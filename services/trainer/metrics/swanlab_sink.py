@@ -40,7 +40,6 @@ class SwanlabSink:
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the step."""
         self._run.log({_key(name): value for name, value in metrics.items()}, step=step)
 
     def write_generations(self, step: int, examples: Sequence[Example]) -> None:
@@ -52,7 +51,6 @@ class SwanlabSink:
         self._run.log({"val/generations": texts}, step=step)
 
     def close(self) -> None:
-        """Send or write the rest."""
         self._run.finish()
 
 

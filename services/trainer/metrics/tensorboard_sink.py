@@ -30,7 +30,6 @@ class TensorBoardSink:
         self._writer = SummaryWriter(log_dir=str(Path(folder)), purge_step=first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -44,7 +43,6 @@ class TensorBoardSink:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close."""
         self._writer.close()
 
 

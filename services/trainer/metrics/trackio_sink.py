@@ -44,5 +44,4 @@ class TrackioSink:
         self._run.log({"val/generations": table}, step=step)
 
     def close(self) -> None:
-        """Write the rest."""
         self._run.finish()

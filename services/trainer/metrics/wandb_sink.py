@@ -60,7 +60,6 @@ class WandbSink:
         self._run.log({"val/generations": table}, step=step)
 
     def close(self) -> None:
-        """Send or write the rest."""
         self._run.finish()
 
 

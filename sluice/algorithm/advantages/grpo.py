@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sluice.algorithm.advantages.inputs import AdvantageInputs, Advantages, AdvantageSettings
@@ -25,9 +23,9 @@ def grpo(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
 
 @torch.no_grad()
 def grpo_vectorized(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
-    """The same as `grpo` under verl's other name.
+    """Return the same as `grpo`, under verl's other name.
 
-    verl divides by the std here whatever the setting says; here the setting holds for both names.
+    verl always divides by the std under this name; here the setting holds for both names.
     Needs `group_index`.
     """
     return _on_tokens(inputs, settings, estimator="grpo_vectorized")
@@ -43,7 +41,7 @@ def _on_tokens(
 
 
 def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) -> torch.Tensor:
-    """GRPO's number for each row, [rows], of the rewards [rows]."""
+    """Return GRPO's number for each row, [rows], of the rewards [rows]."""
     scores = centred_or_raw(rewards, groups)
     return scores / (groups.std(rewards) + STD_EPSILON) if norm_by_std else scores
 
@@ -51,30 +49,3 @@ def group_relative(rewards: torch.Tensor, groups: Groups, *, norm_by_std: bool) 
 def centred_or_raw(rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``R - mean of the group``, and R itself in a group of one; float [rows]."""
     return torch.where(groups.row_sizes == 1, rewards, groups.centred(rewards))
-
-
-def grpo_advantages(
-    rewards: npt.NDArray[np.float64], *, norm_by_std: bool
-) -> npt.NDArray[np.float64]:
-    """`grpo` for one group given by its rewards alone.
-
-    Args:
-        rewards: float64 [samples], one group.
-        norm_by_std: divide by the std (GRPO, DAPO); False gives ``R - mean`` (Dr. GRPO).
-
-    Returns:
-        float64 [samples]; every response token of sample *i* carries entry *i*.
-
-    Raises:
-        ValueError: `rewards` is empty or not one-dimensional, or holds a non-finite number.
-    """
-    if rewards.ndim != 1 or rewards.size == 0:
-        raise ValueError(
-            f"rewards of one group must have shape [samples >= 1], got {rewards.shape}"
-        )
-    if not np.isfinite(rewards).all():
-        raise ValueError(f"rewards of one group must be finite, got {rewards.tolist()}")
-    values = torch.tensor(rewards, dtype=torch.float64)
-    group = Groups(torch.zeros(rewards.size, dtype=torch.int64), torch.tensor([rewards.size]))
-    found: npt.NDArray[np.float64] = group_relative(values, group, norm_by_std=norm_by_std).numpy()
-    return found

@@ -67,7 +67,7 @@ class AdvantageInputs:
             _check_shape(f"reward_components[{key!r}]", component, shape[:1])
 
     def required(self, name: str, *, estimator: str) -> torch.Tensor:
-        """The optional field `name`.
+        """Return the optional field `name`.
 
         Raises:
             ConfigError: it was not given; names the estimator, the field and the remedy.
@@ -82,12 +82,12 @@ class AdvantageInputs:
         return self.rewards.sum(-1, dtype=torch.float64)
 
     def reward_to_go(self) -> torch.Tensor:
-        """Undiscounted sum of the masked rewards from each position on, [rows, width]."""
+        """Return the undiscounted sum of masked rewards from each position on, [rows, width]."""
         masked = torch.where(self.mask, self.rewards, torch.zeros_like(self.rewards))
         return masked.flip(-1).cumsum(-1).flip(-1)
 
     def on_tokens(self, row_values: torch.Tensor) -> torch.Tensor:
-        """A number a row [rows] on each of its masked positions, 0 elsewhere: [rows, width]."""
+        """Return a number a row [rows] on its masked positions, 0 elsewhere: [rows, width]."""
         return row_values.to(self.rewards.dtype).unsqueeze(-1) * self.mask
 
 
@@ -124,7 +124,7 @@ class Advantages:
 
 
 def missing_field(name: str, *, estimator: str) -> ConfigError:
-    """The error for an estimator that lacks an optional field."""
+    """Return the error for an estimator that lacks an optional field."""
     return ConfigError(
         f"algorithm.adv_estimator: '{estimator}' needs the field {name}, which is not given; "
         f"{_PROVIDERS[name]}, or choose another estimator"

@@ -29,7 +29,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, _settings: AdvantageSettings
 
 
 def path_energy(inputs: AdvantageInputs, *, estimator: str) -> torch.Tensor:
-    """W_t, float [rows, width]: sum over the masked positions up to and including t."""
+    """Return W_t, float [rows, width]: sum over the masked positions up to and including t."""
     probability = inputs.required("old_logprobs", estimator=estimator).exp()
     sum_pi_squared = inputs.required("sum_pi_squared", estimator=estimator)
     energy = 1.0 - 2.0 * probability + sum_pi_squared

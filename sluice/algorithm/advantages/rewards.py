@@ -16,7 +16,7 @@ from sluice.errors import ConfigError
 
 
 def last_token_rewards(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Each row's score on its last masked position, 0 elsewhere.
+    """Return each row's score on its last masked position, 0 elsewhere.
 
     The score of a row without any goes to its last column: such a row has no tokens to train, but
     still counts in the statistics of its group, as in verl.
@@ -72,7 +72,7 @@ class KlController:
             )
 
     def after_batch(self, current_kl: float, *, num_rows: int) -> KlController:
-        """The state after a batch of `num_rows` rows whose mean divergence was `current_kl`."""
+        """Return the state after a batch of `num_rows` rows whose mean KL was `current_kl`."""
         if self.type == "fixed":
             return self
         error = current_kl / self.target_kl - 1.0

@@ -28,7 +28,7 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None
 
 
 def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Unbiased variance (count - 1) of the selected values, a 0-d tensor.
+    """Return the unbiased variance (count - 1) of the selected values, a 0-d tensor.
 
     Raises:
         ValueError: fewer than two positions are selected.
@@ -66,7 +66,7 @@ class Groups:
 
     @classmethod
     def of(cls, inputs: AdvantageInputs, *, estimator: str) -> Groups:
-        """Groups of a batch.
+        """Return the groups of a batch.
 
         Raises:
             ConfigError: the batch has no group index.
@@ -95,7 +95,7 @@ class Groups:
         return torch.where(self._largest(values) == -self._largest(-values), 0.0, deviations)
 
     def std(self, values: torch.Tensor) -> torch.Tensor:
-        """Unbiased (n - 1) standard deviation of each row's group; 1 for a group of one."""
+        """Return the unbiased (n - 1) std of each row's group; 1 for a group of one."""
         squares = self.sum(self.centred(values).square())
         found = (squares / (self.row_sizes - 1).clamp(min=1)).sqrt()
         return torch.where(self.row_sizes == 1, 1.0, found)

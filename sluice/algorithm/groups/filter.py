@@ -1,14 +1,153 @@
-"""Decide which groups carry a gradient (DAPO section 3.2; verl's filter_groups), and which are
-complete enough.
+"""Judge groups: what happens to samples without a score, which groups are complete enough, and
+which carry a gradient (DAPO section 3.2; verl's filter_groups).
+
+A failure never becomes a number. A sample that ended without a score is scored again, generated
+again, left out of its group, or fails the whole group; the first two a bounded number of times. A
+group is trained on its scored samples alone, if enough of them are left (`fewest_samples`).
+
+Whether tokens are too old for a batch is decided for whole groups, in `staleness`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from sluice.errors import ConfigError, DataError
-from sluice.types import GradedGroup, PromptEnd, Scored
+from sluice.types import (
+    Failed,
+    FailureKind,
+    GradedGroup,
+    Outcome,
+    PromptEnd,
+    PromptOrigin,
+    Scored,
+)
+
+
+class OutcomeAction(StrEnum):
+    """What may be done about a sample without a score."""
+
+    SCORE_AGAIN = "score_again"
+    GENERATE_AGAIN = "generate_again"
+    LEAVE_OUT = "leave_out"
+    DROP_GROUP = "drop_group"
+
+
+FINAL_ACTIONS = frozenset({OutcomeAction.LEAVE_OUT, OutcomeAction.DROP_GROUP})
+"""Those that end a sample."""
+
+RESPONDED = frozenset(
+    {FailureKind.UNSCORABLE, FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH}
+)
+"""Failures of samples that have a response: to score it again, or to generate another, may help."""
+
+STRIKING_KINDS = frozenset(
+    {FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH, FailureKind.ENGINE_ERROR}
+)
+"""Failures that cost others time: a scorer process, or a replica's engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeRule:
+    """What is done about failures of one kind.
+
+    Args:
+        action: at first.
+        max_attempts: how often the sample is scored (or generated) in all, if `action` repeats it.
+        then: what is done after the last attempt; a final action.
+
+    Raises:
+        ValueError: `max_attempts` is below 1, or `then` is not final.
+    """
+
+    action: OutcomeAction = OutcomeAction.LEAVE_OUT
+    max_attempts: int = 1
+    then: OutcomeAction = OutcomeAction.LEAVE_OUT
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1 or self.then not in FINAL_ACTIONS:
+            raise ValueError(f"no rule ends with {self.max_attempts} attempts, then {self.then}")
+
+    @property
+    def final(self) -> OutcomeAction:
+        """What is done once nothing is repeated any more."""
+        return self.action if self.action in FINAL_ACTIONS else self.then
+
+    def after(self, attempts: int) -> OutcomeAction:
+        """Return what is done about a sample that failed at each of `attempts` >= 1 attempts."""
+        return self.final if attempts >= self.max_attempts else self.action
+
+
+LEFT_OUT = OutcomeRule()
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomePolicy:
+    """The rules of a run; kinds without one are left out.
+
+    Args:
+        rules: by kind of failure.
+
+    Raises:
+        ValueError: a rule repeats what has no response: aborted samples are never repeated, and the
+            engine's failures count by group.
+    """
+
+    rules: Mapping[FailureKind, OutcomeRule] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind, rule in self.rules.items():
+            if kind not in RESPONDED and rule.action not in FINAL_ACTIONS:
+                raise ValueError(f"{kind}: {rule.action} asks for a response, and there is none")
+
+    def rule(self, kind: FailureKind) -> OutcomeRule:
+        """Return the rule for failures of a kind."""
+        return self.rules.get(kind, LEFT_OUT)
+
+    def to_repeat(
+        self, outcomes: Sequence[Outcome], attempts: int, action: OutcomeAction
+    ) -> tuple[int, ...]:
+        """Return the indexes in `outcomes` that `action` repeats after so many attempts at each."""
+        return tuple(
+            index
+            for index, outcome in enumerate(outcomes)
+            if isinstance(outcome, Failed) and self.rule(outcome.kind).after(attempts) is action
+        )
+
+    def decisive(self, outcomes: Sequence[Outcome]) -> Failed | None:
+        """Return the first failure that costs the whole group; ``None``: none does.
+
+        All attempts are over.
+        """
+        failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        costly = [o for o in failed if self.rule(o.kind).final is OutcomeAction.DROP_GROUP]
+        return costly[0] if costly else None
+
+
+def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> Failed | None:
+    """Return the first failure that counts against the prompt; ``None``: there is none.
+
+    Args:
+        outcomes: of the group's samples.
+        engine_answered: whether a replica answered with an error of its engine. If none did,
+            replicas were lost or stood still, which says nothing about the prompt.
+    """
+    kinds = STRIKING_KINDS if engine_answered else STRIKING_KINDS - {FailureKind.ENGINE_ERROR}
+    return next((o for o in outcomes if isinstance(o, Failed) and o.kind in kinds), None)
+
+
+def is_quarantined(strikes: int, max_strikes: int | None) -> bool:
+    """Return whether a prompt with so many strikes in a row starts no more; ``None``: never.
+
+    An attempt is a strike if its group failed with at least one striking failure. Any other result
+    of a group clears the strikes before it, so that trouble which meets all prompts now and then
+    does not add up. An attempt that is cancelled (too old, or by another trainer) changes nothing.
+    """
+    return max_strikes is not None and strikes >= max_strikes
+
 
 SHAPED_REWARD_METRICS = ("seq_reward", "seq_final_reward")
 """verl's sums of token-level scores and rewards: both hold the overlong penalty, as does
@@ -18,13 +157,8 @@ SCORE_METRIC = "score"
 ACCURACY_METRIC = "acc"
 
 
-def filter_group(graded: GradedGroup, *, metric: str | None) -> PromptEnd | None:
-    """Judge the scored samples of a graded group; see `filter_scores`."""
-    return filter_scores(graded.scored, metric=metric)
-
-
 def filter_scores(scores: Sequence[Scored], *, metric: str | None) -> PromptEnd | None:
-    """Say how a group ends if it is filtered, or ``None`` if it is kept.
+    """Return how a group ends if it is filtered, or ``None`` if it is kept.
 
     Args:
         scores: the scored samples of one group, at least one.
@@ -48,7 +182,7 @@ def filter_scores(scores: Sequence[Scored], *, metric: str | None) -> PromptEnd 
 def filter_values(
     values: Sequence[float] | None, grades: Iterable[bool | None]
 ) -> PromptEnd | None:
-    """The rule itself: how a group ends if it is filtered, or ``None`` if it is kept.
+    """Return how a group ends if it is filtered, or ``None`` if it is kept: the rule itself.
 
     Args:
         values: the filter's metric of each sample, at least one; ``None``: the filter is off.
@@ -60,11 +194,14 @@ def filter_values(
     # Equality, not std > 0: the rounded std of three times 0.1 is not zero.
     if values is None or len(values) == 1 or min(values) != max(values):
         return None
-    return _uniform_end(set(grades))
+    same = set(grades)
+    if same == {True}:
+        return PromptEnd.FILTERED_ALL_RIGHT
+    return PromptEnd.FILTERED_ALL_WRONG if same == {False} else PromptEnd.FILTERED_UNIFORM
 
 
 def metric_value(scored: Scored, metric: str) -> float:
-    """The number that `metric` names on one sample; errors as in `filter_scores`."""
+    """Return the number that `metric` names on one sample; errors as in `filter_scores`."""
     if metric in SHAPED_REWARD_METRICS:
         value = scored.reward
     elif metric == SCORE_METRIC:
@@ -82,16 +219,11 @@ def metric_value(scored: Scored, metric: str) -> float:
     return value
 
 
-def _uniform_end(grades: set[bool | None]) -> PromptEnd:
-    if grades == {True}:
-        return PromptEnd.FILTERED_ALL_RIGHT
-    if grades == {False}:
-        return PromptEnd.FILTERED_ALL_WRONG
-    return PromptEnd.FILTERED_UNIFORM
-
-
 def is_right(scored: Scored) -> bool | None:
-    """Right, wrong, or ``None``: neither (partial credit). Scores are 0 / 1 or -1 / +1."""
+    """Return whether a sample is right; ``None``: neither right nor wrong (partial credit).
+
+    Scores are 0 / 1 or -1 / +1.
+    """
     grade = float(scored.metrics.get(ACCURACY_METRIC, scored.score))
     if grade >= 1.0:
         return True
@@ -117,3 +249,118 @@ def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHA
     if whole_groups:
         return n
     return max(math.ceil(round(least_share * n, _SHARE_DIGITS)), min(LEAST_SAMPLES, n))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNeeds:
+    """What a group has to have.
+
+    Args:
+        whole_groups: every sample must be scored, since the loss compares all of them.
+        least_share: of the samples that must be scored (`fewest_samples`).
+        policy: which failures cost the whole group, however many samples are left.
+    """
+
+    whole_groups: bool = False
+    least_share: float = LEAST_SHARE
+    policy: OutcomePolicy = field(default_factory=OutcomePolicy)
+
+
+_NO_NEEDS = GroupNeeds()
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """`end` is how the prompt ends now; ``None``: its group is kept.
+
+    `detail` of a failure begins with its `FailureKind` or with how many samples had one.
+    """
+
+    end: PromptEnd | None
+    detail: str = ""
+
+
+def judge(graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS) -> Judgement:
+    """Apply the group filter to what could be scored.
+
+    A group fails when fewer than `fewest_samples` were scored, or when a sample failed in a way
+    that costs the group. It fails as well when its greedy response, if it has one, was not scored.
+    That response is not filtered by.
+
+    Args:
+        graded: the group.
+        metric: the filter's metric; ``None``: no filter.
+        needs: what the group has to have.
+
+    Raises:
+        ConfigError: the scorer does not return `metric` for a prompt of the data set, as it then
+            would for all of them. A client's prompt fails alone.
+    """
+    if failure := _failure(graded, needs):
+        return Judgement(PromptEnd.DROPPED_FAILED, failure)
+    return _filtered(graded, metric)
+
+
+def judge_probes(
+    probes: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS
+) -> Judgement | None:
+    """Judge a group by its first samples; ``None``: the rest is needed.
+
+    A judgement is how the group would end if no more were generated: filtered, if all graded
+    samples have the same metric, or failed, if nothing that comes could make the group whole. A
+    lone graded sample decides nothing, and neither do samples that differ.
+
+    Raises:
+        ConfigError: as `judge`.
+    """
+    is_short = needs.whole_groups and len(probes.scored) < len(probes.outcomes)
+    if is_short or needs.policy.decisive(probes.outcomes) is not None:
+        return judge(probes, metric=metric, needs=needs)
+    if len(probes.scored) < LEAST_SAMPLES:
+        return None
+    verdict = _filtered(probes, metric)
+    return None if verdict.end is None else verdict
+
+
+def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
+    """Return whether a group with these samples is mixed, whatever its others are."""
+    try:
+        return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
+    except ConfigError:
+        return False  # the judgement of the whole group names what is missing
+
+
+def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:
+    prompt = graded.group.prompt
+    try:
+        return Judgement(filter_scores(graded.scored, metric=metric))
+    except ConfigError as error:
+        if prompt.origin is PromptOrigin.CLIENT:
+            return Judgement(PromptEnd.DROPPED_FAILED, f"{FailureKind.UNSCORABLE}: {error}")
+        raise ConfigError(
+            f"prompt {prompt.prompt_id} of data source '{prompt.data_source}': {error}"
+        ) from error
+
+
+def _failure(graded: GradedGroup, needs: GroupNeeds) -> str:
+    """Return why a group is of no use, whatever its scores are; empty if it is of use."""
+    num_samples, num_scored = len(graded.outcomes), len(graded.scored)
+    if (decisive := needs.policy.decisive(graded.outcomes)) is not None:
+        rule = f"sluice.reward.outcomes.{decisive.kind} costs the group"
+        return f"{decisive.kind}: {rule}: {decisive.detail}"
+    if num_scored < fewest_samples(
+        num_samples, whole_groups=needs.whole_groups, least_share=needs.least_share
+    ):
+        first = next(o for o in graded.outcomes if isinstance(o, Failed))
+        return (
+            f"{num_samples - num_scored} of {num_samples} samples failed"
+            f"{' and the loss compares whole groups' if needs.whole_groups else ''}, the first: "
+            f"{first.kind}: {first.detail}"
+        )
+    if not graded.group.num_response_tokens:
+        return "all responses are empty"
+    unscored = [o for o in graded.greedy.outcomes if isinstance(o, Failed)] if graded.greedy else []
+    if unscored:
+        first = unscored[0]
+        return f"{first.kind}: no score of the greedy response, the baseline: {first.detail}"
+    return ""

@@ -1,4 +1,12 @@
-"""Decide when a train batch is formed, and from which groups (bounded staleness)."""
+"""Decide when a train batch is formed, and from which groups (bounded staleness).
+
+*Reservations.* A group is preempted when a batch is full without it: it is cancelled, and the next
+policy generates samples for its prompt. Where an on-policy batch is filled on average
+(`sampling.admission`), this always hits the slowest groups, so long answers would be preempted
+again and again, and seldom be trained. Therefore a prompt that was preempted `RESERVE_AFTER` times
+reserves a batch slot when it starts once more: it counts as a kept group does, and is not
+preempted. The batch waits for it and preempts others, so few groups hold reservations at a time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +21,7 @@ KeptByVersion = Mapping[int, Mapping[str, int]]
 """Kept groups: oldest version -> prompt id -> sequence."""
 
 RunningByVersion = Mapping[int, Collection[str]]
-"""Groups still being generated or graded: start version -> prompt ids. Their tokens are of that
+"""Groups that are generated or graded: start version -> prompt ids. Their tokens are of that
 version or later."""
 
 _NONE: RunningByVersion = MappingProxyType({})
@@ -24,7 +32,7 @@ class BatchDecision:
     """What to do with the kept groups now, by prompt id.
 
     `chosen` (oldest first) is empty or of exactly the batch size. `dropped` (oldest version first)
-    are beyond the bound for ever, whether or not a batch is formed. `waiting_for` are the start
+    are beyond the bound, whether or not a batch is formed. `waiting_for` are the start
     versions of the running groups that hold a batch back. `expired` names running groups to cancel
     (`expired_groups`). `num_missing` is how many more kept groups a batch needs.
     """
@@ -37,7 +45,7 @@ class BatchDecision:
 
 
 def staleness(current_version: int, oldest_version: int) -> int:
-    """How many versions the oldest token of a group is behind the policy about to be updated.
+    """Return how many versions the oldest token of a group is behind the policy to be updated.
 
     Raises:
         ValueError: the token is from a version that does not exist yet.
@@ -85,7 +93,7 @@ def may_form_batch(
     num_missing = max(0, batch_size - sum(len(kept[v]) for v in eligible))
     if num_missing:
         return BatchDecision((), dropped, (), expired, num_missing)
-    filling = _filling(kept, eligible, batch_size)
+    newest = _newest_chosen(kept, eligible, batch_size)
     waiting_for: tuple[int, ...] = ()
     if on_stale == "wait":
         alive = {v: len(ids) for v, ids in running.items() if v >= first_alive and ids}
@@ -93,10 +101,14 @@ def may_form_batch(
             if v >= oldest_allowed and ids:
                 alive[v] = alive.get(v, 0) + len(ids)
         waiting_for = _last_chance(
-            alive, filling[-1], oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
+            alive, newest, oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
         )
-    chosen = () if waiting_for else _in_order(kept, filling)[:batch_size]
-    return BatchDecision(chosen, dropped, waiting_for, expired, 0)
+    if waiting_for:
+        return BatchDecision((), dropped, waiting_for, expired, 0)
+    chosen: list[str] = []
+    for version_kept in eligible[: eligible.index(newest) + 1]:
+        chosen += sorted(kept[version_kept], key=kept[version_kept].__getitem__)
+    return BatchDecision(tuple(chosen[:batch_size]), dropped, (), expired, 0)
 
 
 def expired_groups(
@@ -108,13 +120,13 @@ def expired_groups(
     batch_size: int,
     reserved: RunningByVersion = _NONE,
 ) -> tuple[str, ...]:
-    """Running groups that would have no place in time if they were kept: their prompt ids.
+    """Return the prompt ids of running groups that would have no batch slot in time if kept.
 
-    Batches of `next_version` to u + S have ``(u + S - next_version + 1) * B`` places for groups of
-    version u or older. Where kept groups fill them, no running group that old has one left; nor
-    has it one where it would push out a kept group of a younger version. Ask whenever a group is
-    kept and whenever one starts: nothing else leaves a running group without a place. Costs
-    O(versions) where none is expired.
+    The batches for `next_version` to u + S have ``(u + S - next_version + 1) * B`` slots for groups
+    of version u or older. Where kept groups fill them, no slot remains for a running group that
+    old, nor where it would push out a kept group of a younger version. Call this whenever a group
+    is kept or starts: no other event leaves a running group without a slot. Costs O(versions) where
+    none is expired.
 
     Args:
         kept: the kept groups that wait.
@@ -137,9 +149,9 @@ def _first_alive(
     oldest_allowed: int,
     batch_size: int,
 ) -> int:
-    """Running groups of this version or later may have a place; older ones have none."""
+    """Return the first version whose running groups may have a batch slot; older ones have none."""
     first_alive, filled = oldest_allowed, 0
-    if not kept and not reserved:  # asked at every start: nothing fills a place
+    if not kept and not reserved:  # at every start: nothing fills a slot
         return first_alive
     for version in sorted(v for v in {*kept, *running, *reserved} if v >= oldest_allowed):
         filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
@@ -155,22 +167,14 @@ def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[st
     return tuple(prompt_id for v in old for prompt_id in groups[v])
 
 
-def _filling(kept: KeptByVersion, eligible: Sequence[int], batch_size: int) -> list[int]:
-    """The oldest of the eligible versions whose groups fill a batch; all of them are needed."""
-    filling, filled = [], 0
+def _newest_chosen(kept: KeptByVersion, eligible: Sequence[int], batch_size: int) -> int:
+    """Return the youngest of the eligible versions that the oldest `batch_size` groups need."""
+    filled = 0
     for version in eligible:
-        filling.append(version)
         filled += len(kept[version])
         if filled >= batch_size:
-            break
-    return filling
-
-
-def _in_order(kept: KeptByVersion, versions: Sequence[int]) -> tuple[str, ...]:
-    """Kept groups of ascending versions, by sequence within each."""
-    return tuple(
-        prompt_id for v in versions for prompt_id in sorted(kept[v], key=kept[v].__getitem__)
-    )
+            return version
+    raise AssertionError("fewer kept groups than a batch")
 
 
 def _last_chance(
@@ -181,7 +185,7 @@ def _last_chance(
     batch_size: int,
     kept_bound: Callable[[int], float],
 ) -> tuple[int, ...]:
-    """Start versions of running groups that would find no place if the batch were formed now.
+    """Return start versions of running groups that would have no slot if the batch were formed now.
 
     Args:
         alive: running groups by start version, none older than `oldest_allowed`.
@@ -194,8 +198,8 @@ def _last_chance(
     for start_version in range(oldest_allowed + 1, newest_chosen):
         # All kept groups this old are chosen, since a younger one is: only running ones remain.
         older = sorted(v for v in alive if v <= start_version)
-        places = (start_version - oldest_allowed) * batch_size
-        if kept_bound(sum(alive[v] for v in older)) > places:
+        num_slots = (start_version - oldest_allowed) * batch_size
+        if kept_bound(sum(alive[v] for v in older)) > num_slots:
             waiting_for = older
     return tuple(waiting_for)
 
@@ -219,21 +223,21 @@ class GroupAges:
         self._on_stale: OnStale = on_stale
         self._kept = _ByVersion()
         self._running = _ByVersion()
-        self._reserved = _ByVersion()  # of those that run, whose place is certain
+        self._reserved = _ByVersion()  # of those that run, with a reserved slot
 
     def keep(self, prompt_id: str, oldest_version: int, sequence: int) -> None:
-        """A group waits for a batch.
+        """Note that a group waits for a batch.
 
         Args:
             prompt_id: names it.
             oldest_version: of its tokens.
-            sequence: its place among groups of that version; the lowest is taken first.
+            sequence: its number in the order of issue; the lowest of a version is taken first.
         """
         self._kept.put(prompt_id, oldest_version, sequence)
-        self._reserved.take(prompt_id)  # its task may not have ended; it takes one place, not two
+        self._reserved.take(prompt_id)  # its task may not have ended; it takes one slot, not two
 
     def remove(self, prompt_id: str) -> None:
-        """A kept group waits no more; harmless if it does not."""
+        """Note that a kept group waits no more; harmless if it did not wait."""
         self._kept.take(prompt_id)
 
     def reserve(self, prompt_id: str, version: int) -> None:
@@ -242,16 +246,16 @@ class GroupAges:
         self._reserved.put(prompt_id, version)
 
     def runs(self, prompt_id: str, start_version: int) -> None:
-        """A group's tokens are of `start_version` or later: it starts, or starts over."""
+        """Note that a group's tokens are of `start_version` or later: it starts, also again."""
         has_reservation = prompt_id in self._reserved.versions
         (self._reserved if has_reservation else self._running).put(prompt_id, start_version)
 
     def pauses(self, prompt_id: str) -> None:
-        """A group holds no tokens any more; what it claims remains. Harmless if it held none."""
+        """Note that a group holds no tokens any more; its reservation remains."""
         self._running.take(prompt_id)
 
     def left(self, prompt_id: str) -> None:
-        """A group runs no more; harmless if it did not."""
+        """Note that a group runs no more; harmless if it did not run."""
         self._running.take(prompt_id)
         self._reserved.take(prompt_id)
 
@@ -269,7 +273,7 @@ class GroupAges:
         )
 
     def expired(self, next_version: int) -> tuple[str, ...]:
-        """Running groups without a place from `next_version` on (`expired_groups`)."""
+        """Return running groups without a slot from `next_version` on (`expired_groups`)."""
         return expired_groups(
             self._kept.groups,
             self._running.groups,
@@ -283,7 +287,7 @@ class GroupAges:
         """Return whether an expired group is dropped for its age; if not, it begins again.
 
         Raises:
-            KeyError: the group is not running, or claims its place (such a one begins again).
+            KeyError: the group is not running, or has a reserved slot (it is never dropped).
         """
         is_too_old = self._running.versions[prompt_id] < next_version - self._max_staleness
         return self._on_stale == "drop" and is_too_old
@@ -315,15 +319,6 @@ class _ByVersion:
             del self.groups[version]
 
 
-# Which preempted groups get a slot for certain.
-#
-# A group is preempted when a batch is full without it: it is cancelled, and the next policy
-# generates samples for its prompt. Where an on-policy batch is filled on average (`admission`),
-# that meets whatever takes longest, so long answers would be preempted again and again, and
-# seldom be trained. Therefore a prompt that has been preempted `RESERVE_AFTER` times reserves a
-# slot when it starts once more: it counts as a kept group does, and is not preempted. The batch
-# waits for it and preempts others, so only few hold reservations at a time, in their order.
-
 RESERVE_AFTER = 3
 """Preemptions in a row after which a group reserves a slot."""
 
@@ -332,7 +327,7 @@ RESERVED_SHARE = 1 / 8
 
 
 def reserves_slot(num_preemptions: int, num_reserved: int, batch_size: int) -> bool:
-    """Return whether a group that starts, and was preempted so often, gets a slot for certain.
+    """Return whether a group that starts, and was preempted so often, reserves a batch slot.
 
     Args:
         num_preemptions: of its prompt, in a row.

@@ -2,7 +2,7 @@
 
 A *stream* is one replica's answer to one request for samples of a group. It is stalled when nothing
 comes of it, slow when its samples grow much slower than those of other replicas; either way its
-samples continue elsewhere. A *group* is over when it has taken its time or its tokens; what is
+samples continue elsewhere. A *group* is over when it has used its time or its tokens; what is
 unfinished then ends as it stands.
 
 Times are seconds of any clock that never goes back; rates are tokens a second and running sample.
@@ -11,7 +11,7 @@ Times are seconds of any clock that never goes back; rates are tokens a second a
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 # A rate is the mean of at least so many arrivals of tokens, and over so long.
@@ -38,34 +38,34 @@ class StragglerRules:
     group_token_budget: int | None = None
 
     def stalled_at(self, pace: StreamPace) -> float | None:
-        """When a stream is stalled unless something comes of it before."""
+        """Return when a stream is stalled, unless something comes of it before."""
         return None if self.stall_timeout_s is None else pace.last_progress + self.stall_timeout_s
 
     def is_slow(self, rate: float | None, others: float | None) -> bool:
-        """Whether a stream of `rate` lags behind replicas whose median rate is `others`."""
+        """Return whether a stream of `rate` lags behind replicas whose median rate is `others`."""
         if self.slow_factor is None or rate is None or others is None:
             return False
         return rate * self.slow_factor < others
 
     def over_at(self, first_start: float | None) -> float | None:
-        """When a group that started at `first_start` has taken its time."""
+        """Return when a group that started at `first_start` has used its time."""
         if self.group_deadline_s is None or first_start is None:
             return None
         return first_start + self.group_deadline_s
 
     def is_spent(self, num_tokens: int) -> bool:
-        """Whether a group with so many response tokens has taken its tokens."""
+        """Return whether a group with so many response tokens has used its tokens."""
         return self.group_token_budget is not None and num_tokens >= self.group_token_budget
 
 
 @dataclass(slots=True)
 class StreamPace:
-    """How a stream comes along.
+    """The progress of one stream.
 
     Attributes:
         waiting: samples without a token from this stream; they may wait for a slot.
         running: samples with some of their tokens, but not all.
-        last_progress: when something came that shows that these samples get on.
+        last_progress: when something came that shows progress of these samples.
         num_tokens: tokens that came.
     """
 
@@ -84,13 +84,8 @@ class StreamPace:
     _whole_tokens: int = 0  # of finished samples
     _whole_s: float = 0.0  # from acceptance, so that waiting for a slot counts as well
 
-    @classmethod
-    def begun(cls, sample_indexes: Collection[int], now: float) -> StreamPace:
-        """The pace of a stream that was just asked for `sample_indexes`."""
-        return cls(set(sample_indexes), now)
-
     def accepted(self, now: float) -> None:
-        """The replica has taken the request."""
+        """Note that the replica has accepted the request."""
         self._accepted = self.last_progress = now
 
     def engine_progressed(self, engine_tokens: int, now: float) -> None:
@@ -122,14 +117,14 @@ class StreamPace:
         self._last_arrival = self.last_progress = now
 
     def quietest(self, now: float) -> tuple[int, float] | None:
-        """The running sample that has been without a new token for longest, and for how long."""
+        """Return the running sample that has had no new token for longest, and for how long."""
         if not self._newest:
             return None
         index = min(self._newest, key=self._newest.__getitem__)
         return index, now - self._newest[index]
 
     def rate(self, now: float) -> float | None:
-        """Tokens a second and running sample, since its first tokens; ``None``: too early to say.
+        """Return tokens a second and running sample since its first tokens; ``None``: too early.
 
         A sample that ends between two arrivals counts as running until the second one.
         """
@@ -139,7 +134,7 @@ class StreamPace:
         return self._grown_tokens / seconds if seconds >= LEAST_OBSERVED_S else None
 
     def least_rate(self) -> float | None:
-        """What the rate of finished samples was at least; ``None``: none has finished."""
+        """Return a lower bound of the rate of finished samples; ``None``: none has finished."""
         return self._whole_tokens / self._whole_s if self._whole_s > 0 else None
 
 
@@ -151,7 +146,7 @@ class RateTable:
         self._sorted: list[float] = []
 
     def note(self, replica: str, rate: float) -> None:
-        """A stream of `replica` ran at `rate`."""
+        """Note that a stream of `replica` ran at `rate`."""
         before = self._rates.get(replica)
         if before is not None:
             del self._sorted[bisect_left(self._sorted, before)]
@@ -165,24 +160,17 @@ class RateTable:
         self._sorted = sorted(self._rates.values())
 
     def median_of_others(self, replica: str) -> float | None:
-        """The median rate of all replicas but this one; ``None``: no rate of another is known.
+        """Return the median rate of all replicas but this one; ``None``: no other rate is known.
 
         Its own rate is left out since in a small fleet it would pull the median to itself.
         """
         own = self._rates.get(replica)
-        if own is None:
-            return _median(self._sorted, len(self._sorted))
-        place = bisect_left(self._sorted, own)
-        return _median(self._sorted, place)
+        left_out = len(self._sorted) if own is None else bisect_left(self._sorted, own)
+        count = len(self._sorted) - (own is not None)
+        if count == 0:
+            return None
 
+        def at(index: int) -> float:  # of the sorted rates without its own; no copy at every token
+            return self._sorted[index + (index >= left_out)]
 
-def _median(values: Sequence[float], left_out: int) -> float | None:
-    """The median of sorted values without the one at place `left_out`, if there is such a place."""
-    count = len(values) - (left_out < len(values))
-    if count == 0:
-        return None
-
-    def at(place: int) -> float:
-        return values[place + (place >= left_out)]
-
-    return (at((count - 1) // 2) + at(count // 2)) / 2
+        return (at((count - 1) // 2) + at(count // 2)) / 2

@@ -24,7 +24,7 @@ def plackett_luce_loss(
     label_smoothing: float = 0.0,
     poly_epsilon: float = 0.0,
 ) -> torch.Tensor:
-    """Mean over positions of how unlikely the next best row was among those left.
+    """Return the mean over positions of how unlikely the next best row was among those left.
 
     With rows by falling advantage, position k loses ``e_k = -u_k + logsumexp(u_k, u_k+1, ...)``
     (Plackett-Luce; Xia et al. 2008). Smoothing replaces it by ``(1 - s) e_k + s (logsumexp -
@@ -71,7 +71,7 @@ class GroupScores:
 
 
 def group_scores(inputs: LossInputs, order: Sequence[int], adpo: AdpoSettings) -> GroupScores:
-    """Scores of rows, taken in `order`; consecutive runs of G rows are a prompt's.
+    """Return scores of rows, taken in `order`; consecutive runs of G rows are a prompt's.
 
     l is the mean over a row's tokens (`length_normalised`) or their sum, 0 without tokens. A row's
     advantage is ``inputs.row_advantages`` or the mean over its tokens.
@@ -176,14 +176,14 @@ def adpo_metrics(
 
 
 def _deviation(values: torch.Tensor) -> torch.Tensor:
-    """The unbiased standard deviation of all values, once for each of them."""
+    """Return the unbiased standard deviation of all values, once for each of them."""
     return values.std().expand(values.shape) if values.numel() > 1 else values * 0.0
 
 
 def adpo_objective(
     inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
 ) -> PolicyObjective:
-    """Listwise cross entropy between rewards and anchored scores, by prompt.
+    """Return the listwise cross entropy between rewards and anchored scores, by prompt.
 
     Of the G rows of a prompt with anchored scores ``u = (l - l_old) / tau`` and targets
     ``q = softmax(A / beta_reward)`` (arXiv 2510.18913, §3; the old policy is the anchor):
@@ -219,7 +219,7 @@ def adpo_objective(
 
 
 def complete_groups(row_groups: Sequence[int], num_generations: int) -> list[int]:
-    """Rows ordered so that each group's G are a run; groups come by their first row.
+    """Return rows ordered so that each group's G are a run; groups come by their first row.
 
     Raises:
         ConfigError: a group has not exactly `num_generations` rows.

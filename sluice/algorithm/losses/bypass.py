@@ -14,7 +14,7 @@ from sluice.errors import ConfigError
 def bypass_objective(
     inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
 ) -> PolicyObjective:
-    """A loss whose old policy is the engine's, corrected by ``settings.bypass_corrector``.
+    """Return a loss whose old policy is the engine's, corrected by ``settings.bypass_corrector``.
 
     ``ppo_clip``: `vanilla_objective` of p / p_rollout; its clip bounds that ratio already, so
     weights are not applied. ``reinforce``: ``-w A log p`` with w the corrector's weight of

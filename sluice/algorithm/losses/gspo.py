@@ -21,11 +21,11 @@ MAX_LOG_SEQUENCE_RATIO = 10.0
 def gspo_objective(
     inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
 ) -> PolicyObjective:
-    """PPO's clipped terms of ``s_t = sg(s) p / sg(p)``, s the row's geometric mean ratio.
+    """Return PPO's clipped terms of ``s_t = sg(s) p / sg(p)``, s the row's geometric mean ratio.
 
     GSPO-token (Zheng et al. 2025, arXiv 2507.18071, §4.3): the value is the sequence's, the
     gradient a token's own. ``log s_t`` is kept at or below 10; there is no dual clip. Always
-    aggregated as ``seq-mean-token-mean``, whatever `loss_agg_mode` says.
+    aggregated as ``seq-mean-token-mean``, whatever `loss_agg_mode` is.
     """
     log_ratio = inputs.logprobs.detach() - inputs.old_logprobs
     log_sequence = row_means(log_ratio, inputs.row_index, inputs.num_rows)[inputs.row_index]

@@ -4,24 +4,12 @@ global counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
 from sluice.errors import ConfigError
-
-
-def row_index_of_offsets(offsets: torch.Tensor) -> torch.Tensor:
-    """The row of each token, int64 [N], from segment offsets.
-
-    Args:
-        offsets: int64 [rows + 1], ascending from 0 to N: row i holds tokens
-            ``offsets[i]..offsets[i + 1] - 1``.
-    """
-    lengths = offsets.diff()
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=offsets.device), lengths)
 
 
 def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -31,12 +19,12 @@ def row_sums(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> to
 
 
 def row_lengths(row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Tokens of each row, int64 [rows]."""
+    """Return tokens of each row, int64 [rows]."""
     return torch.bincount(row_index, minlength=num_rows)
 
 
 def row_means(values: torch.Tensor, row_index: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Mean of each row's tokens, [rows]; 0 for a row without tokens."""
+    """Return the mean of each row's tokens, [rows]; 0 for a row without tokens."""
     lengths = row_lengths(row_index, num_rows).clamp(min=1)
     return row_sums(values, row_index, num_rows) / lengths
 
@@ -60,7 +48,7 @@ class GlobalCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """N response tokens of R rows without padding; `row_index` says whose each token is.
+    """N response tokens of R rows without padding; `row_index` names the row of each token.
 
     All tokens of a row are in the same inputs. Only `logprobs` carries a gradient.
     """
@@ -82,7 +70,7 @@ class LossInputs:
         return self.logprobs.numel()
 
     def keeping(self, keep: torch.Tensor) -> LossInputs:
-        """The same rows with only those tokens where `keep` (bool [N]) is true."""
+        """Return the same rows with only those tokens where `keep` (bool [N]) is true."""
         return replace(
             self,
             logprobs=self.logprobs[keep],
@@ -105,7 +93,7 @@ def padded_inputs(
     row_groups: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> LossInputs:
-    """Inputs from the padded layout: what the mask leaves out is never read, not even NaN.
+    """Return inputs from the padded layout: what the mask leaves out is never read, not even NaN.
 
     Args:
         logprobs: float [rows, width]; so are `old_logprobs` and the optional tensors.
@@ -167,22 +155,16 @@ class MetricMean:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """What rollout correction says about N tokens; metrics by full names (``rollout_corr/...``)."""
+    """Rollout correction of N tokens; metrics by full names (``rollout_corr/...``)."""
 
     weights: torch.Tensor | None = None  # float [N], without gradient
     keep: torch.Tensor | None = None  # bool [N], false at rejected tokens
     metrics: Mapping[str, MetricMean] = field(default_factory=dict)
 
 
-class Corrector(Protocol):
-    """Importance weights and rejections of one micro-batch."""
+Corrector = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Correction]
+"""Importance weights and rejections of one micro-batch.
 
-    def __call__(
-        self,
-        logprobs: torch.Tensor,
-        rollout_logprobs: torch.Tensor,
-        row_index: torch.Tensor,
-        num_rows: int,
-    ) -> Correction:
-        """Compare the policy being updated (detached) with the engine, flat float [N] each."""
-        ...
+Compares the logprobs of the policy being updated (detached) with the engine's, float [N] each, of
+the rows that the row index [N] names; the last argument is the number of rows.
+"""

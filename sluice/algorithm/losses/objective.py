@@ -1,13 +1,12 @@
-"""What policy losses share: the importance ratio, the aggregation (loss_agg_mode) and the
-result.
+"""What policy losses share: the importance ratio, the aggregation (loss_agg_mode), the result, and
+the total with the entropy bonus and the divergence from the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 
@@ -36,7 +35,7 @@ def aggregate(
     loss_scale_factor: float | None = None,
     averaged_ranks: int = 1,
 ) -> torch.Tensor:
-    """This micro-batch's share of the mini-batch's loss.
+    """Return this micro-batch's share of the mini-batch's loss.
 
     With sums over the given tokens, T `global_tokens`, S `global_rows` and length(row) the number
     of tokens of a row: ``token-mean`` sum / T (DAPO §3.3); ``token-sum`` sum;
@@ -85,12 +84,12 @@ def aggregate(
 
 
 def _row_lengths(row_index: torch.Tensor) -> torch.Tensor:
-    """Length of each token's row, int64 [tokens]."""
+    """Return the length of each token's row, int64 [tokens]."""
     return torch.bincount(row_index)[row_index]
 
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are kept within +- this where a loss says so; float32 stays finite."""
+"""Log-ratios are kept within +- this where a loss needs it; float32 stays finite."""
 
 
 def bounded_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
@@ -119,24 +118,18 @@ class PolicyObjective:
     metrics: Mapping[str, MetricMean]
 
 
-class ObjectiveFunction(Protocol):
-    """A policy objective as the registry holds it."""
-
-    def __call__(
-        self, inputs: LossInputs, counts: GlobalCounts, settings: PolicyLossSettings
-    ) -> PolicyObjective:
-        """The share of these tokens in the loss of a mini-batch with these counts."""
-        ...
+ObjectiveFunction = Callable[[LossInputs, GlobalCounts, PolicyLossSettings], PolicyObjective]
+"""Returns the share of these tokens in the loss of a mini-batch with these counts."""
 
 
 def token_metric(values: torch.Tensor) -> MetricMean:
-    """Mean of `values` [N], a number or a condition of each token."""
+    """Return the mean of `values` [N], a number or a condition of each token."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     return MetricMean(values.detach().sum(dtype=dtype), values.numel())
 
 
 def zero_metric(inputs: LossInputs) -> MetricMean:
-    """The token mean of a condition that a loss does not have."""
+    """Return the token mean of a condition that a loss does not have."""
     return MetricMean(torch.zeros((), device=inputs.logprobs.device), inputs.num_tokens)
 
 
@@ -177,3 +170,53 @@ def aggregate_share(
         loss_scale_factor=settings.loss_scale_factor,
         averaged_ranks=counts.averaged_ranks,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TotalLoss:
+    """0-d shares of one micro-batch; only `total` is to be differentiated.
+
+    The others are detached and unweighted, ``None`` where the term was not given: their sums over
+    micro-batches (and ranks, or means over averaged ranks) are verl's ``actor/pg_loss``,
+    ``actor/entropy_loss`` and ``actor/kl_loss``.
+    """
+
+    total: torch.Tensor
+    policy: torch.Tensor
+    entropy: torch.Tensor | None
+    kl: torch.Tensor | None
+
+
+def total_loss(
+    objective: PolicyObjective,
+    inputs: LossInputs,
+    counts: GlobalCounts,
+    settings: PolicyLossSettings,
+    *,
+    entropy: torch.Tensor | None = None,
+    entropy_coeff: float = 0.0,
+    kl: torch.Tensor | None = None,
+    kl_loss_coef: float = 0.0,
+) -> TotalLoss:
+    """``policy - entropy_coeff agg(entropy) + kl_loss_coef agg(kl)``.
+
+    Both terms are aggregated by ``settings.loss_agg_mode``, also where the policy loss overrides
+    it, and without importance weights.
+
+    Args:
+        objective: the policy's share.
+        inputs: of the same tokens.
+        counts: of the same mini-batch.
+        settings: aggregation mode.
+        entropy: float [N], nats; with a coefficient of 0 it is only reported.
+        entropy_coeff: weight of the bonus.
+        kl: float [N], estimated divergences from the reference policy.
+        kl_loss_coef: weight of the penalty.
+    """
+    total, shares = objective.loss, []
+    for values, weight in ((entropy, -entropy_coeff), (kl, kl_loss_coef)):
+        share = None if values is None else aggregate_share(values, inputs, counts, settings)
+        if share is not None and weight != 0.0:
+            total = total + weight * share
+        shares.append(None if share is None else share.detach())
+    return TotalLoss(total, objective.loss.detach(), *shares)

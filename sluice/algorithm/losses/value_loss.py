@@ -35,7 +35,7 @@ def value_loss(
     cliprange_value: float,
     aggregate: Callable[[torch.Tensor], torch.Tensor],
 ) -> ValueLoss:
-    """Half of the aggregate of ``max((v - R)^2, (clip(v, v_old +- cliprange) - R)^2)``.
+    """Return half of the aggregate of ``max((v - R)^2, (clip(v, v_old +- cliprange) - R)^2)``.
 
     Args:
         values: float [tokens], of the critic being updated; carries the gradient.

@@ -1,4 +1,4 @@
 """Correction for the gap between the policy that sampled the tokens and the one that trains.
 Log probabilities of both come in; importance weights, a rejection mask and metrics go out. Only
-`plan` loads without torch.
+`settings` loads without torch.
 """

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from sluice.algorithm.losses.inputs import Correction, Corrector, MetricMean
-from sluice.algorithm.rollout_correction.plan import RolloutCorrectionSettings
 from sluice.algorithm.rollout_correction.rejection import reject
+from sluice.algorithm.rollout_correction.settings import RolloutCorrectionSettings
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     Reading,
@@ -27,7 +27,7 @@ MAX_LOG_RATIO = 20.0
 def off_policy_statistics(
     old_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, rows: TokenRows
 ) -> dict[str, Statistic]:
-    """Statistics of a batch, taken in float64.
+    """Return statistics of a batch, taken in float64.
 
     With x the difference old - behaviour of a token: ``kl`` is the token mean of -x, ``k3_kl`` of
     exp(x) - x - 1, ``chi2_token`` of exp(2 x) - 1 with x within +-20, ``chi2_seq`` the row mean of
@@ -138,7 +138,7 @@ def normalized_weights(weights: torch.Tensor, batch_statistics: Statistics) -> t
 
 
 def bypass_corrector(settings: RolloutCorrectionSettings) -> Corrector:
-    """A corrector of one micro-batch at a time.
+    """Return a corrector of one micro-batch at a time.
 
     It compares the current policy with the engine's. `rollout_is_batch_normalize` divides by the
     micro-batch's mean, since the policy moves between micro-batches of different steps. Metrics

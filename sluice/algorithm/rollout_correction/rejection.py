@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.rollout_correction.plan import RejectionRule
+from sluice.algorithm.rollout_correction.settings import RejectionRule
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     Reading,
@@ -100,7 +100,7 @@ def _rule_statistics(
 
 
 def _masked(prefix: str, kept: torch.Tensor, rows: TokenRows) -> dict[str, Statistic]:
-    """Share of tokens dropped, and of rows that lost a token."""
+    """Return the share of tokens dropped, and of rows that lost a token."""
     return {
         f"{prefix}_masked_fraction": Statistic(Moments.of(~kept), Reading.MEAN),
         f"{prefix}_seq_masked_fraction": Statistic(Moments.of(rows.any(~kept)), Reading.MEAN),

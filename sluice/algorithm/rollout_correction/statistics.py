@@ -1,5 +1,5 @@
 """Sums over the rows of a micro-batch, and statistics of numbers spread over micro-batches and
-ranks.
+ranks, verl's ``rollout_probs_diff`` metrics among them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TokenRows:
         return cls(of_token, lengths)
 
     def on_cpu(self) -> TokenRows:
-        """The same rows for tensors in host memory."""
+        """Return the same rows for tensors in host memory."""
         return TokenRows(self.of_token.cpu(), self.lengths.cpu())
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -42,16 +42,16 @@ class TokenRows:
         return values.new_zeros(self.lengths.numel()).index_add_(0, self.of_token, values)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over each row: float [tokens] to [rows]."""
+        """Return the mean over each row: float [tokens] to [rows]."""
         return self.sum(values) / self.lengths
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """Maximum over each row: float [tokens] to [rows]."""
+        """Return the maximum over each row: float [tokens] to [rows]."""
         lowest = values.new_full((self.lengths.numel(),), float("-inf"))
         return lowest.scatter_reduce_(0, self.of_token, values, "amax")
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
-        """Whether a flag is set in each row: bool [tokens] to [rows]."""
+        """Return whether a flag is set in each row: bool [tokens] to [rows]."""
         return self.sum(flags.float()) > 0
 
 
@@ -82,7 +82,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Moments:
-        """Moments of the numbers [n], taken in float64; bool counts as 0 and 1."""
+        """Return moments of the numbers [n], taken in float64; bool counts as 0 and 1."""
         if values.numel() == 0:
             return cls()
         numbers = values.detach().cpu().double()
@@ -90,7 +90,7 @@ class Moments:
         return cls(float(numbers.numel()), *found.tolist())
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of the numbers of both."""
+        """Return moments of the numbers of both."""
         return Moments(
             self.count + other.count,
             self.total + other.total,
@@ -100,7 +100,7 @@ class Moments:
         )
 
     def read(self, reading: Reading) -> float:
-        """One statistic; there must be a number."""
+        """Return one statistic; there must be a number."""
         mean, mean_square = self.total / self.count, self.squares / self.count
         variance = max(mean_square - mean * mean, 0.0)
         match reading:
@@ -132,7 +132,7 @@ Statistics = Mapping[str, Statistic]
 
 
 def merge_statistics(first: Statistics, second: Statistics) -> dict[str, Statistic]:
-    """The same metrics over the numbers of both; both have the same names."""
+    """Return the same metrics over the numbers of both; both have the same names."""
     return {
         name: Statistic(one.moments.merge(second[name].moments), one.reading)
         for name, one in first.items()
@@ -140,7 +140,7 @@ def merge_statistics(first: Statistics, second: Statistics) -> dict[str, Statist
 
 
 def statistics_to_vector(statistics: Statistics) -> list[float]:
-    """Five numbers a metric for an all-gather, in the order of the names as given."""
+    """Return five numbers a metric for an all-gather, in the order of the names as given."""
     return [number for one in statistics.values() for number in astuple(one.moments)]
 
 
@@ -153,9 +153,78 @@ def statistics_from_vector(like: Statistics, vector: Sequence[float]) -> dict[st
 
 
 def metrics_of(statistics: Statistics, *, prefix: str = "rollout_corr/") -> dict[str, float]:
-    """Metrics by name; a statistic over no numbers is left out."""
+    """Return metrics by name; a statistic over no numbers is left out."""
     return {
         f"{prefix}{name}": one.moments.read(one.reading)
         for name, one in statistics.items()
         if one.moments.count
     }
+
+
+@dataclass(frozen=True, slots=True)
+class ProbsDiffSums:
+    """Sums over tokens, in float64; add them over micro-batches and ranks with `merge`.
+
+    p is the trainer's probability of a token, q the engine's, d is ``|p - q|``.
+    """
+
+    num_tokens: float = 0.0
+    d: float = 0.0
+    dd: float = 0.0
+    p: float = 0.0
+    q: float = 0.0
+    pp: float = 0.0
+    qq: float = 0.0
+    pq: float = 0.0
+    max_d: float = 0.0
+
+    @classmethod
+    def of_tokens(
+        cls, old_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor
+    ) -> ProbsDiffSums:
+        """Sums over the tokens of a micro-batch; both tensors are [tokens]."""
+        if old_logprobs.numel() == 0:
+            return cls()
+        p = old_logprobs.detach().cpu().double().exp()
+        q = behavior_logprobs.detach().cpu().double().exp()
+        d = (p - q).abs()
+        sums = torch.stack([d.sum(), d @ d, p.sum(), q.sum(), p @ p, q @ q, p @ q, d.max()])
+        return cls.from_vector([float(p.numel()), *sums.tolist()])
+
+    @classmethod
+    def from_vector(cls, vector: Sequence[float]) -> ProbsDiffSums:
+        """Undo `to_vector`."""
+        return cls(*vector)
+
+    def to_vector(self) -> tuple[float, ...]:
+        """Nine numbers for an all-gather; all add up except the last, which is a maximum."""
+        return astuple(self)
+
+    def merge(self, other: ProbsDiffSums) -> ProbsDiffSums:
+        """Sums over the tokens of both."""
+        added = [a + b for a, b in zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)]
+        return ProbsDiffSums.from_vector([*added, max(self.max_d, other.max_d)])
+
+    def metrics(self) -> dict[str, float]:
+        """Validity, maximum, mean and unbiased std of d, and the correlation of p and q.
+
+        No tokens: only ``training/rollout_probs_diff_valid``, 0. Std needs two tokens, the
+        correlation needs p and q to vary; what is undefined is left out.
+        """
+        n = self.num_tokens
+        if n == 0.0:
+            return {"training/rollout_probs_diff_valid": 0.0}
+        found = {
+            "training/rollout_probs_diff_valid": 1.0,
+            "training/rollout_probs_diff_max": self.max_d,
+            "training/rollout_probs_diff_mean": self.d / n,
+        }
+        if n > 1.0:
+            variance = max(self.dd - self.d * self.d / n, 0.0) / (n - 1.0)
+            found["training/rollout_probs_diff_std"] = math.sqrt(variance)
+        variation = (self.pp - self.p * self.p / n) * (self.qq - self.q * self.q / n)
+        if variation > 0.0:
+            covariation = self.pq - self.p * self.q / n
+            correlation = max(-1.0, min(1.0, covariation / math.sqrt(variation)))
+            found["training/rollout_actor_probs_pearson_corr"] = correlation
+        return found

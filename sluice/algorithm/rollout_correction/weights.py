@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice.algorithm.rollout_correction.plan import WeightBounds, check_level
+from sluice.algorithm.rollout_correction.settings import WeightBounds, check_level
 from sluice.algorithm.rollout_correction.statistics import (
     Moments,
     Reading,
@@ -28,7 +28,7 @@ class ImportanceWeights:
     Args:
         weights: float32 [tokens], bounded, not normalised, without gradient.
         statistics: of ``rollout_is_*``.
-        normalizer: mean weight, over tokens or over rows as the level says; merge it over
+        normalizer: mean weight, over tokens or over rows, by level; merge it over
             micro-batches and ranks and divide the weights by its reading for
             `rollout_is_batch_normalize`.
     """
@@ -67,7 +67,7 @@ def importance_weights(
 
 
 def raw_weights(log_ratio: torch.Tensor, rows: TokenRows, *, level: str) -> torch.Tensor:
-    """Weights before any bound but the exponent's, [tokens].
+    """Return the weights before any bound but the exponent's, [tokens].
 
     Raises:
         ConfigError: unknown level.
@@ -78,7 +78,7 @@ def raw_weights(log_ratio: torch.Tensor, rows: TokenRows, *, level: str) -> torc
 
 
 def bounded_weights(raw: torch.Tensor, bounds: WeightBounds) -> torch.Tensor:
-    """At most `bounds.upper`; with a lower bound 0 outside of the band."""
+    """Return weights of at most `bounds.upper`; with a lower bound 0 outside of the band."""
     if bounds.lower is None:
         return raw.clamp(max=bounds.upper)
     inside = (raw >= bounds.lower) & (raw <= bounds.upper)
@@ -111,7 +111,7 @@ def _token_statistics(
 def _row_statistics(
     raw: torch.Tensor, weights: torch.Tensor, bounds: WeightBounds
 ) -> dict[str, Statistic]:
-    """Of mean weights of rows [rows], before and after the bounds."""
+    """Return statistics of the mean weights of rows [rows], before and after the bounds."""
     applied = Moments.of(weights)
     high, low = Moments.of(raw > bounds.upper), Moments.of(raw < _lower(bounds))
     return {
@@ -126,7 +126,7 @@ def _row_statistics(
 
 
 def _ratio_statistics(log_ratio_sums: torch.Tensor, bounds: WeightBounds) -> dict[str, Statistic]:
-    """What a sequence's weights report of their ratios [rows] before any bound."""
+    """Return what a sequence's weights report of their ratios [rows] before any bound."""
     sums = log_ratio_sums.cpu().double()
     ratios = Moments.of(sums.clamp(max=MAX_LOG_WEIGHT).exp())
     high = Moments.of(sums > torch.tensor(bounds.upper, dtype=torch.float64).log())

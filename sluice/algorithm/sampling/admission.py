@@ -1,13 +1,13 @@
 """How many new groups to start now (over-generation by continuous refill).
 
-Every kept group must find a place in a train batch before it is too stale. A group started under
+Every kept group needs a slot in a train batch before it is too stale. A group started under
 version v may be trained in the batches of v, ..., v + S: slots for ``(S + 1) * B`` kept groups,
 less those leased to the trainer already. Groups start while
 
     kept + upper bound on how many of those in flight will be kept <= (S + 1) * B - in training
 
 *Never waste.* With the trivial bound (everything in flight is kept) no kept group can ever be left
-over: batches take the oldest groups first, so every group counted above has a place in time. That
+over: batches take the oldest groups first, so every group counted above has a slot in time. That
 bound is used at S = 0 where a run has to repeat; it means at most ``B - kept - in flight`` new
 groups. A prompt then starts only if all before it, were they all kept, would leave a batch
 unfilled; hence the prompts issued for a batch are the shortest run of the stream that yields B kept
@@ -25,12 +25,12 @@ early are not typical of those still running (short answers are more often all r
 why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
 if even those are full, `staleness.expired_groups` names the groups to cancel while they run.
 
-*No older than wanted.* All places but those of one batch are for groups that will be trained by a
-later policy than drew them. Where A of them are wanted at most, groups start while
+*No older than wanted.* All slots but those of one batch are for groups that will be trained by a
+later policy than the one that sampled them. Where at most A of them are wanted, groups start while
 
     kept + mean of how many of those in flight will be kept < B + A - in training
 
-too. This bound may err: the one above sees to it that every kept group has its place.
+too. This bound may err: the one above ensures that every kept group has its slot.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class YieldEstimate:
             )
 
     def observe(self, kept: bool) -> YieldEstimate:
-        """The estimate after one more group ended, kept or filtered."""
+        """Return the estimate after one more group ended, kept or filtered."""
         return replace(
             self,
             kept_weight=self.decay * self.kept_weight + float(kept),
@@ -88,7 +88,7 @@ class YieldEstimate:
         return kept / (self.observed_weight + self.prior_weight)
 
     def upper(self, z: float = DEFAULT_Z) -> float:
-        """Upper confidence limit of the yield, `z` standard errors above the mean."""
+        """Return the upper confidence limit of the yield, `z` standard errors above the mean."""
         mean = self.mean
         # The sum of decaying weights is about half their effective number: errs upwards.
         variance = max(mean * (1.0 - mean), 0.0) / (self.observed_weight + self.prior_weight)
@@ -96,7 +96,7 @@ class YieldEstimate:
 
 
 def kept_upper_bound(num_groups: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> float:
-    """How many of `num_groups` running groups may be kept: mean and `z` sd, at most all."""
+    """Return how many of `num_groups` running groups may be kept: mean and `z` sd, at most all."""
     rate = estimate.upper(z)
     spread = math.sqrt(num_groups * rate * (1.0 - rate))
     return min(float(num_groups), num_groups * rate + z * spread)
@@ -114,7 +114,7 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
     num_ahead: int | None = None,
     fills_on_average: bool = False,
 ) -> int:
-    """Number of groups to start now, >= 0.
+    """Return the number of groups to start now, >= 0.
 
     Args:
         train_batch_size: B, groups in a train batch.
@@ -125,7 +125,7 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
         estimate: the yield seen so far; ignored at S = 0 unless `fills_on_average`.
         max_in_flight: absolute bound from the fleet's capacity: more would only age in a queue.
         num_ahead: A, how many kept groups beyond a batch are wanted; ``None``: as many as fit.
-        fills_on_average: at S = 0, start what is expected to be needed, not what surely is.
+        fills_on_average: at S = 0, start what is expected to be needed, not only what is certain.
     """
     filled = num_in_training + num_kept
     capacity = (max_staleness + 1) * train_batch_size - filled
@@ -138,9 +138,9 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
     return max(0, min(most, max_in_flight) - num_in_flight)
 
 
-@lru_cache(maxsize=4096)  # asked at every event, while estimate and capacity change at few
+@lru_cache(maxsize=4096)  # called at every event, while estimate and capacity change at few
 def most_in_flight(capacity: int, estimate: YieldEstimate, z: float = DEFAULT_Z) -> int:
-    """Most running groups n whose `kept_upper_bound` is at most `capacity`; 0 without any.
+    """Return the most running groups n whose `kept_upper_bound` is at most `capacity`; 0 for none.
 
     With ``x = sqrt(n)`` the bound ``r x^2 + z sqrt(r (1 - r)) x`` is a parabola, whose larger root
     is at `capacity`.
@@ -154,16 +154,16 @@ def most_in_flight(capacity: int, estimate: YieldEstimate, z: float = DEFAULT_Z)
 
 
 def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) -> int:
-    """Groups that may be asked of the fleet, by the sequences that each asks for at first.
+    """Return how many groups the fleet can take, by the sequences of each group's first request.
 
-    What a group with probes asks for later is not kept free for it: it waits, and is served before
-    groups that start.
+    No capacity is kept free for the later requests of a group with probes: they wait, and are
+    served before groups that start.
 
     Args:
         num_free: sequences that could start, less those that wait already; below 0 if more wait
             than fit.
         first_sequences: sequences of a group's first request, at least 1.
-        is_idle: whether no group is under way. Then one fits wherever a sequence does: a group
+        is_idle: whether no group is in flight. Then one fits wherever a sequence does: a group
             larger than a replica must run as well.
 
     Returns:
@@ -172,10 +172,6 @@ def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) 
     capacity = max(0, num_free // first_sequences)
     return max(1, capacity) if is_idle and num_free > 0 else capacity
 
-
-# When a yield is hopeless: too few of the last groups were kept.
-#
-# The reward service and the simulator judge by the same values.
 
 DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
 """Those of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
@@ -205,7 +201,7 @@ class LastGroups:
 
 @dataclass(frozen=True, slots=True)
 class YieldFloor:
-    """The bound below which a run gives up.
+    """The bound on the yield below which a run gives up, and a simulated run as well.
 
     Args:
         min_yield: least share of kept groups, in [0, 1]; 0: no bound.
@@ -216,25 +212,25 @@ class YieldFloor:
     num_groups: int = DEFAULT_NUM_GROUPS
 
     def after(self, last: LastGroups, *, is_kept: bool) -> LastGroups:
-        """The last groups once another one has ended."""
+        """Return the last groups once another one has ended."""
         num_groups = min(last.num_groups + 1, self.num_groups)
         within = (1 << self.num_groups) - 1
         return LastGroups(num_groups, (last.kept << 1 | is_kept) & within)
 
     def is_hopeless(self, last: LastGroups) -> bool:
-        """Whether too few of the last groups were kept; fewer than `num_groups` say nothing."""
+        """Return whether too few of the last `num_groups` were kept; not while there are fewer."""
         return last.num_groups >= self.num_groups and last.share < self.min_yield
 
     def error(
         self, last: LastGroups, summary: str = "", remedy: str = REMEDY
     ) -> BatchUnfillableError:
-        """What giving up says.
+        """Return the error of a run that gives up.
 
         It begins with verl's words (`recipe/dapo/dapo_ray_trainer.py`), for users who search logs.
 
         Args:
             last: groups that ended.
-            story: what else is known of them; follows the numbers.
+            summary: what else is known of them; follows the numbers.
             remedy: what may help.
         """
         return BatchUnfillableError(

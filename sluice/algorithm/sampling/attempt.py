@@ -28,7 +28,7 @@ class PromptHistory:
     num_attempts: int
 
     def aged(self, version: int) -> PromptHistory:
-        """The same with the counts discounted to `version`, older or younger than its own."""
+        """Return the same with the counts discounted to `version`, an older or a younger one."""
         factor = KEPT_PER_VERSION ** abs(version - self.version)
         return PromptHistory(
             self.num_right * factor,
@@ -54,7 +54,7 @@ class RememberedAttempt:
 
 
 def remembered(history: PromptHistory | None, seen: RememberedAttempt) -> PromptHistory:
-    """The history after one more attempt; ``None``: there was none before."""
+    """Return the history after one more attempt; ``None``: there was none before."""
     before = (history or PromptHistory(0.0, 0.0, 0.0, seen.version, 0)).aged(seen.version)
     weight_before = before.num_right + before.num_wrong
     total = weight_before + seen.num_scored
@@ -74,13 +74,13 @@ class Attempt:
 
     Args:
         key: names the prompt across attempts.
-        sequence: its place in the order of issue.
+        sequence: its number in the order of issue.
         history: of its earlier attempts, where a strategy remembers them.
         first_samples: samples to generate first; 0: the prompt is skipped.
         admission_probability: with which it is not skipped, by its history; in (0, 1].
         probability: with which it came this far, the choice about its rest included; in (0, 1].
-        side, worth: of the choice it passed, for the coverage guard; the harder one's of two, its
-            worth times the other's probability.
+        side, value: of the choice it passed, for the coverage guard; of two choices those of the
+            harder one, its value times the other's probability.
     """
 
     key: str
@@ -98,7 +98,7 @@ class Attempt:
         return self.first_samples == 0
 
     def known(self, version: int) -> GradeCounts:
-        """The grades of its earlier attempts, discounted to `version`."""
+        """Return the grades of its earlier attempts, discounted to `version`."""
         if self.history is None:
             return GradeCounts()
         aged = self.history.aged(version)

@@ -25,7 +25,7 @@ CERTAIN_GROUPS_PRICE = 1.0
 
 
 def plain_price(population: Weights, samples_per_group: int) -> float:
-    """Samples generated for each that is trained when no prompt is skipped; at least 1."""
+    """Return the samples generated for each trained one when no prompt is skipped; at least 1."""
     mixed = mixed_probability(population, samples_per_group)
     return max(CERTAIN_GROUPS_PRICE, 1.0 / max(mixed, 1e-6))
 
@@ -38,7 +38,7 @@ class Stakes:
     gain: float
 
     def value(self, price: float) -> float:
-        """What is expected to be trained, times the price, over what is expected to be generated.
+        """Return the expected samples to train, times the price, over those to generate.
 
         From 1 on the samples to be trained are had at no more than `price` each.
         """
@@ -53,7 +53,7 @@ def rest_of_group(
     num_rest: int,
     samples_per_group: int,
 ) -> Stakes:
-    """The rest of a group whose probes were all right or all wrong.
+    """Return the rest of a group whose probes were all right or all wrong.
 
     Args:
         before_probes: weights of the grid for its prompt before them.
@@ -72,7 +72,7 @@ def rest_of_group(
 def whole_attempt(
     weights: Weights, *, probe_samples: int | None, samples_per_group: int, price: float
 ) -> Stakes:
-    """An attempt to a prompt, its probes included.
+    """Return the stakes of an attempt at a prompt, its probes included.
 
     Args:
         weights: weights of the grid for the prompt.
@@ -95,7 +95,7 @@ def whole_attempt(
 def saved_by_probes(
     weights: Weights, *, probe_samples: int, samples_per_group: int, price: float
 ) -> float:
-    """Samples that probes are expected to save, by stopping groups whose rest is not worth them."""
+    """Return how many samples probes should save by stopping groups whose rest is not worth it."""
     return sum(
         chance * stakes.cost
         for chance, stakes in _uniform_probes(weights, probe_samples, samples_per_group)
@@ -106,7 +106,7 @@ def saved_by_probes(
 def _uniform_probes(
     weights: Weights, probe_samples: int, samples_per_group: int
 ) -> Iterator[tuple[float, Stakes]]:
-    """How likely probes are all right, and what is then at stake; then the same for all wrong."""
+    """Yield how likely all probes are right, and what is then at stake; then the same for wrong."""
     for num_right, chance in (
         (probe_samples, all_right_probability(weights, probe_samples)),
         (0, all_wrong_probability(weights, probe_samples)),
@@ -138,12 +138,12 @@ class Knowledge:
 
     @classmethod
     def of(cls, belief: PassRateBelief, guard: CoverageGuard, samples_per_group: int) -> Knowledge:
-        """Knowledge with what follows from the belief."""
+        """Return the knowledge that follows from a belief."""
         population = belief.population
         return cls(belief, guard, population, plain_price(population, samples_per_group))
 
     def after(self, ends: list[AttemptEnd], samples_per_group: int) -> Knowledge:
-        """What is known once these groups have ended."""
+        """Return what is known once these groups have ended."""
         guard = self.guard
         seen = []
         for end in ends:
@@ -198,14 +198,14 @@ def choose_rest(
     num_scored: int,
     version: int,
 ) -> Attempt | None:
-    """Draw the rest of a group or stop it, by its first samples.
+    """Continue a group or stop it, by its first samples.
 
     Args:
         knowledge: at this time.
         rules: of the run.
         attempt: the attempt the probes are of.
         num_right: right probes.
-        num_scored: graded probes; one that could not be graded says nothing.
+        num_scored: graded probes; one that could not be graded does not count.
         version: announced now.
 
     Returns:
@@ -249,7 +249,7 @@ def _saved(knowledge: Knowledge, rules: SamplingRules, weights: Weights) -> floa
 
 
 def _passed(attempt: Attempt, side: Side, value: float, probability: float) -> Attempt:
-    """A group that passed two choices counts for the harder side.
+    """Return an attempt after a choice; one that passed two counts for the harder side.
 
     Its worth there is taken times the probability of the other choice: so what the guard expects
     of w is what comes of both. It is exact where w enters one of the two; of two choices of the
@@ -262,7 +262,7 @@ def _passed(attempt: Attempt, side: Side, value: float, probability: float) -> A
 
 
 def _uniform(seed: int, attempt: Attempt, purpose: str) -> float:
-    """A number in [0, 1) of the attempt alone, so that a run repeats whatever the timing."""
+    """Return a number in [0, 1) of the attempt alone, so that a run repeats whatever the timing."""
     text = f"{seed}/{attempt.key}/{attempt.sequence}/{purpose}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64

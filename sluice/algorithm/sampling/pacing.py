@@ -7,7 +7,7 @@ shortest. Expected is what the prompt's earlier attempts took, in tokens, times 
 groups have lately taken for each of their mean tokens (their longest sample and the wait for a
 slot included).
 
-Nobody waits for long: a prompt that two announcements have passed by goes first. At S = 0 the order
+No prompt waits for long: one that was skipped for two announcements goes first. At S = 0 the order
 stays that of issue, and a run repeats.
 
 State without I/O; the reward service and the simulator drive the same object, each with its clock.
@@ -54,20 +54,20 @@ class FinishForecast:
         self._announced_s: float | None = None
 
     def announced(self, now_s: float) -> None:
-        """A version was announced."""
+        """Note that a version was announced."""
         if self._announced_s is not None:
             self._interval_s.see(now_s - self._announced_s)
         self._announced_s = now_s
 
     def ended(self, key: str, *, mean_tokens: float, seconds: float) -> None:
-        """A group ended whose samples had so many tokens in the mean, so long after its start."""
+        """Note that a group ended: its samples' mean tokens, and the seconds since its start."""
         if mean_tokens <= 0.0:
             return
         self.remember(key, mean_tokens)
         self._s_per_token.see(seconds / mean_tokens)
 
     def remember(self, key: str, mean_tokens: float) -> None:
-        """A prompt's samples had so many tokens in the mean; too many prompts: one is forgotten."""
+        """Remember the mean tokens of a prompt's samples; forget the oldest of too many."""
         self._lengths[key] = mean_tokens
         self._lengths.move_to_end(key)
         if len(self._lengths) > KNOWN_LENGTHS:
@@ -103,21 +103,21 @@ class AdmissionOrder:
         return len(self._line)
 
     def add(self, sequence: int, expected_tokens: float, version: int) -> None:
-        """A prompt is next in line from `version` on; `sequence` names it."""
+        """Put the prompt `sequence` into the line, from `version` on."""
         step = _length_step(expected_tokens)
         self._alike[step].append(sequence)
         self._filled |= 1 << step
         self._line[sequence] = step, version
 
     def take(self, version: int, tokens_in_time: float | None) -> int:
-        """The sequence of the prompt to start now, which leaves the line.
+        """Return the sequence of the prompt to start now, which leaves the line.
 
         Args:
             version: announced now.
             tokens_in_time: see `FinishForecast`; ``None``: in the order in which they came.
 
         Raises:
-            IndexError: nobody is in line.
+            IndexError: no prompt is in line.
         """
         if not self._line:
             raise IndexError("no prompt is in line")
@@ -140,7 +140,7 @@ class AdmissionOrder:
         return sequence
 
     def clear(self) -> None:
-        """Nobody is in line any more."""
+        """Remove all prompts from the line."""
         for alike in self._alike:
             alike.clear()
         self._filled = 0

@@ -28,7 +28,7 @@ Weights = npt.NDArray[np.float64]  # [grid], sums to 1
 
 _LOGITS = np.linspace(-6.2, 6.2, 41)
 GRID: Weights = 1.0 / (1.0 + np.exp(-_LOGITS))
-"""Pass rates, 0.002 to 0.998, evenly spaced in log odds: nobody is hopeless or sure for ever."""
+"""Pass rates, 0.002 to 0.998, evenly spaced in log odds: no prompt is hopeless or certain."""
 
 _LOG_RIGHT, _LOG_WRONG = np.log(GRID), np.log1p(-GRID)
 _STEP = _LOGITS[1] - _LOGITS[0]
@@ -66,11 +66,11 @@ class PassRateBelief:
         return np.asarray(total / total.sum(), dtype=np.float64)
 
     def posterior(self, grade_counts: GradeCounts) -> Weights:
-        """Weights of the grid for a prompt with some graded samples."""
+        """Return the weights of the grid for a prompt with some graded samples."""
         return posterior(self.population, grade_counts)
 
     def learn(self, seen: list[tuple[GradeCounts, float]]) -> PassRateBelief:
-        """The belief after some more groups ended, in any order.
+        """Return the belief after some more groups ended, in any order.
 
         Args:
             seen: evidence on each group's prompt, and how many prompts of the population the group
@@ -87,7 +87,7 @@ class PassRateBelief:
 
 
 def posterior(population: Weights, grade_counts: GradeCounts) -> Weights:
-    """Weights of the grid given a prior and some graded samples of one prompt."""
+    """Return the weights of the grid, given a prior and some graded samples of one prompt."""
     log_likelihood = grade_counts.num_right * _LOG_RIGHT + grade_counts.num_wrong * _LOG_WRONG
     weights = population * np.exp(log_likelihood - log_likelihood.max())
     return np.asarray(weights / weights.sum(), dtype=np.float64)

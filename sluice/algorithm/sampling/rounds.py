@@ -32,26 +32,26 @@ class Rounds:
     num_issued: int = 0
 
     def drew(self) -> Rounds:
-        """One more prompt of the wave was issued; the first one begins a wave."""
+        """Return one more prompt of the wave was issued; the first one begins a wave."""
         if self.num_waves == 0 or self.num_issued >= self.gen_batch_size:
             return replace(self, num_waves=self.num_waves + 1, num_issued=1)
         return replace(self, num_issued=self.num_issued + 1)
 
     def gave_back(self) -> Rounds:
-        """A prompt of the wave was broken off and will be issued again."""
+        """Note that a prompt of the wave was cancelled and will be issued again."""
         return replace(self, num_issued=max(0, self.num_issued - 1))
 
     def batch_formed(self) -> Rounds:
-        """The batch is full: the next wave is another batch's first."""
+        """Return the batch is full: the next wave is another batch's first."""
         return replace(self, num_waves=0, num_issued=0)
 
     def has_ended(self, num_in_flight: int) -> bool:
-        """Whether the last wave is issued and all of its groups have ended."""
+        """Return whether the last wave is issued and all of its groups have ended."""
         is_admitted = self.num_waves > 0 and self.num_issued == self.gen_batch_size
         return is_admitted and num_in_flight == 0
 
     def num_to_issue(self, *, num_in_flight: int, num_kept: int, num_in_training: int) -> int:
-        """Prompts of the wave that are still to be issued; of a new wave where one is due.
+        """Return how many prompts of the wave, or of a new one that is due, are still to be issued.
 
         Raises:
             BatchUnfillableError: the last wave that is allowed left the batch unfilled.

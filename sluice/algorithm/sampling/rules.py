@@ -81,7 +81,7 @@ class SamplingRules:
 
     @property
     def num_ahead(self) -> int | None:
-        """Groups wanted beyond a batch, at least 1; ``None``: as many as have a place in time."""
+        """Groups wanted beyond a batch, at least 1; ``None``: as many as have a slot in time."""
         if self.ahead_share == 1.0 or self.max_staleness == 0:
             return None
         wanted = self.ahead_share * self.max_staleness * self.train_batch_size

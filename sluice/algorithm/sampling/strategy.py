@@ -28,7 +28,7 @@ class LoopLoad(NamedTuple):
 
     `num_in_flight` started and did not end, `num_kept` wait for a batch, `num_in_training` are
     leased and their new policy is not announced yet; the fleet could take `capacity` more.
-    `num_sure` of those in flight have a place as if they were kept: their samples differ already,
+    `num_sure` of those in flight have a slot as if they were kept: their samples differ already,
     or they have a reserved slot (`staleness.reserves_slot`).
     """
 
@@ -44,17 +44,24 @@ class SamplingStrategy:
 
     Args:
         rules: which strategy, and its settings.
+
+    Attributes:
+        rules: see above.
+        discards_surplus: whether kept groups beyond a batch are thrown away.
+        preempts: whether a full batch cancels the groups that still run.
+        estimate: of the yield.
+        forecast: how long groups take.
     """
 
     def __init__(self, rules: SamplingRules) -> None:
-        self._rules = rules
-        # These are asked at every start, and follow from the rules.
-        self._discards_surplus = rules.strategy is StrategyName.ROUNDS
+        self.rules = rules
+        # These are needed at every start, and follow from the rules.
+        self.discards_surplus = rules.strategy is StrategyName.ROUNDS
         self._num_ahead = rules.num_ahead
         self._uses_memory = rules.strategy.uses_memory
         uses_probes = rules.strategy.uses_probes
         self._learns = uses_probes or self._uses_memory
-        self._preempts = rules.preempts
+        self.preempts = rules.preempts
         self._first_samples = rules.probe_samples if uses_probes else rules.samples_per_group
         self._rounds = Rounds(
             rules.gen_batch_size, rules.train_batch_size, rules.max_num_gen_batches
@@ -67,27 +74,17 @@ class SamplingStrategy:
         self.forecast = FinishForecast(rules.max_staleness)
 
     @property
-    def rules(self) -> SamplingRules:
-        """What it was made of."""
-        return self._rules
-
-    @property
-    def discards_surplus(self) -> bool:
-        """Whether kept groups beyond a batch are thrown away."""
-        return self._discards_surplus
-
-    @property
     def num_in_line(self) -> int:
         """Prompts that are weighed against each other for the next start (`pacing`); 1: none.
 
         No more than a batch: about so many start in a version's time at the least, so that hardly
         one is skipped for longer.
         """
-        is_paced = self._rules.paces and self._rules.max_staleness > 0
-        return self._rules.train_batch_size if is_paced else 1
+        is_paced = self.rules.paces and self.rules.max_staleness > 0
+        return self.rules.train_batch_size if is_paced else 1
 
     def num_to_start(self, load: LoopLoad) -> int:
-        """Groups to start now.
+        """Return how many groups to start now.
 
         Raises:
             BatchUnfillableError: ``rounds`` used up its waves.
@@ -102,15 +99,15 @@ class SamplingStrategy:
         num_in_flight, num_kept, num_in_training, capacity, num_sure = load
         num_unsure = num_in_flight - num_sure
         return groups_to_admit(
-            train_batch_size=self._rules.train_batch_size,
-            max_staleness=self._rules.max_staleness,
+            train_batch_size=self.rules.train_batch_size,
+            max_staleness=self.rules.max_staleness,
             num_ahead=self._num_ahead,
             num_in_flight=num_unsure,
             num_kept=num_kept + num_sure,
             num_in_training=num_in_training,
             estimate=self.estimate,
             max_in_flight=num_unsure + capacity,
-            fills_on_average=self._preempts,
+            fills_on_average=self.preempts,
         )
 
     def attempt(
@@ -120,29 +117,29 @@ class SamplingStrategy:
 
         Args:
             key: names the prompt across attempts.
-            sequence: its place in the order of issue.
+            sequence: its number in the order of issue.
             history: of its earlier attempts; ignored by strategies without memory.
             version: announced now.
         """
         if history is None or not self._uses_memory:
             return Attempt(key, sequence, None, self._first_samples)
         attempt = Attempt(key, sequence, history, self._first_samples)
-        return choose_attempt(self._knowledge, self._rules, attempt, version)
+        return choose_attempt(self._knowledge, self.rules, attempt, version)
 
     def started(self, attempt: Attempt) -> None:
-        """The group of an attempt starts."""
+        """Note that the group of an attempt starts."""
         if self.discards_surplus:
             self._rounds = self._rounds.drew()
         self._counts["visits"] += 1
         self._counts["explored"] += attempt.side in _EXPLORED
 
     def skipped(self, attempt: Attempt) -> None:
-        """A prompt was skipped."""
+        """Note that a prompt was skipped."""
         self._counts["skipped"] += 1
         self._counts[f"skipped_{attempt.side}"] += 1
 
     def restarted(self, attempt: Attempt) -> None:
-        """A group was broken off and its prompt waits again, for another attempt."""
+        """Note that a group was cancelled and its prompt waits for another attempt."""
         if self.discards_surplus:
             self._rounds = self._rounds.gave_back()
         self._counts["visits"] -= 1
@@ -154,7 +151,7 @@ class SamplingStrategy:
         """Decide about the rest of a group; ``None``: it ends here as filtered."""
         continued = choose_rest(
             self._knowledge,
-            self._rules,
+            self.rules,
             attempt,
             num_right=num_right,
             num_scored=num_scored,
@@ -176,7 +173,7 @@ class SamplingStrategy:
         version: int,
         seconds: float,
     ) -> None:
-        """A group was kept or filtered (a stopped one is filtered). A failed one is not reported.
+        """Note that a group was kept or filtered, as one that was stopped; not if it failed.
 
         Args:
             attempt: as `after_probes` returned it, if it continued.
@@ -188,18 +185,19 @@ class SamplingStrategy:
             seconds: since it was admitted.
         """
         self.estimate = self.estimate.observe(kept)
-        if num_scored == self._rules.samples_per_group:
+        if num_scored == self.rules.samples_per_group:
             self.forecast.ended(attempt.key, mean_tokens=mean_tokens, seconds=seconds)
-        grade_counts = GradeCounts(float(num_right), float(num_scored - num_right))
-        self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, kept, version))
+        if self._learns:
+            grade_counts = GradeCounts(float(num_right), float(num_scored - num_right))
+            self._ends.append(AttemptEnd(attempt, grade_counts, mean_tokens, kept, version))
 
     def may_form(self, load: LoopLoad) -> bool:
-        """Whether a full batch may be taken from the kept groups."""
+        """Return whether a full batch may be taken from the kept groups."""
         return not self.discards_surplus or self._rounds.has_ended(load.num_in_flight)
 
     def batch_formed(self) -> None:
-        """A batch was taken from the kept groups."""
-        if self._discards_surplus:
+        """Note that a batch was taken from the kept groups."""
+        if self.discards_surplus:
             self._rounds = self._rounds.batch_formed()
 
     def new_version(self) -> list[tuple[str, RememberedAttempt]]:
@@ -208,16 +206,16 @@ class SamplingStrategy:
         Returns:
             what to add to the histories (`remembered`), by key and in order; none without memory.
         """
-        ends, self._ends = sorted(self._ends, key=lambda end: end.attempt.sequence), []
         if not self._learns:
             return []
-        self._knowledge = self._knowledge.after(ends, self._rules.samples_per_group)
+        ends, self._ends = sorted(self._ends, key=lambda end: end.attempt.sequence), []
+        self._knowledge = self._knowledge.after(ends, self.rules.samples_per_group)
         if not self._uses_memory:
             return []
         return [(end.attempt.key, _seen(end)) for end in ends]
 
     def statistics(self) -> dict[str, float]:
-        """Gauges and counts since the start, by metric name."""
+        """Return gauges and counts since the start, by metric name."""
         gauges = {"sampling/yield": self.estimate.mean}
         if self._learns:
             gauges |= _of_knowledge(self._knowledge)

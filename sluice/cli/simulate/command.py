@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import typer
 from rich.console import Console
@@ -15,22 +15,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.cli.simulate import options
-from sluice.cli.simulate.subject import Choices, Subject, described_subject, with_choices
+from sluice.cli.simulate.subject import Given, Subject, described_subject
 from sluice.cli.terminal import output_console, print_table
-from sluice.errors import ConfigError
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.result import simulate as simulate_run
 from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.strategies import Compared, FillTimes, compare, simulate_fill_times
-from sluice.simulate.sweep import TOLERANCE, Sweep, grid_around, sweep
+from sluice.simulate.strategies import Compared, compare, simulate_fill_times
 
 
-def print_result(console: Console, result: SimulationResult, fill: FillTimes) -> None:
+def print_result(console: Console, result: SimulationResult, fill: SimulationResult) -> None:
     """Print one simulation's figures and accounts."""
     rows = [
         ("generated / trained tokens", f"{result.gen_per_trained:.2f}"),
-        ("seconds to fill a batch *", _seconds(fill.mean_s)),
-        ("  median, p99", f"{_seconds(fill.p50_s)}, {_seconds(fill.p99_s)}"),
+        ("seconds to fill a batch *", _seconds(fill.step_s)),
+        ("  median, p99", f"{_seconds(fill.step_s_p50)}, {_seconds(fill.step_s_p99)}"),
         ("seconds a step", _seconds(result.step_s)),
         ("  median, p99", f"{_seconds(result.step_s_p50)}, {_seconds(result.step_s_p99)}"),
         ("steps per hour", f"{result.steps_per_hour:.2f}"),
@@ -67,15 +65,15 @@ def print_comparison(console: Console, title: str, compared: Sequence[Compared])
             one.result.strategy,
             f"{one.result.gen_per_trained:.2f}",
             f"{one.gen_ratio:.2f}x",
-            _seconds(one.fill.mean_s),
-            _seconds(one.fill.p99_s),
+            _seconds(one.fill.step_s),
+            _seconds(one.fill.step_s_p99),
             f"{one.fill_speedup:.2f}x",
             f"{one.result.steps_per_hour:.1f}",
             f"{one.step_speedup:.2f}x",
             f"{one.result.trainer_idle_share:.0%}",
             f"{one.result.fleet_idle_share:.0%}",
             _staleness(one.result),
-            str(one.result.num_staleness_exceeded + one.fill.ideal.num_staleness_exceeded),
+            str(one.result.num_staleness_exceeded + one.fill.num_staleness_exceeded),
             _discarded(one.result),
             str(one.result.num_restarted),
             f"{one.result.long_prompt_ratio:.3f}",
@@ -90,42 +88,15 @@ def print_comparison(console: Console, title: str, compared: Sequence[Compared])
     )
 
 
-def print_sweep(console: Console, title: str, found: Sweep) -> None:
-    """Print all points, and the recommended one."""
-    columns = ("replicas", "S", "steps/h", "trainer idle", "fleet idle", "staleness", "")
-    rows = [
-        (
-            str(point.num_replicas),
-            str(point.max_staleness),
-            f"{point.result.steps_per_hour:.2f}",
-            f"{point.result.trainer_idle_share:.0%}",
-            f"{point.result.fleet_idle_share:.0%}",
-            _staleness(point.result),
-            "<- recommended" if point is found.recommended else "",
-        )
-        for point in found.points
-    ]
-    print_table(console, title, columns, rows, right=columns[:-1])
-    best = found.recommended
-    console.print(
-        f"{best.num_replicas} replicas and max_staleness {best.max_staleness}: the fewest "
-        f"replicas, then the least staleness, within {TOLERANCE:.0%} of the best step rate",
-        soft_wrap=True,
-    )
-    if found.is_at_edge:
-        console.print(
-            "That is at the edge of the grid: more may be better. The grid lies around "
-            "--replicas and --max-staleness; give larger ones.",
-            soft_wrap=True,
-        )
-
-
-def result_as_json(result: SimulationResult, fill: FillTimes | None = None) -> dict[str, object]:
-    """Return one simulation without single steps' times; with `fill`, with the times to fill."""
+def result_as_json(result: SimulationResult, fill: SimulationResult) -> dict[str, object]:
+    """Return one simulation without single steps' times, and the times to fill a batch."""
     figures = {name: value for name, value in asdict(result).items() if name != "step_times_s"}
-    if fill is not None:
-        figures |= {"fill_s_mean": fill.mean_s, "fill_s_p50": fill.p50_s, "fill_s_p99": fill.p99_s}
-    return figures
+    return {
+        **figures,
+        "fill_s_mean": fill.step_s,
+        "fill_s_p50": fill.step_s_p50,
+        "fill_s_p99": fill.step_s_p99,
+    }
 
 
 def comparison_as_json(compared: Sequence[Compared]) -> dict[str, object]:
@@ -139,25 +110,6 @@ def comparison_as_json(compared: Sequence[Compared]) -> dict[str, object]:
             "hard_share_ratio": one.hard_share_ratio,
         }
         for one in compared
-    }
-
-
-def sweep_as_json(found: Sweep) -> dict[str, object]:
-    """Return all points, and the recommendation."""
-    return {
-        "points": [
-            {
-                "replicas": point.num_replicas,
-                "max_staleness": point.max_staleness,
-                **result_as_json(point.result),
-            }
-            for point in found.points
-        ],
-        "recommended": {
-            "replicas": found.recommended.num_replicas,
-            "max_staleness": found.recommended.max_staleness,
-            "is_at_edge": found.is_at_edge,
-        },
     }
 
 
@@ -195,7 +147,6 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     trainer_s: options.TrainerSeconds = None,
     seed: options.Seed = 0,
     compare_all: options.Compare = False,
-    sweep_grid: options.SweepGrid = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Simulate over-generation, staleness and fleet with the functions that drive a run.
@@ -205,7 +156,6 @@ def simulate(  # noqa: PLR0913 - one parameter an option
       sluice simulate --compare --mixture early
       sluice simulate --workload workload.yaml --step-ms 12 --sequence-ms 0.05
       sluice simulate --strategy stream --replicas 1024 --slots 64 --batch-size 512 --steps 60
-      sluice simulate --sweep --trainer-s 120
 
     \b
     A workload's file (all but pass_rates may be left out; docs/simulator.md has the fields):
@@ -213,19 +163,18 @@ def simulate(  # noqa: PLR0913 - one parameter an option
       lengths: {median_tokens_solved: 1500, median_tokens_unsolved: 3500, max_tokens: 16384}
       num_prompts: 8192
     """
-    if compare_all and sweep_grid:
-        raise ConfigError("simulate: --compare and --sweep exclude each other; give one of them")
-    model = options.Model(
+    given = Given(
         *(mixture, workload, replicas, slots, step_ms, sequence_ms),
         *(group_size, batch_size, gen_batch_size, trainer_s),
+        strategy=strategy,
+        max_staleness=max_staleness,
+        ahead_share=ahead_share,
+        on_policy_fill=on_policy_fill,
+        on_stale=on_stale,
     )
-    choices = Choices(strategy, max_staleness, ahead_share, on_policy_fill, on_stale)
-    found = described_subject(model, steps, seed)
-    found = replace(found, settings=with_choices(found.settings, choices))
+    found = described_subject(given, steps, seed)
     if compare_all:
         compare_strategies(found, as_json=as_json)
-    elif sweep_grid:
-        sweep_fleets(found, as_json=as_json)
     else:
         simulate_one(found, as_json=as_json)
 
@@ -242,23 +191,7 @@ def compare_strategies(found: Subject, *, as_json: bool) -> list[Compared]:
     return list(compared)
 
 
-def sweep_fleets(found: Subject, *, as_json: bool) -> Sweep:
-    """Simulate a grid of fleets and bounds, and print all points and the recommendation."""
-    settings = found.settings
-    sizes, bounds = grid_around(settings.fleet.num_replicas, settings.rules.max_staleness)
-    if settings.rules.strategy is StrategyName.ROUNDS:
-        bounds = (0,)
-    with progress("sweeping", len(sizes) * len(bounds) * settings.num_steps) as on_step:
-        points = sweep(settings, found.open_workload, sizes, bounds, on_step=on_step)
-    if as_json:
-        typer.echo(json.dumps(sweep_as_json(points), sort_keys=True))
-    else:
-        title = f"{found.name}, {settings.rules.strategy}: {_described(settings)}"
-        print_sweep(output_console(), title, points)
-    return points
-
-
-def simulate_one(found: Subject, *, as_json: bool) -> tuple[SimulationResult, FillTimes]:
+def simulate_one(found: Subject, *, as_json: bool) -> tuple[SimulationResult, SimulationResult]:
     """Simulate one strategy, and print its figures and accounts."""
     settings = found.settings
     with progress("simulating", 2 * settings.num_steps) as on_step:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from sluice.algorithm.sampling.rules import StrategyName
-from sluice.errors import ConfigError
 
 Mixture = Annotated[
     Literal["early", "mid", "late"] | None,
@@ -17,10 +15,7 @@ Mixture = Annotated[
 ]
 WorkloadFile = Annotated[
     Path | None,
-    typer.Option(
-        "--workload",
-        help="YAML or JSON file with distributions of pass rates and lengths.",
-    ),
+    typer.Option("--workload", help="YAML file with distributions of pass rates and lengths."),
 ]
 Strategy = Annotated[StrategyName | None, typer.Option(help="Strategy; none: stream.")]
 Replicas = Annotated[int | None, typer.Option(min=1, help="Rollout replicas; none: 8.")]
@@ -60,11 +55,7 @@ WhenStale = Annotated[Literal["wait", "drop"] | None, typer.Option(help="none: w
 GroupSize = Annotated[int | None, typer.Option(min=2, help="Samples of a group; none: 16.")]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Groups of a batch; none: 64.")]
 GenBatchSize = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="rounds: prompts of a wave; 0 or none: as many as a batch.",
-    ),
+    int | None, typer.Option(min=1, help="rounds: prompts of a wave; none: as many as a batch.")
 ]
 TrainerSeconds = Annotated[
     float | None,
@@ -72,35 +63,4 @@ TrainerSeconds = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
 Compare = Annotated[bool, typer.Option("--compare", help="All strategies side by side.")]
-SweepGrid = Annotated[
-    bool, typer.Option("--sweep", help="A grid of replicas and S; recommends the cheapest.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What is simulated, by the names of the options; ``None``: not given."""
-
-    mixture: str | None = None
-    workload: Path | None = None
-    replicas: int | None = None
-    slots: int | None = None
-    step_ms: float | None = None
-    sequence_ms: float | None = None
-    group_size: int | None = None
-    batch_size: int | None = None
-    gen_batch_size: int | None = None
-    trainer_s: float | None = None
-
-    def refuse_two_workloads(self) -> None:
-        """Refuse a mixture and a file at once.
-
-        Raises:
-            ConfigError: both were given.
-        """
-        if self.mixture is not None and self.workload is not None:
-            raise ConfigError(
-                f"--workload: {self.workload} and --mixture {self.mixture} both name the workload; "
-                "leave one out"
-            )

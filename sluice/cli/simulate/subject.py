@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from sluice.algorithm.groups.staleness import OnStale
 from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
-from sluice.cli.simulate.options import Model
 from sluice.errors import ConfigError
-from sluice.simulate.settings import (
-    DEFAULT_STEPS,
-    FleetSettings,
-    SimulationSettings,
-    TrainerSettings,
-)
+from sluice.simulate.settings import DEFAULT_STEPS, SimulationSettings, TrainerSettings
 from sluice.simulate.strategies import OpenWorkload, of_strategy
-from sluice.simulate.workload import DescribedWorkload, MixtureWorkload
+from sluice.simulate.workload import DescribedWorkload, mixture_workload
 from sluice.simulate.workload_file import read_workload
 
 _MS = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The options by their names; ``None``: not given."""
+
+    mixture: str | None = None
+    workload: Path | None = None
+    replicas: int | None = None
+    slots: int | None = None
+    step_ms: float | None = None
+    sequence_ms: float | None = None
+    group_size: int | None = None
+    batch_size: int | None = None
+    gen_batch_size: int | None = None
+    trainer_s: float | None = None
+    strategy: StrategyName | None = None
+    max_staleness: int | None = None
+    ahead_share: float | None = None
+    on_policy_fill: OnPolicyFill | None = None
+    on_stale: OnStale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,35 +55,18 @@ class Subject:
     open_workload: OpenWorkload
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """Rules of the simulation; ``None``: not given."""
-
-    strategy: StrategyName | None = None
-    max_staleness: int | None = None
-    ahead_share: float | None = None
-    on_policy_fill: OnPolicyFill | None = None
-    on_stale: OnStale | None = None
-
-
-def described_subject(model: Model, steps: int | None, seed: int) -> Subject:
-    """Return what the options describe.
+def described_subject(given: Given, steps: int | None, seed: int) -> Subject:
+    """Return what the options describe; the defaults are those that the options' help names.
 
     Raises:
         ConfigError: options exclude each other, or a workload's file is wrong.
     """
-    model.refuse_two_workloads()
-    settings = of_model(model, steps, seed)
-    if model.workload is not None:
-        description = read_workload(model.workload)
-        return Subject(str(model.workload), settings, partial(DescribedWorkload, description, seed))
-    mixture = model.mixture or "mid"
-    return Subject(mixture, settings, partial(MixtureWorkload, mixture, seed))
-
-
-def of_model(model: Model, steps: int | None, seed: int) -> SimulationSettings:
-    """Return the settings; the defaults are those that the options' help names."""
-    batch_size, group_size = model.batch_size or 64, model.group_size or 16
+    if given.mixture is not None and given.workload is not None:
+        raise ConfigError(
+            f"--workload: {given.workload} and --mixture {given.mixture} both name the workload; "
+            "leave one out"
+        )
+    batch_size, group_size = given.batch_size or 64, given.group_size or 16
     rules = SamplingRules(
         StrategyName.STREAM,
         train_batch_size=batch_size,
@@ -77,62 +77,41 @@ def of_model(model: Model, steps: int | None, seed: int) -> SimulationSettings:
         seed=seed,
         on_policy_fill="expected",
     )
-    settings = SimulationSettings(
-        rules,
-        fleet=FleetSettings(num_replicas=8, slots=128),
-        trainer=TrainerSettings(train_s=60.0),
-        num_steps=steps or DEFAULT_STEPS,
-        seed=seed,
+    settings = SimulationSettings(rules, num_steps=steps or DEFAULT_STEPS, seed=seed)
+    settings = with_options(settings, given)
+    if given.workload is not None:
+        description = read_workload(given.workload)
+        return Subject(str(given.workload), settings, partial(DescribedWorkload, description, seed))
+    mixture = given.mixture or "mid"
+    return Subject(mixture, settings, partial(mixture_workload, mixture, seed))
+
+
+def with_options(settings: SimulationSettings, given: Given) -> SimulationSettings:
+    """Return the settings with the rules, the fleet and the trainer that were given."""
+    rules = _changes(
+        max_staleness=given.max_staleness,
+        ahead_share=given.ahead_share,
+        on_policy_fill=given.on_policy_fill,
+        gen_batch_size=given.gen_batch_size,
     )
-    return changed(settings, model)
-
-
-def changed(settings: SimulationSettings, model: Model) -> SimulationSettings:
-    """Return the settings with the fleet, the trainer and the waves that were given."""
-    times = {"step-ms": model.step_ms, "sequence-ms": model.sequence_ms}
-    for name, value in {**times, "trainer-s": model.trainer_s}.items():
-        if value is not None and not math.isfinite(value):
-            raise ConfigError(f"--{name}: {value:g} is no time; give a finite number")
-    rules = settings.rules
-    if model.gen_batch_size is not None:
-        wave = model.gen_batch_size or rules.train_batch_size
-        rules = replace(rules, gen_batch_size=wave)
-    return replace(
+    fleet = _changes(
+        num_replicas=given.replicas,
+        slots=given.slots,
+        base_step_s=None if given.step_ms is None else given.step_ms * _MS,
+        per_sequence_s=None if given.sequence_ms is None else given.sequence_ms * _MS,
+    )
+    changed = replace(
         settings,
-        rules=rules,
-        fleet=_fleet(settings.fleet, model),
-        trainer=_trainer(settings.trainer, model.trainer_s),
+        rules=replace(settings.rules, **rules),
+        fleet=replace(settings.fleet, **fleet),
+        trainer=_trainer(settings.trainer, given.trainer_s),
+        on_stale=given.on_stale or settings.on_stale,
     )
+    return of_strategy(changed, given.strategy or changed.rules.strategy)
 
 
-def with_choices(settings: SimulationSettings, choices: Choices) -> SimulationSettings:
-    """Return the settings with the rules that were given."""
-    rules = settings.rules
-    if choices.max_staleness is not None:
-        rules = replace(rules, max_staleness=choices.max_staleness)
-    if choices.ahead_share is not None:
-        rules = replace(rules, ahead_share=choices.ahead_share)
-    if choices.on_policy_fill is not None:
-        rules = replace(rules, on_policy_fill=choices.on_policy_fill)
-    settings = replace(settings, rules=rules, on_stale=choices.on_stale or settings.on_stale)
-    return of_strategy(settings, choices.strategy or rules.strategy)
-
-
-def _fleet(fleet: FleetSettings, model: Model) -> FleetSettings:
-    base_s = fleet.base_step_s if model.step_ms is None else model.step_ms * _MS
-    per_sequence_s = fleet.per_sequence_s if model.sequence_ms is None else model.sequence_ms * _MS
-    if base_s + per_sequence_s <= 0.0:
-        raise ConfigError(
-            f"--step-ms: {base_s / _MS:g}, and --sequence-ms: {per_sequence_s / _MS:g}: a decoding "
-            "step would take no time; give one of them above 0"
-        )
-    return replace(
-        fleet,
-        num_replicas=model.replicas or fleet.num_replicas,
-        slots=model.slots or fleet.slots,
-        base_step_s=base_s,
-        per_sequence_s=per_sequence_s,
-    )
+def _changes(**values: object) -> Mapping[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _trainer(trainer: TrainerSettings, train_s: float | None) -> TrainerSettings:

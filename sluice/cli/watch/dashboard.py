@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.watch.waits import explain
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stop_on_signals
 from sluice.dashboard.serving import serve_page, write_report
 
@@ -50,7 +49,7 @@ def dashboard(
 async def _serve(run: Path, host: str, port: int) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, explain=explain, stop=stop, on_address=_print_address)
+        await serve_page(run, host, port, stop=stop, on_address=_print_address)
 
 
 def _print_address(url: str) -> None:

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from sluice.cli.running_run import PastRun, ask_run, past_run
 from sluice.cli.watch.live_view import AccuracyTail, run_table
-from sluice.cli.watch.waits import explain, wait_object, wait_table
+from sluice.cli.watch.waits import wait_object, wait_table
 from sluice.client.run_address import CONFIG_NAME, locate_run
+from sluice.client.wait_chain import explain
 from sluice.client.wait_survey import survey_waits
 from sluice.errors import ConfigError, NotReadyError
 from sluice.report.run_record import METRICS_NAME

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import msgspec
 from msgspec import UNSET
 
-from sluice.config.run import annotation_at, default_at, description_of, leaf_keys
+from sluice.config.run import annotation_at, default_at, expectation, leaf_keys, text_at
 
 SECTIONS: dict[str, str] = {
     "data": "data",
@@ -129,14 +129,17 @@ class Entry:
     Attributes:
         path: dotted, in sluice's spelling.
         status: what becomes of the value.
-        meaning: one or two sentences.
+        row_meaning: as the row has it; empty for a key of the schema.
         annotation: the type of the value.
-        default: the value of a key that nobody set.
+        default: the value of a key that nobody set, as YAML reads it.
         in_schema: whether the typed schema holds the value; any other is checked and dropped.
         instead: for MAPPED the conversion, for NOT_APPLICABLE what happens instead, for REFUSED
             why; it ends a sentence that starts with the key.
         targets: the keys of the schema that a MAPPED key sets.
         verl_default: verl's default in words where it differs.
+        unit: of a number (``tokens``, ``prompts``); empty where there is none.
+        effect: on memory and speed; may be empty.
+        advice: from practice; may be empty.
         silent: values that ask for what happens anyway and so need no notice.
         refuse: values that are errors.
         caveat: values that are accepted although nothing here does what they ask for.
@@ -146,7 +149,7 @@ class Entry:
 
     path: str
     status: KeyStatus
-    meaning: str
+    row_meaning: str
     annotation: object
     default: object
     in_schema: bool
@@ -161,6 +164,16 @@ class Entry:
     caveat: Condition | None = None
     is_block: bool = False
     engines: tuple[str, ...] = ()
+
+    @property
+    def meaning(self) -> str:
+        """One or two sentences."""
+        return self.row_meaning or text_at(self.path.split("."))
+
+    @property
+    def takes(self) -> str:
+        """Which values, in words (``an integer >= 1 or null``)."""
+        return "any keys below it" if self.is_block else expectation(self.annotation)
 
     def refusal_of(self, value: object) -> str:
         """Return why the value is an error for this key; empty if it is none."""
@@ -245,7 +258,7 @@ def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> En
     return Entry(
         path=path,
         status=status,
-        meaning=meaning or description_of(annotation),
+        row_meaning=meaning,
         annotation=annotation,
         default=default,
         in_schema=in_schema,

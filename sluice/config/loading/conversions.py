@@ -27,20 +27,19 @@ _LOGGERS = {"file": "jsonl", "vemlp_wandb": "wandb"}
 _MANAGERS = {"prime": "naive", "rate_limited": "naive", "limited": "naive", "remote": "naive"}
 
 
-def _dtype(value: object) -> object:
-    return _DTYPES.get(value, value) if isinstance(value, str) else value
+def _words(words: Mapping[str, str]) -> Callable[[object], object]:
+    """Return a translation of a word, or of each word of a list."""
+
+    def translate(value: object) -> object:
+        if isinstance(value, list):
+            return [translate(item) for item in value]
+        return words.get(value, value) if isinstance(value, str) else value
+
+    return translate
 
 
 def _loggers(value: object) -> object:
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        return value
-    return [_LOGGERS.get(name, name) if isinstance(name, str) else name for name in value]
-
-
-def _manager(value: object) -> object:
-    return _MANAGERS.get(value, value) if isinstance(value, str) else value
+    return _words(_LOGGERS)([value] if isinstance(value, str) else value)
 
 
 def _keep_all(value: object) -> object:
@@ -54,18 +53,14 @@ def _home(value: object) -> object:
     return str(Path(str(value)).expanduser()) if is_home else value
 
 
-def _quantization(value: object) -> object:
-    return None if value is False else value
-
-
 WORDS: dict[str, Callable[[object], object]] = {
-    f"{_ACTOR}.fsdp_config.model_dtype": _dtype,
-    f"{_ACTOR}.fsdp_config.dtype": _dtype,
-    "critic.fsdp.model_dtype": _dtype,
-    "critic.fsdp.dtype": _dtype,
-    f"{_ROLLOUT}.dtype": _dtype,
-    f"{_ROLLOUT}.quantization": _quantization,
-    "reward.reward_manager.name": _manager,
+    f"{_ACTOR}.fsdp_config.model_dtype": _words(_DTYPES),
+    f"{_ACTOR}.fsdp_config.dtype": _words(_DTYPES),
+    "critic.fsdp.model_dtype": _words(_DTYPES),
+    "critic.fsdp.dtype": _words(_DTYPES),
+    f"{_ROLLOUT}.dtype": _words(_DTYPES),
+    f"{_ROLLOUT}.quantization": lambda value: None if value is False else value,
+    "reward.reward_manager.name": _words(_MANAGERS),
     "trainer.logger": _loggers,
     "trainer.default_local_dir": _home,
     "trainer.resume_from_path": _home,
@@ -192,19 +187,30 @@ def _replicas(settings: _Settings) -> None:
     settings.put("sluice.rollout.replicas", max(1, devices // per_replica))
 
 
+_COPIES = (
+    (f"{_ENGINE}.update_weights_bucket_megabytes", "sluice.weights.bucket_mb"),
+    (f"{_ROLLOUT}.limit_images", "sluice.limits.max_prompt_images"),
+    ("reward.num_workers", "reward.scorer_pool.num_workers"),
+    # Megatron's names of the learning-rate schedule.
+    (f"{_ACTOR}.optim.lr_decay_style", f"{_ACTOR}.optim.lr_scheduler_type"),
+    (f"{_ACTOR}.optim.lr_decay_steps", f"{_ACTOR}.optim.total_training_steps"),
+    ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
+    ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
+)
+"""Keys whose values another key takes over as they are."""
+
+
+def _copies(settings: _Settings) -> None:
+    for key, target in _COPIES:
+        value = settings.given(key)
+        if value is not None:
+            settings.put(target, value)
+
+
 def _transport(settings: _Settings) -> None:
-    bucket = settings.given(f"{_ENGINE}.update_weights_bucket_megabytes")
-    if bucket is not None:
-        settings.put("sluice.weights.bucket_mb", bucket)
     backend = settings.given(f"{_ENGINE}.backend")
     if backend in ("nccl", "hccl"):
         settings.put("sluice.weights.backend", backend)
-
-
-def _images(settings: _Settings) -> None:
-    images = settings.given(f"{_ROLLOUT}.limit_images")
-    if images is not None:
-        settings.put("sluice.limits.max_prompt_images", images)
 
 
 def _asynchrony(settings: _Settings) -> None:
@@ -223,25 +229,13 @@ def _asynchrony(settings: _Settings) -> None:
         )
 
 
-def _schedule(settings: _Settings) -> None:
-    """Translate Megatron's names of the learning-rate schedule."""
+def _least_rate(settings: _Settings) -> None:
+    """Turn a least learning rate into a share of the peak."""
     for prefix in (f"{_ACTOR}.optim", "critic.optim"):
-        style = settings.given(f"{prefix}.lr_decay_style")
-        if style is not None:
-            settings.put(f"{prefix}.lr_scheduler_type", style)
-        steps = settings.given(f"{prefix}.lr_decay_steps")
-        if steps is not None:
-            settings.put(f"{prefix}.total_training_steps", steps)
         least = settings.given(f"{prefix}.min_lr")
         if isinstance(least, int | float):
             peak = settings.number(f"{prefix}.lr")
             settings.put(f"{prefix}.min_lr_ratio", min(1.0, least / peak))
-
-
-def _reward_workers(settings: _Settings) -> None:
-    workers = settings.given("reward.num_workers")
-    if workers is not None:
-        settings.put("reward.scorer_pool.num_workers", workers)
 
 
 def _retention(settings: _Settings) -> None:
@@ -289,11 +283,10 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _generation_rounds,
     _micro_batches,
     _replicas,
+    _copies,
     _transport,
-    _images,
     _asynchrony,
-    _schedule,
-    _reward_workers,
+    _least_rate,
     _retention,
     _group_scale,
     _adpo,

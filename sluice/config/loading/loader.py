@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.conversions import convert_settings, translate_words
 from sluice.config.loading.field_checks import structure_problems
 from sluice.config.loading.keys import find_key
@@ -101,7 +102,7 @@ def _schema_part(settings: SettingsTree) -> dict[str, object]:
 
 
 class KeySettings:
-    """Values by dotted key, from the typed configuration, else as the user set them.
+    """Values by dotted key: from the typed configuration, as the user set them, or the default.
 
     The typed configuration lacks keys that mean nothing to sluice, such as Megatron's sizes; verl's
     rules and the memory estimate need them all the same.
@@ -111,54 +112,33 @@ class KeySettings:
         self._typed: Mapping[str, object] = msgspec.to_builtins(config)
         self._as_set = as_set or {}
 
-    def is_set(self, *keys: str) -> bool:
-        """Return whether the user gave one of these keys a value other than null."""
-        return any(self._as_set.get(key) is not None for key in keys)
+    def is_set(self, key: str) -> bool:
+        """Return whether the user gave the key a value other than null."""
+        return self._as_set.get(key) is not None
 
-    def value(self, *keys: str) -> object:
-        """Return the value of the first of these keys that has one; `None` if none has."""
-        for source in (self._in_schema, self._as_set.get):
-            for key in keys:
-                found = source(key)
-                if found is not None:
-                    return found
-        return None
+    def value(self, key: str) -> object:
+        """Return the value of a key of the catalogue; `None` if it is null."""
+        found = value_at(self._typed, key.split("."), self._as_set.get(key))
+        return catalogue()[key].default if found is None else found
 
-    def whole(self, *keys: str, otherwise: int) -> int:
-        """Return a whole number; `otherwise` where none is set."""
-        found = self.whole_or_none(*keys)
-        return otherwise if found is None else found
+    def whole(self, key: str) -> int:
+        """Return the value of a key that takes whole numbers and is not null by default."""
+        found = self.whole_or_none(key)
+        assert found is not None
+        return found
 
-    def whole_or_none(self, *keys: str) -> int | None:
-        """Return a whole number, or `None`."""
-        found = self.value(*keys)
-        return found if isinstance(found, int) and not isinstance(found, bool) else None
+    def whole_or_none(self, key: str) -> int | None:
+        """Return the value of a key that takes whole numbers or null."""
+        found = self.value(key)
+        assert found is None or isinstance(found, int)
+        return found
 
-    def number(self, *keys: str, otherwise: float) -> float:
-        """Return a number; `otherwise` where none is set."""
-        found = self.value(*keys)
-        if isinstance(found, int | float) and not isinstance(found, bool):
-            return float(found)
-        return otherwise
+    def number(self, key: str) -> float:
+        """Return the value of a key that takes numbers."""
+        found = self.value(key)
+        assert isinstance(found, int | float)
+        return found
 
-    def flag(self, *keys: str, otherwise: bool) -> bool:
-        """Return true or false; `otherwise` where neither is set."""
-        found = self.value(*keys)
-        return found if isinstance(found, bool) else otherwise
-
-    def text(self, *keys: str, otherwise: str) -> str:
-        """Return a text; `otherwise` where none is set."""
-        found = self.value(*keys)
-        return found if isinstance(found, str) else otherwise
-
-    def _in_schema(self, key: str) -> object:
-        return value_at(self._typed, key.split("."), None)
-
-
-def keys_as_set(file: Path | None, overrides: Sequence[str]) -> dict[str, object]:
-    """Return every key that a file or the overrides set, dotted, in sluice's spelling.
-
-    Raises:
-        ConfigError: as `load_config` does for names and references.
-    """
-    return read_settings(file, overrides).by_key()
+    def flag(self, key: str) -> bool:
+        """Return the value of a key that takes true and false; null counts as false."""
+        return self.value(key) is True

@@ -43,14 +43,6 @@ class OverrideMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class OverrideText:
-    """An override and where it stands; `source` is empty for the command line."""
-
-    text: str
-    source: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Override:
     """One parsed override; `path` as written, `value` of a removal `UNSET` unless one is given."""
 
@@ -66,24 +58,24 @@ class Override:
         return f" ({self.source})" if self.source else ""
 
 
-def expand_overrides(items: Sequence[str]) -> list[OverrideText]:
+def expand_overrides(items: Sequence[str]) -> list[Override]:
     """Return the overrides in `items` in order, each file replaced by its lines.
 
     An item is a file if it starts with ``@``, or if it holds no ``=`` and names a file.
 
     Raises:
-        ConfigError: a file cannot be read, or a line is of a shell script.
+        ConfigError: a file cannot be read, or an override is malformed or of a shell script.
     """
     return [override for item in items for override in _expand(item)]
 
 
-def _expand(item: str) -> Iterator[OverrideText]:
+def _expand(item: str) -> Iterator[Override]:
     if item.startswith("@"):
         yield from read_override_file(Path(item[1:]))
     elif "=" not in item and not item.startswith("~") and Path(item).is_file():
         yield from read_override_file(Path(item))
     else:
-        yield OverrideText(item)
+        yield parse_override(item)
 
 
 def is_override_file(path: Path) -> bool:
@@ -101,7 +93,7 @@ def is_override_file(path: Path) -> bool:
     return _OVERRIDE.match(first) is not None
 
 
-def read_override_file(path: Path) -> list[OverrideText]:
+def read_override_file(path: Path) -> list[Override]:
     """Return the overrides in a file.
 
     Blank lines and comments are skipped: a ``#`` at the start of a line or after a space, except
@@ -109,7 +101,7 @@ def read_override_file(path: Path) -> list[OverrideText]:
     around a bracketed value are removed, as a shell would do.
 
     Raises:
-        ConfigError: the file cannot be read, or a line belongs to a shell script.
+        ConfigError: the file cannot be read, or a line is malformed or belongs to a shell script.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -127,7 +119,7 @@ def read_override_file(path: Path) -> list[OverrideText]:
             raise ConfigError(
                 f"{source}: {text!r} is of a launch script; keep only the key=value lines"
             )
-        found.append(OverrideText(_unquoted(text), source))
+        found.append(parse_override(_unquoted(text), source))
     return found
 
 
@@ -181,7 +173,7 @@ def parse_override(text: str, source: str = "") -> Override:
 
 
 def apply_overrides(
-    tree: SettingsTree, overrides: Sequence[OverrideText], defaults: Mapping[str, object]
+    tree: SettingsTree, overrides: Sequence[Override], defaults: Mapping[str, object]
 ) -> None:
     """Apply the overrides to `tree` in order; the later of two for one key wins.
 
@@ -190,11 +182,10 @@ def apply_overrides(
     itself does not know the key by that name.
 
     Raises:
-        ConfigError: a malformed override, or unknown keys (all of them are named).
+        ConfigError: unknown keys (all of them are named), or a value that stands already.
     """
-    parsed = [parse_override(item.text, item.source) for item in overrides]
-    raise_problems([problem for o in parsed for problem in _unknown(o)], "overrides")
-    for override in parsed:
+    raise_problems([problem for o in overrides for problem in _unknown(o)], "overrides")
+    for override in overrides:
         if override.mode is OverrideMode.REMOVE:
             _remove(tree, override, defaults)
             continue
@@ -230,14 +221,12 @@ def _remove(tree: SettingsTree, override: Override, defaults: Mapping[str, objec
 def _refuse_second_value(
     tree: SettingsTree, override: Override, defaults: Mapping[str, object]
 ) -> None:
-    path = canonical(override.path)
-    renamed = path != override.path
+    path, key = canonical(override.path), ".".join(override.path)
     present = _current(tree, path, defaults)
     if present in (None, UNSET) or isinstance(override.value, dict | list):
         return
-    if renamed or is_open(path):
+    if path != override.path or is_open(path):
         return
-    key = ".".join(override.path)
     raise ConfigError(
         f"override {override.text!r}{override.where}: {key} has the value "
         f"{shown(present)} already; write {key}=VALUE or ++{key}=VALUE"

@@ -22,9 +22,9 @@ def memory_problems(
     config: RunConfig, settings: KeySettings, shape: ModelShape, device_gib: float
 ) -> list[Problem]:
     """Return where a device of `device_gib` GiB is too small."""
-    device, engine = device_gib * GIB, rollout_layout(config, settings)
+    device, engine = device_gib * GIB, rollout_layout(config)
     layout = verl_training_layout(config, settings)
-    colocated = settings.flag("actor_rollout_ref.hybrid_engine", otherwise=True)
+    colocated = settings.flag("actor_rollout_ref.hybrid_engine")
     return [
         *_engine_fit(shape, engine, device),
         *_update_fit(config, shape, layout, device),

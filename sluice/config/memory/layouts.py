@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.config.derived import max_row_tokens
+from sluice.config.derived import max_row_tokens, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.rollout import RolloutLayout
 from sluice.config.memory.training import TrainingLayout
@@ -10,8 +10,6 @@ from sluice.config.run import RunConfig
 from sluice.config.verl_run import (
     ACTOR,
     MEGATRON,
-    ROLLOUT,
-    VERL_MAX_BATCHED_TOKENS,
     ParallelSplit,
     expert_tensor_parallel,
     parallel_split,
@@ -20,7 +18,7 @@ from sluice.config.verl_run import (
 _MODEL = "actor_rollout_ref.model"
 _FSDP, _RECOMPUTE = f"{ACTOR}.fsdp_config", f"{MEGATRON}.override_transformer_config"
 _HYBRID = f"{ACTOR}.optim.override_optimizer_config"
-_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def verl_training_layout(config: RunConfig, settings: KeySettings) -> TrainingLayout:
@@ -31,9 +29,7 @@ def verl_training_layout(config: RunConfig, settings: KeySettings) -> TrainingLa
 
 def own_training_layout(config: RunConfig) -> TrainingLayout:
     """Return the trainer as sluice lays it out: ``fsdp_size`` ranks share, no offload."""
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    actor = config.actor_rollout_ref.actor
-    sharding = actor.fsdp_config
+    world, sharding = world_size(config), config.actor_rollout_ref.actor.fsdp_config
     shard = sharding.fsdp_size if 0 < sharding.fsdp_size < world else world
     return TrainingLayout(
         backend="replicated" if shard == 1 else "fsdp",
@@ -43,32 +39,29 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
         whole_gradients=sharding.use_no_sync_for_gradient_accumulation,
         gathers_masters=True,
         micro_tokens=_micro_tokens(config, ranks=1),
-        master_bytes=_BYTES[actor.fsdp_config.model_dtype],
-        compute_bytes=_BYTES[actor.fsdp_config.dtype],
+        master_bytes=_BYTES[sharding.model_dtype],
+        compute_bytes=_BYTES[sharding.dtype],
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
     )
 
 
-def rollout_layout(config: RunConfig, settings: KeySettings) -> RolloutLayout:
+def rollout_layout(config: RunConfig) -> RolloutLayout:
     """Return the inference engine."""
     rollout = config.actor_rollout_ref.rollout
-    fp8 = settings.text(f"{ROLLOUT}.quantization", otherwise="") == "fp8"
     return RolloutLayout(
-        tp=settings.whole(f"{ROLLOUT}.tensor_model_parallel_size", otherwise=1),
-        ep=settings.whole(f"{ROLLOUT}.expert_parallel_size", otherwise=1),
-        utilization=settings.number(f"{ROLLOUT}.gpu_memory_utilization", otherwise=0.5),
-        weight_bytes=1 if fp8 else _BYTES[rollout.dtype],
+        tp=rollout.tensor_model_parallel_size,
+        ep=rollout.expert_parallel_size,
+        utilization=rollout.gpu_memory_utilization,
+        weight_bytes=1 if rollout.quantization == "fp8" else _BYTES[rollout.dtype],
         kv_bytes=_BYTES[rollout.dtype],
-        batched_tokens=settings.whole(
-            f"{ROLLOUT}.max_num_batched_tokens", otherwise=VERL_MAX_BATCHED_TOKENS
-        ),
+        batched_tokens=rollout.max_num_batched_tokens,
         max_num_seqs=rollout.max_num_seqs,
         longest_row=max_row_tokens(config.data),
     )
 
 
 def _fsdp(config: RunConfig, settings: KeySettings, split: ParallelSplit) -> TrainingLayout:
-    dtypes = config.actor_rollout_ref.actor.fsdp_config
+    sharding = config.actor_rollout_ref.actor.fsdp_config
     whole = not 0 < split.fsdp_size < split.world
     return TrainingLayout(
         backend="fsdp",
@@ -76,22 +69,23 @@ def _fsdp(config: RunConfig, settings: KeySettings, split: ParallelSplit) -> Tra
         shard=split.world if whole else split.fsdp_size,
         sp=split.sp,
         micro_tokens=_micro_tokens(config, ranks=split.sp),
-        master_bytes=_BYTES[dtypes.model_dtype],
-        compute_bytes=_BYTES[dtypes.dtype],
-        param_offload=settings.flag(f"{_FSDP}.param_offload", otherwise=False),
-        optimizer_offload=settings.flag(f"{_FSDP}.optimizer_offload", otherwise=False),
-        streamed_offload=settings.flag(f"{_FSDP}.offload_policy", otherwise=False),
-        gradient_checkpointing=_verl_checkpointing(config, settings),
-        activation_offload=settings.flag(f"{_MODEL}.enable_activation_offload", otherwise=False),
-        fused_logits=_fused(settings),
-        reshard_after_forward=settings.flag(f"{_FSDP}.reshard_after_forward", otherwise=True),
+        master_bytes=_BYTES[sharding.model_dtype],
+        compute_bytes=_BYTES[sharding.dtype],
+        param_offload=settings.flag(f"{_FSDP}.param_offload"),
+        optimizer_offload=settings.flag(f"{_FSDP}.optimizer_offload"),
+        streamed_offload=settings.flag(f"{_FSDP}.offload_policy"),
+        # verl checkpoints by default, sluice does not.
+        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing
+        or not settings.is_set(f"{_MODEL}.enable_gradient_checkpointing"),
+        activation_offload=settings.flag(f"{_MODEL}.enable_activation_offload"),
+        fused_logits=settings.flag(f"{_MODEL}.use_fused_kernels"),
+        reshard_after_forward=sharding.reshard_after_forward,
     )
 
 
 def _megatron(config: RunConfig, settings: KeySettings, split: ParallelSplit) -> TrainingLayout:
-    on_host = settings.flag(f"{_HYBRID}.optimizer_cpu_offload", otherwise=False)
-    share = settings.number(f"{_HYBRID}.optimizer_offload_fraction", otherwise=1.0)
-    ep = settings.whole(f"{MEGATRON}.expert_model_parallel_size", otherwise=1)
+    on_host = settings.flag(f"{_HYBRID}.optimizer_cpu_offload")
+    share = settings.number(f"{_HYBRID}.optimizer_offload_fraction")
     return TrainingLayout(
         backend="megatron",
         world=split.world,
@@ -99,25 +93,15 @@ def _megatron(config: RunConfig, settings: KeySettings, split: ParallelSplit) ->
         tp=split.tp,
         pp=split.pp,
         cp=split.cp,
-        ep=ep,
+        ep=settings.whole(f"{MEGATRON}.expert_model_parallel_size"),
         etp=expert_tensor_parallel(settings),
-        param_offload=settings.flag(f"{MEGATRON}.param_offload", otherwise=False),
-        optimizer_offload=settings.flag(f"{MEGATRON}.optimizer_offload", otherwise=False),
-        grad_offload=settings.flag(f"{MEGATRON}.grad_offload", otherwise=False),
+        param_offload=settings.flag(f"{MEGATRON}.param_offload"),
+        optimizer_offload=settings.flag(f"{MEGATRON}.optimizer_offload"),
+        grad_offload=settings.flag(f"{MEGATRON}.grad_offload"),
         optimizer_host_share=share if on_host else 0.0,
         gradient_checkpointing=settings.value(f"{_RECOMPUTE}.recompute_granularity") == "full",
-        fused_logits=_fused(settings),
+        fused_logits=settings.flag(f"{_MODEL}.use_fused_kernels"),
     )
-
-
-def _verl_checkpointing(config: RunConfig, settings: KeySettings) -> bool:
-    """Return whether verl checkpoints: it does by default, sluice does not."""
-    key = f"{_MODEL}.enable_gradient_checkpointing"
-    return config.actor_rollout_ref.model.enable_gradient_checkpointing or not settings.is_set(key)
-
-
-def _fused(settings: KeySettings) -> bool:
-    return settings.flag(f"{_MODEL}.use_fused_kernels", otherwise=False)
 
 
 def _micro_tokens(config: RunConfig, *, ranks: int) -> int:

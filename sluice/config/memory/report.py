@@ -49,7 +49,7 @@ def memory_report(
         shape: the trained model's.
         device_gib: memory of one device, GiB; `None`: unknown, so nothing is compared with it.
     """
-    layout, engine = verl_training_layout(config, settings), rollout_layout(config, settings)
+    layout, engine = verl_training_layout(config, settings), rollout_layout(config)
     device = None if device_gib is None else device_gib * GIB
     smallest = None
     if device is not None:

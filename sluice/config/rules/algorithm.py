@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from msgspec import UNSET
 
 from sluice.algorithm.registry import SILENT_AT_ZERO_ADVANTAGE
-from sluice.algorithm.rollout_correction.plan import BYPASS_LOSS_MODE, RolloutCorrectionSettings
+from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE
 from sluice.config import derived
 from sluice.config.derived import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS
 from sluice.config.problems import Problem, named
@@ -108,6 +108,16 @@ def _adpo(config: RunConfig) -> Iterator[Problem]:
             f"with {_LOSS_MODE} = {loss}: adpo's estimator and its loss belong together",
             "set both to adpo or neither",
         )
+    rejects = config.algorithm.rollout_correction.rollout_rs
+    if loss == "adpo" and rejects is not None:
+        yield Problem(
+            f"{_CORRECTION}.rollout_rs",
+            rejects,
+            f"with {_LOSS_MODE} = adpo: it compares whole responses of complete groups. A rejected "
+            "last token would take a response's reward away, and a rejected response would stay in "
+            "its group with a ratio of 1",
+            "leave rollout_rs out, or use another loss and estimator",
+        )
 
 
 def _bypass(config: RunConfig) -> Iterator[Problem]:
@@ -189,12 +199,7 @@ def _dro(config: RunConfig) -> Iterator[Problem]:
 def _thresholds(config: RunConfig) -> Iterator[Problem]:
     correction = config.algorithm.rollout_correction
     try:
-        RolloutCorrectionSettings(
-            rollout_is=correction.rollout_is,
-            rollout_is_threshold=correction.rollout_is_threshold,
-            rollout_rs=correction.rollout_rs,
-            rollout_rs_threshold=correction.rollout_rs_threshold,
-        )
+        derived.rollout_correction(config)
     except ConfigError as error:
         yield Problem("", UNSET, str(error))  # it names the key, the value and the remedy
     if correction.rollout_rs is None and correction.rollout_rs_threshold is not None:

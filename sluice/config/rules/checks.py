@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from msgspec import UNSET
 
-from sluice.algorithm.registry import BATCH_ESTIMATORS, BOUNDED_FROM_BELOW, POLICY_OBJECTIVES
+from sluice.algorithm.registry import BOUNDED_FROM_BELOW
 from sluice.config import derived
 from sluice.config.addresses import bare_host, split_host_port
 from sluice.config.loading.loader import KeySettings
@@ -155,16 +155,13 @@ def _group_sizes(config: RunConfig) -> tuple[tuple[str, int], ...]:
     return (f"{ROLLOUT}.n", rollout.n), (f"{ROLLOUT}.val_kwargs.n", rollout.val_kwargs.n)
 
 
-def _names(config: RunConfig) -> Iterator[Problem]:
-    actor = config.actor_rollout_ref.actor
-    for key, value, known in (
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, BATCH_ESTIMATORS),
-        (f"{ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode, POLICY_OBJECTIVES),
-        ("trainer.device", config.trainer.device, DEVICES),
-        ("sluice.rollout.device", config.sluice.rollout.device, DEVICES),
+def _devices(config: RunConfig) -> Iterator[Problem]:
+    for key, value in (
+        ("trainer.device", config.trainer.device),
+        ("sluice.rollout.device", config.sluice.rollout.device),
     ):
-        if value is not None and value not in known:
-            yield Problem(key, value, "is unknown", f"choose from {', '.join(known)}")
+        if value is not None and value not in DEVICES:
+            yield Problem(key, value, "is unknown", f"choose from {', '.join(DEVICES)}")
 
 
 def _clip(config: RunConfig) -> Iterator[Problem]:
@@ -201,16 +198,6 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
     for key, top_k in top_ks:
         if top_k != -1 and top_k < 1:
             yield Problem(f"{key}.top_k", top_k, ": expected -1 (off) or at least 1")
-
-
-def _optimizer(config: RunConfig) -> Iterator[Problem]:
-    actor = config.actor_rollout_ref.actor
-    if not all(0 <= beta < 1 for beta in actor.optim.betas):
-        expected = ": expected two numbers in [0, 1)"
-        yield Problem(f"{ACTOR}.optim.betas", actor.optim.betas, expected)
-    if actor.loss_scale_factor is not None and actor.loss_scale_factor < 1:
-        expected = ": expected at least 1 or null"
-        yield Problem(f"{ACTOR}.loss_scale_factor", actor.loss_scale_factor, expected)
 
 
 def _overlong(config: RunConfig) -> Iterator[Problem]:
@@ -411,10 +398,9 @@ def _message_size(config: RunConfig) -> Iterator[Problem]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _idle_ranks,
     _group_size,
-    _names,
+    _devices,
     _clip,
     _sampling,
-    _optimizer,
     _overlong,
     _validation_files,
     _reward_model,

@@ -24,7 +24,7 @@ def shape_problems(run: VerlRun, shape: ModelShape) -> list[Problem]:
 
 def _engine(run: VerlRun) -> Iterator[Problem]:
     engine, here = run.engine, run.engine.name in _SHARED_ENGINES
-    if engine.mode == "sync":
+    if engine.is_sync:
         key = f"{ROLLOUT}.mode"
         yield verl_problem("engine-mode", key, "sync", ": verl has dropped it", f"{key}=async")
     if engine.pp != 1:

@@ -18,48 +18,31 @@ _Given = Annotated[str, Meta(min_length=1)]
 class SecurityConfig(Section, frozen=True):
     """TLS and bearer tokens of every server and every call."""
 
-    tls: Annotated[
-        Literal["off", "server", "mtls"],
-        Meta(
-            description=(
-                "server: callers check the server's certificate; mtls: the server checks the "
-                "caller's as well; off: nothing is encrypted."
-            )
-        ),
-    ] = "off"
-    ca_file: Annotated[
-        _Given | None,
-        Meta(
-            description=(
-                "PEM file of the authorities that signed the peers' certificates; none, for "
-                "server only: the system's."
-            )
-        ),
-    ] = None
-    cert_file: Annotated[
-        _Given | None, Meta(description="PEM file of this process's certificate and its chain.")
-    ] = None
-    key_file: Annotated[
-        _Given | None, Meta(description="PEM file of the certificate's private key, unencrypted.")
-    ] = None
-    server_name: Annotated[
-        _Given | None,
-        Meta(
-            description=(
-                "Name that every server's certificate carries, whatever its address; none: the "
-                "address to which peers connect."
-            )
-        ),
-    ] = None
-    token_file: Annotated[
-        _Given | None,
-        Meta(
-            description=(
-                "File of bearer tokens, one a line: all are accepted, the first is presented; "
-                "none: that of SLUICE_TOKEN, or no token is asked for."
-            )
-        ),
-    ] = None
+    tls: Literal["off", "server", "mtls"] = "off"
+    """server: callers check the server's certificate; mtls: the server checks the caller's as well;
+    off: nothing is encrypted.
+    """
+
+    ca_file: _Given | None = None
+    """PEM file of the authorities that signed the peers' certificates; none, for server only: the
+    system's.
+    """
+
+    cert_file: _Given | None = None
+    """PEM file of this process's certificate and its chain."""
+
+    key_file: _Given | None = None
+    """PEM file of the certificate's private key, unencrypted."""
+
+    server_name: _Given | None = None
+    """Name that every server's certificate carries, whatever its address; none: the address to
+    which peers connect.
+    """
+
+    token_file: _Given | None = None
+    """File of bearer tokens, one a line: all are accepted, the first is presented; none: that of
+    SLUICE_TOKEN, or no token is required.
+    """
 
 
 def with_absolute_files(security: SecurityConfig) -> SecurityConfig:

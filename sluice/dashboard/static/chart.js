@@ -4,7 +4,6 @@
 import { element, svg } from "./dom.js";
 
 const MOST_TABLE_ROWS = 200;
-const MOST_COLUMN_PIXELS = 60;
 const FONT = "12px system-ui, sans-serif";
 // Distances between the numbers of an axis that counts steps: 1, 2, 5, 10, 20, ...
 const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);
@@ -157,23 +156,6 @@ export function stackedColumns(columns, styles) {
     xRange: [columns.length ? xs[0] : 0, end],
     yRange: (_, low, high) => rangeWithZero(low, high),
     xName: "step",
-  };
-}
-
-// One column for each value from 0.
-export function histogram(heights) {
-  return {
-    data: heights.length ? [heights.map((_, value) => value), heights] : [[0], [0]],
-    series: [
-      {
-        fill: colour("blue"),
-        paths: uPlot.paths.bars({ size: [0.8, MOST_COLUMN_PIXELS] }),
-        points: { show: false },
-      },
-    ],
-    xRange: [-0.5, Math.max(heights.length, 2) - 0.5],
-    yRange: (_, low, high) => rangeWithZero(low, high),
-    xName: "versions behind",
   };
 }
 

@@ -1,6 +1,6 @@
-// All charts over steps, and the histogram.
+// All charts over steps.
 
-import { Chart, histogram, lineChart, stackedColumns } from "./chart.js";
+import { Chart, lineChart, stackedColumns } from "./chart.js";
 import { byId } from "./dom.js";
 import { count, fixed, share, short } from "./number_text.js";
 
@@ -54,7 +54,6 @@ function chart(name) {
 export function showCurves(answer) {
   for (const [name, line] of Object.entries(LINES)) showLines(name, line, answer.curves);
   showComposition(answer.composition);
-  showHistogram(answer.staleness);
 }
 
 // Empty charts, which reserve the space of those to come.
@@ -64,7 +63,6 @@ export function showNoCurves() {
   showCurves({
     curves: Object.fromEntries(keys.map((key) => [key, nothing])),
     composition: { from: [], to: [], ...Object.fromEntries(KINDS.map(([kind]) => [kind, []])) },
-    staleness: { versions: [], groups: [] },
   });
 }
 
@@ -125,23 +123,4 @@ function groupsOf(column, titles) {
   if (!column) return "no step yet";
   const parts = titles.map((title, place) => `${short(column.parts[place])} ${title}`);
   return `groups of step ${column.to}: ${parts.join(", ")}`;
-}
-
-function showHistogram({ versions, groups }) {
-  const total = groups.reduce((a, b) => a + b, 0);
-  const parts = versions.map((version) => `${count(groups[version])} were ${version} behind`);
-  chart("histogram").show({
-    drawing: histogram(groups),
-    format: short,
-    legend: [{ name: `trained groups (${count(total)})`, style: "area blue", values: groups }],
-    summary: parts.join(", ") || "no trained group yet",
-    table: () => ({
-      head: ["Versions behind", "Groups", "Share"],
-      rows: versions.map((version) => [
-        version,
-        count(groups[version]),
-        share(groups[version] / total),
-      ]),
-    }),
-  });
 }

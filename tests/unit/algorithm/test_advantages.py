@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.advantages.grpo import grpo_advantages
+from tests.support.group_advantages import grpo_advantages
 
 Rewards = npt.NDArray[np.float64]
 

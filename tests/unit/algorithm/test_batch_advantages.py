@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sluice.algorithm.advantages.gdpo import gdpo_metrics
 from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
-from sluice.algorithm.advantages.pf_ppo import pf_ppo_rows, pf_ppo_weights
 from sluice.algorithm.advantages.rewards import last_token_rewards
 from sluice.algorithm.registry import BATCH_ESTIMATORS, batch_estimator
 from sluice.errors import ConfigError
@@ -216,44 +213,6 @@ def test_shapes_that_do_not_fit_are_refused(changes: dict[str, object], message:
 def test_an_unknown_estimator_is_named_with_all_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown value 'gea'; known: adpo, gae, gdpo, gpg"):
         batch_estimator("gea")
-
-
-@given(st.lists(st.integers(-8, 8), min_size=1, max_size=12), st.floats(0.5, 3.0))
-def test_every_row_can_be_drawn_again(scores: list[int], power: float) -> None:
-    rewards = torch.tensor([float(score) for score in scores])
-    for method in ("pow", "max_min", "max_random"):
-        weights = pf_ppo_weights(rewards, reweight_method=method, weight_pow=power)
-        assert (weights > 0.0).all()
-        rows = pf_ppo_rows(weights, generator=torch.Generator().manual_seed(1))
-        assert rows.shape == rewards.shape
-        assert ((rows >= 0) & (rows < rewards.numel())).all()
-
-
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("pow", [4.0, 1.0, 0.0, 9.0]),
-        ("max_min", [0.0, 1.0, 0.0, 1.0]),
-        ("max_random", [0.1, 0.1, 0.1, 0.4]),
-    ],
-)
-def test_resampling_weights_follow_the_method(method: str, expected: list[float]) -> None:
-    found = pf_ppo_weights(
-        torch.tensor([2.0, -1.0, 0.0, 3.0], dtype=torch.float64), reweight_method=method
-    )
-    assert found.tolist() == pytest.approx([value + 1e-8 for value in expected], abs=1e-9)
-
-
-def test_the_draw_depends_on_the_generator_alone() -> None:
-    weights = pf_ppo_weights(torch.arange(20.0), reweight_method="pow")
-    draws = [pf_ppo_rows(weights, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
-
-
-def test_unknown_resampling_methods_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"pf_ppo\.reweight_method: unknown value 'max'"):
-        pf_ppo_weights(torch.ones(2), reweight_method="max")
 
 
 def test_a_score_sits_on_the_last_token_of_its_row() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.groups.filter import filter_group, filter_scores, filter_values
+from sluice.algorithm.groups.filter import filter_scores, filter_values
 from sluice.errors import ConfigError, DataError
 from sluice.types import (
     Failed,
@@ -107,12 +107,12 @@ def test_only_scored_samples_count() -> None:
     failed = Failed(FailureKind.SCORER_TIMEOUT, "5 s")
     right = scored(1.0, acc=1.0)
     group = graded(right, failed, right)
-    assert filter_group(group, metric="acc") is PromptEnd.FILTERED_ALL_RIGHT
+    assert filter_scores(group.scored, metric="acc") is PromptEnd.FILTERED_ALL_RIGHT
 
 
 def test_a_group_without_scored_samples_has_no_verdict() -> None:
     with pytest.raises(ValueError, match="without a scored sample"):
-        filter_group(graded(Failed(FailureKind.SCORER_CRASH, "died")), metric="acc")
+        filter_scores(graded(Failed(FailureKind.SCORER_CRASH, "died")).scored, metric="acc")
 
 
 @given(st.lists(st.floats(-3, 3), min_size=2, max_size=16), st.booleans())

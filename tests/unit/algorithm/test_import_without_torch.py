@@ -14,7 +14,7 @@ PLAIN_IN_TORCH_PACKAGES = {
     "losses",
     "losses.settings",
     "rollout_correction",
-    "rollout_correction.plan",
+    "rollout_correction.settings",
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.algorithm.groups.outcomes import (
+from sluice.algorithm.groups.filter import (
     FINAL_ACTIONS,
     RESPONDED,
     STRIKING_KINDS,
@@ -51,8 +51,8 @@ def test_every_rule_ends_after_its_attempts(rule: OutcomeRule) -> None:
 def test_a_scored_sample_is_never_tried_again_and_no_sample_in_two_ways(
     policy: OutcomePolicy, outcomes: list[Outcome], attempts: int
 ) -> None:
-    scored_again = set(policy.to_score_again(outcomes, attempts))
-    regenerated = set(policy.to_generate_again(outcomes, attempts))
+    scored_again = set(policy.to_repeat(outcomes, attempts, AGAIN))
+    regenerated = set(policy.to_repeat(outcomes, attempts, ANEW))
     assert not scored_again & regenerated
     for place in scored_again | regenerated:
         outcome = outcomes[place]
@@ -63,14 +63,14 @@ def test_a_scored_sample_is_never_tried_again_and_no_sample_in_two_ways(
 def test_a_sample_is_tried_as_often_as_its_rule_says() -> None:
     policy = OutcomePolicy({FailureKind.SCORER_CRASH: OutcomeRule(AGAIN, 3)})
     outcomes = (RIGHT, failed(FailureKind.SCORER_CRASH), failed(FailureKind.UNSCORABLE))
-    tried = [policy.to_score_again(outcomes, attempts) for attempts in (1, 2, 3, 4)]
+    tried = [policy.to_repeat(outcomes, attempts, AGAIN) for attempts in (1, 2, 3, 4)]
     assert tried == [(1,), (1,), (), ()]
 
 
 def test_kinds_without_a_rule_are_left_out() -> None:
     outcomes = tuple(failed(kind) for kind in FailureKind)
-    assert OutcomePolicy().to_score_again(outcomes, 1) == ()
-    assert OutcomePolicy().to_generate_again(outcomes, 1) == ()
+    assert OutcomePolicy().to_repeat(outcomes, 1, AGAIN) == ()
+    assert OutcomePolicy().to_repeat(outcomes, 1, ANEW) == ()
     assert OutcomePolicy().decisive(outcomes) is None
 
 

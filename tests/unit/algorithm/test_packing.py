@@ -6,17 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.karmarkar_karp import balanced_partition, workload
 from sluice.algorithm.packing import (
     GroupPiece,
     MicroBatchPlan,
     RowSize,
     assign_rows_to_ranks,
+    balanced_partition,
     piece_tokens,
     piece_workload,
     plan_micro_batches,
     plan_minibatches,
     whole_groups,
+    workload,
 )
 from sluice.errors import ConfigError
 

@@ -18,7 +18,6 @@ from sluice.algorithm.losses.inputs import (
     LossInputs,
     MetricMean,
     padded_inputs,
-    row_index_of_offsets,
     row_means,
 )
 from sluice.algorithm.losses.objective import LossAggregation, PolicyObjective
@@ -39,10 +38,9 @@ def rows_of(lengths: Sequence[int], seed: int) -> LossInputs:
     """Packed rows; consecutive pairs share a prompt, all tokens of a row an advantage."""
     generator = torch.Generator().manual_seed(seed)
     number = sum(lengths)
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
     old, noise, weights, rollout = torch.rand(4, number, generator=generator, dtype=torch.float64)
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
-    index = row_index_of_offsets(offsets)
+    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return LossInputs(
         (-3 * old + noise - 1.5).requires_grad_(),
         -3 * old - 1,

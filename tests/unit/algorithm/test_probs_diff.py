@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sluice.algorithm.rollout_correction.probs_diff import ProbsDiffSums
+from sluice.algorithm.rollout_correction.statistics import ProbsDiffSums
 
 
 def token_logprobs() -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,12 +16,10 @@ from sluice.algorithm.rollout_correction.correction import (
     normalized_weights,
     rollout_correction,
 )
-from sluice.algorithm.rollout_correction.plan import (
-    OldLogprobs,
+from sluice.algorithm.rollout_correction.settings import (
     RejectionRule,
     RolloutCorrectionSettings,
     WeightBounds,
-    correction_plan,
     rejection_rules,
     weight_bounds,
 )
@@ -211,32 +209,9 @@ def test_settings_are_checked_when_they_are_made() -> None:
         RolloutCorrectionSettings(rollout_rs="token_k1")
 
 
-@pytest.mark.parametrize("rollout_is", [None, "token"])
-def test_decoupled_mode_recomputes_the_old_policy_and_weighs_with_it(
-    rollout_is: str | None,
-) -> None:
-    plan = correction_plan(RolloutCorrectionSettings(rollout_is=rollout_is), loss_mode="gspo")
-    assert plan.old_logprobs is OldLogprobs.RECOMPUTED
-    assert plan.corrects_old_policy
-    assert not plan.corrects_in_loss
-    assert plan.weighs_loss == (rollout_is is not None)
-    assert plan.loss_mode == "gspo"
-
-
-@pytest.mark.parametrize(("loss_type", "weighs"), [("ppo_clip", False), ("reinforce", True)])
-def test_bypass_mode_takes_the_engines_logprobs_as_old(loss_type: str, weighs: bool) -> None:
-    settings = RolloutCorrectionSettings(bypass_mode=True, loss_type=loss_type, rollout_is="token")
-    plan = correction_plan(settings, loss_mode="vanilla")
-    assert plan.old_logprobs is OldLogprobs.ROLLOUT
-    assert plan.corrects_in_loss
-    assert not plan.corrects_old_policy
-    assert plan.weighs_loss is weighs
-    assert plan.loss_mode == "bypass_mode"
-
-
 def test_the_loss_corrects_by_itself_in_bypass_mode() -> None:
     settings = RolloutCorrectionSettings(
-        rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.2, bypass_mode=True
+        rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.2
     )
     logprobs = OLD.clone().requires_grad_()
     inputs = LossInputs(

@@ -14,13 +14,13 @@ RULES = StragglerRules(stall_timeout_s=30, slow_factor=4, group_deadline_s=100)
 
 
 def begun(*samples: int, at: float = 0.0) -> StreamPace:
-    pace = StreamPace.begun(samples, at)
+    pace = StreamPace(set(samples), at)
     pace.accepted(at)
     return pace
 
 
 def test_a_stream_is_stalled_when_nothing_came_since_its_last_token() -> None:
-    pace = StreamPace.begun((0, 1), 5.0)
+    pace = StreamPace({0, 1}, 5.0)
     assert RULES.stalled_at(pace) == 35
     pace.accepted(6.0)
     assert RULES.stalled_at(pace) == 36

@@ -42,11 +42,11 @@ def test_a_run_is_set_beside_its_simulation_and_asked_what_another_fleet_would_d
     found = json.loads(capsys.readouterr().out)
     assert set(found["twin_error"]) == {"step_time", "trainer_idle", "fleet_idle", "waste"}
     assert all(abs(error) < 0.1 for error in found["twin_error"].values())
-    with pytest.raises(ConfigError, match=r"its own simulation.*--compare or --sweep"):
+    with pytest.raises(ConfigError, match=r"its own simulation.*ask with --compare"):
         main(tmp_path, replicas=4)
-    main(tmp_path, replicas=8, sweep_grid=True, steps=3, as_json=True)
-    points = json.loads(capsys.readouterr().out)["points"]
-    assert max(point["replicas"] for point in points) == 32
+    main(tmp_path, replicas=8, compare_all=True, steps=3, as_json=True)
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["stream"]["num_steps"] == 2
 
 
 def test_the_twin_of_a_run_without_a_filter_throws_no_group_away(tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_the_twin_of_a_run_without_a_filter_throws_no_group_away(tmp_path: Path)
     found = twin(fitted.run, fitted.settings)
     accounts = found.result.accounts
     assert accounts["filtered_all_right"] == accounts["filtered_all_wrong"] == 0.0
-    assert found.error("waste") < 0.05
-    assert found.error("step_time") < 0.05
+    assert abs(found.figures["waste"].error) < 0.05
+    assert abs(found.figures["step_time"].error) < 0.05
 
 
 def test_a_record_with_filtered_groups_is_no_run_without_a_filter(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from sluice.api.common.v1 import common_pb2
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.client import AsyncClient, GenerateOptions, RetryPolicy, RunAddress
 from sluice.client.channels import ServiceChannels
-from sluice.client.fleet import ClientFleet, FleetLookup, FleetReplica, choose_replica
+from sluice.client.fleet import ClientFleet, FleetReplica, choose_replica, look_up_replicas
 from sluice.client.generation import ResumableGeneration
 from sluice.errors import DeadlineError, ExhaustedError, NotReadyError, PeerError
 from sluice.rpc.policy import CALL_POLICIES, CallPolicy
@@ -129,7 +130,7 @@ async def test_samples_that_wait_at_a_replica_for_a_slot_are_part_of_its_load() 
         channels = ServiceChannels(address, "")
         try:
             for _ in range(8):
-                chosen = await ClientFleet(FleetLookup(address, channels)).choose()
+                chosen = await ClientFleet(partial(look_up_replicas, address, channels)).choose()
                 assert chosen.address == "b:1"
         finally:
             await channels.close()

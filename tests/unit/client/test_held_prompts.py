@@ -84,11 +84,9 @@ def test_capacity_found_after_a_pause_is_used_at_once() -> None:
     held, clock = holding("abcdefg")
     clock.now_s += 1.0
     assert due(held) == "a"
-    held.accepted("a")
-    assert due(held) == "bc"
-    held.accepted("b")
-    held.accepted("c")
-    assert due(held) == "defg"
+    for accepted, following in ("ab", "bc", "cd"):
+        held.accepted(accepted)
+        assert due(held) == following
 
 
 def test_pauses_double_up_to_the_longest_and_what_is_sent_in_vain_is_one_a_pause() -> None:

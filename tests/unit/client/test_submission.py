@@ -173,7 +173,7 @@ async def test_extra_info_travels_and_what_cannot_is_refused_with_its_prompt() -
         "tags": ["x"],
         "nested": {"is": True},
     }
-    with pytest.raises(InvalidRequestError, match=r"prompt b: extra_info cannot be sent"):
+    with pytest.raises(InvalidRequestError, match=r"prompt b: extra_info: cannot be sent"):
         await submitted(reward, [prompt("a"), prompt("b", when=object())])
 
 

@@ -22,8 +22,8 @@ from sluice.codec import reward as reward_rules
 from sluice.codec import rollout as rollout_rules
 from sluice.codec import trainer as trainer_rules
 from sluice.codec import weights as weights_rules
+from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_text, logprobs_from_bytes, shortened, token_ids_from_bytes
-from sluice.codec.messages import replica_from_proto
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import FinishReason, Rollout, SamplingParams, TensorSpec, VersionSpan
 
@@ -121,23 +121,23 @@ VALID: list[tuple[Check, Any]] = [
     (trainer_rules.check_register, register()),
     (trainer_rules.check_register, register(address="[fd00::1]:7001")),
     (trainer_rules.check_heartbeat, heartbeat(busy_seconds=1e9, seconds_by_state={"idle": 1.0})),
-    (trainer_rules.check_watch, trainer.WatchStepsRequest()),
+    (check_fields, trainer.WatchStepsRequest()),
     (check_pause, trainer.PauseRequest()),
     (check_pause, trainer.PauseRequest(lease_seconds=0.5, holder="a person")),
-    (trainer_rules.check_stop, trainer.StopRequest(reason="seen\nenough")),
+    (check_fields, trainer.StopRequest(reason="seen\nenough")),
     (reward_rules.check_announcement, announce()),
-    (reward_rules.check_take, reward.TakeBatchRequest(step=1)),
-    (reward_rules.check_acknowledgement, reward.AcknowledgeBatchRequest(batch_id="b", step=1)),
-    (reward_rules.check_evaluation, reward.EvaluateRequest(n=1024, temperature=0.0)),
+    (check_fields, reward.TakeBatchRequest(step=1)),
+    (check_fields, reward.AcknowledgeBatchRequest(batch_id="b", step=1)),
+    (check_fields, reward.EvaluateRequest(n=1024, temperature=0.0)),
     (check_prompt, reward.SubmitPromptsRequest(prompt_id="a b", messages=[TURN] * 4)),
     (check_generate, generate(stream_mode=rollout.STREAM_MODE_TOKENS)),
     (check_generate, generate(prompt=chat(*["x" * 64] * 1024))),
     (reward_rules.check_score, score("", "x" * 256)),
     (check_join, join()),
     *((check_join, join(store_key=bytes(n))) for n in (0, 32)),
-    (weights_rules.check_stage, weights.StageUpdateRequest(epoch=1)),
-    (weights_rules.check_commit, weights.CommitUpdateRequest(epoch=1, digest="ab")),
-    (weights_rules.check_abort, weights.AbortUpdateRequest(reason="a\nb")),
+    (check_fields, weights.StageUpdateRequest(epoch=1)),
+    (check_fields, weights.CommitUpdateRequest(epoch=1, digest="ab")),
+    (check_fields, weights.AbortUpdateRequest(reason="a\nb")),
     *((decode_sampling, common.SamplingParams(temperature=t)) for t in (0.0, 100.0)),
     *((decode_sampling, common.SamplingParams(top_p=1.0, top_k=k)) for k in (-1, 1)),
 ]
@@ -166,21 +166,19 @@ REFUSED: list[tuple[Check, Any, str]] = [
     ),
     (trainer_rules.check_heartbeat, heartbeat(policy_version=-1), "policy_version"),
     (trainer_rules.check_heartbeat, heartbeat(generated_tokens=2**64 - 1), "generated_tokens"),
-    *(
-        (trainer_rules.check_watch, trainer.WatchStepsRequest(from_step=s), "from_step")
-        for s in (-1, HUGE)
-    ),
+    *((check_fields, trainer.WatchStepsRequest(from_step=s), "from_step") for s in (-1, HUGE)),
     *(
         (check_pause, trainer.PauseRequest(lease_seconds=s), "lease_seconds")
         for s in (NAN, math.inf, -1.0, 0.0, 1e9)
     ),
     (check_pause, trainer.PauseRequest(holder="x" * 129), "holder"),
-    (trainer_rules.check_resume, trainer.ResumeRequest(holder="\x1b[2J"), "holder"),
-    (trainer_rules.check_stop, trainer.StopRequest(reason="x" * 2001), "reason"),
+    (check_fields, trainer.ResumeRequest(holder="\x1b[2J"), "holder"),
+    (check_fields, trainer.StopRequest(reason="x" * 2001), "reason"),
     (reward_rules.check_announcement, announce(trainer_instance_id=""), "trainer_instance_id"),
     (reward_rules.check_announcement, announce(policy_version=HUGE), "policy_version"),
     (reward_rules.check_announcement, announce(replicas=[replica(), replica()]), "twice"),
     (reward_rules.check_announcement, announce(replicas=[replica(slots=2**31)]), "slots"),
+    (reward_rules.check_announcement, announce(replicas=[replica(ranks=1025)]), "ranks"),
     *(
         (
             reward_rules.check_announcement,
@@ -189,12 +187,12 @@ REFUSED: list[tuple[Check, Any, str]] = [
         )
         for low, above in ((-1, []), (HUGE, []), (5, [4]), (5, [7, 7]), (5, [9, 8]))
     ),
-    *((reward_rules.check_take, reward.TakeBatchRequest(step=s), "step") for s in (0, -1, HUGE)),
-    (reward_rules.check_take, reward.TakeBatchRequest(step=1, policy_version=-1), "policy_version"),
-    (reward_rules.check_acknowledgement, reward.AcknowledgeBatchRequest(step=1), "batch_id"),
-    *((reward_rules.check_evaluation, reward.EvaluateRequest(n=n), "n: ") for n in (0, 1025)),
+    *((check_fields, reward.TakeBatchRequest(step=s), "step") for s in (0, -1, HUGE)),
+    (check_fields, reward.TakeBatchRequest(step=1, policy_version=-1), "policy_version"),
+    (check_fields, reward.AcknowledgeBatchRequest(step=1), "batch_id"),
+    *((check_fields, reward.EvaluateRequest(n=n), "n: ") for n in (0, 1025)),
     *(
-        (reward_rules.check_evaluation, reward.EvaluateRequest(temperature=t), "temperature")
+        (check_fields, reward.EvaluateRequest(temperature=t), "temperature")
         for t in (NAN, -1.0, 101.0)
     ),
     (check_prompt, reward.SubmitPromptsRequest(messages=[TURN] * 5), "messages: 5"),
@@ -238,9 +236,9 @@ REFUSED: list[tuple[Check, Any, str]] = [
         )
         for shape in ([2**40], [-2, -3], [2], [2, 3, 1])
     ),
-    (weights_rules.check_stage, weights.StageUpdateRequest(epoch=-1), "epoch"),
-    (weights_rules.check_commit, weights.CommitUpdateRequest(epoch=1), "digest"),
-    (weights_rules.check_abort, weights.AbortUpdateRequest(reason="x" * 4001), "reason"),
+    (check_fields, weights.StageUpdateRequest(epoch=-1), "epoch"),
+    (check_fields, weights.CommitUpdateRequest(epoch=1), "digest"),
+    (check_fields, weights.AbortUpdateRequest(reason="x" * 4001), "reason"),
     # messages that cannot be decoded
     (rollout_rules.rollout_from_proto, common.Rollout(), "rollout.finish_reason: 0 is unknown"),
     (rollout_rules.rollout_from_proto, stopped(finish_reason=77), "rollout.finish_reason: 77"),
@@ -270,10 +268,6 @@ REFUSED: list[tuple[Check, Any, str]] = [
         reward_rules.train_batch_from_proto,
         batch_of(reward.TrainGroup(prompt_id="p7", rollouts=[stopped()])),
         "group p7: 0 scores for 1 rollouts",
-    ),
-    *(
-        (replica_from_proto, replica(**{field: value}), f"replica.{field}: missing")
-        for field, value in (("name", ""), ("instance_id", ""), ("address", ""), ("slots", 0))
     ),
     *(
         (

@@ -136,3 +136,33 @@ def test_any_error_costs_its_batch_and_no_more(
     assert (writer.num_dropped, writer.num_written) == (1, 1)
     assert sorted(destination.counted) == [-1, 1]
     assert caplog.text.count("lines do not reach somewhere") == 1
+
+
+def test_a_batch_of_one_is_written_at_once() -> None:
+    destination = Destination()
+    writer = BoundedWriter[int](
+        "lines", "somewhere", destination.write, most=2, batch=1, interval_s=3600
+    )
+    writer.put(1)
+    assert destination.arrived.acquire(timeout=WAIT_S)
+    writer.close(WAIT_S)
+
+
+def test_with_sizes_the_bound_is_on_their_sum_and_one_item_always_waits() -> None:
+    opened = threading.Event()
+    destination = Destination(before=lambda: opened.wait(WAIT_S))
+    writer = BoundedWriter(
+        *("lines", "somewhere", destination.write),
+        most=10,
+        batch=1,
+        interval_s=0.001,
+        size=lambda item: item,
+    )
+    writer.put(1)
+    assert destination.arrived.acquire(timeout=WAIT_S)  # the first one is being written
+    for item in (99, 1, 2):
+        writer.put(item)
+    opened.set()
+    writer.close(WAIT_S)
+    assert destination.batches == [[1], [99]]
+    assert writer.num_dropped == 2

@@ -10,7 +10,6 @@ import pytest
 from msgspec import UNSET
 
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue, spellings
-from sluice.config.explain import all_keys
 from sluice.config.loading.keys import canonical, find_key, is_section
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig, annotation_at, defaults, known_keys, section_type, value_at
@@ -35,14 +34,14 @@ def test_the_caveat_about_engines_names_those_that_replicas_run() -> None:
 
 
 def test_every_description_shows_the_default_of_the_schema() -> None:
-    shown = {key.path: key.default for key in all_keys()}
+    shown = {key.path: key.default for key in catalogue().values()}
     assert {key: value_at(defaults(), key.split("."), UNSET) for key in LEAVES} == {
         key: shown[key] for key in LEAVES
     }
 
 
 def test_every_key_is_described_with_its_values() -> None:
-    for key in all_keys():
+    for key in catalogue().values():
         assert key.meaning, key.path
         assert key.takes, key.path
         assert key.default is not UNSET, key.path
@@ -51,13 +50,13 @@ def test_every_key_is_described_with_its_values() -> None:
 
 
 def test_what_is_not_honoured_says_what_happens_instead() -> None:
-    for key in all_keys():
+    for key in catalogue().values():
         assert bool(key.instead) == (key.status is not KeyStatus.HONOURED), key.path
         assert bool(key.targets) == (key.status is KeyStatus.MAPPED), key.path
 
 
 def test_mapped_keys_set_keys_of_the_schema() -> None:
-    for key in all_keys():
+    for key in catalogue().values():
         assert set(key.targets) <= set(LEAVES), key.path
 
 
@@ -79,7 +78,7 @@ def test_a_refused_key_may_be_set_to_its_default() -> None:
 
 
 def test_a_configuration_that_writes_out_every_default_is_the_default() -> None:
-    keys = [key for key in all_keys() if not key.is_block]
+    keys = [key for key in catalogue().values() if not key.is_block]
     overrides = [f"++{key.path}={json.dumps(key.default)}" for key in keys]
     assert load_config(None, overrides) == RunConfig()
 
@@ -127,7 +126,7 @@ def test_the_committed_page_is_current() -> None:
 
 def test_the_page_has_a_row_for_every_key_and_every_spelling() -> None:
     page = generate_config_docs.page()
-    for name in [key.path for key in all_keys()] + list(spellings()):
+    for name in [key.path for key in catalogue().values()] + list(spellings()):
         assert f"| `{name}` |" in page, name
 
 

@@ -30,7 +30,6 @@ def config_with(*overrides: str) -> RunConfig:
 def test_rows_and_mini_batches_follow_from_prompts() -> None:
     config = config_with()
     assert derived.rows_per_batch(config) == 512
-    assert derived.mini_batches_per_batch(config.data, config.actor_rollout_ref.actor) == 2
 
 
 def test_lengths_default_to_the_data_limits_and_yield_to_their_own_keys() -> None:
@@ -87,14 +86,6 @@ def test_the_length_of_the_run_counts_full_batches_over_all_epochs() -> None:
     config = config_with("trainer.total_epochs=3")
     assert derived.total_training_steps(config, dataset_rows=100) == 4
     assert derived.total_training_steps(config_with("trainer.total_training_steps=7"), 100) == 7
-
-
-def test_warm_up_is_given_in_steps_or_as_a_share() -> None:
-    optim = f"{ACTOR}.optim"
-    by_steps = config_with(f"{optim}.lr_warmup_steps=5", f"{optim}.lr_warmup_steps_ratio=0.5")
-    by_share = config_with(f"{optim}.lr_warmup_steps_ratio=0.1")
-    assert derived.warmup_steps(by_steps.actor_rollout_ref.actor.optim, 60) == 5
-    assert derived.warmup_steps(by_share.actor_rollout_ref.actor.optim, 60) == 6
 
 
 def test_the_checkpoint_folder_lies_in_the_run_folder_unless_named() -> None:

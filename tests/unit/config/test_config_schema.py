@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args, get_origin
+from typing import get_args
 
-import msgspec
 import pytest
 
-from sluice.config.loading.field_checks import expectation
+from sluice.algorithm.registry import BATCH_ESTIMATORS, POLICY_OBJECTIVES
 from sluice.config.loading.keys import nearest_keys
-from sluice.config.run import RunConfig, annotation_at, known_keys, section_type
+from sluice.config.run import (
+    RunConfig,
+    annotation_at,
+    expectation,
+    known_keys,
+    section_type,
+    text_at,
+)
+from sluice.config.schema.actor import PolicyLossName
+from sluice.config.schema.algorithm import EstimatorName
 
 LEAVES = [key for key in known_keys() if section_type(annotation_at(key.split("."))) is None]
-
-
-def descriptions(annotation: object) -> list[str]:
-    if get_origin(annotation) is not Annotated:
-        return []
-    metas = [part for part in get_args(annotation)[1:] if isinstance(part, msgspec.Meta)]
-    return [meta.description for meta in metas if meta.description]
 
 
 @pytest.mark.parametrize("key", LEAVES)
 def test_every_key_says_what_it_does_and_what_it_takes(key: str) -> None:
     annotation = annotation_at(key.split("."))
-    assert descriptions(annotation), f"{key} has no description"
+    assert text_at(key.split(".")), f"{key} has no text below it"
     assert "typing." not in expectation(annotation)
     assert "<class" not in expectation(annotation)
+
+
+def test_estimators_and_losses_are_those_of_the_registry() -> None:
+    assert get_args(EstimatorName) == tuple(BATCH_ESTIMATORS)
+    assert get_args(PolicyLossName) == tuple(POLICY_OBJECTIVES)
 
 
 def test_the_configuration_is_frozen() -> None:

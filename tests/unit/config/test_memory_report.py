@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
+from sluice.config.loading.loader import KeySettings, load_config, read_settings
 from sluice.config.memory.fit import memory_problems
 from sluice.config.memory.layouts import own_training_layout, rollout_layout, verl_training_layout
 from sluice.config.memory.report import MemoryReport, memory_report
@@ -38,7 +38,7 @@ SHAPE = PUBLISHED_SHAPES["Qwen3-32B"]
 def read(*overrides: str) -> tuple[RunConfig, KeySettings]:
     texts = [*LARGE, *overrides]
     config = load_config(None, texts)
-    return config, KeySettings(config, keys_as_set(None, texts))
+    return config, KeySettings(config, read_settings(None, texts).by_key())
 
 
 def report(*overrides: str) -> MemoryReport:
@@ -109,7 +109,7 @@ def test_an_engine_in_eight_bits_halves_its_weights() -> None:
     plain = report().rollout
     eight = report(f"{ROLLOUT}.quantization=fp8").rollout
     assert eight.weights == plain.weights / 2
-    assert rollout_layout(*read()).longest_row == 22_528
+    assert rollout_layout(read()[0]).longest_row == 22_528
 
 
 def test_the_smallest_tensor_parallel_size_needs_a_device() -> None:

@@ -11,7 +11,6 @@ from sluice.config.catalogue.table import KeyStatus
 from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import (
     KeySettings,
-    keys_as_set,
     load_config,
     read_settings,
     settings_of,
@@ -156,7 +155,7 @@ def test_every_launch_is_looked_at() -> None:
 def test_a_published_launch_breaks_no_rule(name: str) -> None:
     file = LAUNCHES / f"{name}.overrides"
     config = load_config(file, [])
-    settings = KeySettings(config, keys_as_set(file, []))
+    settings = KeySettings(config, read_settings(file, []).by_key())
     model = config.actor_rollout_ref.model.path.rpartition("/")[2]
     shape = PUBLISHED_SHAPES.get(model.removesuffix("-Instruct").replace("-VL", ""))
     assert (shape is None) == (not model)

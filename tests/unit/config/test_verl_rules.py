@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.config.loading.loader import KeySettings, keys_as_set, load_config
+from sluice.config.loading.loader import KeySettings, load_config, read_settings
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
 from sluice.config.rules.batch import verl_problems
@@ -45,7 +45,7 @@ def broken(*overrides: str, shape: ModelShape | None = None) -> list[Problem]:
     texts = [*SOUND, *overrides]
     config = load_config(None, texts)
     return all_problems(
-        config, KeySettings(config, keys_as_set(None, texts)), shape=shape, files=False
+        config, KeySettings(config, read_settings(None, texts).by_key()), shape=shape, files=False
     )
 
 

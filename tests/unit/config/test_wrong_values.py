@@ -51,8 +51,8 @@ TYPES = (
     (f"{MEGATRON}=2", f"{MEGATRON} = 2: expected keys below it"),
     (f"{R}.top_k=-3", "top_k = -3: expected -1 (off) or at least 1"),
     (f"{R}.val_kwargs.top_k=-2", "val_kwargs.top_k = -2: expected"),
-    (f"{A}.optim.betas=[0.9,1.0]", "= [0.9, 1]: expected two numbers in [0, 1)"),
-    (f"{A}.loss_scale_factor=0", "loss_scale_factor = 0: expected at least 1 or null"),
+    (f"{A}.optim.betas=[0.9,1.0]", "= [0.9, 1]: expected a list of 2: a number >= 0 and < 1"),
+    (f"{A}.loss_scale_factor=0", "loss_scale_factor = 0: expected an integer >= 1 or null"),
 )
 UNKNOWN = (
     ("tainer.device=npu", "tainer.device: unknown key; did you mean trainer.device?"),
@@ -61,8 +61,8 @@ UNKNOWN = (
     ("+reward_model.new_switch=1", "reward_model.new_switch: unknown key"),
     ("+new_section.switch=1", "new_section: unknown key; the root knows data, actor_rollout_ref"),
     ("critic={optim: {lrr: 1}}", "critic.optim.lrr: unknown key; did you mean critic.optim.lr?"),
-    ("algorithm.adv_estimator=gae2", "adv_estimator = gae2 is unknown; choose from"),
-    (f"{LOSS}.loss_mode=best", "loss_mode = best is unknown; choose from"),
+    ("algorithm.adv_estimator=gae2", "adv_estimator = gae2: expected one of gae, grpo"),
+    (f"{LOSS}.loss_mode=best", "loss_mode = best: expected one of vanilla, dppo_tv"),
     ("trainer.device=tpu", "trainer.device = tpu is unknown; choose from cpu, cuda, npu"),
 )
 REFUSED = (
@@ -122,6 +122,10 @@ TRAINING = (
 ALGORITHMS = (
     (f"{ADPO} {LOSS}.loss_mode=vanilla", "set both to adpo or neither"),
     (f"algorithm.adv_estimator=grpo {LOSS}.loss_mode=adpo", "set both to adpo or neither"),
+    (
+        f"{ADPO} {CORRECTION}.rollout_rs=token_k1 {CORRECTION}.rollout_rs_threshold=2",
+        "loss_mode = adpo: it compares whole responses of complete groups",
+    ),
     (
         f"{ADPO} {CORRECTION}.bypass_mode=true",
         "bypass_mode = true replaces actor_rollout_ref.actor.policy_loss.loss_mode = adpo by its "

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import threading
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,8 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from sluice.cli.watch.waits import explain
 from sluice.dashboard.page import HEADERS
-from sluice.dashboard.run_record_reader import RunRecordReader
 from sluice.dashboard.sample_browser import SampleBrowser
-from sluice.dashboard.sample_files import SampleFolders
 from sluice.dashboard.serving import URL_NAME, serve_page
 from sluice.errors import ConfigError
 from tests.support.dashboard_run import HOSTILE, add_lines, fill_run, make_run, step_row
@@ -69,9 +64,7 @@ async def serving(run_dir: Path) -> AsyncIterator[Server]:
     reported: asyncio.Queue[str] = asyncio.Queue()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
-            serve_page(
-                run_dir, "127.0.0.1", 0, explain=explain, stop=stop, on_address=reported.put_nowait
-            )
+            serve_page(run_dir, "127.0.0.1", 0, stop=stop, on_address=reported.put_nowait)
         )
         try:
             async with asyncio.timeout(LONG_S):
@@ -96,7 +89,6 @@ async def test_the_page_shows_the_record_of_a_run_that_is_not_running(tmp_path: 
         curves = await server.json("/api/curves")
         assert curves["curves"]["reward"] == {"x": [1, 2, 3], "y": [-0.5, 0.0, 0.5]}
         assert curves["composition"]["all_right"] == [0.0, 2.0, 0.0]
-        assert curves["staleness"] == {"versions": [0, 1], "groups": [1, 1]}
 
 
 async def test_numbers_that_come_later_are_shown_without_a_restart(tmp_path: Path) -> None:
@@ -236,10 +228,8 @@ async def test_lines_that_are_not_understood_are_counted_and_skipped(
     bad = [b'{"step": 1, "\xff": 2}', b'{"step": 1e300}', b'{"step": 1, "x": %s}' % nested]
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b"\n".join(bad) + b"\n")
-    with (tmp_path / "groups.jsonl").open("ab") as file:
-        file.write(b'{"end": "\xff"}\n{"end": "trained", "more": %s}\n' % nested)
     async with serving(tmp_path) as server:
-        await server.until("/api/overview", "num_unread_lines", 5)
+        await server.until("/api/overview", "num_unread_lines", 3)
         add_lines(tmp_path / "metrics.jsonl", [step_row(4)])
         await server.until("/api/overview", "step", 4)
 
@@ -251,38 +241,12 @@ async def test_a_defect_of_reading_is_logged_once_and_the_page_continues(
         raise KeyError("a defect")
 
     monkeypatch.setattr(SampleBrowser, "read", fail)
-    monkeypatch.setattr("sluice.dashboard.run_record_reader.LOOK_EVERY_S", 0.01)
     fill_run(make_run(tmp_path))
     async with serving(tmp_path) as server:
         await server.until("/api/overview", "step", 3)
         add_lines(tmp_path / "metrics.jsonl", [step_row(4)])
         await server.until("/api/overview", "step", 4)
     assert len([line for line in caplog.messages if "a defect of the page" in line]) == 1
-
-
-async def test_questions_about_samples_hold_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even when there are more of them than threads of the event loop."""
-    freed = threading.Event()
-    monkeypatch.setattr(
-        SampleBrowser, "group", lambda _browser, _ordinal: freed.wait(LONG_S) and None
-    )
-    fill_run(make_run(tmp_path))
-    record = RunRecordReader(tmp_path, SampleFolders(tmp_path / "samples", None, None), None)
-    num = 3
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(num))
-    try:
-        async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(record.group(n)) for n in range(num + 1)]
-            await asyncio.sleep(0)
-            assert (await record.curves(10))["num_steps"] == 0
-            assert await asyncio.to_thread(lambda: True)
-            assert not any(one.done() for one in asked)
-            freed.set()
-    finally:
-        freed.set()
-        record.close()
 
 
 @pytest.mark.parametrize("own", ["", "of-the-one-who-starts-the-page-32-letters"])
@@ -297,7 +261,6 @@ async def test_an_open_interface_without_a_token_is_refused(
             tmp_path,
             "0.0.0.0",
             0,
-            explain=explain,
             stop=asyncio.Event(),
             on_address=lambda _: None,
         )

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import sluice.dashboard
+from sluice.config.schema.trainer import TrainerConfig
 from sluice.dashboard.export import bundle, export_page
-from sluice.dashboard.sample_files import folders_of_run
 from sluice.dashboard.serving import write_report
 from tests.support.dashboard_run import a_group, add_groups, make_run
 from tests.support.run_folder import (
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 def exported(folder: Path, **record: Any) -> Page:
     run_folder(folder, **record)
     file = folder / "report.html"
-    export_page(folder, folders_of_run(folder, None, None), 2, file)
+    export_page(folder, TrainerConfig(total_training_steps=2), file)
     return Page(file)
 
 
@@ -173,7 +173,7 @@ def test_the_report_of_a_started_run_reads_the_folders_of_its_configuration(tmp_
     dumps.mkdir()
     row = {"input": "a problem", "output": "7", "step": 1, "score": 1.0}
     (dumps / "1.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    run = make_run(tmp_path / "run", f"trainer.rollout_data_dir={dumps}")
+    run = make_run(tmp_path / "run", f"trainer.validation_data_dir={dumps}")
     write_report(run, run / "report.html")
     (group,) = Page(run / "report.html").answers["/api/samples?"]["groups"]
     assert group["excerpt"] == "a problem"

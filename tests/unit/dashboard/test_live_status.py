@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from sluice.cli.watch.waits import Explanation, explain
+import pytest
+
+from sluice.client.wait_chain import Explanation, explain
 from sluice.client.wait_survey import ServiceWaits
 from sluice.concurrency.process import marked_process
 from sluice.dashboard.live_status import ASK_EVERY_S, SURVEY_EVERY_S, LiveStatus
@@ -30,14 +32,8 @@ class Clock:
 
 
 @asynccontextmanager
-async def live_status(
-    run_dir: Path, clock: Clock, explained: list[int]
-) -> AsyncIterator[LiveStatus]:
-    def counted(services: Sequence[ServiceWaits]) -> Explanation:
-        explained.append(len(services))
-        return explain(services)
-
-    live = LiveStatus(run_dir, counted, clock, answer_within_s=LONG_S)
+async def live_status(run_dir: Path, clock: Clock) -> AsyncIterator[LiveStatus]:
+    live = LiveStatus(run_dir, clock, answer_within_s=LONG_S)
     try:
         yield live
     finally:
@@ -45,12 +41,18 @@ async def live_status(
 
 
 async def test_a_run_that_answers_is_shown_and_asked_no_more_often_than_once_a_second(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, clock, explained = ScriptedTrainer(), Clock(), []
+    trainer, clock, explained = ScriptedTrainer(), Clock(), list[int]()
+
+    def counted(services: Sequence[ServiceWaits]) -> Explanation:
+        explained.append(len(services))
+        return explain(services)
+
+    monkeypatch.setattr("sluice.dashboard.live_status.explain", counted)
     async with serving(trainer=trainer) as server:
         make_run(tmp_path, f"sluice.trainer.endpoint.port={server.port}")
-        async with live_status(tmp_path, clock, explained) as live:
+        async with live_status(tmp_path, clock) as live:
             async with asyncio.TaskGroup() as tasks:
                 together = [tasks.create_task(live.ask()) for _ in range(5)]
             answers = [asked.result() for asked in together]
@@ -69,7 +71,7 @@ async def test_a_run_that_answers_is_shown_and_asked_no_more_often_than_once_a_s
 
 
 async def test_nothing_is_shown_of_a_run_without_services(tmp_path: Path) -> None:
-    async with live_status(make_run(tmp_path), Clock(), []) as live:
+    async with live_status(make_run(tmp_path), Clock()) as live:
         assert await live.ask() is None
 
 
@@ -78,7 +80,7 @@ async def test_a_trainer_whose_process_is_there_and_silent_is_trouble_with_its_r
 ) -> None:
     make_run(tmp_path)
     with marked_process(tmp_path, "trainer", "127.0.0.1:1"):
-        async with live_status(tmp_path, Clock(), []) as live:
+        async with live_status(tmp_path, Clock()) as live:
             answer = await live.ask()
     assert answer is not None
     assert answer.run is None
@@ -89,7 +91,7 @@ async def test_a_trainer_whose_process_is_there_and_silent_is_trouble_with_its_r
 
 async def test_a_restarted_run_is_found_at_its_new_address(tmp_path: Path) -> None:
     clock = Clock()
-    async with live_status(make_run(tmp_path), clock, []) as live:
+    async with live_status(make_run(tmp_path), clock) as live:
         assert await live.ask() is None
         async with serving(trainer=ScriptedTrainer()) as server:
             make_run(tmp_path, f"sluice.trainer.endpoint.port={server.port}")

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from sluice.cli.watch.waits import explain
 from sluice.dashboard import serving
 from sluice.dashboard.live_status import check_location
 from sluice.dashboard.serving import serve_page
@@ -37,9 +36,7 @@ async def test_it_is_encrypted_and_asks_for_a_token(tmp_path: Path) -> None:
     fill_run(run_dir)
     stop, reported = asyncio.Event(), asyncio.Queue[str]()
     async with asyncio.TaskGroup() as tasks:
-        served = serve_page(
-            run_dir, "0.0.0.0", 0, explain=explain, stop=stop, on_address=reported.put_nowait
-        )
+        served = serve_page(run_dir, "0.0.0.0", 0, stop=stop, on_address=reported.put_nowait)
         tasks.create_task(served)
         try:
             async with asyncio.timeout(LONG_S):

@@ -13,10 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.dashboard import sample_files
+from sluice.dashboard import sample_browser
 from sluice.dashboard.line_tail import LineTail
-from sluice.dashboard.sample_browser import Cursor, Page, SampleBrowser, SampleFilter, SampleIndex
-from sluice.dashboard.sample_files import SampleFolders
+from sluice.dashboard.sample_browser import (
+    Cursor,
+    FoundGroup,
+    Page,
+    SampleBrowser,
+    SampleFilter,
+    folders_of_run,
+)
 from sluice.dashboard.sample_lines import GroupLines, GroupReader, SampleSource, ShownOutcome
 from sluice.telemetry.samples import DumpedSample, write_dump
 from tests.support.dashboard_run import a_group, add_groups
@@ -26,8 +32,7 @@ WRONG = SampleFilter(outcomes=frozenset({ShownOutcome.ALL_WRONG}))
 
 
 def browser_of(run_dir: Path) -> SampleBrowser:
-    folders = SampleFolders(run_dir / "samples", run_dir / "trained", run_dir / "validation")
-    return SampleBrowser(folders)
+    return SampleBrowser(folders_of_run(run_dir, None))
 
 
 def read(browser: SampleBrowser) -> SampleBrowser:
@@ -37,7 +42,11 @@ def read(browser: SampleBrowser) -> SampleBrowser:
 
 
 def names(page: Page) -> list[str]:
-    return [found.group.prompt_id for found in page.groups]
+    return names_of(page.groups)
+
+
+def names_of(groups: list[FoundGroup]) -> list[str]:
+    return [found.group.prompt_id for found in groups]
 
 
 def test_groups_of_every_end_are_listed_the_highest_step_first(tmp_path: Path) -> None:
@@ -134,9 +143,7 @@ def test_a_search_that_takes_long_returns_its_results_so_far_and_continues(tmp_p
     groups = [a_group(str(n), step=n, text=texts.get(n, "hay")) for n in range(1, 100)]
     add_groups(tmp_path, groups)
     ticks = itertools.count(step=0.3)
-    browser = SampleBrowser(
-        SampleFolders(tmp_path / "samples", None, None), clock=lambda: next(ticks)
-    )
+    browser = SampleBrowser({SampleSource.ARCHIVE: tmp_path / "samples"}, clock=lambda: next(ticks))
     read(browser)
     pages = [browser.page(ALL, "needle")]
     while pages[-1].next is not None:
@@ -154,38 +161,15 @@ def test_dumps_in_verls_columns_are_read_as_groups(tmp_path: Path) -> None:
     write_dump(tmp_path / "validation", rows, 10)
     browser = read(browser_of(tmp_path))
     page = browser.page(ALL)
-    assert [found.entry.num_responses for found in page.groups] == [1, 2]
-    assert {found.entry.outcome for found in page.groups} == {ShownOutcome.VALIDATION}
+    assert [found.entry.lines.num_responses for found in page.groups] == [1, 2]
+    assert {found.entry.lines.outcome for found in page.groups} == {ShownOutcome.VALIDATION}
     first = page.groups[1].group
     assert [response.text for response in first.responses] == ["it is 1", "it is 2"]
     assert (first.ground_truth, first.responses[0].metrics) == ("2", {"acc": 1.0})
     stamp = (tmp_path / "validation").stat()
     write_dump(tmp_path / "validation", rows[:1], 10)  # a validation that was repeated
     os.utime(tmp_path / "validation", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # in the same tick
-    assert [f.entry.num_responses for f in read(browser).page(ALL).groups] == [1]
-
-
-def test_a_folder_that_rests_is_not_listed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s, listed = [0.0], []
-    write_dump(tmp_path / "validation", [DumpedSample("a", "text", None, 1.0)], 1)
-    folders = SampleFolders(tmp_path / "samples", None, tmp_path / "validation")
-    browser = SampleBrowser(folders, clock=lambda: now_s[0])
-    numbered = sample_files._numbered
-
-    def noted(folder: Path) -> list[tuple[Path, tuple[int, int]]]:
-        listed.append(folder.name)
-        return numbered(folder)
-
-    monkeypatch.setattr(sample_files, "_numbered", noted)
-    for _ in range(5):
-        read(browser)
-        now_s[0] += 1.0
-    assert listed.count("validation") == 3  # until the stamp was two seconds old
-    write_dump(tmp_path / "validation", [DumpedSample("b", "text", None, 1.0)], 2)
-    os.utime(tmp_path / "validation", ns=(10**18, 10**18))
-    assert len(read(browser).page(ALL).groups) == 2
+    assert [f.entry.lines.num_responses for f in read(browser).page(ALL).groups] == [1]
 
 
 def test_a_file_that_vanishes_while_they_are_listed_costs_no_other(
@@ -216,7 +200,7 @@ def test_groups_of_a_dump_are_whole_in_whatever_pieces_it_is_read(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "1.jsonl"
         file.write_bytes(content)
-        tail, reader = LineTail(file, chunk_bytes=chunk_bytes), GroupReader(SampleSource.TRAINED)
+        tail, reader = LineTail(file, chunk_bytes=chunk_bytes), GroupReader(SampleSource.VALIDATION)
         found: list[GroupLines] = []
         while (taken := tail.take()).has_more:
             found += reader.take(taken.lines)
@@ -232,19 +216,11 @@ def test_groups_of_a_dump_are_whole_in_whatever_pieces_it_is_read(
 def test_a_group_of_a_dump_beyond_one_piece_is_one_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_files, "LineTail", lambda path: LineTail(path, chunk_bytes=300))
+    monkeypatch.setattr(sample_browser, "LineTail", lambda path: LineTail(path, chunk_bytes=300))
     rows = [DumpedSample("1 + 1 = ?", "x" * 100, "2", 1.0, {"uid": "a"}) for _ in range(20)]
     write_dump(tmp_path / "validation", rows, 1)
     (found,) = read(browser_of(tmp_path)).page(ALL).groups
-    assert found.entry.num_responses == len(found.group.responses) == 20
-
-
-def test_trained_dumps_are_read_only_where_there_is_no_archive(tmp_path: Path) -> None:
-    write_dump(tmp_path / "trained", [DumpedSample("dumped", "text", None, 1.0)], 1)
-    browser = read(browser_of(tmp_path))
-    assert [found.group.prompt for found in browser.page(ALL).groups] == ["dumped"]
-    add_groups(tmp_path, [a_group("kept", step=1)])
-    assert names(read(browser).page(ALL)) == ["kept"]
+    assert found.entry.lines.num_responses == len(found.group.responses) == 20
 
 
 def test_lines_that_are_no_groups_are_passed_over(tmp_path: Path) -> None:
@@ -264,42 +240,28 @@ def test_lines_that_are_no_groups_are_passed_over(tmp_path: Path) -> None:
     assert browser.num_unread == 8
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=40), st.integers(1, 9))
-def test_walking_by_cursor_gives_every_match_once(groups: list[tuple[int, int]], most: int) -> None:
-    index = SampleIndex()
-    for place, (step, file) in enumerate(groups):
-        index.add(file, GroupLines(place, 1, step, ShownOutcome.TRAINED, 2, 0.0))
-    whole = [index.entry(place) for place in index.matching(ALL).tolist()]
-    walked, cursor = [], None
-    while True:
-        places = index.matching(ALL)
-        if cursor is not None:
-            places = index.after(places, cursor)
-        walked += [index.entry(place) for place in places[:most].tolist()]
-        if places.size <= most:
-            break
-        cursor = walked[-1].cursor
-    assert walked == whole
-    assert sorted(entry.ordinal for entry in walked) == list(range(len(groups)))
-    assert [entry.step for entry in walked] == sorted((s for s, _ in groups), reverse=True)
+@given(st.lists(st.integers(0, 5), max_size=40), st.integers(1, 9))
+def test_walking_by_cursor_gives_every_match_once(steps: list[int], most: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        add_groups(Path(folder), [a_group(str(n), step=step) for n, step in enumerate(steps)])
+        browser = read(browser_of(Path(folder)))
+        whole = browser.page(ALL, most=50).groups
+        walked, page = [], browser.page(ALL, most=most)
+        walked += page.groups
+        while page.next is not None:
+            page = browser.page(ALL, after=page.next, most=most)
+            walked += page.groups
+    assert names_of(walked) == names_of(whole)
+    assert sorted(names_of(walked), key=int) == [str(n) for n in range(len(steps))]
+    assert [one.entry.lines.step for one in walked] == sorted(steps, reverse=True)
 
 
-def test_a_full_index_forgets_the_oldest_and_keeps_its_numbers() -> None:
-    index = SampleIndex(most_groups=10)
-    for number in range(25):
-        index.add(0, GroupLines(number, 1, number, ShownOutcome.TRAINED, 1, 0.0))
-    assert len(index) <= 10
-    newest = index.get(24)
+def test_a_full_index_forgets_the_oldest_and_keeps_its_numbers(tmp_path: Path) -> None:
+    add_groups(tmp_path, [a_group(str(n), step=n) for n in range(25)])
+    browser = SampleBrowser({SampleSource.ARCHIVE: tmp_path / "samples"}, most_groups=10)
+    read(browser)
+    assert 5 <= sum(browser.counts.values()) <= 10
+    newest = browser.group(24)
     assert newest is not None
-    assert newest.offset == 24
-    assert index.get(0) is None
-
-
-def test_a_million_samples_are_indexed_without_their_texts() -> None:
-    index = SampleIndex()
-    line = GroupLines(0, 100, 1, ShownOutcome.ALL_RIGHT, 8, 1.0)
-    for _ in range(125_000):
-        index.add(0, line)
-    assert len(index) == 125_000
-    assert index._rows.nbytes <= 8 << 20
-    assert index.matching(SampleFilter(first_step=1)).size == 125_000
+    assert newest.group.prompt_id == "24"
+    assert browser.group(0) is None

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 
 from sluice.dashboard import step_history
-from sluice.dashboard import step_history as staleness_counts
 from sluice.dashboard.curves import curve_points
 from sluice.dashboard.line_tail import LineTail
-from sluice.dashboard.step_history import MOST_BARS, StalenessCounts, StepHistory
+from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import add_lines, step_row
 
 REWARD = "critic/rewards/mean"
 
 
-def read(source: StepHistory | StalenessCounts) -> None:
+def read(source: StepHistory) -> None:
     while source.read():
         pass
 
@@ -66,14 +65,11 @@ def test_a_line_beyond_the_bound_counts_as_unread(
     def short(path: Path) -> LineTail:
         return LineTail(path, chunk_bytes=64, most_line_bytes=256)
 
-    for module in (step_history, staleness_counts):
-        monkeypatch.setattr(module, "LineTail", short)
-    for name in ("metrics.jsonl", "groups.jsonl"):
-        (tmp_path / name).write_text("x" * 1000 + "\n", encoding="utf-8")
-    history, counts = StepHistory(tmp_path), StalenessCounts(tmp_path)
+    monkeypatch.setattr(step_history, "LineTail", short)
+    (tmp_path / "metrics.jsonl").write_text("x" * 1000 + "\n", encoding="utf-8")
+    history = StepHistory(tmp_path)
     read(history)
-    read(counts)
-    assert (history.num_unread, counts.num_unread) == (1, 1)
+    assert history.num_unread == 1
 
 
 def test_validations_are_distinguished_from_steps(tmp_path: Path) -> None:
@@ -103,21 +99,3 @@ def test_a_hundred_thousand_steps_become_few_points_with_their_peak(tmp_path: Pa
     assert len(composition["kept"]) <= 400
     assert sum(composition["kept"]) == 200_000
     assert (composition["from"][0], composition["to"][-1]) == (1, 100_000)
-
-
-def test_staleness_is_counted_over_trained_groups_and_has_a_last_bar(tmp_path: Path) -> None:
-    rows = [
-        {"end": "trained", "step": 3, "oldest_version": 2},
-        {"end": "trained", "step": 3, "oldest_version": 1},
-        {"end": "trained", "step": 3, "oldest_version": 1},
-        {"end": "filtered_all_right", "step": None, "oldest_version": 1},
-        {"end": "trained", "oldest_version": 1},
-        {"end": "trained", "step": 2, "oldest_version": None},
-    ]
-    add_lines(tmp_path / "groups.jsonl", rows)
-    counts = StalenessCounts(tmp_path)
-    read(counts)
-    assert counts.bars() == {"versions": [0, 1], "groups": [1, 2]}
-    add_lines(tmp_path / "groups.jsonl", [{"end": "trained", "step": 10**6, "oldest_version": 0}])
-    read(counts)
-    assert len(counts.bars()["groups"]) == MOST_BARS

@@ -14,14 +14,13 @@ from sluice.data.inspection import inspect_files
 from sluice.data.prepare import Preparation, prepare
 from sluice.data.prompt_files import (
     PromptFiles,
-    digest_of,
-    first_rows,
     open_prompt_files,
     row_digests,
     without_duplicates,
 )
 from sluice.data.prompt_rows import PromptColumns
 from sluice.data.published_rows import Wishes
+from sluice.data.row_files import digest_of
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 
@@ -57,6 +56,12 @@ def test_the_first_row_of_each_kind_stays(tmp_path: Path, kinds: list[tuple[str,
         assert kept.tolist() == expected
 
 
+def kept_rows(files: PromptFiles) -> list[int]:
+    kept = without_duplicates(files).kept
+    assert kept is not None
+    return [int(row) for row in kept]
+
+
 def test_the_whole_conversation_counts(tmp_path: Path) -> None:
     turns = [
         [("user", "a")],
@@ -69,13 +74,13 @@ def test_the_whole_conversation_counts(tmp_path: Path) -> None:
         for one in turns
     ]
     path = write_prompts(tmp_path / "a.parquet", rows)
-    assert first_rows(row_digests(opened(path))).tolist() == [0, 1, 2, 3]
+    assert kept_rows(opened(path)) == [0, 1, 2, 3]
 
 
 def test_a_copy_in_another_file_is_a_copy(tmp_path: Path) -> None:
     first = write_prompts(tmp_path / "a.parquet", [row("a", "1"), row("b", "1")])
     second = write_prompts(tmp_path / "b.parquet", [row("b", "1"), row("c", "1")])
-    assert first_rows(row_digests(opened(first, second))).tolist() == [0, 1, 3]
+    assert kept_rows(opened(first, second)) == [0, 1, 3]
 
 
 SPELLINGS: dict[str, list[dict[str, object]]] = {

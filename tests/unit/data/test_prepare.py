@@ -151,6 +151,15 @@ def test_images_travel_with_their_marks(tmp_path: Path) -> None:
     assert found.messages[0].content.startswith("<image><image>which?")
 
 
+@pytest.mark.parametrize("image", [{"bytes": "cG5n"}, "data:image/png;base64,cG5n"])
+def test_base64_of_json_lines_becomes_the_bytes_of_the_image(tmp_path: Path, image: object) -> None:
+    row = ORIGINALS["geo3k"] | {"images": [image]}
+    made = order("geo3k", write(tmp_path / "a.jsonl", [row]))
+    prepare(made)
+    (found,) = made_rows(made)
+    assert found.images == (b"png",)
+
+
 def test_copies_are_left_out_on_request_and_the_limit_counts_what_is_written(
     tmp_path: Path,
 ) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from functools import partial
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
-from services.reward import app
-from services.reward.app import RewardLoop
+from services.reward.app import RewardLoop, RunFiles
 from services.reward.ledger.ledger import ACKNOWLEDGED_REMEMBERED, PromptLedger
 from sluice.config.run import RunConfig
 from sluice.errors import InvalidRequestError, NotFoundError
@@ -56,10 +54,9 @@ async def steps(loop: RewardLoop, client: ScriptedClient, first: int, count: int
         loop.pipeline.batches.acknowledge(batch.batch_id, step)
 
 
-async def test_nothing_grows_with_steps_or_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "PromptLedger", partial(PromptLedger, ended_ids=8))
-    client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
+async def test_nothing_grows_with_steps_or_prompts() -> None:
+    client, files = ScriptedClient(), RunFiles(ledger=PromptLedger(ended_ids=8))
+    async with running_loop(config(), client, files=files) as loop:
         sizes = []
         for first in (0, 100, 200):
             await steps(loop, client, first, 100)

@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.generation.queue import Priority
-from services.reward.generation.request import GenerateEvent, GroupRequest, GroupTokens
+from services.reward.generation.request import (
+    GenerateEvent,
+    GroupBudget,
+    GroupRequest,
+    GroupTokens,
+    Purpose,
+)
 from services.reward.generation.stream import CollectedGroup
 from sluice.algorithm.growing_sample import GrowingSample, NewTokens
 from sluice.errors import PeerError
@@ -19,7 +24,7 @@ from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollou
 SAMPLES, LOWEST = 3, 5
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, seed=0)
 PROMPT = Prompt("p", 0, (ChatMessage("user", "?"),), "s", "1", PromptOrigin.CLIENT, None)
-REQUEST = GroupRequest(PROMPT, tuple(range(SAMPLES)), SAMPLING, Priority.TRAINING, LOWEST)
+REQUEST = GroupRequest(PROMPT, tuple(range(SAMPLES)), SAMPLING, Purpose.TRAINING, LOWEST)
 
 
 def tokens(index: int, start: int, end: int, version: int) -> NewTokens:
@@ -66,13 +71,13 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
     sizes: list[int], happenings: list[tuple[int, int, str, int]]
 ) -> None:
     counts, received = GroupTokens(), 0
-    group = CollectedGroup(replace(REQUEST, tokens=counts))
-    group.started(np.zeros(1, np.uint32), 0.0)
+    group = CollectedGroup(replace(REQUEST, tokens=counts, budget=GroupBudget()))
+    group.request.budget.started(np.zeros(1, np.uint32), 0.0)
 
     def begin(version: int) -> Replica:
         partials = list(group.partials())
         assert all(v.version >= LOWEST for p in partials for v in p.version_spans)
-        group.asked(f"replica {version}")
+        group.requested(f"replica {version}")
         return Replica(sizes, version, partials)
 
     def arrive(event: GenerateEvent) -> int:
@@ -105,8 +110,8 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
 
 
 def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
-    group = CollectedGroup(REQUEST)
-    group.started(np.zeros(1, np.uint32), 0.0)
+    group = CollectedGroup(replace(REQUEST, budget=GroupBudget()))
+    group.request.budget.started(np.zeros(1, np.uint32), 0.0)
     replica = Replica([4, 4, 4], LOWEST, [])
     group.take(GenerateEvent(None, (), (replica.draw(1, 3),)), "r")
     group.take(GenerateEvent(None, (replica.whole(0, FinishReason.STOP),)), "r")
@@ -119,8 +124,8 @@ def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
 
 def test_what_a_defective_replica_sent_was_received_and_thrown_away() -> None:
     counts = GroupTokens()
-    group = CollectedGroup(replace(REQUEST, tokens=counts))
-    group.started(np.zeros(1, np.uint32), 0.0)
+    group = CollectedGroup(replace(REQUEST, tokens=counts, budget=GroupBudget()))
+    group.request.budget.started(np.zeros(1, np.uint32), 0.0)
     group.take(GenerateEvent(None, (), (tokens(0, 0, 3, LOWEST),)), "r")
     other = Replica([9, 9, 5], LOWEST, []).whole(2, FinishReason.STOP)
     unlike = replace(other, sample_index=0)

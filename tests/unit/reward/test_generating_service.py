@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from services.reward.generation.client import RolloutClient
-from services.reward.generation.queue import Priority
-from services.reward.generation.request import GroupRequest
+from services.reward.generation.request import (
+    GroupRequest,
+    Purpose,
+)
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.metadata import TRACEPARENT, caller_of
 from sluice.rpc.server import RpcServer
@@ -36,7 +38,7 @@ async def test_the_reward_service_is_no_client(
     in_trace: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     further = {"metadata": (SPAN,)} if in_trace else {}
-    monkeypatch.setattr("sluice.rpc.client.call_options", lambda: further)
+    monkeypatch.setattr("sluice.rpc.client.call_options", lambda *_: further)
     replica = Replica()
     server = RpcServer(
         [lambda grpc_: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(replica, grpc_)],
@@ -48,7 +50,7 @@ async def test_the_reward_service_is_no_client(
     await server.start()
     turns = (ChatMessage("user", "1"),)
     prompt = Prompt("p", 0, turns, "math_dapo", "1", PromptOrigin.CLIENT, None, {}, ())
-    request = GroupRequest(prompt, (0,), SamplingParams(1.0, 1.0, -1, 8, 1), Priority.TRAINING, 0)
+    request = GroupRequest(prompt, (0,), SamplingParams(1.0, 1.0, -1, 8, 1), Purpose.TRAINING, 0)
     client = RolloutClient(linger_ms=0, timeout_s=10.0, max_message_bytes=1 << 20)
     info = ReplicaInfo("r", "r-1", server.address, 1)
     try:

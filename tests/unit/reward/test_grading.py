@@ -11,8 +11,7 @@ import pytest
 
 from services.reward.grading.grader import Grader, OverlongShaping, overlong_shaping
 from services.reward.grading.messages import ScorerInput
-from services.reward.groups.run import judge
-from services.reward.groups.settings import GroupNeeds
+from sluice.algorithm.groups.filter import GroupNeeds, judge
 from sluice.config.schema.reward import RewardConfig
 from sluice.errors import ConfigError
 from sluice.types import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -11,12 +12,12 @@ import pytest
 
 from services.reward.app import RewardLoop
 from services.reward.generation.dispatcher import GroupDispatcher, generate_group
-from services.reward.generation.queue import Priority
 from services.reward.generation.request import (
+    GroupBudget,
     GroupFailedError,
     GroupRequest,
+    Purpose,
     SampleCallback,
-    StartCallback,
 )
 from services.reward.group import GroupState
 from sluice.config.run import RunConfig
@@ -209,8 +210,8 @@ async def test_at_shutdown_both_streams_are_cancelled() -> None:
 
 
 PROMPT = Prompt("p", 0, (ChatMessage("user", "?"),), "s", "1", PromptOrigin.CLIENT, None)
-REQUEST = GroupRequest(PROMPT, (0, 1), SAMPLING, Priority.TRAINING, lowest_version=0)
-Act = Callable[[GroupRequest, StartCallback], None]
+REQUEST = GroupRequest(PROMPT, (0, 1), SAMPLING, Purpose.TRAINING, lowest_version=0)
+Act = Callable[[GroupRequest], None]
 
 
 class FakeDispatcher:
@@ -222,16 +223,16 @@ class FakeDispatcher:
     async def generate(
         self,
         request: GroupRequest,
-        on_start: StartCallback,
         _on_sample: SampleCallback | None = None,
     ) -> RolloutGroup:
-        self._act(request, on_start)
+        self._act(request)
         return RolloutGroup(request.prompt, PROMPT_TOKENS, ())
 
 
-async def generated(act: Act, on_start: StartCallback = lambda _: None) -> None:
+async def generated(act: Act, on_start: Callable[[int | None], None] = lambda _: None) -> None:
     dispatcher = cast("GroupDispatcher", FakeDispatcher(act))
-    await generate_group(dispatcher, REQUEST, GREEDY, on_start)
+    request = replace(REQUEST, budget=GroupBudget(on_start=on_start))
+    await generate_group(dispatcher, request, GREEDY)
 
 
 @pytest.mark.parametrize(("samples", "greedy"), [(3, 4), (4, 3)])
@@ -240,16 +241,17 @@ async def test_a_prompt_has_started_when_the_older_of_the_two_has(
 ) -> None:
     reported: list[int | None] = []
 
-    def start(request: GroupRequest, on_start: StartCallback) -> None:
-        on_start(None)
-        on_start(greedy if is_greedy(request) else samples)
+    def start(request: GroupRequest) -> None:
+        part = request.sample_indexes
+        request.budget.note_version(part, None)
+        request.budget.note_version(part, greedy if is_greedy(request) else samples)
 
     await generated(start, reported.append)
     assert reported == [None, samples, samples, 3]
 
 
 async def test_a_defect_is_not_taken_for_a_failure_of_the_prompt() -> None:
-    def fail(request: GroupRequest, _on_start: StartCallback) -> None:
+    def fail(request: GroupRequest) -> None:
         if is_greedy(request):
             raise ZeroDivisionError
         raise GroupFailedError("refused")
@@ -266,7 +268,7 @@ class PromptRefusedError(GroupFailedError):
 @pytest.mark.parametrize("grave", [DataError("row 3"), PromptRefusedError("too long")])
 @pytest.mark.parametrize("of_greedy", [True, False])
 async def test_of_two_errors_the_graver_one_is_told(grave: Exception, of_greedy: bool) -> None:
-    def fail(request: GroupRequest, _on_start: StartCallback) -> None:
+    def fail(request: GroupRequest) -> None:
         raise grave if is_greedy(request) is of_greedy else GroupFailedError("a stream broke")
 
     with pytest.raises(type(grave)) as error:
@@ -275,7 +277,7 @@ async def test_of_two_errors_the_graver_one_is_told(grave: Exception, of_greedy:
 
 
 async def test_a_failure_of_the_samples_is_told_as_it_is() -> None:
-    def fail(request: GroupRequest, _on_start: StartCallback) -> None:
+    def fail(request: GroupRequest) -> None:
         if not is_greedy(request):
             raise GroupFailedError("refused by a: too long")
 

@@ -8,8 +8,13 @@ from dataclasses import replace
 import pytest
 
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import Priority, ReplicaQueue
-from services.reward.generation.request import GroupFailedError, GroupRequest, OverlongPromptError
+from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.request import (
+    GroupFailedError,
+    GroupRequest,
+    OverlongPromptError,
+    Purpose,
+)
 from sluice.algorithm.routing import ReplicaRequirement, ReplicaRouter
 from sluice.errors import (
     DataError,
@@ -28,7 +33,7 @@ SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, se
 
 
 def request(
-    sequence: int = 0, *, n: int = 4, priority: Priority = Priority.TRAINING, **versions: int
+    sequence: int = 0, *, n: int = 4, purpose: Purpose = Purpose.TRAINING, **versions: int
 ) -> GroupRequest:
     prompt = Prompt(
         f"p{sequence}",
@@ -40,7 +45,7 @@ def request(
         None,
     )
     bounds = {"lowest_version": 0} | versions
-    return GroupRequest(prompt, tuple(range(n)), SAMPLING, priority, **bounds)
+    return GroupRequest(prompt, tuple(range(n)), SAMPLING, purpose, **bounds)
 
 
 class Setting:
@@ -93,9 +98,9 @@ async def test_a_group_larger_than_any_replica_still_runs() -> None:
 async def test_evaluation_goes_first_and_older_prompts_before_younger() -> None:
     setting = Setting(ScriptedClient())
     async with asyncio.TaskGroup() as tasks:
-        for sequence, priority in ((5, Priority.TRAINING), (2, Priority.TRAINING)):
-            tasks.create_task(setting.dispatcher.generate(request(sequence, priority=priority)))
-        tasks.create_task(setting.dispatcher.generate(request(9, priority=Priority.EVALUATION)))
+        for sequence, purpose in ((5, Purpose.TRAINING), (2, Purpose.TRAINING)):
+            tasks.create_task(setting.dispatcher.generate(request(sequence, purpose=purpose)))
+        tasks.create_task(setting.dispatcher.generate(request(9, purpose=Purpose.VALIDATION)))
         await settled(lambda: setting.queue.num_waiting == 3)
         await setting.dispatcher.announce([replica("a", slots=4)])
     assert [prompt for _, prompt, _ in setting.client.calls] == ["p9", "p2", "p5"]
@@ -107,7 +112,7 @@ async def test_who_waits_for_a_version_nobody_serves_blocks_no_one() -> None:
     async with asyncio.TaskGroup() as tasks:
         blocked = tasks.create_task(
             setting.dispatcher.generate(
-                request(0, priority=Priority.EVALUATION, lowest_version=4, highest_version=4)
+                request(0, purpose=Purpose.VALIDATION, lowest_version=4, highest_version=4)
             )
         )
         await setting.dispatcher.generate(request(1))
@@ -232,7 +237,9 @@ async def test_the_oldest_version_in_a_group_is_told_through_all_attempts() -> N
     client = ScriptedClient(before_sample=break_a, versions={"a": 3, "b": 4})
     setting = Setting(client)
     await setting.dispatcher.announce([replica("a", 3), replica("b", 4)])
-    group = await setting.dispatcher.generate(request(), reported.append)
+    asked = request()
+    asked.budget.on_start = reported.append
+    group = await setting.dispatcher.generate(asked)
     assert reported == [None, 3, 3, 3]
     assert group.oldest_version == 3
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from services.reward.app import RunFiles
-from services.reward.records import group_log
-from services.reward.records.group_log import GroupLog, in_daemon_thread
+from services.reward.records.group_log import GroupLog
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
@@ -32,45 +28,14 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-async def written(log: GroupLog) -> None:
-    """Let the log write what it has, then end it."""
-    async with asyncio.TaskGroup() as tasks:
-        writer = tasks.create_task(log.run())
-        await asyncio.sleep(0)
-        writer.cancel()
-
-
-async def test_groups_that_end_close_together_are_written_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writes = list[str]()
-
-    def counted(work: Callable[[], None], name: str) -> asyncio.Future[None]:
-        writes.append(name)
-        return in_daemon_thread(work, name)
-
-    monkeypatch.setattr(group_log, "in_daemon_thread", counted)
-    path = tmp_path / "groups.jsonl"
-    log = GroupLog(path)
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-        writer = tasks.create_task(log.run())
-        for _ in range(3):
-            log.observe(group_ended())
-            await asyncio.sleep(0)
-        while not path.exists() or len(lines(path)) < 3:
-            await asyncio.sleep(0.01)
-        assert len(writes) == 1
-        writer.cancel()
-
-
-async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Path) -> None:
+def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Path) -> None:
     seconds = iter([10.0, 14.0])
     log = GroupLog(tmp_path / "run" / "groups.jsonl", 16, lambda: next(seconds))
     prompt, attempt = client_prompt(), Attempt("aa", 3, None, 4, probability=0.25)
     log.observe(
         group_ended(prompt, attempt=attempt, version=7, started_s=11.5, replicas=("a", "b"))
     )
-    await written(log)
+    log.close()
     (line,) = lines(tmp_path / "run" / "groups.jsonl")
     assert tuple(line) == KEYS
     assert line.pop("instance_id")
@@ -93,33 +58,33 @@ async def test_a_group_that_failed_leaves_a_line_with_what_is_known(tmp_path: Pa
     }
 
 
-async def test_a_line_names_the_start_of_the_service_that_its_times_are_of(tmp_path: Path) -> None:
+def test_a_line_names_the_start_of_the_service_that_its_times_are_of(tmp_path: Path) -> None:
     path = tmp_path / "groups.jsonl"
     for log in (GroupLog(path), GroupLog(path)):
         for _ in range(2):
             log.observe(group_ended())
-        await written(log)
+        log.close()
     first, second, third, fourth = (line["instance_id"] for line in lines(path))
     assert first == second != third == fourth
 
 
-async def test_a_prompt_that_never_started_leaves_no_line(tmp_path: Path) -> None:
+def test_a_prompt_that_never_started_leaves_no_line(tmp_path: Path) -> None:
     log = GroupLog(tmp_path / "groups.jsonl")
     log.observe(group_ended(end=PromptEnd.SKIPPED, version=None))
-    await written(log)
+    log.close()
     assert not (tmp_path / "groups.jsonl").exists()
 
 
-async def test_a_log_that_cannot_be_written_is_told_once_and_given_up(
+def test_a_log_that_cannot_be_written_is_reported_once_with_the_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
     log = GroupLog(tmp_path / "file" / "groups.jsonl")
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            log.observe(group_ended(end=PromptEnd.TRAINED))
-            await written(log)
-    assert len([line for line in caplog.messages if "no longer logged" in line]) == 1
+    for _ in range(3000):
+        log.observe(group_ended(end=PromptEnd.TRAINED))
+    log.close()
+    (line,) = [line for line in caplog.messages if "groups do not reach" in line]
+    assert "free the disk or the folder" in line
 
 
 async def test_the_loop_logs_kept_and_filtered_groups_as_they_end(tmp_path: Path) -> None:
@@ -129,13 +94,15 @@ async def test_the_loop_logs_kept_and_filtered_groups_as_they_end(tmp_path: Path
         "algorithm": {"filter_groups": {"enable": True}},
     }
     path = tmp_path / "groups.jsonl"
-    files = RunFiles(None, GroupLog(path))
+    log = GroupLog(path)
+    files = RunFiles(log=log)
     config = msgspec.convert(tree, RunConfig)
     async with running_loop(config, ScriptedClient(), files=files) as loop:
         submit(loop, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         batch = await loop.pipeline.batches.take(1, 0, 5)
         loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+    log.close()
     found = {line["prompt_id"]: line for line in lines(path)}
     assert {name: line["end"] for name, line in found.items()} == {
         "p0": "filtered_all_wrong",

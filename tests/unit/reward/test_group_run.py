@@ -13,8 +13,8 @@ from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.group import GroupState
-from services.reward.groups.run import joined, judge_probes
-from services.reward.groups.settings import GroupNeeds
+from services.reward.groups.run import joined
+from sluice.algorithm.groups.filter import GroupNeeds, judge_probes
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, InvalidRequestError
 from sluice.types import (
@@ -264,10 +264,10 @@ async def test_the_rest_of_a_group_does_not_wait_for_a_long_probe_once_two_diffe
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         await settled(lambda: ("a", "p0", (3, 4)) in client.calls)
         assert loop.groups["p0"].state is GroupState.GENERATING
-        assert loop.pipeline.num_grading == 0
+        assert loop.groups.counts["grading"] == 0
         long_probe.set()
         (group,) = (await loop.pipeline.batches.take(1, 0, 5)).groups
-        assert loop.pipeline.num_grading == 0
+        assert loop.groups.counts["grading"] == 0
     assert [r.sample_index for r in group.rollouts] == [0, 1, 2, 3, 4]
     assert grades.num_graded == 5  # each sample once
 
@@ -303,7 +303,7 @@ async def test_no_group_is_left_over_in_grading_when_probes_and_rest_end_togethe
             await loop.pipeline.announce("trainer", step + 1, newer, None)
         await settled(lambda: session.num_open == 0)
         await settled(lambda: loop.groups.num_in_flight == 0)
-        assert (loop.pipeline.num_grading, loop.pipeline.num_generating) == (0, 0)
+        assert (loop.groups.counts["grading"], loop.groups.counts["generating"]) == (0, 0)
 
 
 @pytest.mark.parametrize("words", [MIXED, "answer=1 right=5", "answer=2 right=0"])

@@ -132,7 +132,7 @@ def test_counts_follow_the_groups_whatever_happens(steps: list[tuple[int, EventK
         if group.state in TRANSITIONS[event][0] and is_leasable:
             EVENTS[event](world, group)
     found = Counter(group.state for group in world.groups)
-    assert {state: world.groups.num(state) for state in PENDING_STATES} == {
+    assert {state: world.groups.counts[state] for state in PENDING_STATES} == {
         state: found[state] for state in PENDING_STATES
     }
     running = [group for group in groups if group.state in IN_FLIGHT]

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from services.reward.generation.request import prompt_key
-from services.reward.ledger.content import body_digest, decode_prompt, encode_body
 from services.reward.ledger.ledger import PromptLedger
+from services.reward.ledger.schema import body_digest, decode_prompt, encode_body
 from sluice.errors import DataError
 from sluice.types import ChatMessage, DataProgress, Prompt, PromptEnd, PromptOrigin
 

@@ -32,7 +32,7 @@ async def test_when_all_rows_are_too_long_the_error_names_their_limit(tmp_path: 
     client = ScriptedClient(before_sample=refuse_all)
     loop = RewardLoop(config, PromptSets(training_files(config.data), None), InlineScorer(), client)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(loop.run())
+        running = tasks.create_task(loop.pipeline.run())
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)
         with pytest.raises(SluiceError, match=r"data\.max_prompt_length") as error:
             await loop.pipeline.batches.take(1, 0, 5)

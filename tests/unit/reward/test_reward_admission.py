@@ -14,7 +14,6 @@ from services.reward.app import RunFiles, open_prompt_sets
 from services.reward.generation.request import GroupRequest, prompt_key
 from services.reward.groups.admission import why_skipped
 from services.reward.prompts.history import PromptMemoryStore
-from services.reward.records.group_log import GroupLog
 from sluice.algorithm.sampling.attempt import Attempt, PromptHistory, RememberedAttempt
 from sluice.algorithm.sampling.coverage_guard import Side
 from sluice.config.run import RunConfig
@@ -66,7 +65,7 @@ async def test_groups_that_start_together_take_no_more_room_than_there_is(num_gr
         await settled(lambda: len(client.calls) >= 4)
         await turns(50)
         assert loop.queue.num_waiting == 0
-        assert loop.pipeline.num_generating == 12 // (2 + num_greedy)  # 8 slots, slack 1.5
+        assert loop.groups.counts["generating"] == 12 // (2 + num_greedy)  # 8 slots, slack 1.5
 
 
 async def test_a_group_larger_than_the_fleet_starts_all_the_same() -> None:
@@ -76,7 +75,7 @@ async def test_a_group_larger_than_the_fleet_starts_all_the_same() -> None:
         await loop.pipeline.announce("trainer", 0, [replica("a", slots=1)], None)
         await settled(lambda: len(client.calls) == 1)
         await turns(50)
-        assert loop.pipeline.num_generating == 1
+        assert loop.groups.counts["generating"] == 1
 
 
 def test_a_prompts_key_depends_on_its_words_and_not_on_its_place() -> None:
@@ -91,7 +90,7 @@ def test_a_prompts_key_depends_on_its_words_and_not_on_its_place() -> None:
 async def test_a_clients_prompt_is_never_passed_by(tmp_path: Path) -> None:
     with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
         memory.add([(prompt_key(client_prompt(RIGHT)), ALWAYS_RIGHT)])
-        files = RunFiles(memory, GroupLog(None))
+        files = RunFiles(memory)
         rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
         settings = config("memory", data={"train_files": str(rows)})
         client, sets = ScriptedClient(), open_prompt_sets(settings)
@@ -108,7 +107,7 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
     settings = config("memory", data={"train_files": str(rows)}, epochs=3)
     sets, client = open_prompt_sets(settings), ScriptedClient()
     with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
-        files = RunFiles(memory, GroupLog(None))
+        files = RunFiles(memory)
         async with running_loop(settings, client, sets, files) as loop:
             await loop.pipeline.announce("trainer", 0, [replica("a")], None)
             with pytest.raises(DataExhaustedError):
@@ -116,7 +115,7 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
             assert loop.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
         memory.add([(key, ALWAYS_RIGHT) for key in _keys(contents)])
         client.calls.clear()
-        files = RunFiles(memory, GroupLog(None))
+        files = RunFiles(memory)
         async with running_loop(settings, client, sets, files) as loop:
             await loop.pipeline.announce("trainer", 0, [replica("a")], None)
             with pytest.raises((DataExhaustedError, BatchUnfillableError)):
@@ -131,7 +130,7 @@ async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path
     rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
     settings = config("memory", data={"train_files": str(rows)})
     memory = PromptMemoryStore(tmp_path / "memory.sqlite")
-    files, sets = RunFiles(memory, GroupLog(None)), open_prompt_sets(settings)
+    files, sets = RunFiles(memory), open_prompt_sets(settings)
     async with running_loop(settings, ScriptedClient(), sets, files) as loop:
         memory.close()
         await loop.pipeline.announce("trainer", 0, [replica("a")], None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from services.reward.app import RewardLoop
 from services.reward.metrics import (
     BatchHistory,
-    BoundHistory,
     DemandMeter,
     RewardMetrics,
     fleet_facts,
@@ -20,7 +19,6 @@ from services.reward.metrics import (
 from sluice.config.loading.loader import load_config
 from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics import Distribution, InstrumentReading
-from sluice.types import TrainGroup
 from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
 
 CONFIG = load_config(
@@ -39,16 +37,10 @@ MIXED, RIGHT = "answer=1 right=2", "answer=1 right=4"
 
 
 def metrics_of(loop: RewardLoop) -> RewardMetrics:
-    history = BatchHistory()
-    bound = BoundHistory(1)
-
-    def formed(groups: Sequence[TrainGroup], version: int, fill_s: float) -> None:
-        history.formed(groups, version, fill_s)
-        bound.formed(groups, version)
-
-    loop.counters.on_batch = formed
+    history = BatchHistory(1)
+    loop.counters.on_batch = history.formed
     demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
-    return RewardMetrics(loop, history, bound, demand, 2, 1)
+    return RewardMetrics(loop, history, demand, 2)
 
 
 def reported(readings: RewardMetrics) -> Mapping[tuple[str, ...], InstrumentReading]:
@@ -103,9 +95,9 @@ def test_responses_at_the_bound_are_counted_where_there_is_one(
 ) -> None:
     rollouts = [SimpleNamespace(oldest_version=version) for version in (5, 6, 7, None)]
     group: Any = SimpleNamespace(rollouts=rollouts)
-    bound = BoundHistory(max_staleness)
-    bound.formed([group], 7)
-    assert bound.num_at_bound == count
+    history = BatchHistory(max_staleness)
+    history.formed([group], 7, 1.0)
+    assert history.num_at_bound == count
 
 
 async def test_waits_for_generation_starve_the_trainer_and_those_for_prompts_do_not() -> None:

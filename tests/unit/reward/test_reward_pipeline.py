@@ -12,7 +12,7 @@ import pytest
 from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.group import GroupState
+from services.reward.group import CancelReason, EventKind, GroupEvent, GroupState
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
 from sluice.types import DataProgress, Failed, FailureKind, PromptEnd
@@ -85,6 +85,51 @@ async def test_at_staleness_zero_nothing_starts_beyond_what_the_batch_needs() ->
         batch = await loop.pipeline.batches.take(2, 1, 5)
         assert [g.prompt_id for g in batch.groups] == ["p3", "p4"]
         assert batch.statistics["train/staleness_max"] == 0
+
+
+async def test_an_observers_error_at_the_end_of_a_cancelled_group_ends_the_service() -> None:
+    client = ScriptedClient(before_sample=Gate("p0"))
+
+    def fail(event: GroupEvent) -> None:
+        if event.kind is EventKind.REQUEUED:
+            raise ZeroDivisionError("a defect of an observer")
+
+    async def run() -> None:
+        async with running_loop(config(), client) as loop:
+            loop.groups.observe(fail)
+            submit(loop, [MIXED])
+            await publish(loop, client, 0)
+            await settled(lambda: loop.groups.counts["generating"] == 1)
+            loop.groups["p0"].cancel(CancelReason.PREEMPTED)
+            await asyncio.sleep(5)
+
+    with pytest.raises(ExceptionGroup) as failure:
+        await run()
+    assert failure.group_contains(ZeroDivisionError, match="a defect of an observer")
+
+
+async def test_a_group_that_is_cancelled_before_its_task_begins_starts_again() -> None:
+    client = ScriptedClient()
+
+    def cancel_once(event: GroupEvent) -> None:
+        if event.kind is EventKind.ADMITTED:
+            asyncio.get_running_loop().call_soon(cancel)
+
+    def cancel() -> None:
+        group = loop.groups["p0"]
+        if not cancelled and group.task is not None:
+            cancelled.append(group.is_running)
+            group.cancel(CancelReason.NO_SLOT)
+
+    cancelled: list[bool] = []
+    async with running_loop(config(), client) as loop:
+        loop.groups.observe(cancel_once)
+        submit(loop, [MIXED, MIXED])
+        await publish(loop, client, 0)
+        await loop.pipeline.batches.take(1, 0, 5)
+        assert cancelled == [False]
+        assert loop.statistics()["reward/groups_restarted"] == 1
+        assert loop.statistics()["reward/prompts_lost"] == 0
 
 
 async def test_waiting_holds_a_batch_back_for_a_group_that_would_grow_stale() -> None:
@@ -265,7 +310,7 @@ async def test_at_shutdown_streams_are_cancelled_and_prompts_stay_pending() -> N
         submit(loop, [MIXED] * 2)
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 2)
-        assert loop.groups.num(GroupState.GENERATING) == 2
+        assert loop.groups.counts[GroupState.GENERATING] == 2
     assert sorted(client.cancelled) == ["p0", "p1"]
     assert loop.ledger.num_pending == 2
     assert loop.ledger.by_end[PromptEnd.DROPPED_FAILED] == 0

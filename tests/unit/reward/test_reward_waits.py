@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from services.reward.generation.request import for_prompt, training_sampling, validation_sampling
-from services.reward.groups.loop import AwaitedClock, Blocker, LoopFacts, awaited_now
-from services.reward.records.yield_guard import YieldGuard
+from services.reward.groups.leases import YieldGuard
+from services.reward.groups.loop import LoopFacts, awaited_now
+from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import BatchUnfillableError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
+from tests.support.reward_loop import (
+    ScriptedClient,
+    publish,
+    running_loop,
+    settled,
+    submit,
+)
 
 IDLE = LoopFacts(
     is_announced=True,
@@ -58,16 +68,29 @@ def test_the_nearest_cause_is_named(
     assert [(wait.peer, wait.phase) for wait in awaited_now(facts)] == waits
 
 
-def test_a_wait_is_as_old_as_its_kind_whatever_its_words() -> None:
-    clock = AwaitedClock()
-    first = Blocker("generating", "rollout fleet", "generating 3 groups")
-    second = Blocker("generating", "rollout fleet", "generating 2 groups")
-    clock.update([first], 10.0)
-    clock.update([second], 12.0)
-    assert clock.seconds(second, 15.0) == 5.0
-    clock.update([], 16.0)
-    clock.update([second], 17.0)
-    assert clock.seconds(second, 18.0) == 1.0
+async def test_a_wait_is_as_old_as_its_kind_whatever_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, now = asyncio.Event(), [10.0]
+
+    async def hold(*_: object) -> None:
+        await gate.wait()
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("services.reward.groups.loop.time", clock)
+    client = ScriptedClient(before_sample=hold)
+    async with running_loop(RunConfig(), client) as loop:
+        submit(loop, ["answer=1 right=1"])
+        await publish(loop, client, 0)
+        await settled(lambda: loop.groups.counts["generating"] == 1)
+        (before, _), *_ = loop.pipeline.awaited()
+        now[0] = 12.0
+        submit(loop, ["answer=1 right=1"], first=1)
+        await settled(lambda: loop.groups.counts["generating"] == 2)
+        ((after, seconds),) = loop.pipeline.awaited()
+        assert (before.key, seconds) == (after.key, 2.0)
+        assert before.phase != after.phase
+        gate.set()
 
 
 def test_the_yield_is_judged_over_a_full_window_of_the_last_groups() -> None:

@@ -53,7 +53,7 @@ async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> N
         assert work.work_state().has_work
         await loop.pipeline.announce("trainer-1", 0, [], None)
         assert not work.work_state().has_work
-        assert loop.pipeline.num_generating == 1
+        assert loop.groups.counts["generating"] == 1
         assert "rollout fleet" in {wait.peer for wait in work.work_state().waits}
 
 

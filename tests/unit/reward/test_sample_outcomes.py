@@ -20,7 +20,7 @@ from services.reward.group import EventKind, GroupEvent, PromptOutcome
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError
 from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout, Scored
-from tests.support.reward_loop import InlineScorer, ScriptedClient, replica, submit
+from tests.support.reward_loop import InlineScorer, ScriptedClient, publish, replica, submit
 from tests.support.scripted_rollout import rollout_of
 
 SAMPLES = 4
@@ -71,7 +71,7 @@ class Texts(ScriptedClient):
             seeds.append(request.sampling.seed)
         draw, answer = seeds.index(request.sampling.seed) + 1, 1 if index % 2 else 2
         text = f"{request.prompt.prompt_id} sample {index} draw {draw}\nAnswer: {answer}"
-        return rollout_of(text, index, 0, request.sampling.seed, 3)
+        return rollout_of(text, index, self.versions.get("a", 0), request.sampling.seed, 3)
 
 
 @asynccontextmanager
@@ -234,7 +234,7 @@ def test_whatever_becomes_of_samples_every_prompt_ends_once_and_no_failure_is_a_
     rules: dict[str, Any], fates: list[FailureKind | None], breaking: int, strategy: str
 ) -> None:
     settled = asyncio.run(_ends_of(rules, fates, breaking, strategy))
-    assert Counter(outcome.prompt.prompt_id for outcome in settled) == Counter(
+    assert Counter(outcome.prompt_id for outcome in settled) == Counter(
         {f"p{number}": 1 for number in range(12)}
     )
     for outcome in settled:
@@ -259,9 +259,8 @@ async def _ends_of(
     sampling = {"strategy": strategy, "probe_samples": 2}
     ended: list[PromptOutcome] = []
     scorer = Scorer(next_outcome)
-    async with running(
-        config(rules, sampling=sampling), Texts(before_sample=break_some), scorer
-    ) as loop:
+    client = Texts(before_sample=break_some)
+    async with running(config(rules, sampling=sampling), client, scorer) as loop:
 
         def note(event: GroupEvent) -> None:
             if event.kind is EventKind.ENDED:
@@ -271,7 +270,7 @@ async def _ends_of(
         submit(loop, [f"prompt {number}" for number in range(12)])
         async with asyncio.timeout(20):
             while len(ended) < 12:
-                await _train_what_is_kept(loop)
+                await _train_what_is_kept(loop, client)
         accounts = loop.ledger
         statistics = loop.statistics()
     assert (accounts.num_submitted, accounts.num_pending) == (12, 0)
@@ -280,14 +279,13 @@ async def _ends_of(
     return ended
 
 
-async def _train_what_is_kept(loop: RewardLoop) -> None:
+async def _train_what_is_kept(loop: RewardLoop, client: ScriptedClient) -> None:
     if loop.groups.num_kept:
-        batch = await loop.pipeline.batches.take(1, 0, 5)
+        version = loop.groups.policy_version or 0
+        batch = await loop.pipeline.batches.take(version + 1, version, 5)
         check_scored(batch.groups)
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        loop.pipeline.batches.published(1)
-        loop.pipeline.batches._changes.notify()
+        loop.pipeline.batches.acknowledge(batch.batch_id, version + 1)
+        await publish(loop, client, version + 1)
     await asyncio.sleep(0.001)
 
 

@@ -8,15 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.grading.scorers.reward_model import RewardModelScorer, filled, number_in
-from services.reward.grading.scorers.reward_model_settings import (
-    RewardModelSettings,
-    configured_settings,
+from services.reward.grading.scorers.reward_model import (
+    LAST_NUMBER,
+    RewardModelScorer,
+    filled,
+    number_in,
 )
 from sluice.config.schema.reward import RewardModelConfig
 from sluice.errors import ConfigError, DataError, PeerError
 
-SETTINGS = RewardModelSettings(base_url="http://127.0.0.1:1/v1", model="judge")
+SETTINGS = RewardModelConfig(enable=True, base_url="http://127.0.0.1:1/v1", model_path="judge")
 CALL = {
     "question": "2+2?",
     "response": "4",
@@ -28,7 +29,7 @@ CALL = {
 
 def number(reply: str, **changes: Any) -> float:
     settings = msgspec.structs.replace(SETTINGS, **changes)
-    return number_in(reply, re.compile(settings.score_pattern), settings)
+    return number_in(reply, re.compile(settings.score_pattern or LAST_NUMBER), settings)
 
 
 @pytest.mark.parametrize(
@@ -71,33 +72,11 @@ def test_a_row_that_lacks_what_the_template_asks_for_is_told() -> None:
         ({"base_url": "http://"}, "base_url"),
         ({"score_pattern": "("}, "score_pattern"),
         ({"api_key_env": "NO_SUCH_VARIABLE_HERE"}, "NO_SUCH_VARIABLE_HERE"),
-        ({"max_attempts": 0}, "max_attempts"),
-        ({"request_timeout_s": 0.0}, "request_timeout_s"),
-        ({"max_response_bytes": 0}, "max_response_bytes"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"base_url": None}, "base_url is not set"),
+        ({"model_path": None}, "model_path is not set"),
         ({"min_score": 1.0, "max_score": 0.0}, "min_score"),
     ],
 )
 def test_impossible_settings_are_refused_by_key(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"reward\.reward_model.*{message}"):
         RewardModelScorer(msgspec.structs.replace(SETTINGS, **change), 10.0)
-
-
-def test_no_model_is_asked_unless_it_is_enabled() -> None:
-    assert configured_settings(RewardModelConfig(base_url="http://judge/v1")) is None
-
-
-def test_the_configuration_reaches_the_settings() -> None:
-    config = RewardModelConfig(
-        enable=True, base_url="http://judge/v1", model_path="judge", max_score=5.0, max_attempts=2
-    )
-    assert configured_settings(config) == RewardModelSettings(
-        base_url="http://judge/v1", model="judge", max_score=5.0, max_attempts=2
-    )
-
-
-@pytest.mark.parametrize("missing", ["base_url", "model_path"])
-def test_a_model_without_address_or_name_is_refused(missing: str) -> None:
-    given = {"base_url": "http://judge/v1", "model_path": "judge", missing: None}
-    with pytest.raises(ConfigError, match=rf"reward\.reward_model\.{missing} is not set"):
-        configured_settings(msgspec.convert({"enable": True, **given}, RewardModelConfig))

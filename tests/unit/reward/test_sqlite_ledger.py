@@ -79,7 +79,7 @@ def apply_to_pending(ledger: PromptLedger, what: str, number: int, end: PromptEn
         batch_id = f"batch-{ledger.num_acknowledged}-{number}"  # no batch is named twice
         ledger.lease(batch_id, number, [p.prompt_id for p in free[:3]])
     elif what == "trained" and lease is not None:
-        for leased in ledger.leased(lease.batch_id) or ():
+        for leased in ledger.leased_ids():
             ledger.end(leased, PromptEnd.TRAINED, step=number)
         ledger.acknowledge()
     elif what == "forget" and lease is None:

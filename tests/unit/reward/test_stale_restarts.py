@@ -157,7 +157,7 @@ async def test_tokens_drawn_in_vain_are_booked_as_stale() -> None:
         await publish(loop, client, 0)
         await settled(lambda: len(client.calls) == 6)
         gates.open("p3")
-        await settled(lambda: loop.groups.num(GroupState.WAITING) == 2)
+        await settled(lambda: loop.groups.counts[GroupState.WAITING] == 2)
         gates.open("p4", "p5")
         batches = [await train(loop, client, step) for step in (1, 2, 3)]
     totals = {

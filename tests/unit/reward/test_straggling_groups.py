@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from services.reward.generation.dispatcher import GroupDispatcher
-from services.reward.generation.queue import Priority, ReplicaQueue
+from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import (
     GenerateEvent,
     GroupBudget,
     GroupFailedError,
     GroupRequest,
     GroupTokens,
+    Purpose,
 )
 from sluice.algorithm.groups.stragglers import StragglerRules
 from sluice.algorithm.growing_sample import NewTokens
@@ -123,22 +124,25 @@ class Setting:
         self.reported: list[int | None] = []
 
     async def draw(
-        self, samples: int = 2, priority: Priority = Priority.TRAINING, lowest: int = 0
+        self, samples: int = 2, purpose: Purpose = Purpose.TRAINING, lowest: int = 0
     ) -> RolloutGroup:
         indexes = tuple(range(samples))
-        return await self.ask(GroupRequest(PROMPT, indexes, SAMPLING, priority, lowest))
+        return await self.ask(GroupRequest(PROMPT, indexes, SAMPLING, purpose, lowest))
 
     async def part(self, budget: GroupBudget, *indexes: int, lowest: int = 0) -> RolloutGroup:
         """Some samples of a group that is asked for by several requests."""
         request = GroupRequest(
-            *(PROMPT, indexes, SAMPLING, Priority.TRAINING, lowest), budget=budget
+            *(PROMPT, indexes, SAMPLING, Purpose.TRAINING, lowest), budget=budget
         )
         return await self.ask(request)
 
     async def ask(self, request: GroupRequest) -> RolloutGroup:
         async with asyncio.timeout(20):
             request = replace(request, tokens=self.tokens)
-            return await self.dispatcher.generate(request, self.reported.append)
+            request.budget.on_start = self.reported.append
+            if request.purpose is Purpose.TRAINING:
+                request.budget.rules = self.dispatcher.rules
+            return await self.dispatcher.generate(request)
 
 
 def check_whole(group: RolloutGroup, size: int = 6) -> None:
@@ -313,7 +317,7 @@ async def test_validation_is_never_cut_short() -> None:
     parts = Parts(a=(sent(whole(0, 6)), 0.3, sent(whole(1, 6))))
     setting = Setting(parts, group_deadline_s=0.1, group_token_budget=6)
     await setting.dispatcher.announce([replica("a")])
-    check_whole(await setting.draw(priority=Priority.EVALUATION))
+    check_whole(await setting.draw(purpose=Purpose.VALIDATION))
 
 
 async def test_a_group_that_has_used_its_tokens_comes_home_as_it_stands() -> None:

@@ -18,6 +18,7 @@ from services.reward.prompts.submissions import (
 )
 from sluice.errors import ExhaustedError
 from sluice.types import ChatMessage, PromptEnd
+from tests.support.group_events import group_ended
 
 HELLO = (ChatMessage("user", "hello"),)
 
@@ -59,7 +60,7 @@ async def receipt(session: SubmissionSession) -> Receipt:
 
 def end(submissions: Submissions, ledger: PromptLedger, prompt_id: str) -> None:
     prompt = ledger.end(prompt_id, PromptEnd.TRAINED)
-    submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 3, (1.0,), ""))
+    submissions.observe(group_ended(prompt, PromptEnd.TRAINED, step=3))
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.reward.group import PromptOutcome
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
 from sluice.types import ChatMessage, PromptEnd
+from tests.support.group_events import group_ended
 
 
 def submission(prompt_id: str, *images: bytes) -> Submission:
@@ -33,7 +33,7 @@ async def test_unfinished_images_of_all_clients_together_are_bounded() -> None:
         assert refused.is_retryable
         assert (await receipt(second)).sequence == 1
         prompt = ledger.end("1", PromptEnd.TRAINED)
-        submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 1, (), ""))
+        submissions.observe(group_ended(prompt, PromptEnd.TRAINED, step=1))
         submissions.submit(submission("2", bytes((1 << 20) + 1)), second)
         assert (await receipt(second)).sequence == 2
 
@@ -48,19 +48,6 @@ async def test_images_that_there_will_never_be_room_for_are_refused_for_good() -
     assert "max_client_images_mb allows 2 MiB; send fewer" in refused.refused_because
 
 
-async def test_an_outcome_that_waits_to_be_read_holds_no_images() -> None:
-    ledger = PromptLedger()
-    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99)
-    with submissions.session() as session:
-        submissions.submit(submission("1", b"image"), session)
-        prompt = ledger.end("1", PromptEnd.TRAINED)
-        submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 1, (), ""))
-        await receipt(session)
-        outcome = await session.next_event()
-    assert isinstance(outcome, PromptOutcome)
-    assert outcome.prompt.images == ()
-
-
 async def test_the_same_prompt_with_another_image_is_another_prompt() -> None:
     ledger = PromptLedger()
     submissions = Submissions(ledger, ledger.accept, lambda _: None, 99)
@@ -71,7 +58,7 @@ async def test_the_same_prompt_with_another_image_is_another_prompt() -> None:
         assert (await receipt(second)).sequence == 0
         assert "was used before" in (await receipt(second)).refused_because
         prompt = ledger.end("1", PromptEnd.TRAINED)
-        submissions.ended(PromptOutcome(prompt, PromptEnd.TRAINED, 1, (), ""))
+        submissions.observe(group_ended(prompt, PromptEnd.TRAINED, step=1))
     with submissions.session() as third:
         submissions.submit(submission("1", b"other"), third)
         submissions.submit(submission("1", b"image"), third)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.reward.app import RewardLoop
 from services.reward.generation.request import GroupRequest, GroupTokens
-from services.reward.records.statistics import TokenAccounts, TokenUse, uses_of_group
+from services.reward.records.statistics import GroupStatistics, TokenUse, uses_of_group
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, SluiceError
 from sluice.types import (
@@ -64,13 +64,13 @@ def test_samples_in_whose_places_others_were_drawn_have_failed() -> None:
     assert found == Counter({TokenUse.TRAINED: 15, TokenUse.FAILED: 5})
 
 
-def test_an_interval_ends_and_the_totals_go_on() -> None:
-    accounts = TokenAccounts()
-    accounts.assign(TokenUse.STALE, 5)
-    assert accounts.close_interval()[TokenUse.STALE] == 5
-    accounts.assign(TokenUse.STALE, 2)
-    assert accounts.close_interval()[TokenUse.STALE] == 2
-    assert accounts.since_start() == dict.fromkeys(TokenUse, 0) | {TokenUse.STALE: 7}
+def test_an_interval_ends_and_the_totals_continue() -> None:
+    statistics = GroupStatistics(Counter(), round_size=1, scorer_seconds=lambda: 0.0)
+    statistics.validated(5)
+    assert statistics.close_interval((), 0)["train/tokens/evaluation"] == 5
+    statistics.validated(2)
+    assert statistics.close_interval((), 0)["train/tokens/evaluation"] == 2
+    assert statistics.totals()["reward/tokens/evaluation"] == 7
 
 
 def balance(loop: RewardLoop) -> dict[str, float]:
@@ -180,4 +180,5 @@ async def test_what_an_interval_received_and_trained_is_in_its_batchs_statistics
 
 @pytest.mark.parametrize("use", TokenUse)
 def test_every_use_is_a_counter_from_the_start(use: TokenUse) -> None:
-    assert TokenAccounts().since_start()[use] == 0
+    statistics = GroupStatistics(Counter(), round_size=1, scorer_seconds=lambda: 0.0)
+    assert statistics.totals()[f"reward/tokens/{use}"] == 0

@@ -12,7 +12,6 @@ import pytest
 
 from services.reward.generation.request import GenerateEvent, GroupRequest
 from services.reward.group import GroupState
-from services.reward.groups.leases import TrainBatches
 from sluice.algorithm.groups.staleness import RESERVE_AFTER
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
@@ -158,11 +157,10 @@ async def test_a_group_that_begins_when_its_batch_has_gone_is_drawn_anew_and_not
         assert loop.ledger.by_end["dropped_stale"] == 0
 
 
-async def test_a_claim_in_the_middle_of_a_batch_withdraws_who_runs_for_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before the group that claims holds a token: what is kept meanwhile would be one too many."""
-    monkeypatch.setattr(TrainBatches, "reserves_slot", lambda _self, group: group.prompt_id == "p3")
+async def test_a_reservation_in_the_middle_of_a_batch_preempts_a_group_that_runs_for_its_slot() -> (
+    None
+):
+    """Before the group that reserves holds a token: else one group too many would be kept."""
     gates = {name: asyncio.Event() for name in ("p0", "p1", "p2")}
 
     async def held(_name: str, request: GroupRequest, _index: int) -> None:
@@ -173,6 +171,7 @@ async def test_a_claim_in_the_middle_of_a_batch_withdraws_who_runs_for_its_place
     async with running_loop(config(), client) as loop:
         loop.strategy.estimate = TWO_THIRDS
         submit(loop, [WRONG, *[MIXED] * 5])
+        loop.groups["p3"].num_preemptions = RESERVE_AFTER
         await publish(loop, client, 0)
         gates["p1"].set()
         await settled(lambda: loop.groups.num_kept == 1)

@@ -14,7 +14,7 @@ from sluice.codec.fields import token_ids_from_bytes, token_ids_to_bytes
 from sluice.codec.rollout import sampling_to_proto
 from sluice.config.loading.loader import load_config
 from sluice.rpc.client import open_channel, rollout_stub
-from sluice.rpc.metadata import as_service
+from sluice.rpc.metadata import SERVICE_KEY
 from sluice.types import SamplingParams
 from tests.support.causal_lms import EOS, request
 from tests.support.word_replica import word_replica
@@ -30,8 +30,9 @@ async def _sampled(address: str, sampling: SamplingParams) -> list[list[int]]:
         sample_indexes=range(_SAMPLES),
         sampling=sampling_to_proto(sampling),
     )
-    async with open_channel(address, max_message_bytes=1 << 20) as channel:
-        call = as_service(rollout_stub(channel).Generate, "reward")
+    named = ((SERVICE_KEY, "reward"),)
+    async with open_channel(address, max_message_bytes=1 << 20, metadata=lambda: named) as channel:
+        call = rollout_stub(channel).Generate
         samples = [one async for answer in call(asked, timeout=60) for one in answer.rollouts]
     return [token_ids_from_bytes(one.token_ids_u32, "ids").tolist() for one in samples]
 

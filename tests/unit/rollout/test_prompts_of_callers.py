@@ -22,7 +22,7 @@ from sluice.codec.fields import token_ids_from_bytes
 from sluice.codec.rollout import chat_prompt_to_proto
 from sluice.errors import InvalidRequestError, PromptTooLongError
 from sluice.rpc.client import open_channel, rollout_stub, stream_call
-from sluice.rpc.metadata import as_service
+from sluice.rpc.metadata import SERVICE_KEY
 from tests.support.word_replica import BOS, MAX_MODEL_LEN, MAX_PROMPT_LENGTH, word_replica, words
 
 LONG = tuple(range(1, 21))
@@ -42,13 +42,12 @@ async def read_of_caller(address: str, prompt: common.PromptInput, service: str 
     request = rollout.GenerateRequest(
         prompt=prompt, sample_indexes=[0], sampling=common.SamplingParams(max_tokens=1)
     )
-    async with open_channel(address, max_message_bytes=1 << 20) as channel:
-        method = rollout_stub(channel).Generate
-        call = as_service(method, service) if service else method
+    named = ((SERVICE_KEY, service),) if service else ()
+    async with open_channel(address, max_message_bytes=1 << 20, metadata=lambda: named) as channel:
         answers = [
             answer
             async for answer in stream_call(
-                call,
+                rollout_stub(channel).Generate,
                 request,
                 name="RolloutService/Generate",
                 peer=address,

@@ -146,6 +146,13 @@ async def test_a_trainer_that_does_not_know_the_replica_gets_a_new_registration(
     assert clock.slept == []
 
 
+async def test_a_registration_that_is_not_found_is_repeated(clock: Clock) -> None:
+    trainer = Trainer()
+    await play(trainer, ("register", NotFoundError("no such route")), ("register", True))
+    assert len(trainer.registrations) == 1
+    assert clock.slept[0] > 0  # a proxy that answers so is not called in a tight loop
+
+
 async def test_a_replica_registers_again_when_a_lost_trainer_is_back(clock: Clock) -> None:
     trainer = Trainer()
     away = [("register", AWAY)] * 9

@@ -8,7 +8,7 @@ import pytest
 
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.rpc.auth import ClientQuota
-from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY, as_service, caller_name, host_of
+from sluice.rpc.metadata import CLIENT_KEY, SERVICE_KEY, caller_name, host_of
 from sluice.security.token_file import Role, Token
 
 CLIENT, OTHER, SERVICE = "c" * 20, "o" * 20, "s" * 20
@@ -72,15 +72,6 @@ def test_a_service_of_the_run_is_no_client_and_no_client_with_a_token_becomes_on
     assert named(None, None, service="reward", with_tokens=False) is None
     assert named(None, "a", service="reward", with_tokens=False) == "a"
     assert named(CLIENT, None, service="reward") == named(CLIENT, None)
-
-
-def test_a_service_says_what_it_is_beside_what_a_call_says_otherwise() -> None:
-    def method(request: object, **arguments: object) -> object:
-        return request, arguments
-
-    call = as_service(method, "reward")
-    reported = {"timeout": 3.0, "metadata": (("traceparent", "x"), (SERVICE_KEY, "reward"))}
-    assert call("it", timeout=3.0, metadata=(("traceparent", "x"),)) == ("it", reported)
 
 
 def test_a_client_has_at_most_its_quota_and_gets_back_what_ended() -> None:

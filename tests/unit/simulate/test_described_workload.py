@@ -11,9 +11,9 @@ from sluice.simulate.workload import (
     NUM_PROMPTS,
     BetaComponent,
     DescribedWorkload,
-    MixtureWorkload,
     ResponseLengths,
     WorkloadDescription,
+    mixture_workload,
 )
 
 FLAT = ResponseLengths(1000, 3000, sigma_between_prompts=0.0, sigma_within_prompt=0.0)
@@ -24,7 +24,7 @@ ALWAYS, NEVER = BetaComponent(1e6, 0.01), BetaComponent(0.01, 1e6)
 def test_a_mixture_draws_each_kind_of_prompt_by_its_share(mixture: str) -> None:
     kinds = MIXTURES[mixture]
     assert sum(kind.weight for kind in kinds) == pytest.approx(1.0)
-    workload = MixtureWorkload(mixture, 3)
+    workload = mixture_workload(mixture, 3)
     rates = [workload.prompt(position, 0).pass_rate for position in range(NUM_PROMPTS)]
     expected = sum(kind.weight * kind.alpha / (kind.alpha + kind.beta) for kind in kinds)
     assert fmean(rates) == pytest.approx(expected, abs=0.02)

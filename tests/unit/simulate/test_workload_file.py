@@ -39,12 +39,6 @@ def written(folder: Path, text: str, name: str = "workload.yaml") -> Path:
     return file
 
 
-@pytest.mark.parametrize("indent", [None, "\t"])
-@pytest.mark.parametrize("name", ["workload.json", "workload.JSON"])
-def test_json_is_read(tmp_path: Path, name: str, indent: str | None) -> None:
-    assert read_workload(written(tmp_path, json.dumps(WHOLE, indent=indent), name)) == DESCRIBED
-
-
 def test_yaml_is_read(tmp_path: Path) -> None:
     assert read_workload(written(tmp_path, json.dumps(WHOLE))) == DESCRIBED
     few = "pass_rates:\n  - {alpha: 2, beta: 3}  # one kind\nnum_prompts: 1_000\n"
@@ -65,43 +59,47 @@ def test_the_example_of_the_document_is_read_and_names_every_field(tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pass_rates": None}, "pass_rates is missing: give a list of Beta distributions"),
-        ({"pass_rates": []}, "pass_rates = []: give a list of Beta distributions"),
-        ({"pass_rates": [3]}, "pass_rates[0] = 3: give a mapping of alpha, beta, weight"),
+        ({"pass_rates": None}, "pass_rates = null: expected a list with each element a mapping"),
+        ({"pass_rates": []}, "pass_rates = []: expected a list"),
+        ({"pass_rates": [3]}, "pass_rates[0] = 3: expected a mapping of alpha, beta, weight"),
         (
             {"pass_rates": [{"alpha": 1, "beta": 1}, {"alpha": 0, "beta": 1}]},
-            "pass_rates[1].alpha = 0: give a number from 0.01 to 1,000,000",
+            "pass_rates[1].alpha = 0: expected a number >= 0.01 and <= 1000000",
         ),
         (
             {"pass_rates": [{"alpha": 1}]},
-            "pass_rates[0].beta is missing: give a number from 0.01 to 1,000,000",
+            "pass_rates[0].beta is missing: a number >= 0.01",
         ),
         (
             {"pass_rates": [{"alpha": 1, "beta": 1, "weights": 1}]},
-            "pass_rates[0].weights = 1: no such field; did you mean weight?",
+            "pass_rates[0].weights = 1 is no field; the fields are alpha, beta, weight",
         ),
-        ({"lengths": [1]}, "lengths = [1]: give a mapping of median_tokens_solved, median"),
+        ({"lengths": [1]}, "lengths = [1]: expected a mapping of median_tokens_solved, median"),
         (
             {"lengths": {"max_tokens": 3.5}},
-            "lengths.max_tokens = 3.5: give a whole number from 2 to 10,000,000",
+            "lengths.max_tokens = 3.5: expected an integer >= 2",
         ),
         (
             {"lengths": {"sigma_within_prompt": float("nan")}},
-            "lengths.sigma_within_prompt = nan: give a number from 0 to 5",
+            "lengths.sigma_within_prompt = 'NaN': expected a number >= 0 and <= 5",
         ),
-        ({"num_prompts": True}, "num_prompts = true: give a whole number from 1 to 10,000,000"),
-        ({"drift_per_version": "much"}, "drift_per_version = much: give a number from -1 to 1"),
-        ({"drift_per_version": None}, "drift_per_version = null: give a number from -1 to 1"),
-        ({"colour": 3}, "colour = 3: no such field; the fields are pass_rates, lengths, num_"),
+        ({"num_prompts": True}, "num_prompts = true: expected an integer >= 1"),
+        (
+            {"drift_per_version": "much"},
+            "drift_per_version = much: expected a number >= -1 and <= 1",
+        ),
+        ({"num_prompts": 1e9}, "num_prompts = 1e+09: expected an integer"),
+        ({"drift_per_version": None}, "drift_per_version = null: expected a number >= -1 and <= 1"),
+        ({"colour": 3}, "colour = 3 is no field; the fields are pass_rates, lengths, num_"),
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_the_remedy(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    file = written(tmp_path, json.dumps(WHOLE | changes), "workload.json")
+    file = written(tmp_path, json.dumps(WHOLE | changes), "workload.yaml")
     with pytest.raises(ConfigError) as refused:
         read_workload(file)
-    assert str(refused.value).startswith(f"--workload {file}: {message}")
+    assert str(refused.value).startswith(f"configuration (--workload {file}): {message}")
     assert "\n" not in str(refused.value)
 
 
@@ -115,9 +113,8 @@ def test_all_bad_fields_are_named_at_once(tmp_path: Path) -> None:
     ("text", "name", "message"),
     [
         ("pass_rates: [", "w.yaml", "w.yaml is not valid YAML: line 1"),
-        ("{'a': 1}", "w.json", "w.json is not valid JSON: .*line 1 column 2"),
-        ("- 3", "w.yaml", r"w.yaml: it holds \[3\]; give a mapping with pass_rates"),
-        ("", "w.yaml", "w.yaml: it holds null; give a mapping with pass_rates"),
+        ("- 3", "w.yaml", r"the file = \[3\]: expected a mapping of pass_rates"),
+        ("", "w.yaml", "the file = null: expected a mapping of pass_rates"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused(
@@ -128,7 +125,7 @@ def test_a_file_that_is_no_mapping_is_refused(
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file; give the path of a YAML or JSON file"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*give a YAML file"):
         read_workload(tmp_path / "absent.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_workload(tmp_path)

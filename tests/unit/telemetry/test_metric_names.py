@@ -12,7 +12,7 @@ import pytest
 
 from services.reward.records.statistics import SAMPLE_OUTCOMES, TokenUse
 from services.rollout.engines.threaded_engine import EngineState
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from services.trainer.loop.run_state import RunPhase
 from services.trainer.metrics.step_metrics import (
@@ -20,8 +20,6 @@ from services.trainer.metrics.step_metrics import (
     RunScale,
     StepTimes,
     account_metrics,
-    balance_metrics,
-    rank_cut,
     step_metrics,
 )
 from services.trainer.telemetry import memory_metrics
@@ -147,13 +145,12 @@ def test_every_name_in_the_docs_has_a_row(page: Path) -> None:
 
 def test_every_name_of_a_step_has_a_row(tmp_path: Path) -> None:
     config, batch = make_config(save_model(tmp_path)), make_batch()
-    learner = Learner(config, SingleProcess(), total_steps=10).train_step(batch, 1)
+    learner = Learner(config, DataParallel(), total_steps=10).train_step(batch, 1)
     emitted = step_metrics(
         1,
         batch,
         {
             **learner,
-            **balance_metrics(batch, 1, rank_cut(config, 1)),
             **memory_metrics(CpuDevice().torch_device),
         },
         StepTimes(1.0, 2.0, 0.5, 0.25, 4.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
@@ -60,6 +60,18 @@ def test_a_client_that_sends_nothing_is_disconnected_and_keeps_nobody_waiting(
         silent.sendall(b"GET /met")
         assert value(parsed(fetch(address)), "sluice_level") == 1.0
         assert silent.recv(10) == b""
+
+
+def test_a_ninth_connection_is_closed_at_once_and_a_free_one_is_served() -> None:
+    with served() as address, ExitStack() as silent:
+        first, *_ = [
+            silent.enter_context(socket.create_connection(split(address), 20)) for _ in range(8)
+        ]
+        ninth = silent.enter_context(socket.create_connection(split(address), 1))
+        assert ninth.recv(10) == b""
+        first.shutdown(socket.SHUT_WR)
+        assert first.recv(10) == b""
+        assert value(parsed(fetch(address)), "sluice_level") == 1.0
 
 
 def test_after_the_end_nobody_listens() -> None:

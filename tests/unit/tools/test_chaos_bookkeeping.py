@@ -6,56 +6,58 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from services.reward.ledger.schema import open_ledger_file
-from tools.chaos.bookkeeping import (
+from tools.chaos.verdict import (
     Dump,
     LedgerView,
     TrainerRestart,
-    judge_accounting,
+    doubled_prompts,
+    lost_prompts,
     read_dumps,
     read_ledger,
     surviving_steps,
 )
 
 HONEST = {1: frozenset({"data-0", "data-1"}), 2: frozenset({"data-2", "witness-1"})}
-LEDGER = LedgerView(frozenset({"data-3", "witness-2"}), {"witness-1": ("trained", 2)})
+PENDING, ENDED = frozenset({"data-3", "witness-2"}), {"witness-1": ("trained", 2)}
 ACCEPTED = {"witness-1", "witness-2"}
 
 
-def test_a_run_that_trained_each_prompt_once_is_not_accused() -> None:
-    verdict = judge_accounting(HONEST, LEDGER, ACCEPTED, last_step=2)
-    assert (verdict.lost, verdict.doubled, verdict.unseen_steps) == ({}, {}, 0)
+@pytest.mark.parametrize(
+    ("ledger", "surviving", "last_step", "lost"),
+    [
+        pytest.param(LedgerView(PENDING, ENDED), HONEST, 2, set(), id="an honest run"),
+        pytest.param(
+            *(LedgerView(frozenset({"data-3"}), ENDED), HONEST, 2, {"witness-2"}),
+            id="accepted, and neither ended nor pending",
+        ),
+        pytest.param(
+            *(LedgerView(PENDING, {"witness-1": ("trained", 3)}), HONEST, 2, {"witness-1"}),
+            id="trained in weights that are gone",
+        ),
+        pytest.param(
+            *(LedgerView(PENDING, {"witness-1": ("trained", 1)}), HONEST, 2, {"witness-1"}),
+            id="not in the batch of its step",
+        ),
+        pytest.param(
+            *(LedgerView(PENDING, {"witness-1": ("trained", 3)}), {1: HONEST[1]}, 3, set()),
+            id="a step without a dump accuses no prompt",
+        ),
+    ],
+)
+def test_lost_prompts_are_found(
+    ledger: LedgerView, surviving: dict[int, frozenset[str]], last_step: int, lost: set[str]
+) -> None:
+    assert set(lost_prompts(surviving, ledger, ACCEPTED, last_step)) == lost
 
 
-def test_an_accepted_prompt_that_neither_ended_nor_waits_is_lost() -> None:
-    ledger = LedgerView(frozenset({"data-3"}), LEDGER.ended)
-    assert set(judge_accounting(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-2"}
-
-
-def test_a_prompt_that_was_trained_in_weights_that_are_gone_is_lost() -> None:
-    ledger = LedgerView(LEDGER.pending, {"witness-1": ("trained", 3)})
-    assert set(judge_accounting(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-1"}
-
-
-def test_a_prompt_that_its_steps_batch_does_not_hold_is_lost() -> None:
-    ledger = LedgerView(LEDGER.pending, {"witness-1": ("trained", 1)})
-    assert set(judge_accounting(HONEST, ledger, ACCEPTED, last_step=2).lost) == {"witness-1"}
-
-
-def test_a_step_whose_batch_was_not_seen_accuses_nobody() -> None:
-    ledger = LedgerView(LEDGER.pending, {"witness-1": ("trained", 3)})
-    verdict = judge_accounting({1: HONEST[1]}, ledger, ACCEPTED, last_step=3)
-    assert (verdict.lost, verdict.unseen_steps) == ({}, 2)
-
-
-def test_a_prompt_in_two_surviving_steps_is_doubled() -> None:
-    steps = {**HONEST, 3: frozenset({"data-1"})}
-    assert set(judge_accounting(steps, LEDGER, ACCEPTED, last_step=3).doubled) == {"data-1"}
-
-
-def test_a_trained_prompt_that_waits_to_be_trained_again_is_doubled() -> None:
-    ledger = LedgerView(LEDGER.pending | {"data-0"}, LEDGER.ended)
-    assert set(judge_accounting(HONEST, ledger, ACCEPTED, last_step=2).doubled) == {"data-0"}
+def test_a_prompt_in_two_surviving_steps_or_trained_and_pending_is_doubled() -> None:
+    ledger = LedgerView(PENDING, ENDED)
+    assert doubled_prompts(HONEST, ledger) == {}
+    assert set(doubled_prompts({**HONEST, 3: frozenset({"data-1"})}, ledger)) == {"data-1"}
+    assert set(doubled_prompts(HONEST, LedgerView(PENDING | {"data-0"}, ENDED))) == {"data-0"}
 
 
 def test_a_batch_whose_weights_died_with_the_trainer_does_not_count() -> None:

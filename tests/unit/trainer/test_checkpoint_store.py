@@ -42,7 +42,7 @@ def write_actor(folder: Path) -> None:
 
 
 def save(store: CheckpointStore, step: int) -> Path:
-    return store.save(step, write_actor, PROGRESS, {"policy_version": float(step)})
+    return store.save(step, write_actor, PROGRESS)
 
 
 def latest(store: CheckpointStore) -> Checkpoint:
@@ -59,7 +59,7 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     folder = save(store, 3)
     assert latest(CheckpointStore(tmp_path / "checkpoints")) == Checkpoint(
-        3, folder / "actor", PROGRESS, {"policy_version": 3.0}
+        3, folder / "actor", PROGRESS
     )
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert tracker.read_text(encoding="ascii") == "3"
@@ -74,7 +74,7 @@ def test_a_crash_while_writing_leaves_the_former_checkpoint_the_latest(tmp_path:
         raise Crash
 
     with pytest.raises(Crash):
-        store.save(2, crash, PROGRESS, {})
+        store.save(2, crash, PROGRESS)
     assert latest(store).step == 1
     assert "global_step_2" not in steps_on_disk(tmp_path)
 
@@ -120,7 +120,7 @@ def test_a_crash_while_replacing_a_checkpoint_of_the_same_step_loses_nothing(
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
-    store.save(1, write_actor, DataProgress(8), {})
+    store.save(1, write_actor, DataProgress(8))
     assert latest(store).progress == DataProgress(8)
     assert steps_on_disk(tmp_path) == ["global_step_1"]
 
@@ -222,10 +222,9 @@ def test_a_renamed_folder_is_not_taken_for_another_step(tmp_path: Path) -> None:
         resume_point(trainer, CheckpointStore(tmp_path))
 
 
-def test_progress_and_counters_are_readable_json(tmp_path: Path) -> None:
+def test_progress_is_readable_json(tmp_path: Path) -> None:
     data = json.loads((save(CheckpointStore(tmp_path), 4) / "data.json").read_text("utf-8"))
     assert data["progress"] == {"low_water": 7, "ended_above": [9, 12]}
-    assert data["counters"] == {"policy_version": 4.0}
 
 
 def test_what_another_version_notes_beside_it_is_passed_over(tmp_path: Path) -> None:
@@ -274,7 +273,7 @@ def test_a_full_disk_leaves_the_former_checkpoint_and_no_half_one(tmp_path: Path
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match=r"step 2 cannot be written .*No space left"):
-        store.save(2, fill, PROGRESS, {})
+        store.save(2, fill, PROGRESS)
     assert latest(store).step == 1
     assert steps_on_disk(tmp_path) == ["global_step_1"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,14 +23,19 @@ from tests.support.rpc_server import connected
 
 
 class Replica(rollout_pb2_grpc.RolloutServiceServicer):
-    """A replica that reports its counters."""
+    """A replica that reports its counters while `answers` is set."""
 
-    num_asked = 0
-    asked_without_engine = False
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.asked_without_engine = False
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+        self.answers.set()
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         self.num_asked += 1
         self.asked_without_engine = request.without_engine
+        self.asked.set()
+        await self.answers.wait()
         return rollout_pb2.GetStatusResponse(
             instance_id="a-1",
             generated_tokens=100,
@@ -111,6 +117,19 @@ async def test_a_replica_that_has_left_is_forgotten_and_can_come_back(
         await calls.forget_others([info])
         assert calls.to(info) is second is not first
     assert replica.num_asked == 2
+
+
+async def test_a_replica_that_leaves_during_the_call_still_reports_its_counters(
+    calls: ReplicaChannels,
+) -> None:
+    replica = Replica()
+    replica.answers.clear()
+    async with serving(replica) as info, asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        reported = tasks.create_task(calls.counters(info))
+        await replica.asked.wait()
+        await calls.forget_others([])
+        replica.answers.set()
+    assert reported.result().generated_tokens == 100
 
 
 async def test_the_channel_of_a_delivery_outlives_the_membership(calls: ReplicaChannels) -> None:

@@ -23,9 +23,12 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
     training_rows,
 )
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.forward import token_outputs
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.model.forward import (
+    PACKED_ATTENTION,
+    register_packed_attention,
+    token_outputs,
+)
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from services.trainer.loop import reward_client
 from services.trainer.loop.reward_client import RewardClient
@@ -240,7 +243,7 @@ def test_a_step_trains_the_vision_tower_and_cutting_it_differently_changes_nothi
         {"use_kl_loss": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 90},
     ]
     whole, cut = [
-        _trained(Learner(make_config(one_family, **changes), SingleProcess(), 10), one_family)
+        _trained(Learner(make_config(one_family, **changes), DataParallel(), 10), one_family)
         for changes in cuts
     ]
     assert whole.keys() == before.keys()
@@ -259,7 +262,7 @@ def test_recomputing_activations_in_the_backward_pass_changes_nothing(
         config, actor_rollout_ref=structs.replace(config.actor_rollout_ref, model=model)
     )
     kept, recomputed = [
-        _trained(Learner(one, SingleProcess(), 10), one_family, steps=1)
+        _trained(Learner(one, DataParallel(), 10), one_family, steps=1)
         for one in (config, recomputing)
     ]
     for name, weight in kept.items():
@@ -268,7 +271,7 @@ def test_recomputing_activations_in_the_backward_pass_changes_nothing(
 
 def test_two_ranks_agree_with_one(one_family: Path) -> None:
     config = make_config(one_family, fsdp_config={"dtype": "float32", "fsdp_size": 1})
-    alone = _trained(Learner(config, SingleProcess(), 10), one_family)
+    alone = _trained(Learner(config, DataParallel(), 10), one_family)
 
     ranks = on_ranks(
         2, lambda rank: Learner(config, rank, 10), lambda one: _trained(one, one_family)
@@ -281,7 +284,7 @@ def test_two_ranks_agree_with_one(one_family: Path) -> None:
 def test_a_frozen_vision_tower_stays_as_it_is_and_the_rest_learns(one_family: Path) -> None:
     config = make_config(one_family, freeze_vision_tower=True)
     before = dict(AutoModelForImageTextToText.from_pretrained(one_family).named_parameters())
-    after = _trained(Learner(config, SingleProcess(), 10), one_family, steps=1)
+    after = _trained(Learner(config, DataParallel(), 10), one_family, steps=1)
     for name, weight in after.items():
         assert torch.equal(weight, before[name]) == name.startswith("model.visual."), name
 
@@ -289,13 +292,13 @@ def test_a_frozen_vision_tower_stays_as_it_is_and_the_rest_learns(one_family: Pa
 def test_freezing_the_vision_tower_of_a_text_model_is_refused(tmp_path: Path) -> None:
     config = make_config(save_text_model(tmp_path), freeze_vision_tower=True)
     with pytest.raises(ConfigError, match="reads no images"):
-        Learner(config, SingleProcess(), 10)
+        Learner(config, DataParallel(), 10)
 
 
 def test_images_for_a_text_model_are_refused_with_the_prompts_name(
     tmp_path: Path, one_family: Path
 ) -> None:
-    learner = Learner(make_config(save_text_model(tmp_path)), SingleProcess(), 10)
+    learner = Learner(make_config(save_text_model(tmp_path)), DataParallel(), 10)
     with pytest.raises(ConfigError, match="prompt prompt-1000 comes with images"):
         learner.train_step(make_image_batch(make_reader(one_family), seed=1), 1)
 
@@ -304,7 +307,7 @@ def test_a_checkpoint_loads_again_and_brings_the_image_processor(
     one_family: Path, tmp_path: Path
 ) -> None:
     config = make_config(one_family)
-    learner = Learner(config, SingleProcess(), 10)
+    learner = Learner(config, DataParallel(), 10)
     _trained(learner, one_family)
     learner.save(tmp_path / "actor")
     folder = tmp_path / "actor" / "huggingface"
@@ -319,7 +322,7 @@ def test_a_checkpoint_loads_again_and_brings_the_image_processor(
     ]
     np.testing.assert_array_equal(pixels[0]["pixel_values"], pixels[1]["pixel_values"])
 
-    resumed = Learner(config, SingleProcess(), 10)
+    resumed = Learner(config, DataParallel(), 10)
     resumed.load(tmp_path / "actor")
     batch = make_image_batch(make_reader(one_family), seed=3)
     learner.train_step(batch, 3)
@@ -329,6 +332,6 @@ def test_a_checkpoint_loads_again_and_brings_the_image_processor(
 
 
 def test_prompts_without_images_train_a_vision_language_model_too(one_family: Path) -> None:
-    learner = Learner(make_config(one_family), SingleProcess(), 10)
+    learner = Learner(make_config(one_family), DataParallel(), 10)
     metrics = learner.train_step(make_batch(), 1)
     assert np.isfinite(metrics["actor/grad_norm"])

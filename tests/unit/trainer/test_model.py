@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.optimizer import PolicyOptimizer
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.worker import Learner
 from sluice.config.loading.loader import load_config
@@ -22,13 +22,12 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import ConfigError
 from tests.support.tiny_policy import make_config, save_model, with_critic
 
-CPU = torch.device("cpu")
 FLOAT32 = FsdpConfig(dtype="float32")
 
 
 def load(folder: Path, precision: FsdpConfig = FLOAT32, *, checkpointing: bool = False) -> None:
     model = ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing)
-    load_policy(model, precision, CPU, max_tokens=28)
+    load_policy(model, precision, max_tokens=28)
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
@@ -100,19 +99,19 @@ def test_bfloat16_is_refused_where_the_device_has_none(
         match=r"^actor_rollout_ref\.actor\.fsdp_config\.dtype=bfloat16.*cpu does not compute.*"
         rf"set actor_rollout_ref\.actor\.{remedy}",
     ):
-        Learner(config, SingleProcess(), total_steps=1, device=OldDevice())
+        Learner(config, DataParallel(), total_steps=1, device=OldDevice())
 
 
 def test_a_critics_bfloat16_is_refused_by_its_own_key(tmp_path: Path) -> None:
     config = with_critic(make_config(tmp_path / "no model"))
     config = replace(config, critic=replace(config.critic, fsdp=FsdpConfig(dtype="bfloat16")))
     with pytest.raises(ConfigError, match=r"^critic\.fsdp\.dtype=bfloat16: .*set critic\.fsdp\."):
-        Learner(config, SingleProcess(), total_steps=1, device=OldDevice())
+        Learner(config, DataParallel(), total_steps=1, device=OldDevice())
 
 
 def test_float32_is_computed_on_every_device(tmp_path: Path) -> None:
     config = make_config(save_model(tmp_path), fsdp_config={"dtype": "float32"})
-    Learner(config, SingleProcess(), total_steps=1, device=OldDevice())
+    Learner(config, DataParallel(), total_steps=1, device=OldDevice())
 
 
 def test_the_references_memory_goes_back_once_its_weights_have_left(
@@ -125,7 +124,7 @@ def test_the_references_memory_goes_back_once_its_weights_have_left(
         FsdpConfig(dtype="float32"),
         device,
         64,
-        SingleProcess(),
+        DataParallel(),
     )
     to = type(reference._model).to
     monkeypatch.setattr(

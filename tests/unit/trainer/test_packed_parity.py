@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.learner.batch import packing
+from services.trainer.learner.batch import micro_batch
 from services.trainer.learner.batch.micro_batch import (
     MicroBatch,
     TrainingRow,
     build_micro_batch,
     training_rows,
 )
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
-from services.trainer.learner.model.forward import check_packing, token_outputs
+from services.trainer.learner.model.forward import (
+    PACKED_ATTENTION,
+    check_packing,
+    register_packed_attention,
+    token_outputs,
+)
 from services.trainer.learner.update.loss import first_of_rows
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.errors import ConfigError
@@ -85,7 +89,7 @@ def test_logprobs_and_gradients_equal_the_plain_models(family: str) -> None:
 def test_sequences_of_very_different_length_in_blocks_of_their_own_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packing, "MIN_BLOCK_TOKENS", 0)
+    monkeypatch.setattr(micro_batch, "MIN_BLOCK_TOKENS", 0)
     assert len(pack(rows()).layout.blocks) > 4
     check_against_plain("qwen3")
 
@@ -93,7 +97,7 @@ def test_sequences_of_very_different_length_in_blocks_of_their_own_change_nothin
 def test_blocks_too_large_for_a_mask_are_causal_and_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packing, "MAX_MASK_ELEMENTS", 0)
+    monkeypatch.setattr(micro_batch, "MAX_MASK_ELEMENTS", 0)
     assert all(block.mask is None for block in pack(rows()).layout.blocks)
     check_against_plain("llama")
 

@@ -25,9 +25,9 @@ class Desk:
         self.fault: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.fleet, self.state = Fleet("layout", 1e9), RunState("t", 10, 0)
-        self.announcer = PolicyAnnouncer(self.send, self.fleet, self.state, lambda: self.progress)
+        self.announcer = PolicyAnnouncer(self, self.fleet, self.state, lambda: self.progress)
 
-    async def send(
+    async def announce(
         self,
         version: int,
         replicas: Sequence[ReplicaInfo],

@@ -12,14 +12,14 @@ import torch
 from msgspec import structs
 
 from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
-from services.trainer.learner.ranks.parallel import SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update import policy_update
 from services.trainer.learner.worker import Learner
-from sluice.algorithm.advantages.grpo import grpo_advantages
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.types import Rollout, TrainBatch
 from tests.support.domain_values import with_turn
+from tests.support.group_advantages import grpo_advantages
 from tests.support.tiny_policy import make_batch, make_config, make_group, save_model
 
 Weights = dict[str, torch.Tensor]
@@ -31,7 +31,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_learner(config: RunConfig) -> Learner:
-    return Learner(config, SingleProcess(), total_steps=10)
+    return Learner(config, DataParallel(), total_steps=10)
 
 
 def train(config: RunConfig, *batches: TrainBatch) -> tuple[Weights, dict[str, float]]:

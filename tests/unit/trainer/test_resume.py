@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.model.optimizer import PolicyOptimizer
 from services.trainer.learner.model.trained_model import (
+    TrainedModel,
     random_state,
     restore_random_state,
     save_policy_state,
 )
-from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
@@ -42,7 +43,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_learner(model: Path, precision: dict[str, object] = PRECISIONS[0]) -> Learner:
     optim = {"lr": 1e-2, "lr_warmup_steps": 2, "lr_scheduler_type": "linear"}
     config = make_config(model, optim=optim, fsdp_config=precision, shuffle=True)
-    return Learner(config, SingleProcess(), total_steps=6)
+    return Learner(config, DataParallel(), total_steps=6)
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -148,7 +149,7 @@ def test_a_truncated_file_is_named_with_the_checkpoint_to_use_instead(
     learner = make_learner(model_folder)
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
-        store.save(step, learner.save, DataProgress(step), {})
+        store.save(step, learner.save, DataProgress(step))
     damaged = tmp_path / "global_step_2" / "actor" / file
     damaged.write_bytes(damaged.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=rf"{file} .*resume_from_path=.*global_step_1"):
@@ -282,6 +283,7 @@ def test_whole_weights_are_given_up_before_the_moments_come(tmp_path: Path) -> N
         alive.extend(not one.expired() for one in held)
         yield iter(optimizer.state_tensors().items())
 
-    save_policy_state(tmp_path, model, optimizer, "", weights=weights, moments=moments)
+    trained = TrainedModel(model, parameters, optimizer, None, 0.0)
+    save_policy_state(tmp_path, trained, "", weights=weights, moments=moments)
     assert len(alive) == len(parameters)
     assert not any(alive)

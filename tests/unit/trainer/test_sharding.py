@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.trainer.learner.model.sharding import shard_rows, shard_size
-from services.trainer.learner.ranks.gathering import gather_whole
-from services.trainer.learner.ranks.parallel import COPY_DIM, SHARD_DIM
+from services.trainer.learner.model.sharding import gather_whole, shard_rows, shard_size
+from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM
 from sluice.errors import ConfigError
 from tests.support.threaded_ranks import ThreadedRank
 

@@ -14,10 +14,11 @@ from types import ModuleType
 import pytest
 
 from services.trainer.metrics import sinks as sinks_module
-from services.trainer.metrics.local_sinks import ConsoleSink, JsonlSink
 from services.trainer.metrics.sinks import (
     BackgroundSink,
+    ConsoleSink,
     GuardedSink,
+    JsonlSink,
     MetricSink,
     Reporter,
     SinkTarget,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from services.trainer.learner.model.forward import TokenOutputs, token_outputs
-from services.trainer.learner.ranks.parallel import DataParallel, SingleProcess
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update import policy_update
 from services.trainer.learner.update.advantages import zero_advantage_rows
 from services.trainer.learner.worker import Learner
@@ -35,7 +35,7 @@ def train(learner: Learner, *batches: TrainBatch) -> tuple[torch.Tensor, dict[st
 
 
 def train_alone(config: RunConfig, *batches: TrainBatch) -> tuple[torch.Tensor, dict[str, float]]:
-    return train(Learner(config, SingleProcess(), total_steps=10), *batches)
+    return train(Learner(config, DataParallel(), total_steps=10), *batches)
 
 
 @pytest.mark.parametrize("groups", [SOME, MOST, ALL], ids=["some", "most", "all"])
@@ -91,4 +91,4 @@ def test_nothing_is_skipped_that_was_not_asked_for(model_folder: Path) -> None:
 def test_an_advantage_that_is_not_finite_is_not_skipped() -> None:
     nan = float("nan")
     advantages = torch.tensor([[0.0, 0.0], [nan, 0.0], [0.0, 1.0], [-0.0, 0.0]])
-    assert zero_advantage_rows(advantages, SingleProcess()) == {0, 3}
+    assert zero_advantage_rows(advantages, DataParallel()) == {0, 3}

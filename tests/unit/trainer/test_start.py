@@ -117,7 +117,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def save(store: CheckpointStore, step: int) -> None:
-    store.save(step, write_actor, DataProgress(step), {})
+    store.save(step, write_actor, DataProgress(step))
 
 
 def settings(*overrides: str) -> TrainerConfig:

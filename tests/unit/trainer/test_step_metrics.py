@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from services.trainer.learner.batch.mini_batch import BatchCut, Share, split_batch
+from services.trainer.learner.batch.train_batch import BatchCut, split_batch
+from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.worker import Learner
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
-    RankCut,
     RunScale,
     StepTimes,
-    balance_metrics,
-    rank_cut,
-    rank_rows,
     step_metrics,
 )
 from sluice.types import (
@@ -28,7 +27,7 @@ from sluice.types import (
     TrainGroup,
     VersionSpan,
 )
-from tests.support.tiny_policy import make_batch, make_config
+from tests.support.tiny_policy import make_batch, make_config, save_model
 
 TIMES = StepTimes(
     wait_batch_s=1.0, train_s=2.0, update_weights_s=0.5, save_checkpoint_s=0.25, step_s=4.0
@@ -150,32 +149,32 @@ STEP = 3
 def test_rows_are_counted_for_the_rank_that_trains_them(
     num_ranks: int, seed: int | None, *, whole_groups: bool
 ) -> None:
-    batch, groups = make_batch(), 3
-    responses = [r.num_tokens for group in batch.groups for r in group.rollouts]
-    rows = rank_rows(batch, STEP, RankCut(groups, num_ranks, seed, whole_groups))
-    assert sorted(row for own in rows for row in own) == list(range(len(responses)))
-    cut = BatchCut(groups, 64, None, seed, whole_groups)
-    for rank, own in enumerate(rows):
-        share = Share(rank, num_ranks)
-        mini_batches = split_batch(batch.groups, cut, share, step=STEP, device=torch.device("cpu"))
-        trained = sum(
-            micro_batch.behavior_logprobs.numel()
-            for mini_batch in mini_batches
-            for micro_batch in mini_batch.micro_batches
+    batch, skipped = make_batch(), {4}
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    cut = BatchCut(3, 64, None, seed, whole_groups)
+    rows: list[int] = []
+    for rank in range(num_ranks):
+        mini_batches = split_batch(
+            batch.groups,
+            cut,
+            SimpleNamespace(rank=rank, world_size=num_ranks),
+            step=STEP,
+            device=torch.device("cpu"),
+            skipped=skipped,
         )
-        assert sum(responses[row] for row in own) == trained
+        for mini_batch in mini_batches:
+            own = mini_batch.rank_rows[rank]
+            rows += own
+            trained = sum(one.behavior_logprobs.numel() for one in mini_batch.micro_batches)
+            assert sum(rollouts[row].num_tokens for row in own) == trained
+    assert sorted(rows) == sorted(set(range(len(rollouts))) - skipped)
 
 
-def test_the_cut_is_the_configured_one() -> None:
-    adpo = {"policy_loss": {"loss_mode": "adpo"}}
-    config = make_config(Path("unused"), shuffle=True, data_loader_seed=7, **adpo)
-    assert rank_cut(config, 2) == RankCut(3, 2, 7, whole_groups=True)
-    assert rank_cut(make_config(Path("unused")), 1) == RankCut(3, 1, None)
-
-
-def test_one_rank_has_everything() -> None:
+def test_one_rank_has_everything(tmp_path: Path) -> None:
     batch = make_batch()
-    found = balance_metrics(batch, STEP, rank_cut(make_config(Path("unused")), 1))
+    learner = Learner(make_config(save_model(tmp_path)), DataParallel(), total_steps=10)
+    metrics = learner.train_step(batch, 1)
+    found = {name: value for name, value in metrics.items() if name.startswith("global_seqlen/")}
     total = sum(
         group.prompt_token_ids.size + rollout.num_tokens
         for group in batch.groups

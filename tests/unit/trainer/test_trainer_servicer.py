@@ -175,7 +175,7 @@ async def test_a_pause_on_lease_ends_and_needs_a_time_above_0(service: Service) 
     async with asyncio.timeout(5):
         while service.state.is_paused:
             await asyncio.sleep(0.01)
-    with pytest.raises(InvalidRequestError, match=r"lease_seconds: 0\.0 is not above 0"):
+    with pytest.raises(InvalidRequestError, match=r"lease_seconds: 0\.0; send more than 0"):
         await service.Pause(trainer.PauseRequest(lease_seconds=0.0), CONTEXT)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -19,7 +20,7 @@ from sluice.weights.rendezvous import (
     EpochStore,
     RendezvousStore,
 )
-from tests.support.weight_rendezvous import KEY, link_to
+from tests.support.weight_rendezvous import KEY, link_to, make_spec
 
 _KEYS = st.sampled_from(["a", "b", "c/d"])
 _TEXTS = st.sampled_from(["", "0", "12", "ünicode"])
@@ -69,6 +70,21 @@ def test_it_answers_like_torchs_own_store(
     for key in ("a", "b", "c/d", "n", "m"):
         if reference.check([key]):
             assert prefixed.get(key) == reference.get(key)
+
+
+def test_a_name_whose_first_address_does_not_answer_is_reached_at_its_second(
+    server: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(host: str, port: int, *_: object) -> list[tuple[Any, ...]]:
+        assert host == "trainer.test"
+        addresses = ("127.0.0.2", "127.0.0.1")  # the store listens at the second alone
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    spec = make_spec(server.port, host="trainer.test")
+    store = EpochStore(spec, "forming epoch 1", "rollout-0", lambda: None)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
 
 
 def test_keys_of_one_member_are_seen_by_the_others(server: RendezvousStore) -> None:

@@ -29,6 +29,7 @@ from tests.support.stand_in_hccl import (
     forget_stand_in,
     register_stand_in,
 )
+from tests.support.weight_buffers import buffer_of
 
 _NEVER = threading.Event()
 _MIB = 1 << 20
@@ -88,7 +89,7 @@ def test_weights_cross_a_group_of_hccl_bit_for_bit(
     with ThreadPoolExecutor(2) as pool:
         _form(ends, pool)
         staging = pool.submit(receiver.stage, 7)
-        sender.broadcast(_WEIGHTS, 7, _NEVER)
+        sender.broadcast(buffer_of(_WEIGHTS), 7, _NEVER)
         staged = staging.result(5)
     assert staged.version == 7
     assert all(torch.equal(staged.tensors[name], _WEIGHTS[name]) for name in _WEIGHTS)

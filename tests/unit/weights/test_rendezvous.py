@@ -23,6 +23,7 @@ from sluice.weights.plan import tensor_specs
 from sluice.weights.receiver import WeightReceiver
 from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
 from sluice.weights.sender import WeightSender
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_rendezvous import KEY, link_to, make_spec
 
 _WEIGHTS = {"w": torch.arange(9.0)}
@@ -66,7 +67,7 @@ def test_a_group_forms_at_any_address_of_either_family(
         sender.join(_NEVER)
         assert [done.result(10) for done in joined] == [specs["r0"].plan_digest] * 2
         staged = [pool.submit(receiver.stage, 1) for receiver in receivers.values()]
-        report = sender.broadcast(_WEIGHTS, 1, _NEVER)
+        report = sender.broadcast(buffer_of(_WEIGHTS), 1, _NEVER)
         assert {done.result(10).digest for done in staged} == {report.digest}
         for receiver in receivers.values():
             receiver.close()

@@ -22,6 +22,7 @@ from sluice.weights.receiver import WeightReceiver
 from sluice.weights.rendezvous import EpochStore, RendezvousStore
 from sluice.weights.sender import WeightSender
 from tests.support.certified import mutual, service_key
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_rendezvous import KEY, link_to, make_spec
 
 _WEIGHTS = {"w": torch.arange(9.0)}
@@ -165,7 +166,9 @@ def test_a_group_forms_over_tls() -> None:
         sender.join(_NEVER)
         assert joined.result(_WAIT_S) == spec.plan_digest
         staged = pool.submit(receiver.stage, 1)
-        assert sender.broadcast(_WEIGHTS, 1, _NEVER).digest == staged.result(_WAIT_S).digest
+        assert (
+            sender.broadcast(buffer_of(_WEIGHTS), 1, _NEVER).digest == staged.result(_WAIT_S).digest
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Packing on one side and unpacking on the other gives the same weights back."""
+"""What one side puts on a device, the other takes off it: the same weights."""
 
 from __future__ import annotations
 
 import torch
 
-from sluice.weights.plan import WeightBuffer, plan_transfer, tensor_specs
-from sluice.weights.transfer import DirectPort, PackingPort, UnpackingPort
+from sluice.weights.plan import WeightBuffer
+from sluice.weights.transfer import DeviceReceivingPort, DeviceSendingPort, DirectPort
+from tests.support.weight_buffers import buffer_of
 
 _CPU = torch.device("cpu")
 
@@ -20,26 +21,18 @@ def _weights() -> dict[str, torch.Tensor]:
     }
 
 
-def test_packed_buckets_equal_the_buffer_that_lies_like_the_wire() -> None:
+def test_buckets_travel_over_a_device_as_they_lie_in_the_buffer() -> None:
     weights = _weights()
-    plan = plan_transfer(tensor_specs(weights.items()), 4096)
-    buffer = WeightBuffer(plan)
-    for name, tensor in weights.items():
-        buffer.tensors[name].copy_(tensor)
-    packing, direct = PackingPort(plan, weights, _CPU), DirectPort(buffer)
+    sent = buffer_of(weights)
+    plan = sent.plan
+    received = WeightBuffer(plan)
+    sending, direct = DeviceSendingPort(sent, plan, _CPU), DirectPort(sent)
+    receiving = DeviceReceivingPort(received, _CPU)
     assert len(plan.buckets) > 2
     for bucket in plan.buckets:
-        assert torch.equal(packing.load(bucket), direct.load(bucket))
-
-
-def test_unpacked_buckets_give_every_weight_back() -> None:
-    weights = _weights()
-    plan = plan_transfer(tensor_specs(weights.items()), 4096)
-    received = WeightBuffer(plan)
-    packing, unpacking = PackingPort(plan, weights, _CPU), UnpackingPort(received, _CPU)
-    for bucket in plan.buckets:
-        wire = unpacking.load(bucket)
-        wire.copy_(packing.load(bucket))
-        unpacking.unload(bucket, wire)
+        assert torch.equal(sending.load(bucket), direct.load(bucket))
+        wire = receiving.load(bucket)
+        wire.copy_(sending.load(bucket))
+        receiving.unload(bucket, wire)
     for name, tensor in weights.items():
         assert torch.equal(received.tensors[name], tensor)

@@ -41,7 +41,7 @@ class Endpoint(NamedTuple):
     path: str
 
     def __str__(self) -> str:
-        """The endpoint as a URL."""
+        """Return the endpoint as a URL."""
         port = "" if self.port is None else f":{self.port}"
         return f"http{'s' * self.is_secure}://{self.host}{port}{self.path}"
 
@@ -76,7 +76,7 @@ def post(
     timeout_s: float,
     max_response_bytes: int,
 ) -> bytes:
-    """The body of the answer, whose status was 200.
+    """Return the body of the answer, whose status was 200.
 
     Raises:
         HttpFault: no connection, another status, too large an answer, or none after `timeout_s`

@@ -45,7 +45,7 @@ class CustomScorer:
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, **call: object) -> object:
-        """The function's result, awaited if it is awaitable."""
+        """Return the function's result, awaited if it is awaitable."""
         returned = self._function(**{**call, **self._kwargs})
         if not inspect.isawaitable(returned):
             return returned
@@ -124,7 +124,7 @@ def _check_signature(
 ) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in callables do not tell
+    except (TypeError, ValueError):  # some built-in callables have none
         return
     try:
         signature.bind(**dict.fromkeys((*CALL_KEYS, *kwargs)))

@@ -60,7 +60,7 @@ def normalize(text: str) -> str:
 
 
 def targets(ground_truth: str) -> Sequence[str]:
-    """All accepted answers. Text that is not such JSON is itself the answer."""
+    """Return all accepted answers. Text that is not such JSON is itself the answer."""
     try:
         value = msgspec.json.decode(ground_truth, type=dict[str, object] | list[str])
     except msgspec.DecodeError:

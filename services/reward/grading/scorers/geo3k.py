@@ -24,7 +24,7 @@ def compute_score(solution: str, ground_truth: str, *, form_share: float = FORM_
 
 
 def has_form(solution: str) -> bool:
-    """Whether the response begins with the thought and the other parts follow in order.
+    """Return whether the response begins with the thought and the other parts follow in order.
 
     Takes linear time: a pattern with as many gaps backtracks without end on repetitive text.
     """

@@ -35,7 +35,7 @@ def compute_score(
 
 
 def final_number(text: str, method: Method) -> str | None:
-    """The last number as text; ``None`` if there is none.
+    """Return the last number as text; ``None`` if there is none.
 
     Only ``strict`` removes thousands separators: verl's flexible reading keeps them.
     """

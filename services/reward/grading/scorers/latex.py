@@ -16,7 +16,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def braced(text: str, start: int) -> str | None:
-    """What stands between the brace at `start` and its partner; ``None`` if it has none."""
+    """Return what stands between the brace at `start` and its partner; ``None`` if it has none."""
     depth = 0
     for end in range(start, len(text)):
         depth += (text[end] == "{") - (text[end] == "}")
@@ -73,7 +73,7 @@ def normal_form(answer: str) -> str:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Whether both have one normal form; where one has none, whether they are one text."""
+    """Return whether both have one normal form; where one has none, whether they are one text."""
     try:
         return normal_form(answer) == normal_form(reference)
     except MalformedLatexError:

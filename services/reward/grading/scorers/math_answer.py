@@ -81,7 +81,7 @@ def _same_elements(answer: str, reference: str) -> bool:
 
 
 def _elements(text: str) -> list[str]:
-    """The elements of ``(a,b)`` or ``[a,b)``; any other text is one element."""
+    """Return the elements of ``(a,b)`` or ``[a,b)``; any other text is one element."""
     text = text.replace(r"\left", "").replace(r"\right", "")
     inner = text[1:-1]
     if inner and text[0] in "([" and text[-1] in ")]" and not set("()[]") & set(inner):

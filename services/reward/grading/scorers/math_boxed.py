@@ -20,7 +20,7 @@ def compute_score(solution: str, ground_truth: str) -> float:
 
 
 def boxed_answer(solution: str) -> str | None:
-    """The answer as verl finds it; ``None`` if there is none."""
+    """Return the answer as verl finds it; ``None`` if there is none."""
     if _SPACED in solution:
         return solution.rpartition(_SPACED)[2].partition("$")[0]
     start = solution.rfind(_COMMAND) + len(_COMMAND)

@@ -35,7 +35,7 @@ class NotAnExpressionError(ValueError):
 
 
 def tokens(text: str) -> list[str]:
-    """The expression's symbols.
+    """Return the expression's symbols.
 
     Raises:
         NotAnExpressionError: it is empty or too long, or holds something else.
@@ -51,7 +51,7 @@ def tokens(text: str) -> list[str]:
 
 
 def unknowns(symbols: list[str]) -> frozenset[str]:
-    """The letters that stand for numbers."""
+    """Return the letters that stand for numbers."""
     return frozenset(symbol for symbol in symbols if len(symbol) == 1 and symbol.isalpha())
 
 

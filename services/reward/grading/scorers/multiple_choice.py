@@ -27,5 +27,5 @@ def compute_score(solution: str, ground_truth: str) -> float:
 
 
 def chosen(text: str) -> str:
-    """The capital letters A to G that occur in `text`, in order."""
+    """Return the capital letters A to G that occur in `text`, in order."""
     return "".join(letter for letter in CHOICES if letter in text)

@@ -71,7 +71,7 @@ _REMEDY = (
 def scorer_for(
     data_source: str, routes: Mapping[str, str] | None = None, *, row: str | None = None
 ) -> Scorer:
-    """The built-in scorer of a data source.
+    """Return the built-in scorer of a data source.
 
     Args:
         data_source: as the row has it.
@@ -83,17 +83,17 @@ def scorer_for(
             package is not installed.
         ConfigError: a route names no scorer.
     """
-    place = f"{row}: " if row else ""
+    where = f"{row}: " if row else ""
     name = _name(data_source, routes or {})
     if name is None:
-        raise DataError(f"{place}data_source '{data_source}': {_no_route(data_source)}")
+        raise DataError(f"{where}data_source '{data_source}': {_no_route(data_source)}")
     if name == MATH_VERIFY:
-        symbolic_math.check_installed(f"{place}data_source '{data_source}'")
+        symbolic_math.check_installed(f"{where}data_source '{data_source}'")
     return partial(_apply, _rule(name))
 
 
 def scored_characters(data_source: str, routes: Mapping[str, str]) -> int | None:
-    """How many last characters of a response its scorer looks at; ``None``: all, or no scorer."""
+    """Return how many last characters of a response its scorer reads; ``None``: all or none."""
     return TAILS.get(_name(data_source, routes) or "")
 
 

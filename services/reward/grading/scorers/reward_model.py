@@ -1,7 +1,7 @@
-"""A reward model behind HTTP as a scorer: ask, read one number, refuse all else.
+"""A reward model behind HTTP as a scorer: send a question, read one number, refuse all else.
 
-It runs in a scorer process like any other, so that a hanging connection is ended with its process
-at the latest. Speaks OpenAI's chat completions, which vLLM, SGLang and others serve.
+It runs in a scorer process like any other, so that a hanging connection ends with its process at
+the latest. Speaks OpenAI's chat completions, which vLLM, SGLang and others serve.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from collections.abc import Mapping
 import msgspec
 
 from services.reward.grading.scorers.bounded_http import Endpoint, HttpFault, endpoint, post
-from services.reward.grading.scorers.reward_model_settings import KEY, RewardModelSettings
+from sluice.config.schema.reward import RewardModelConfig
 from sluice.errors import ConfigError, DataError, PeerError
 
+KEY = "reward.reward_model"
 PEER = "reward model"
+DEFAULT_TEMPLATE = (
+    "Grade the response against the reference answer. Reply with one number from 0 (wrong) to 1 "
+    "(right) and nothing else.\n\nQuestion:\n{question}\n\nReference answer:\n{ground_truth}\n\n"
+    "Response:\n{response}\n\nGrade:"
+)
+LAST_NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+MAX_RESPONSE_BYTES = 2**20
 FIRST_PAUSE_S = 0.2
 BUDGET_SHARE = 0.9
 
@@ -39,38 +47,46 @@ class _Completion(msgspec.Struct):
 
 
 class RewardModelScorer:
-    """Grades by asking a model.
+    """Grades by a model's reply.
+
+    Of the matches of `score_pattern` in the reply the last counts (its first group, if it has one);
+    a number outside `min_score`..`max_score` is refused. Of the template only the placeholders of
+    `filled` are replaced; other braces stay.
 
     Args:
-        settings: whom to ask, and how.
+        settings: address, name and question of the model.
         item_timeout_s: wall-clock limit of one sample; all attempts fit into 90% of it.
 
     Raises:
         ConfigError: a setting is impossible; names its key.
     """
 
-    def __init__(self, settings: RewardModelSettings, item_timeout_s: float) -> None:
-        _check_bounds(settings)
+    def __init__(self, settings: RewardModelConfig, item_timeout_s: float) -> None:
+        if not settings.min_score < settings.max_score:
+            raise ConfigError(
+                f"{KEY}.min_score = {settings.min_score:g} must be less than max_score = "
+                f"{settings.max_score:g}"
+            )
         self._settings, self._budget_s = settings, BUDGET_SHARE * item_timeout_s
         self._endpoint = _completions_endpoint(settings)
-        self._pattern = _pattern(settings)
+        self._pattern = _pattern(settings.score_pattern or LAST_NUMBER)
         self._headers = {"Content-Type": "application/json", **_authorization(settings)}
 
     def __call__(self, *, solution_str: str, question: str = "", **call: object) -> float:
-        """The model's number for one response.
+        """Return the model's number for one response.
 
         Raises:
             PeerError: the model gave no usable answer in time.
-            DataError: the template asks for what the row does not hold.
+            DataError: the template names a key that the row does not hold.
         """
         values = {**call, "response": solution_str, "question": question}
-        prompt = filled(self._settings.prompt_template, values)
+        prompt = filled(self._settings.prompt_template or DEFAULT_TEMPLATE, values)
         reply = self._ask(msgspec.json.encode(self._request(prompt)))
         return number_in(reply, self._pattern, self._settings)
 
     def _request(self, prompt: str) -> Mapping[str, object]:
         return {
-            "model": self._settings.model,
+            "model": self._settings.model_path,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0.0,
             "max_tokens": self._settings.max_tokens,
@@ -96,12 +112,15 @@ class RewardModelScorer:
             body,
             self._headers,
             timeout_s=max(min(self._settings.request_timeout_s, left_s), 0.001),
-            max_response_bytes=self._settings.max_response_bytes,
+            max_response_bytes=MAX_RESPONSE_BYTES,
         )
 
 
 def filled(template: str, values: Mapping[str, object]) -> str:
-    """`template` with its placeholders replaced, once: what is put in is not looked at again.
+    """Return `template` with its placeholders replaced, once: inserted text is not replaced again.
+
+    They are ``{question}``, ``{response}``, ``{ground_truth}``, ``{data_source}`` and
+    ``{extra_info.KEY}``.
 
     Raises:
         DataError: ``{extra_info.KEY}`` of a row without that key.
@@ -123,8 +142,8 @@ def filled(template: str, values: Mapping[str, object]) -> str:
     return _PLACEHOLDER.sub(value, template)
 
 
-def number_in(reply: str, pattern: re.Pattern[str], settings: RewardModelSettings) -> float:
-    """The last number that `pattern` finds.
+def number_in(reply: str, pattern: re.Pattern[str], settings: RewardModelConfig) -> float:
+    """Return the last number that `pattern` finds.
 
     Raises:
         PeerError: there is none, it is not finite, or it lies outside the bounds.
@@ -159,32 +178,27 @@ def _content(answer: bytes) -> str:
     return completion.choices[0].message.content
 
 
-def _completions_endpoint(settings: RewardModelSettings) -> Endpoint:
+def _completions_endpoint(settings: RewardModelConfig) -> Endpoint:
+    if not settings.base_url or not settings.model_path:
+        missing = "base_url" if not settings.base_url else "model_path"
+        raise ConfigError(
+            f"{KEY}.{missing} is not set although {KEY}.enable is true; set it, or turn the reward "
+            "model off"
+        )
     base = endpoint(settings.base_url, key=f"{KEY}.base_url")
     return base._replace(path=base.path.rstrip("/") + "/chat/completions")
 
 
-def _check_bounds(settings: RewardModelSettings) -> None:
-    for name in ("max_attempts", "max_tokens", "max_response_bytes", "request_timeout_s"):
-        if not getattr(settings, name) > 0:
-            raise ConfigError(f"{KEY}.{name} = {getattr(settings, name)}: must be greater than 0")
-    if not settings.min_score < settings.max_score:
-        raise ConfigError(
-            f"{KEY}.min_score = {settings.min_score:g} must be less than max_score = "
-            f"{settings.max_score:g}"
-        )
-
-
-def _pattern(settings: RewardModelSettings) -> re.Pattern[str]:
+def _pattern(text: str) -> re.Pattern[str]:
     try:
-        return re.compile(settings.score_pattern)
+        return re.compile(text)
     except re.error as error:
         raise ConfigError(
-            f"{KEY}.score_pattern = {settings.score_pattern!r} is no regular expression: {error}"
+            f"{KEY}.score_pattern = {text!r} is no regular expression: {error}"
         ) from error
 
 
-def _authorization(settings: RewardModelSettings) -> Mapping[str, str]:
+def _authorization(settings: RewardModelConfig) -> Mapping[str, str]:
     if settings.api_key_env is None:
         return {}
     key = os.environ.get(settings.api_key_env)

@@ -7,7 +7,6 @@ attention of transformers.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +19,11 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.forward import (
+    DTYPES,
+    PACKED_ATTENTION,
+    register_packed_attention,
+)
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
@@ -31,21 +34,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+def load_policy(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> PreTrainedModel:
+    """Load the policy from disk, never from a network, with master weights on the CPU.
 
-
-def load_policy(
-    model: ModelConfig, precision: FsdpConfig, device: torch.device, max_tokens: int
-) -> PreTrainedModel:
-    """Load the policy from disk, never from a network, with master weights on `device`.
-
+    A sharded model moves to its device layer by layer, so it never has to fit there as a whole.
     The model stays in evaluation mode: with dropout, logprobs in the update would differ from those
     of the same weights elsewhere.
 
     Args:
         model: path and options.
         precision: master dtype, and dtype of forward and backward.
-        device: gets the weights.
         max_tokens: longest prompt plus response, to check sliding windows.
 
     Raises:
@@ -58,25 +56,20 @@ def load_policy(
             "more precisely than the weights are stored; set model_dtype=float32 or dtype=bfloat16"
         )
     loaded = _read(model, DTYPES[precision.model_dtype])
-    return _prepared(loaded, model, device, max_tokens)
+    return _prepared(loaded, model, max_tokens)
 
 
-def load_critic(
-    model: ModelConfig, precision: FsdpConfig, device: torch.device, max_tokens: int
-) -> PreTrainedModel:
+def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> PreTrainedModel:
     """Load a critic like a policy, with a value head of one output instead of the vocabulary's.
 
     If the files hold no such head, torch's global generator initializes it.
     """
     loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
-    return _prepared(loaded, model, device, max_tokens)
+    return _prepared(loaded, model, max_tokens)
 
 
-def _prepared(
-    loaded: PreTrainedModel, model: ModelConfig, device: torch.device, max_tokens: int
-) -> PreTrainedModel:
+def _prepared(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> PreTrainedModel:
     check_attention(loaded.config, max_tokens)
-    loaded.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
     loaded.eval()
     if model.enable_gradient_checkpointing:
         _checkpoint_layers(loaded)
@@ -96,13 +89,6 @@ def freeze_vision_tower(model: PreTrainedModel) -> None:
             f"{model.config.model_type} model reads no images; leave the key out"
         )
     tower.requires_grad_(requires_grad=False)
-
-
-def compute_context(precision: FsdpConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return autocast if compute and master dtype differ; make one for each use."""
-    if precision.dtype == precision.model_dtype:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=DTYPES[precision.dtype])
 
 
 def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:

@@ -1,16 +1,19 @@
-"""AdamW over the policy, stepped with clipped gradients and a learning rate by train batch."""
+"""AdamW over a model's gradients, whole or sharded: clipped, with the rate of the train batch."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from services.trainer.learner.model.sharding import Gradients, assign
+from services.trainer.learner.model.sharding import assign
+from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.learning_rate import learning_rate_multiplier, resolve_warmup_steps
 from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
@@ -24,7 +27,7 @@ class FlatGradients:
     """Gradients of parameters that each rank holds whole: one buffer per dtype.
 
     Each parameter's `grad` is a view into it, so that one collective sums over ranks and one write
-    clears.
+    clears. `buffers` must be summed over ranks before a step.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -47,7 +50,6 @@ class FlatGradients:
         """Do nothing: every parameter has its view."""
 
     def zero(self) -> None:
-        """Set all gradients to 0 in place."""
         for buffer in self.buffers:
             buffer.zero_()
 
@@ -57,9 +59,56 @@ class FlatGradients:
         return math.sqrt(float(sum(squares)))
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
         for buffer in self.buffers:
             buffer.mul_(factor)
+
+
+class ShardedGradients:
+    """Gradients of sharded parameters. `norm` is collective.
+
+    FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
+
+    Args:
+        num_copies: ranks that hold the same shard.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], parallel: DataParallel, num_copies: int
+    ) -> None:
+        self._parameters = list(parameters)
+        self._parallel = parallel
+        self._num_copies = num_copies
+        self.buffers: tuple[Tensor, ...] = ()  # FSDP2 has summed them
+
+    def complete(self) -> None:
+        """Set 0 for parameters that no backward pass reached."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def zero(self) -> None:
+        """Drop the gradients; the next backward pass makes new ones."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def norm(self) -> float:
+        """Return the norm: float32 on each rank, float64 over ranks, each shard counted once."""
+        squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._local()]
+        # Every rank adds the same numbers in the same order, so all ranks clip alike.
+        own = float(sum(squares)) if squares else 0.0
+        gathered = self._parallel.all_gather([own], "summing the gradients' norms")
+        return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)
+
+    def scale(self, factor: float) -> None:
+        for gradient in self._local():
+            gradient.mul_(factor)
+
+    def _local(self) -> list[Tensor]:
+        gradients = (parameter.grad for parameter in self._parameters)
+        return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
+
+
+Gradients: TypeAlias = FlatGradients | ShardedGradients
 
 
 class PolicyOptimizer:

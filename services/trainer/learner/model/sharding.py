@@ -1,13 +1,14 @@
-"""Shard one model's weights over ranks (FSDP2), sum their gradients, and let every rank make the
-same number of passes.
+"""Shard one model's weights over ranks (FSDP2), gather them whole on rank 0, and let every rank
+make the same number of passes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,15 +17,18 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
-from services.trainer.learner.model.image_pass import gather_for_images
-from services.trainer.learner.ranks.parallel import SHARD_DIM, DataParallel
+from services.trainer.learner.model.forward import gather_for_images
+from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM, DataParallel
 from sluice.algorithm.packing import plan_micro_batches
+from sluice.concurrency.deadlines import advance
 from sluice.errors import ConfigError
 from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,87 +135,8 @@ def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
     return min(rows, index * length), min(rows, (index + 1) * length)
 
 
-def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the model's class in transformers; sharding replaces it by a derived class."""
-    family: type[PreTrainedModel] = type(model)
-    return family.__mro__[2] if isinstance(model, FSDPModule) else family
-
-
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-class Gradients(Protocol):
-    """The gradients of one optimizer."""
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """Return the buffers that must still be summed over ranks before a step."""
-        ...
-
-    def complete(self) -> None:
-        """Give every parameter a gradient, 0 where no pass left one."""
-        ...
-
-    def zero(self) -> None:
-        """Set all gradients to 0."""
-        ...
-
-    def norm(self) -> float:
-        """Return the global L2 norm over all ranks' parts, the same bits on each rank."""
-        ...
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        ...
-
-
-class ShardedGradients:
-    """Gradients of sharded parameters. `norm` is collective.
-
-    FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
-
-    Args:
-        parameters: sharded ones.
-        parallel: all ranks.
-        num_copies: ranks that hold the same shard.
-    """
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], parallel: DataParallel, num_copies: int
-    ) -> None:
-        self._parameters = list(parameters)
-        self._parallel = parallel
-        self._num_copies = num_copies
-        self.buffers: tuple[Tensor, ...] = ()
-
-    def complete(self) -> None:
-        """Set 0 for parameters that no backward pass reached."""
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def zero(self) -> None:
-        """Drop the gradients; the next backward pass makes new ones."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def norm(self) -> float:
-        """Return the norm: float32 on each rank, float64 over ranks, each shard counted once."""
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._local()]
-        # Every rank adds the same numbers in the same order, so all ranks clip alike.
-        own = float(sum(squares)) if squares else 0.0
-        gathered = self._parallel.all_gather([own], "summing the gradients' norms")
-        return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)
-
-    def scale(self, factor: float) -> None:
-        """Multiply this rank's shards."""
-        for gradient in self._local():
-            gradient.mul_(factor)
-
-    def _local(self) -> list[Tensor]:
-        gradients = (parameter.grad for parameter in self._parameters)
-        return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
 
 
 class EvenPasses:
@@ -225,7 +150,6 @@ class EvenPasses:
 
     Args:
         shards: the model; ``None`` if it is not sharded.
-        parallel: all ranks.
         idle_pass: runs the model forward over a micro-batch; returns a value per token.
         device: gets the inputs of idle passes.
     """
@@ -262,6 +186,7 @@ class EvenPasses:
     def before_backward(self) -> None:
         """Before each backward pass: let only the last one sum gradients over ranks."""
         if self._shards is not None:
+            # Earlier passes keep whole gradients: summing once per step saves communication.
             self._left -= 1
             self._shards.sum_gradients(self._left == 0)
 
@@ -286,3 +211,101 @@ def idle_micro_batch(device: torch.device) -> MicroBatch:
     micro_batch = build_micro_batch([row], plan, device)
     assert micro_batch is not None
     return micro_batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ShardPart:
+    """One rank's shard of a tensor; `dtype` is its dtype on the wire."""
+
+    name: str
+    tensor: DTensor
+    dtype: torch.dtype
+
+    @property
+    def num_shards(self) -> int:
+        mesh = self.tensor.device_mesh
+        return mesh.size(mesh.ndim - 1)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the longest shard."""
+        return -(-self.tensor.shape[0] // self.num_shards)
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of the longest shard."""
+        return self.rows * math.prod(self.tensor.shape[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the whole tensor, with padding."""
+        return self.num_shards * self.numel * self.dtype.itemsize
+
+    def whole(self, shards: Tensor) -> Tensor:
+        """Return the tensor from ``[shards, numel]``, a view if that is contiguous."""
+        rows = shards.reshape(self.num_shards * self.rows, *self.tensor.shape[1:])
+        return rows[: self.tensor.shape[0]]
+
+
+@torch.no_grad()
+def gather_whole(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    parallel: DataParallel,
+    phase: str,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each whole tensor on rank 0, and nothing on the others. Collective to its end.
+
+    Args:
+        named_tensors: sharded or not, in the same order on every rank.
+        parallel: all ranks.
+        phase: named in errors.
+        dtype: dtype on the wire of sharded floating-point tensors.
+        bucket_bytes: bytes of whole tensors per collective, unless one tensor is larger.
+
+    Raises:
+        DeadlineError: a rank did not take part in time.
+        PeerError: a rank failed.
+    """
+    bucket: list[_ShardPart] = []
+    for name, tensor in named_tensors:
+        if not isinstance(tensor, DTensor):
+            if parallel.rank == 0:
+                yield name, tensor.detach()
+            continue
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        part = _ShardPart(name, tensor, wanted)
+        size = sum(one.num_bytes for one in bucket) + part.num_bytes
+        if bucket and (size > bucket_bytes or bucket[0].dtype != part.dtype):
+            yield from _gather(bucket, parallel, phase)
+            bucket = []
+        bucket.append(part)
+    if bucket:
+        yield from _gather(bucket, parallel, phase)
+
+
+def _gather(
+    bucket: list[_ShardPart], parallel: DataParallel, phase: str
+) -> Iterator[tuple[str, Tensor]]:
+    advance()
+    mesh = bucket[0].tensor.device_mesh
+    if mesh.ndim > 1:
+        # Only the first copy sends. The other copies wait here for each bucket: the deadline of the
+        # next command is too short for the whole gather.
+        parallel.all_gather([0.0], phase)
+        if mesh.get_local_rank(COPY_DIM) != 0:
+            return  # rank 0 is in the first copy
+    ends = list(accumulate(part.numel for part in bucket))
+    local = [part.tensor.to_local() for part in bucket]
+    # Shards are padded to the longest, so that all ranks send equally many elements.
+    own = torch.zeros(ends[-1], dtype=bucket[0].dtype, device=local[0].device)
+    for shard, part, end in zip(local, bucket, ends, strict=True):
+        start = end - part.numel
+        own[start : start + shard.numel()].copy_(shard.flatten())
+    shards = parallel.gather_to_first(own, mesh.get_group(SHARD_DIM), phase)
+    if shards is None:
+        return
+    for part, end in zip(bucket, ends, strict=True):
+        yield part.name, part.whole(shards[:, end - part.numel : end])

@@ -24,16 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from services.trainer.learner.checkpoint import resume_remedy
-from services.trainer.learner.model.optimizer import PolicyOptimizer
-from services.trainer.learner.model.sharding import (
-    ShardedGradients,
-    Shards,
-    assign,
-    plain_class,
-    shard_model,
-    shard_size,
-)
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.model.forward import plain_class
+from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
+from services.trainer.learner.model.sharding import Shards, assign, shard_model, shard_size
+from services.trainer.learner.ranks import DataParallel
 from sluice.concurrency.deadlines import advance
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
@@ -43,6 +37,8 @@ if TYPE_CHECKING:
 
 
 _CPU = "cpu"
+ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
+CRITIC_SHARDING = "critic.fsdp"
 
 
 def random_state(device: torch.device) -> dict[str, str]:
@@ -91,10 +87,25 @@ TOKENIZER_FILES = (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedModel:
+    """A model of this rank and its optimizer.
+
+    `parameters` are all of the model's, whole or sharded, tied ones once; the optimizer has those
+    that are trained. `shards` is ``None`` for a whole model. `initial_sum` is `weight_sum` of the
+    loaded weights.
+    """
+
+    model: PreTrainedModel
+    parameters: Mapping[str, nn.Parameter]
+    optimizer: PolicyOptimizer
+    shards: Shards | None
+    initial_sum: float
+
+
 def save_policy_state(
     directory: Path,
-    model: PreTrainedModel,
-    optimizer: PolicyOptimizer,
+    trained: TrainedModel,
     model_path: str,
     *,
     weights: WholeTensors | None,
@@ -104,8 +115,7 @@ def save_policy_state(
 
     Args:
         directory: new or empty.
-        model: its weights are written in their dtype.
-        optimizer: the model's.
+        trained: its weights are written in their dtype.
         model_path: the folder that the run's model came from; its tokenizer files are copied.
         weights: all parameters by the model's names, tied ones once; ``None``: the model is whole.
         moments: the tensors of `PolicyOptimizer.state_tensors`, whole.
@@ -115,7 +125,7 @@ def save_policy_state(
     """
     huggingface = directory / HUGGINGFACE_FOLDER
     try:
-        _save_model(huggingface, model, weights)
+        _save_model(huggingface, trained.model, weights)
         advance()
         save_file(_on_host(moments), directory / OPTIMIZER_FILE)
         advance()
@@ -128,25 +138,18 @@ def save_policy_state(
     for file in directory.rglob("*.safetensors"):
         file.chmod(_READABLE)  # safetensors lets only the owner read them
     extra = {
-        "random_state": random_state(_device(model)),
-        "skipped_updates": optimizer.skipped_updates,
+        "random_state": random_state(_device(trained.model)),
+        "skipped_updates": trained.optimizer.skipped_updates,
     }
     (directory / EXTRA_STATE_FILE).write_text(json.dumps(extra), encoding="utf-8")
 
 
-def load_policy_state(
-    directory: Path,
-    model: PreTrainedModel,
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: PolicyOptimizer,
-) -> float:
+def load_policy_state(directory: Path, trained: TrainedModel) -> float:
     """Replace weights, optimizer state and random state in place; in shards this rank's part.
 
     Args:
         directory: written by `save_policy_state`, with any sharding.
-        model: sharded or whole.
-        parameters: all of the model's.
-        optimizer: the model's.
+        trained: sharded or whole.
 
     Returns:
         `weight_sum` of the loaded weights.
@@ -154,12 +157,12 @@ def load_policy_state(
     Raises:
         CheckpointError: a file is missing or unreadable, or belongs to another model.
     """
-    total = _load_weights(directory / HUGGINGFACE_FOLDER, model, parameters)
-    optimizer.load_state_tensors(_read_tensors(directory / OPTIMIZER_FILE))
+    total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
+    trained.optimizer.load_state_tensors(_read_tensors(directory / OPTIMIZER_FILE))
     try:
         extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
-        optimizer.skipped_updates = int(extra["skipped_updates"])
-        restore_random_state(extra["random_state"], _device(model))
+        trained.optimizer.skipped_updates = int(extra["skipped_updates"])
+        restore_random_state(extra["random_state"], _device(trained.model))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{directory / EXTRA_STATE_FILE} cannot be read ({error}); "
@@ -288,22 +291,6 @@ def _read_tensors(file: Path) -> Mapping[str, Tensor]:
         raise CheckpointError(
             f"{file} cannot be read ({error}); {resume_remedy(file.parents[1])}"
         ) from error
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainedModel:
-    """A model of this rank and its optimizer.
-
-    `parameters` are all of the model's, whole or sharded, tied ones once; the optimizer has those
-    that are trained. `shards` is ``None`` for a whole model. `initial_sum` is `weight_sum` of the
-    loaded weights.
-    """
-
-    model: PreTrainedModel
-    parameters: Mapping[str, nn.Parameter]
-    optimizer: PolicyOptimizer
-    shards: Shards | None
-    initial_sum: float
 
 
 def trained_model(

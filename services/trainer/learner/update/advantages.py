@@ -8,23 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.learner.batch.tables import BatchTable
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.batch.train_batch import BatchTable
+from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.gdpo import gdpo_metrics
-from sluice.algorithm.advantages.inputs import AdvantageInputs, AdvantageSettings
+from sluice.algorithm.advantages.inputs import AdvantageInputs
 from sluice.algorithm.advantages.rewards import KlController, last_token_rewards, penalize_rewards
 from sluice.algorithm.registry import batch_estimator
-from sluice.config.derived import GREEDY_BASELINE_ESTIMATORS
-from sluice.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class AdvantageRules:
-    """The estimator with its constants; `kl_kind` is set if rewards include a KL penalty."""
-
-    estimator: str
-    constants: AdvantageSettings
-    kl_kind: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +48,7 @@ def token_advantages(
     table: BatchTable,
     passed: PassTables,
     components: Mapping[str, Tensor],
-    rules: AdvantageRules,
+    settings: UpdateSettings,
     controller: KlController,
 ) -> AdvantageEstimate:
     """Put rewards on last tokens, subtract the KL penalty if configured, and run the estimator.
@@ -71,7 +61,7 @@ def token_advantages(
         passed: ``old_logprobs`` and ``ref_logprobs`` for a KL penalty, and the other inputs of the
             estimator.
         components: reward components (gdpo).
-        rules: the run's estimator and penalty.
+        settings: the estimator, its constants and the penalty.
         controller: the weight of the penalty.
 
     Raises:
@@ -79,7 +69,7 @@ def token_advantages(
     """
     rewards = last_token_rewards(table.scores, table.mask)
     metrics: dict[str, float] = {}
-    if rules.kl_kind is not None:
+    if settings.kl_kind is not None:
         assert passed.old_logprobs is not None
         assert passed.ref_logprobs is not None
         penalized = penalize_rewards(
@@ -87,7 +77,7 @@ def token_advantages(
             passed.old_logprobs,
             passed.ref_logprobs,
             table.mask,
-            kind=rules.kl_kind,
+            kind=settings.kl_kind,
             controller=controller,
         )
         # An adaptive controller changes its weight after each batch.
@@ -103,11 +93,12 @@ def token_advantages(
         sum_pi_squared=passed.sum_pi_squared,
         importance_weights=passed.importance_weights,
         reward_components=components,
-        baselines=_baselines(table, rules.estimator),
+        baselines=table.baselines,
     )
-    found = batch_estimator(rules.estimator)(inputs, rules.constants)
+    found = batch_estimator(settings.estimator)(inputs, settings.advantages)
     metrics |= _metrics(rewards, found.advantages, found.returns, table.mask, mask)
-    metrics |= gdpo_metrics(inputs)
+    if components:
+        metrics |= gdpo_metrics(inputs)
     return AdvantageEstimate(found.advantages, found.returns, mask, metrics, controller)
 
 
@@ -131,18 +122,6 @@ def _without_rejected(mask: Tensor, kept: Tensor | None) -> Tensor:
     if kept is None or int((mask & kept).sum()) < 2:
         return mask
     return mask & kept
-
-
-def _baselines(table: BatchTable, estimator: str) -> Tensor | None:
-    if estimator not in GREEDY_BASELINE_ESTIMATORS:
-        return None
-    if table.group_without_baseline is not None:
-        raise ConfigError(
-            f"algorithm.adv_estimator={estimator}: {table.group_without_baseline} has no "
-            "baseline_reward, the reward of a greedy response; run the reward service with the "
-            "same configuration, or choose another estimator"
-        )
-    return table.baselines
 
 
 def _metrics(

@@ -1,10 +1,9 @@
-"""The critic: its settings, its values before the update, and its optimizer steps."""
+"""The critic: its values before the update, and its optimizer steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,57 +12,29 @@ from msgspec import structs
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.batch.mini_batch import BatchCut, MiniBatch, Share, split_batch
-from services.trainer.learner.batch.tables import BatchTable, gather_tokens, tokens_of
-from services.trainer.learner.model.forward import response_values
-from services.trainer.learner.model.loading import compute_context, load_critic
+from services.trainer.learner.batch.train_batch import (
+    BatchCut,
+    BatchTable,
+    MiniBatch,
+    gather_tokens,
+    split_batch,
+    tokens_of,
+)
+from services.trainer.learner.model.forward import compute_context, response_values
+from services.trainer.learner.model.loading import load_critic
 from services.trainer.learner.model.sharding import EvenPasses
-from services.trainer.learner.model.trained_model import trained_model
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
+from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.losses.objective import aggregate
 from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
+from sluice.config.derived import max_row_tokens
 from sluice.config.run import RunConfig
-from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
-from sluice.config.schema.critic import CriticConfig
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
 
-_CPU = torch.device("cpu")
 _LOSS = "critic/vf_loss"
 _TOKEN_MEANS = ("critic/vf_clipfrac", "critic/vpred_mean")
-
-
-@dataclass(frozen=True, slots=True)
-class CriticSettings:
-    """The critic's part of the configuration: model, optimizer, cut of a batch, and loss."""
-
-    model: ModelConfig
-    precision: FsdpConfig
-    optim: OptimConfig
-    cut: BatchCut
-    epochs: int
-    cliprange_value: float
-    loss_agg_mode: str
-    loss_scale_factor: float
-    max_tokens: int
-
-
-def critic_settings(config: RunConfig) -> CriticSettings:
-    """Read the settings; a null one follows the actor's."""
-    critic, actor = config.critic, config.actor_rollout_ref.actor
-    scale = critic.loss_scale_factor or actor.loss_scale_factor or config.data.max_response_length
-    return CriticSettings(
-        model=_model(config),
-        precision=critic.fsdp,
-        optim=critic.optim,
-        cut=_cut(critic, config),
-        epochs=critic.ppo_epochs or actor.ppo_epochs,
-        cliprange_value=critic.cliprange_value,
-        loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
-        loss_scale_factor=float(scale),
-        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
-    )
 
 
 def _model(config: RunConfig) -> ModelConfig:
@@ -75,8 +46,8 @@ def _model(config: RunConfig) -> ModelConfig:
     )
 
 
-def _cut(critic: CriticConfig, config: RunConfig) -> BatchCut:
-    actor = config.actor_rollout_ref.actor
+def _cut(config: RunConfig) -> BatchCut:
+    critic, actor = config.critic, config.actor_rollout_ref.actor
     by_tokens = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     shuffles = actor.shuffle if critic.shuffle is None else critic.shuffle
     return BatchCut(
@@ -94,24 +65,32 @@ def _cut(critic: CriticConfig, config: RunConfig) -> BatchCut:
 class Critic:
     """A value model with its own optimizer. Collective: every rank runs the same batches.
 
+    A null setting of the critic follows the actor's.
+
     Raises:
         ConfigError: the model cannot be loaded or trained.
     """
 
     def __init__(
-        self, settings: CriticSettings, parallel: DataParallel, device: Device, total_steps: int
+        self, config: RunConfig, parallel: DataParallel, device: Device, total_steps: int
     ) -> None:
-        self._settings = settings
+        critic, actor = config.critic, config.actor_rollout_ref.actor
+        scale = critic.loss_scale_factor or actor.loss_scale_factor
+        self._loss_scale_factor = float(scale or config.data.max_response_length)
+        self._loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
+        self._cliprange_value = critic.cliprange_value
+        self._epochs = critic.ppo_epochs or actor.ppo_epochs
+        self._precision = critic.fsdp
+        self._cut = _cut(config)
         self._parallel = parallel
         self._device = device
         self.trained = trained_model(
-            # On the CPU first: a sharded model moves to the device layer by layer.
-            load_critic(settings.model, settings.precision, _CPU, settings.max_tokens),
-            settings.precision,
-            settings.optim,
+            load_critic(_model(config), critic.fsdp, max_row_tokens(config.data)),
+            critic.fsdp,
+            critic.optim,
             parallel,
             total_steps,
-            key="critic.fsdp",
+            key=CRITIC_SHARDING,
             device=device.torch_device,
         )
         self._model = self.trained.model
@@ -125,8 +104,8 @@ class Critic:
         """Return values [rows, W] before the update; keep the passes' results for `update`."""
         self._mini_batches = split_batch(
             batch.groups,
-            self._settings.cut,
-            Share.of(self._parallel),
+            self._cut,
+            self._parallel,
             step=step,
             device=self._device.torch_device,
         )
@@ -145,7 +124,7 @@ class Critic:
         return gather_tokens(found, table, self._parallel, "gathering the critic's values")
 
     def update(self, returns: Tensor, mask: Tensor, step: int) -> dict[str, float]:
-        """All optimizer steps of the batch given to `values`.
+        """Run all optimizer steps of the batch given to `values`.
 
         Args:
             returns: [rows, W], the targets of the values.
@@ -159,7 +138,7 @@ class Critic:
         sums: list[Tensor] = []
         num_tokens = 0
         norms = []
-        for _ in range(self._settings.epochs):
+        for _ in range(self._epochs):
             for mini_batch, old in zip(self._mini_batches, self._old_values, strict=True):
                 losses = self._accumulate(mini_batch, old, returns, mask)
                 self._parallel.all_reduce_sum(
@@ -172,7 +151,7 @@ class Critic:
                     for one in losses
                 ]
                 num_tokens += sum(one.num_tokens for one in losses)
-        self._mini_batches, self._old_values = [], []
+        self._mini_batches, self._old_values = [], []  # free the batch's tensors
         return {**self._means(sums, num_tokens, len(norms)), **_norm(norms), "critic/lr": rate}
 
     def _accumulate(
@@ -187,14 +166,14 @@ class Critic:
                 self._forward(micro_batch)[kept],
                 old[kept],
                 tokens_of(returns, micro_batch)[kept],
-                cliprange_value=self._settings.cliprange_value,
+                cliprange_value=self._cliprange_value,
                 aggregate=partial(
                     aggregate,
                     row_index=micro_batch.rows[kept],
-                    mode=self._settings.loss_agg_mode,
-                    global_tokens=mini_batch.global_tokens,
-                    global_rows=mini_batch.global_rows,
-                    loss_scale_factor=self._settings.loss_scale_factor,
+                    mode=self._loss_agg_mode,
+                    global_tokens=mini_batch.counts.tokens,
+                    global_rows=mini_batch.counts.rows,
+                    loss_scale_factor=self._loss_scale_factor,
                 ),
             )
             self._passes.before_backward()
@@ -204,7 +183,7 @@ class Critic:
         return losses
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
-        with compute_context(self._settings.precision, self._device.torch_device):
+        with compute_context(self._precision, self._device.torch_device):
             return response_values(self._model, micro_batch)
 
     def _means(self, sums: Sequence[Tensor], num_tokens: int, num_steps: int) -> dict[str, float]:

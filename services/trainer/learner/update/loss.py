@@ -1,27 +1,38 @@
-"""The configured policy loss of one micro-batch, and its inputs."""
+"""The configured policy loss of one micro-batch, and the sums of what a train batch reports."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.batch.mini_batch import MiniBatch
+from services.trainer.learner.batch.train_batch import MiniBatch
 from services.trainer.learner.model.forward import TokenOutputs
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.kl_estimator import kl_estimate
-from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
-from sluice.algorithm.losses.objective import PolicyObjective
-from sluice.algorithm.losses.total_loss import TotalLoss, total_loss
+from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
+from sluice.algorithm.losses.objective import PolicyObjective, TotalLoss, total_loss
 from sluice.algorithm.registry import policy_objective
 from sluice.algorithm.rollout_correction.correction import (
     RolloutCorrection,
-    normalized_weights,
     rollout_correction,
 )
-from sluice.algorithm.rollout_correction.statistics import Moments, Statistics
+from sluice.algorithm.rollout_correction.statistics import (
+    Moments,
+    ProbsDiffSums,
+    Statistics,
+    merge_statistics,
+    metrics_of,
+    statistics_from_vector,
+    statistics_to_vector,
+)
+
+LOSSES = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "actor/loss")
+ENTROPY = "actor/entropy"
 
 
 @dataclass(slots=True, eq=False)
@@ -72,11 +83,7 @@ def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:
             PreparedMicroBatch(micro_batch, torch.zeros_like(micro_batch.behavior_logprobs))
             for micro_batch in mini_batch.micro_batches
         ),
-        GlobalCounts(
-            tokens=mini_batch.global_tokens,
-            rows=mini_batch.global_rows,
-            groups=mini_batch.global_groups,
-        ),
+        mini_batch.counts,
     )
 
 
@@ -86,14 +93,6 @@ def first_of_rows(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     is_first = micro_batch.columns == 0
     firsts[micro_batch.rows[is_first]] = values[is_first]
     return firsts
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatchLoss:
-    """The loss of a micro-batch; backward runs from `total.total`."""
-
-    total: TotalLoss
-    objective: PolicyObjective
 
 
 class LossTerms:
@@ -111,13 +110,13 @@ class LossTerms:
         counts: GlobalCounts,
         *,
         seed: int,
-    ) -> MicroBatchLoss:
-        """Return this micro-batch's share of the mini-batch's loss.
+    ) -> tuple[TotalLoss, PolicyObjective]:
+        """Return this micro-batch's share of the mini-batch's loss, and the policy's part.
 
         Rejected tokens are left out, but the denominators remain those of `counts`.
         """
         inputs = prepared.loss_inputs(outputs.logprobs, seed=seed)
-        kept = prepared.kept  # the denominators in `counts` do not depend on it
+        kept = prepared.kept
         if kept is not None:
             inputs = inputs.keeping(kept)
         objective = self._objective(inputs, counts, self._settings.loss)
@@ -138,7 +137,7 @@ class LossTerms:
             kl=kl,
             kl_loss_coef=self._actor.kl_loss_coef,
         )
-        return MicroBatchLoss(total, objective)
+        return total, objective
 
     def correct(self, prepared: PreparedMicroBatch) -> Statistics | None:
         """Set weights and rejections from old and behavior logprobs; return the statistics.
@@ -146,7 +145,7 @@ class LossTerms:
         ``None``: both logprobs are the same, or the loss itself corrects.
         """
         settings = self._settings
-        if settings.old_is_behavior or not settings.plan.corrects_old_policy:
+        if settings.old_is_behavior:
             return None
         assert prepared.old_logprobs is not None
         found = rollout_correction(
@@ -158,11 +157,6 @@ class LossTerms:
         prepared.weights = found.weights
         prepared.kept = found.kept if settings.correction.rollout_rs is not None else None
         return found.statistics
-
-    def normalize(self, prepared: PreparedMicroBatch, batch_statistics: Statistics) -> None:
-        """Divide importance weights, if there are any, by their mean over the batch."""
-        if prepared.weights is not None:
-            prepared.weights = normalized_weights(prepared.weights, batch_statistics)
 
     def mean_names(self) -> tuple[str, ...]:
         """Return the names of the means that the loss reports, by a trial on made-up tokens."""
@@ -184,7 +178,7 @@ class LossTerms:
 
     def no_corrections(self) -> Statistics:
         """Return the statistics of `correct` for no tokens."""
-        if self._settings.old_is_behavior or not self._settings.plan.corrects_old_policy:
+        if self._settings.old_is_behavior:
             return {}
         found: RolloutCorrection = rollout_correction(
             torch.zeros(2), torch.zeros(2), torch.tensor([0, 1]), self._settings.correction
@@ -194,3 +188,117 @@ class LossTerms:
 
 def _kept(values: Tensor | None, kept: Tensor | None) -> Tensor | None:
     return values if values is None or kept is None else values[kept]
+
+
+class UpdateSums:
+    """Sums of one train batch on this rank; `metrics` adds those of all ranks.
+
+    Args:
+        means: names of the means that the policy loss reports. They are known before the first
+            loss, so that all ranks gather equally long vectors, even a rank without rows.
+        corrections: empty statistics with the names that rollout correction reports.
+    """
+
+    def __init__(self, means: Sequence[str], corrections: Statistics) -> None:
+        self._names = tuple(sorted(means))
+        self._sums = dict.fromkeys((*self._names, *LOSSES), 0.0)
+        self._counts = dict.fromkeys(self._names, 0.0)
+        self._with_entropy = False
+        self._with_kl = False
+        self._entropy_sum = 0.0
+        self._entropy_tokens = 0
+        self._probs_diff = ProbsDiffSums()
+        self._corrections = corrections
+        self._unread: list[Tensor] = []
+
+    def add_loss(self, total: TotalLoss, means: Mapping[str, MetricMean]) -> None:
+        """Add a micro-batch's shares of the mini-batch's losses, and its sums for the means."""
+        zero = torch.zeros_like(total.policy)
+        entropy = zero if total.entropy is None else total.entropy
+        kl = zero if total.kl is None else total.kl
+        self._with_entropy |= total.entropy is not None
+        self._with_kl |= total.kl is not None
+        values = [means[name].total for name in self._names]
+        values += [total.policy, entropy, kl, total.total.detach()]
+        # Read after the optimizer step: reading now would wait for the accelerator's queue.
+        self._unread.append(torch.stack([value.float() for value in values]))
+        for name in self._names:
+            self._counts[name] += means[name].count
+
+    def end_step(self) -> None:
+        """Read the losses that were added since the last optimizer step."""
+        for vector in self._unread:
+            for name, value in zip(self._sums, vector.tolist(), strict=True):
+                self._sums[name] += value
+        self._unread.clear()
+
+    def add_entropy(self, entropy: Tensor) -> None:
+        """Add entropies [N] of tokens under the policy before this batch."""
+        self._entropy_sum += float(entropy.detach().sum(dtype=torch.float32))
+        self._entropy_tokens += entropy.numel()
+
+    def add_probs_diff(self, trainer_logprobs: Tensor, behavior_logprobs: Tensor) -> None:
+        """Add the trainer's and the engine's logprobs [N] of the same tokens."""
+        found = ProbsDiffSums.of_tokens(trainer_logprobs, behavior_logprobs)
+        self._probs_diff = self._probs_diff.merge(found)
+
+    def add_correction(self, statistics: Statistics) -> None:
+        """Add the statistics of rollout correction for a micro-batch."""
+        self._corrections = merge_statistics(self._corrections, statistics)
+
+    @property
+    def corrections(self) -> Statistics:
+        """Return this rank's statistics of rollout correction so far."""
+        return self._corrections
+
+    def metrics(self, parallel: DataParallel, num_steps: int) -> dict[str, float]:
+        """Return means over all ranks' tokens, and losses as means over `num_steps` steps.
+
+        Collective: one vector of all numbers, so that metrics cost one exchange.
+        """
+        # In a fixed order, which `_losses` and `_means` read back: sums, counts, entropy, flags.
+        own = [
+            *self._sums.values(),
+            *self._counts.values(),
+            self._entropy_sum,
+            float(self._entropy_tokens),
+            float(self._with_entropy),
+            float(self._with_kl),
+        ]
+        diff = self._probs_diff.to_vector()
+        corrections = statistics_to_vector(self._corrections)
+        vectors = parallel.all_gather([*own, *diff, *corrections], "summing the update's metrics")
+        totals = [sum(column) for column in zip(*(v[: len(own)] for v in vectors), strict=True)]
+        return {
+            **self._losses(totals, num_steps),
+            **self._means(totals),
+            **self._of_ranks([vector[len(own) :] for vector in vectors], len(diff)),
+        }
+
+    def _losses(self, totals: Sequence[float], num_steps: int) -> dict[str, float]:
+        sums = dict(zip(self._sums, totals, strict=False))
+        shown = {name: sums[name] / max(num_steps, 1) for name in LOSSES}
+        with_entropy, with_kl = totals[-2:]
+        if not with_entropy:
+            del shown["actor/entropy_loss"]
+        if not with_kl:
+            del shown["actor/kl_loss"]
+        return shown
+
+    def _means(self, totals: Sequence[float]) -> dict[str, float]:
+        sums = dict(zip(self._sums, totals, strict=False))
+        counts = dict(zip(self._names, totals[len(self._sums) :], strict=False))
+        entropy_sum, entropy_tokens = totals[-4:-2]
+        return {
+            **{name: sums[name] / max(counts[name], 1.0) for name in self._names},
+            **({ENTROPY: entropy_sum / entropy_tokens} if entropy_tokens else {}),
+        }
+
+    def _of_ranks(self, vectors: Sequence[Sequence[float]], num_diff: int) -> dict[str, float]:
+        # These are no plain sums (they hold extremes too), so each has its own merge.
+        probs_diff, corrections = ProbsDiffSums(), None
+        for vector in vectors:
+            probs_diff = probs_diff.merge(ProbsDiffSums.from_vector(vector[:num_diff]))
+            found = statistics_from_vector(self._corrections, vector[num_diff:])
+            corrections = found if corrections is None else merge_statistics(corrections, found)
+        return {**probs_diff.metrics(), **metrics_of(corrections or {})}

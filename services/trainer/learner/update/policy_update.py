@@ -11,25 +11,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.batch.mini_batch import Share, split_batch
-from services.trainer.learner.batch.tables import (
+from services.trainer.learner.batch.train_batch import (
     BatchTable,
+    MiniBatch,
     batch_table,
     gather_tokens,
     reward_components,
+    split_batch,
     tokens_of,
 )
-from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
-from services.trainer.learner.model.loading import compute_context
+from services.trainer.learner.model.forward import (
+    EntropyUse,
+    TokenOutputs,
+    compute_context,
+    token_outputs,
+)
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import TrainedModel
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.advantages import (
     AdvantageEstimate,
     PassTables,
@@ -41,12 +47,19 @@ from services.trainer.learner.update.loss import (
     LossTerms,
     PreparedMicroBatch,
     PreparedMiniBatch,
+    UpdateSums,
     prepare,
 )
-from services.trainer.learner.update.metrics import PhaseTimer, UpdateSums
 from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.update.settings import UpdateSettings
-from sluice.algorithm.batch_metrics import batch_metrics, batch_rows, throughput_metrics
+from sluice.algorithm.advantages.rewards import KlController
+from sluice.algorithm.batch_metrics import (
+    batch_metrics,
+    batch_rows,
+    sequence_balance_metrics,
+    throughput_metrics,
+)
+from sluice.algorithm.rollout_correction.correction import normalized_weights
 from sluice.algorithm.rollout_correction.statistics import (
     Statistics,
     merge_statistics,
@@ -60,6 +73,26 @@ from sluice.vision.image_prompts import ImagePromptReader
 _SEEDS_PER_BATCH = 1_000_003  # a prime: micro-batches of different batches have different seeds
 
 
+class PhaseTimer:
+    """Seconds of an update's phases, by name.
+
+    Args:
+        now_s: a clock, seconds.
+    """
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._last_s = now_s()
+        self.seconds: dict[str, float] = {}
+
+    def end_phase(self, name: str, *, shown: bool = True) -> None:
+        """Add the seconds since the last call to phase `name`; drop them if not shown."""
+        now_s = self._now_s()
+        if shown:
+            self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
+        self._last_s = now_s
+
+
 class PolicyUpdate:
     """The update of one policy. Collective: every rank runs the same batches.
 
@@ -68,10 +101,6 @@ class PolicyUpdate:
     over micro-batches, and one collective adds them up over ranks before the optimizer step.
 
     Args:
-        settings: losses, advantages and how batches are cut.
-        policy: the model that is trained, with its optimizer.
-        parallel: all ranks.
-        device: computes the passes.
         reference: frozen policy, if a term measures the divergence from it.
         critic: value model, if the estimator needs one.
         image_prompts: decodes the prompts' images for a vision-language model.
@@ -103,7 +132,13 @@ class PolicyUpdate:
         self._terms = LossTerms(settings)
         self._mean_names = self._terms.mean_names()
         self._no_corrections = self._terms.no_corrections()
-        self.kl_controller = settings.kl_controller
+        control = settings.config.algorithm.kl_ctrl
+        self.kl_controller = KlController(
+            type=control.type,
+            coef=control.kl_coef,
+            target_kl=control.target_kl,
+            horizon=control.horizon,
+        )
         self._passes = EvenPasses(policy.shards, parallel, self._idle_pass, device.torch_device)
 
     def run(self, batch: TrainBatch, step: int) -> dict[str, float]:
@@ -125,13 +160,14 @@ class PolicyUpdate:
         table = batch_table(batch, self._device.torch_device)
         early: AdvantageEstimate | None = None
         skipped = frozenset[int]()
-        if self._settings.skip_zero_advantage:
+        if self._settings.config.sluice.trainer.skip_zero_advantage:
             # Only with estimators that need no forward pass, so the estimate can come first.
             early = self._estimate(batch, table, PassTables())
             skipped = zero_advantage_rows(early.advantages, self._parallel)
             timer.end_phase("adv")
         # All passes of the policy before this batch come first: the first step changes the weights.
-        mini_batches = self._cut(batch, step, skipped)
+        cut = self._cut(batch, step, skipped)
+        mini_batches = [prepare(mini_batch) for mini_batch in cut]
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
@@ -148,11 +184,11 @@ class PolicyUpdate:
         timer.end_phase("update_critic", shown=self._critic is not None)
         # During the warm-up only the critic trains.
         policy_metrics = {}
-        if step >= self._settings.critic_warmup:
+        if step >= self._settings.config.trainer.critic_warmup:
             policy_metrics = self._policy_steps(mini_batches, sums, step)
         timer.end_phase("update_actor")
         return {
-            **self._batch_metrics(batch),
+            **self._batch_metrics(batch, cut),
             **estimate.metrics,
             **critic_metrics,
             **policy_metrics,
@@ -160,19 +196,16 @@ class PolicyUpdate:
             **self._speed(batch, timer.seconds),
         }
 
-    def _cut(
-        self, batch: TrainBatch, step: int, skipped: Container[int]
-    ) -> list[PreparedMiniBatch]:
-        mini_batches = split_batch(
+    def _cut(self, batch: TrainBatch, step: int, skipped: Container[int]) -> list[MiniBatch]:
+        return split_batch(
             batch.groups,
             self._settings.cut,
-            Share.of(self._parallel),
+            self._parallel,
             step=step,
             device=self._device.torch_device,
             image_prompts=self._image_prompts,
             skipped=skipped,
         )
-        return [prepare(mini_batch) for mini_batch in mini_batches]
 
     def _old_logprobs(
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums, table: BatchTable
@@ -234,7 +267,8 @@ class PolicyUpdate:
             found = statistics_from_vector(self._no_corrections, vector)
             merged = merge_statistics(merged, found)
         for prepared in _micro_batches(mini_batches):
-            self._terms.normalize(prepared, merged)
+            if prepared.weights is not None:
+                prepared.weights = normalized_weights(prepared.weights, merged)
 
     def _reference_logprobs(self, mini_batches: Sequence[PreparedMiniBatch]) -> None:
         if self._reference is None:
@@ -267,7 +301,7 @@ class PolicyUpdate:
             old_logprobs=gathered(lambda one: one.old_logprobs, "old logprobs"),
             ref_logprobs=(
                 gathered(lambda one: one.ref_logprobs, "reference logprobs")
-                if settings.advantages.kl_kind is not None
+                if settings.kl_kind is not None
                 else None
             ),
             values=values,
@@ -287,12 +321,9 @@ class PolicyUpdate:
     def _estimate(
         self, batch: TrainBatch, table: BatchTable, passed: PassTables
     ) -> AdvantageEstimate:
-        components = reward_components(
-            batch, self._settings.component_keys, self._device.torch_device
-        )
-        estimate = token_advantages(
-            table, passed, components, self._settings.advantages, self.kl_controller
-        )
+        names = self._settings.config.algorithm.gdpo_reward_keys or ()
+        components = reward_components(batch, names, self._device.torch_device)
+        estimate = token_advantages(table, passed, components, self._settings, self.kl_controller)
         self.kl_controller = estimate.controller
         return estimate
 
@@ -310,7 +341,8 @@ class PolicyUpdate:
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums, step: int
     ) -> dict[str, float]:
         # The schedule starts at the policy's first update, which critic_warmup delays.
-        rate = self._optimizer.begin_batch(step - max(1, self._settings.critic_warmup))
+        first_step = max(1, self._settings.config.trainer.critic_warmup)
+        rate = self._optimizer.begin_batch(step - first_step)
         # Some losses choose tokens at random: each pass has its own seed, equal in a resumed run.
         norms = [
             self._optimizer_step(mini_batch, sums, seed, first_pass=epoch == 0)
@@ -350,15 +382,15 @@ class PolicyUpdate:
                 self._note_old_policy(prepared, outputs, sums)
             elif bypassed and outputs.entropy is not None:
                 sums.add_entropy(outputs.entropy)
-            loss = self._terms.loss(
+            total, objective = self._terms.loss(
                 outputs,
                 prepared,
                 mini_batch.counts,
                 seed=(seed * _SEEDS_PER_BATCH + number) % 2**62,
             )
             self._passes.before_backward()
-            loss.total.total.backward()  # adds to the gradients of earlier micro-batches
-            sums.add_loss(loss.total, loss.objective.metrics)
+            total.total.backward()  # adds to the gradients of earlier micro-batches
+            sums.add_loss(total, objective.metrics)
         self._passes.end_step()
         # Empty for a sharded model, whose last backward pass has summed its gradients.
         self._parallel.all_reduce_sum(self._optimizer.gradients.buffers, "summing gradients")
@@ -386,13 +418,23 @@ class PolicyUpdate:
             return EntropyUse.BONUS
         return EntropyUse.METRIC if shown else EntropyUse.NONE
 
-    def _batch_metrics(self, batch: TrainBatch) -> dict[str, float]:
-        rows = sum(len(group.rollouts) for group in batch.groups)
-        return batch_metrics(
-            batch_rows(batch, np.zeros(rows)),  # advantages are reported by the estimate
-            max_prompt_tokens=self._settings.max_prompt_tokens,
-            max_response_tokens=self._settings.max_response_tokens,
-        )
+    def _batch_metrics(
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch]
+    ) -> dict[str, float]:
+        num_rows = sum(len(group.rollouts) for group in batch.groups)
+        rows = batch_rows(batch, np.zeros(num_rows))  # advantages are reported by the estimate
+        of_ranks = zip(*(mini_batch.rank_rows for mini_batch in mini_batches), strict=True)
+        return {
+            **batch_metrics(
+                rows,
+                max_prompt_tokens=self._settings.config.data.max_prompt_length,
+                max_response_tokens=self._settings.config.data.max_response_length,
+            ),
+            **sequence_balance_metrics(
+                rows.prompt_lengths + rows.response_lengths,
+                [list(chain(*parts)) for parts in of_ranks],
+            ),
+        }
 
     def _speed(self, batch: TrainBatch, seconds: dict[str, float]) -> dict[str, float]:
         responses = sum(r.num_tokens for group in batch.groups for r in group.rollouts)

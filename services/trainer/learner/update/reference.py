@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.model.forward import token_outputs
-from services.trainer.learner.model.loading import compute_context, load_policy
+from services.trainer.learner.model.forward import compute_context, token_outputs
+from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.sharding import EvenPasses
-from services.trainer.learner.model.trained_model import share_model
-from services.trainer.learner.ranks.parallel import DataParallel
+from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
+from services.trainer.learner.ranks import DataParallel
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.protocol import Device
 
-_SHARDING = "actor_rollout_ref.actor.fsdp_config"
 CPU = torch.device("cpu")
 
 
@@ -39,11 +38,11 @@ class ReferencePolicy:
         max_tokens: int,
         parallel: DataParallel,
     ) -> None:
-        self._model = load_policy(model, precision, CPU, max_tokens)
+        self._model = load_policy(model, precision, max_tokens)
         self._model.requires_grad_(requires_grad=False)
         self._precision = precision
         self._device = device
-        shards = share_model(self._model, precision, parallel, key=_SHARDING, device=CPU)
+        shards = share_model(self._model, precision, parallel, key=ACTOR_SHARDING, device=CPU)
         self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
         # Sharding moves the shards to the device.
         self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads

@@ -1,13 +1,11 @@
-"""The checked part of the run configuration for the policy update."""
+"""What the policy update reads from the run's configuration, checked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.trainer.learner.batch.mini_batch import BatchCut
-from services.trainer.learner.update.advantages import AdvantageRules
+from services.trainer.learner.batch.train_batch import BatchCut
 from sluice.algorithm.advantages.inputs import AdvantageSettings
-from sluice.algorithm.advantages.rewards import KlController
 from sluice.algorithm.losses.settings import (
     AdaptiveTauSettings,
     AdpoSettings,
@@ -16,13 +14,13 @@ from sluice.algorithm.losses.settings import (
 from sluice.algorithm.packing import plan_minibatches
 from sluice.algorithm.registry import GROUP_LOSSES, batch_estimator, policy_objective
 from sluice.algorithm.rollout_correction.correction import bypass_corrector
-from sluice.algorithm.rollout_correction.plan import (
-    CorrectionPlan,
-    OldLogprobs,
-    RolloutCorrectionSettings,
-    correction_plan,
+from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
+from sluice.config.derived import (
+    MASK_ESTIMATORS,
+    OLD_LOGPROB_ESTIMATORS,
+    is_bypassed,
+    rollout_correction,
 )
-from sluice.config.derived import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.errors import ConfigError
@@ -30,43 +28,52 @@ from sluice.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """Settings of one update: `actor` as configured, the rest from other sections."""
+    """The run's configuration, checked, and what the update derives from it."""
 
-    actor: ActorConfig
+    config: RunConfig
     cut: BatchCut
-    advantages: AdvantageRules
-    component_keys: tuple[str, ...]
-    kl_controller: KlController
+    advantages: AdvantageSettings
     loss: PolicyLossSettings
-    plan: CorrectionPlan
+    loss_mode: str
     correction: RolloutCorrectionSettings
-    critic_warmup: int
-    temperature: float
-    max_prompt_tokens: int
-    max_response_tokens: int
-    skip_zero_advantage: bool
 
     @property
-    def loss_mode(self) -> str:
-        """Return the policy loss, which the rollout correction may replace."""
-        return self.plan.loss_mode
+    def actor(self) -> ActorConfig:
+        """Return the policy's section."""
+        return self.config.actor_rollout_ref.actor
+
+    @property
+    def temperature(self) -> float:
+        """Return the sampling temperature, by which logits are divided."""
+        return self.config.actor_rollout_ref.rollout.temperature
+
+    @property
+    def estimator(self) -> str:
+        """Return the advantage estimator."""
+        return self.config.algorithm.adv_estimator
+
+    @property
+    def kl_kind(self) -> str | None:
+        """Return the estimate of the KL penalty in the rewards; None without a penalty."""
+        algorithm = self.config.algorithm
+        return algorithm.kl_penalty if algorithm.use_kl_in_reward else None
 
     @property
     def old_is_behavior(self) -> bool:
         """Return whether the behavior logprobs serve as old logprobs."""
-        return self.actor.use_rollout_log_probs or self.plan.old_logprobs is OldLogprobs.ROLLOUT
+        return self.actor.use_rollout_log_probs or self.loss_mode == BYPASS_LOSS_MODE
 
     @property
     def needs_sum_pi_squared(self) -> bool:
         """Return whether the estimator reads squared probabilities."""
-        return self.advantages.estimator in OLD_LOGPROB_ESTIMATORS
+        return self.estimator in OLD_LOGPROB_ESTIMATORS
 
     @property
     def needs_old_logprobs_first(self) -> bool:
         """Return whether all old logprobs must be known before the first loss."""
         return (
             self.needs_sum_pi_squared
-            or self.advantages.kl_kind is not None
+            or self.kl_kind is not None
             or self.correction.rollout_is_batch_normalize
             or self.rejects_before_advantages
         )
@@ -76,9 +83,8 @@ class UpdateSettings:
         """Return whether the estimator reads which tokens are rejected."""
         return (
             self.correction.rollout_rs is not None
-            and self.plan.corrects_old_policy
             and not self.old_is_behavior
-            and self.advantages.estimator in MASK_ESTIMATORS
+            and self.estimator in MASK_ESTIMATORS
         )
 
     @property
@@ -90,7 +96,7 @@ class UpdateSettings:
     @property
     def needs_reference(self) -> bool:
         """Return whether a term measures the divergence from a reference model."""
-        return self.advantages.kl_kind is not None or self.actor.use_kl_loss
+        return self.kl_kind is not None or self.actor.use_kl_loss
 
 
 def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
@@ -107,39 +113,23 @@ def update_settings(config: RunConfig, vocab_size: int) -> UpdateSettings:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     batch_estimator(algorithm.adv_estimator)
     plan_minibatches(config.data.train_batch_size, actor.ppo_mini_batch_size)
-    correction = _correction(config)
-    plan = correction_plan(correction, loss_mode=actor.policy_loss.loss_mode)
-    policy_objective(plan.loss_mode)
+    correction = rollout_correction(config)
+    loss_mode = BYPASS_LOSS_MODE if is_bypassed(config) else actor.policy_loss.loss_mode
+    policy_objective(loss_mode)
     weights = algorithm.gdpo_reward_weights
     return UpdateSettings(
-        actor=actor,
-        cut=_cut(actor, plan.loss_mode),
-        advantages=AdvantageRules(
-            algorithm.adv_estimator,
-            AdvantageSettings(
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-                gdpo_reward_weights=None if weights is None else tuple(weights),
-                scale_rewards=algorithm.norm_adv_by_std_in_grpo,
-            ),
-            algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
+        config=config,
+        cut=_cut(actor, loss_mode),
+        advantages=AdvantageSettings(
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+            gdpo_reward_weights=None if weights is None else tuple(weights),
+            scale_rewards=algorithm.norm_adv_by_std_in_grpo,
         ),
-        component_keys=tuple(algorithm.gdpo_reward_keys or ()),
-        kl_controller=KlController(
-            type=algorithm.kl_ctrl.type,
-            coef=algorithm.kl_ctrl.kl_coef,
-            target_kl=algorithm.kl_ctrl.target_kl,
-            horizon=algorithm.kl_ctrl.horizon,
-        ),
-        loss=_loss(config, correction, plan, vocab_size),
-        plan=plan,
+        loss=_loss(config, correction, vocab_size),
+        loss_mode=loss_mode,
         correction=correction,
-        critic_warmup=config.trainer.critic_warmup,
-        temperature=config.actor_rollout_ref.rollout.temperature,
-        max_prompt_tokens=config.data.max_prompt_length,
-        max_response_tokens=config.data.max_response_length,
-        skip_zero_advantage=config.sluice.trainer.skip_zero_advantage,
     )
 
 
@@ -158,23 +148,9 @@ def _cut(actor: ActorConfig, loss_mode: str) -> BatchCut:
     )
 
 
-def _correction(config: RunConfig) -> RolloutCorrectionSettings:
-    section = config.algorithm.rollout_correction
-    return RolloutCorrectionSettings(
-        rollout_is=section.rollout_is,
-        rollout_is_threshold=section.rollout_is_threshold,
-        rollout_is_batch_normalize=section.rollout_is_batch_normalize,
-        rollout_rs=section.rollout_rs,
-        rollout_rs_threshold=section.rollout_rs_threshold,
-        bypass_mode=section.bypass_mode,
-        loss_type=section.loss_type,
-    )
-
-
 def _loss(
     config: RunConfig,
     correction: RolloutCorrectionSettings,
-    plan: CorrectionPlan,
     vocab_size: int,
 ) -> PolicyLossSettings:
     actor = config.actor_rollout_ref.actor
@@ -194,7 +170,7 @@ def _loss(
         tau_pos=actor.tau_pos,
         tau_neg=actor.tau_neg,
         bypass_loss=correction.loss_type,
-        bypass_corrector=bypass_corrector(correction) if plan.corrects_in_loss else None,
+        bypass_corrector=bypass_corrector(correction) if is_bypassed(config) else None,
         adpo=_adpo(config, vocab_size),
     )
 

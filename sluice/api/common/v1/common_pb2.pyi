@@ -111,7 +111,7 @@ global___ChatPrompt = ChatPrompt
 
 @typing.final
 class TokenPrompt(google.protobuf.message.Message):
-    """A tokenised prompt."""
+    """A tokenized prompt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -129,7 +129,7 @@ global___TokenPrompt = TokenPrompt
 
 @typing.final
 class PromptInput(google.protobuf.message.Message):
-    """What to generate from. Exactly one form is set."""
+    """A prompt to generate from. Exactly one form is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -138,7 +138,7 @@ class PromptInput(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """Tokenised without a chat template."""
+    """Tokenized without a chat template."""
     add_special_tokens: builtins.bool
     """Whether the tokenizer adds its special tokens to a text, such as a BOS. Absent: yes for a text,
     no for a chat, whose template writes them. Without effect on token ids.
@@ -183,11 +183,11 @@ class SamplingParams(google.protobuf.message.Message):
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     STOP_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """Divides the logits; 0 is greedy. Range [0, 100]. Default 1."""
+    """Divides the logits, in [0, 100]; 0 is greedy. Absent: 1."""
     top_p: builtins.float
-    """Nucleus mass in (0, 1]. Default 1 (off)."""
+    """Nucleus mass in (0, 1]; 1 is off. Absent: 1."""
     top_k: builtins.int
-    """Highest-probability tokens kept; -1 is off. Default -1."""
+    """Number of most probable tokens to keep, at least 1; -1 is off. Absent: -1."""
     max_tokens: builtins.int
     """Longest response in tokens, at least 1. 0 or absent: what the model's context leaves."""
     seed: builtins.int
@@ -368,9 +368,9 @@ class Replica(google.protobuf.message.Message):
     slots: builtins.int
     """Sequences the replica can generate at once, at least 1."""
     policy_version: builtins.int
-    """The version it serves."""
+    """The policy version that it serves, at least 0."""
     ranks: builtins.int
-    """Ranks it takes in a weight-transfer group, one for each of its devices; 0 means 1. At most 1024."""
+    """Ranks that it takes in a transfer group, one for each of its devices, at most 1024. 0: 1."""
     def __init__(
         self,
         *,
@@ -429,7 +429,7 @@ class Wait(google.protobuf.message.Message):
     seconds: builtins.float
     """Duration of the longest of them, seconds, at least 0."""
     count: builtins.int
-    """How many there are, at least 1."""
+    """Number of such waits, at least 1."""
     task: builtins.str
     """The task or thread that waits longest. Empty: the process as a whole."""
     def __init__(
@@ -457,7 +457,7 @@ class WaitReport(google.protobuf.message.Message):
     """Seconds without progress although there is work. Absent: no work, or no watchdog."""
     @property
     def waits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Wait]:
-        """The longest first, at most 64."""
+        """The longest wait first, at most 64."""
 
     def __init__(
         self,

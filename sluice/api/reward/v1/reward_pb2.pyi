@@ -88,7 +88,7 @@ class SubmitPromptsRequest(google.protobuf.message.Message):
     prompt_id: builtins.str
     """Chosen by the client, unique in the run, 1 to 128 bytes."""
     data_source: builtins.str
-    """Routes to a scorer. Required."""
+    """Selects the scorer, at most 256 bytes. Required."""
     ground_truth: builtins.str
     """The reference answer for the scorer."""
     @property
@@ -97,7 +97,7 @@ class SubmitPromptsRequest(google.protobuf.message.Message):
 
     @property
     def extra_info(self) -> google.protobuf.struct_pb2.Struct:
-        """Passed to the scorer unchanged."""
+        """Passed to the scorer unchanged. Absent: nothing."""
 
     @property
     def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -132,11 +132,11 @@ class PromptReceipt(google.protobuf.message.Message):
     REFUSED_BECAUSE_FIELD_NUMBER: builtins.int
     RETRYABLE_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
-    """Echo."""
+    """Id of the submitted prompt, shortened to 128 characters."""
     sequence: builtins.int
     """Number in the order of issue. Absent when refused."""
     refused_because: builtins.str
-    """Why it was refused; empty when accepted."""
+    """The reason of a refusal; empty when accepted."""
     retryable: builtins.bool
     """The service was full, and will have capacity as prompts end: send the prompt again after an
     outcome, or after a growing pause. False when accepted, and for an invalid prompt.
@@ -184,7 +184,7 @@ class PromptOutcome(google.protobuf.message.Message):
     DETAIL_FIELD_NUMBER: builtins.int
     SAMPLES_FIELD_NUMBER: builtins.int
     prompt_id: builtins.str
-    """Echo."""
+    """Id of the prompt."""
     end: global___PromptEnd.ValueType
     """How it ended."""
     step: builtins.int
@@ -547,14 +547,14 @@ class ScoreItem(google.protobuf.message.Message):
     GROUND_TRUTH_FIELD_NUMBER: builtins.int
     EXTRA_INFO_FIELD_NUMBER: builtins.int
     data_source: builtins.str
-    """Routes to a scorer."""
+    """Selects the scorer, at most 256 bytes."""
     response: builtins.str
     """The response's text."""
     ground_truth: builtins.str
     """The reference answer."""
     @property
     def extra_info(self) -> google.protobuf.struct_pb2.Struct:
-        """Passed to the scorer."""
+        """Passed to the scorer unchanged. Absent: nothing."""
 
     def __init__(
         self,
@@ -646,13 +646,13 @@ class EvaluateRequest(google.protobuf.message.Message):
     TEMPERATURE_FIELD_NUMBER: builtins.int
     EXAMPLES_FIELD_NUMBER: builtins.int
     policy_version: builtins.int
-    """The version to validate; replicas must not change it meanwhile."""
+    """The version to validate: the announced one. Replicas must not change it meanwhile."""
     n: builtins.int
-    """Overrides the configured samples per prompt. Absent: as configured."""
+    """Samples per prompt, 1 to 1024. Absent: as configured."""
     temperature: builtins.float
-    """Overrides the configured temperature. Absent: as configured."""
+    """Temperature of sampling, in [0, 100]. Absent: as configured."""
     examples: builtins.int
-    """At most this many example responses are returned. Default 0."""
+    """Most example responses to return. 0 or absent: none."""
     def __init__(
         self,
         *,
@@ -772,7 +772,7 @@ class Awaited(google.protobuf.message.Message):
     phase: builtins.str
     """The purpose."""
     seconds: builtins.float
-    """Seconds so far."""
+    """Duration of the wait so far, seconds."""
     def __init__(
         self,
         *,

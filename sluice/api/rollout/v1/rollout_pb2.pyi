@@ -63,19 +63,22 @@ class GenerateRequest(google.protobuf.message.Message):
     request_id: builtins.str
     """Chosen by the caller for logs and traces; at most 128 bytes. May be empty."""
     stream_mode: global___StreamMode.ValueType
-    """What to stream. Default SAMPLES."""
+    """What to stream. Absent: SAMPLES."""
     linger_ms: builtins.int
-    """Finished samples may wait so long (ms) to be sent together. Default 0."""
+    """Longest time that a finished sample waits to be sent together with others, milliseconds, at
+    most 60,000. 0 or absent: it is sent at once.
+    """
     partial_interval_ms: builtins.int
-    """Send a sign of life (`engine_tokens`) if the engine works for other samples while nothing came
-    of these for twice as many ms. With SAMPLES, also send the tokens of unfinished samples, without
-    text, at most once in so many ms. 0: never. Default 0.
+    """Interval of progress messages, milliseconds, at most 3,600,000. 0 or absent: none. The replica
+    sends a sign of life (`engine_tokens`) if these samples got no token for twice the interval
+    while the engine works for other samples. With SAMPLES it also sends the tokens of unfinished
+    samples, without text, at most once in each interval.
     """
     priority: builtins.int
-    """Samples of higher priority get free slots first; training has 0. -100 to 100. Default 0."""
+    """-100 to 100. Samples of higher priority get free slots first; training has 0."""
     token_budget: builtins.int
     """Most response tokens of all samples together, at least one a sample. Each gets an equal share,
-    rounded down, as its max_tokens unless that is smaller. 0: no bound. Default 0.
+    rounded down, as its max_tokens unless that is smaller. 0 or absent: no bound.
     """
     @property
     def prompt(self) -> sluice.api.common.v1.common_pb2.PromptInput:
@@ -152,11 +155,11 @@ class TokenDelta(google.protobuf.message.Message):
     token_ids_u32: builtins.bytes
     """New token ids, little-endian uint32."""
     behavior_logprobs_f32: builtins.bytes
-    """Their behaviour logprobs, little-endian float32."""
+    """Their behavior logprobs (natural log), little-endian float32; as many as token ids."""
     policy_version: builtins.int
     """The version that sampled them."""
     text: builtins.str
-    """The text these tokens complete; may be empty in the middle of a character, and always is with
+    """The text that these tokens complete. Empty in the middle of a character, and always with
     SAMPLES.
     """
     def __init__(
@@ -184,8 +187,8 @@ class GenerateResponse(google.protobuf.message.Message):
     ENGINE_TOKENS_FIELD_NUMBER: builtins.int
     engine_tokens: builtins.int
     """With `partial_interval_ms`: the tokens that the engine has generated since the process started.
-    Sent when nothing came of these samples for some time, although the engine generated tokens and
-    samples wait for a slot.
+    Sent when these samples got no token for some time, although the engine generated tokens and
+    samples wait for a slot. Absent otherwise.
     """
     @property
     def accepted(self) -> global___PromptAccepted:
@@ -223,8 +226,8 @@ class GetStatusRequest(google.protobuf.message.Message):
 
     WITHOUT_ENGINE_FIELD_NUMBER: builtins.int
     without_engine: builtins.bool
-    """True: answers at once with the last known counters, without asking the engine, so that a replica
-    with a hung engine still reports what it waits for. Default false.
+    """True: the replica answers at once with the last known counters and does not call the engine, so
+    that a replica with a hung engine still reports what it waits for. Absent: false.
     """
     def __init__(
         self,

@@ -74,7 +74,7 @@ global___RunPhase = RunPhase
 
 @typing.final
 class RegisterReplicaRequest(google.protobuf.message.Message):
-    """A replica that wants to serve."""
+    """A replica that joins the fleet."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -99,7 +99,7 @@ global___RegisterReplicaRequest = RegisterReplicaRequest
 
 @typing.final
 class RegisterReplicaResponse(google.protobuf.message.Message):
-    """The replica is known."""
+    """The replica is registered."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -121,7 +121,7 @@ global___RegisterReplicaResponse = RegisterReplicaResponse
 
 @typing.final
 class HeartbeatRequest(google.protobuf.message.Message):
-    """A replica is alive."""
+    """A sign of life of a replica, with its counters."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -171,7 +171,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     busy_seconds: builtins.float
     """Seconds spent generating since its start."""
     draining: builtins.bool
-    """True: it leaves and takes no more prompts."""
+    """True: the replica leaves the fleet and takes no more prompts."""
     unsent_tokens: builtins.int
     """Tokens generated in calls that ended before those tokens were sent to the caller."""
     running_tokens: builtins.int
@@ -219,7 +219,7 @@ global___HeartbeatRequest = HeartbeatRequest
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):
-    """The heartbeat was noted."""
+    """The heartbeat was recorded."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -490,12 +490,12 @@ class PauseRequest(google.protobuf.message.Message):
     LEASE_SECONDS_FIELD_NUMBER: builtins.int
     HOLDER_FIELD_NUMBER: builtins.int
     lease_seconds: builtins.float
-    """Seconds after which training resumes unless Pause is called again before; above 0. Absent:
-    until Resume, which no later lease shortens.
+    """Seconds after which training resumes unless Pause is called again before; above 0, at most
+    7 days. Absent: until Resume, which no later lease shortens.
     """
     holder: builtins.str
-    """A name that no other caller uses, since each holder's pause ends separately. Empty or absent:
-    the operator.
+    """A name that no other caller uses, since each holder's pause ends separately; at most 128 bytes.
+    Empty or absent: the operator.
     """
     def __init__(
         self,
@@ -571,7 +571,7 @@ class StopRequest(google.protobuf.message.Message):
 
     REASON_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """The reason, for the log."""
+    """The reason, for the log, at most 2000 bytes."""
     def __init__(
         self,
         *,

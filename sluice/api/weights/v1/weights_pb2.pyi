@@ -44,7 +44,7 @@ global___TensorSpec = TensorSpec
 
 @typing.final
 class JoinGroupRequest(google.protobuf.message.Message):
-    """Everything needed to join one epoch's group."""
+    """The description of one epoch's group, for a member that joins."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -83,7 +83,7 @@ class JoinGroupRequest(google.protobuf.message.Message):
     an open store.
     """
     ranks: builtins.int
-    """Ranks of the receiver from `rank` on, one for each of its devices; 0 means 1."""
+    """Ranks of the receiver from `rank` on, one for each of its devices. 0: 1."""
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
         """All weights in the order of transfer."""
@@ -236,7 +236,7 @@ global___CommitUpdateResponse = CommitUpdateResponse
 
 @typing.final
 class AbortUpdateRequest(google.protobuf.message.Message):
-    """Throws the staged version away."""
+    """Discards the staged version."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -245,7 +245,7 @@ class AbortUpdateRequest(google.protobuf.message.Message):
     epoch: builtins.int
     """Epoch to leave."""
     reason: builtins.str
-    """The reason, for the log."""
+    """The reason, for the log, at most 4000 bytes."""
     def __init__(
         self,
         *,
@@ -357,7 +357,7 @@ global___GetKeysRequest = GetKeysRequest
 
 @typing.final
 class GetKeysResponse(google.protobuf.message.Message):
-    """The keys that are there."""
+    """The values of the keys that exist."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -405,7 +405,7 @@ class AddToKeyRequest(google.protobuf.message.Message):
     key: builtins.str
     """The key, 1 to 256 characters."""
     amount: builtins.int
-    """What to add."""
+    """The amount to add; may be negative."""
     def __init__(
         self,
         *,
@@ -419,7 +419,7 @@ global___AddToKeyRequest = AddToKeyRequest
 
 @typing.final
 class AddToKeyResponse(google.protobuf.message.Message):
-    """The number was added to."""
+    """The number after the addition."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

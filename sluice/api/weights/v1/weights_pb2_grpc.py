@@ -84,7 +84,7 @@ class WeightSyncServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortUpdate(self, request, context):
-        """Throws the staged version away and leaves the epoch's group. A second call does nothing more.
+        """Discards the staged version and leaves the epoch's group. A second call does nothing more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,7 @@ class WeightSyncServiceStub:
         sluice.api.weights.v1.weights_pb2.AbortUpdateRequest,
         sluice.api.weights.v1.weights_pb2.AbortUpdateResponse,
     ]
-    """Throws the staged version away and leaves the epoch's group. A second call does nothing more."""
+    """Discards the staged version and leaves the epoch's group. A second call does nothing more."""
 
 class WeightSyncServiceAsyncStub:
     """Receives weights: join a group, stage a version during generation, swap it in."""
@@ -76,7 +76,7 @@ class WeightSyncServiceAsyncStub:
         sluice.api.weights.v1.weights_pb2.AbortUpdateRequest,
         sluice.api.weights.v1.weights_pb2.AbortUpdateResponse,
     ]
-    """Throws the staged version away and leaves the epoch's group. A second call does nothing more."""
+    """Discards the staged version and leaves the epoch's group. A second call does nothing more."""
 
 class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
     """Receives weights: join a group, stage a version during generation, swap it in."""
@@ -113,7 +113,7 @@ class WeightSyncServiceServicer(metaclass=abc.ABCMeta):
         request: sluice.api.weights.v1.weights_pb2.AbortUpdateRequest,
         context: _ServicerContext,
     ) -> typing.Union[sluice.api.weights.v1.weights_pb2.AbortUpdateResponse, collections.abc.Awaitable[sluice.api.weights.v1.weights_pb2.AbortUpdateResponse]]:
-        """Throws the staged version away and leaves the epoch's group. A second call does nothing more."""
+        """Discards the staged version and leaves the epoch's group. A second call does nothing more."""
 
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 

@@ -1,0 +1,323 @@
+"""Validation: the held-out set, sampled and graded with one policy version (verl's `_validate`).
+
+A sample that could not be generated or graded, after all its retries, has a failure for an outcome:
+it is counted and left out of the means; too many of them end the validation (`check_failures`).
+
+One validation runs at a time; another waits for its end, within its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.request import (
+    GroupFailedError,
+    GroupRequest,
+    GroupTokens,
+    OverlongPromptError,
+    Purpose,
+    first_samples,
+    for_prompt,
+)
+from services.reward.grading.grader import Grader
+from services.reward.prompts.dataset import IssuedRow
+from services.reward.prompts.source import RowStream
+from services.reward.records.group_log import SampleDumps
+from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
+from sluice.concurrency.deadlines import deadline
+from sluice.errors import InvalidRequestError, NotReadyError, PeerError, SluiceError
+from sluice.telemetry.samples import DumpedSample
+from sluice.types import (
+    Failed,
+    FailureKind,
+    Outcome,
+    Prompt,
+    RolloutGroup,
+    SamplingParams,
+    Scored,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_GROUPS_AT_ONCE = 256
+ROWS_PER_READ = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationOrder:
+    """A request for a validation; `num_examples` responses are returned at most."""
+
+    policy_version: int
+    samples_per_prompt: int
+    sampling: SamplingParams
+    num_examples: int
+
+
+class Validator:
+    """Validation runs.
+
+    Args:
+        open_stream: opens the validation set; ``None``: there is none.
+        dispatcher: generates groups, before any training group.
+        grader: grades them as in training.
+        on_tokens: called with the tokens generated for each group, whatever its outcome.
+        dumps: write the responses to files.
+        announced_version: returns the version announced last.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[], RowStream] | None,
+        dispatcher: GroupDispatcher,
+        grader: Grader,
+        dumps: SampleDumps,
+        announced_version: Callable[[], int | None],
+        on_tokens: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
+        self._dumps, self._announced_version = dumps, announced_version
+        self._on_tokens = on_tokens
+        self._turn = asyncio.Lock()
+        self._open: set[GroupTokens] = set()  # of prompts under way
+        self.num_graded_groups = 0
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens generated for groups that have not ended."""
+        return sum(tokens.num_received for tokens in self._open)
+
+    async def run(self, order: ValidationOrder, seconds: float) -> ValidationReport:
+        """Sample and grade the whole validation set.
+
+        Raises:
+            InvalidRequestError: there is no validation set.
+            NotReadyError: another version is announced.
+            PeerError: a replica sampled with another version meanwhile, or more than
+                `MAX_FAILED_SHARE` of the samples failed.
+            DeadlineError: not within `seconds`, the wait for another validation included.
+        """
+        if self._open_stream is None:
+            raise InvalidRequestError("there is no validation set; set data.val_files")
+        version, ends_at = order.policy_version, time.monotonic() + seconds
+        phase = f"waiting to validate version {version} after another validation"
+        async with deadline(seconds, peer="reward service", phase=phase):
+            await self._turn.acquire()
+        try:
+            announced = self._announced_version()
+            if announced != version:
+                raise NotReadyError(
+                    f"version {version} is to be validated, but "
+                    f"{'none' if announced is None else announced} is announced; announce it first"
+                )
+            phase = f"validating version {version}"
+            async with deadline(ends_at - time.monotonic(), peer="rollout fleet", phase=phase):
+                found = await self._grade_all(self._open_stream(), order)
+            prompts = found.prompts
+            await self._dumps.validated([s for p in prompts for s in p.samples], version)
+            check_failures([o for p in prompts for o in p.outcomes], phase)
+            return found.result()
+        finally:
+            self._turn.release()
+
+    async def _grade_all(self, stream: RowStream, order: ValidationOrder) -> ValidationRun:
+        """Validate all prompts of the set."""
+        found = ValidationRun(order.num_examples)
+        capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
+        async with asyncio.TaskGroup() as tasks:
+            while issued_rows := await asyncio.to_thread(stream.take, ROWS_PER_READ):
+                for issued in issued_rows:
+                    await capacity.acquire()
+                    task = tasks.create_task(
+                        self._validate(issued, order, found), name=f"validation {issued.position}"
+                    )
+                    task.add_done_callback(lambda _: capacity.release())
+        return found
+
+    async def _validate(
+        self, issued: IssuedRow, order: ValidationOrder, found: ValidationRun
+    ) -> None:
+        """Add the outcomes of one prompt."""
+        prompt = issued.prompt(f"validation-{issued.position}", issued.position)
+        tokens = GroupTokens()
+        self._open.add(tokens)
+        try:
+            group = await self._generated(prompt, order, tokens)
+        except OverlongPromptError as error:
+            logger.info("%s left out: %s", prompt.prompt_id, error)
+            return
+        except GroupFailedError as error:
+            failed = Failed(FailureKind.ENGINE_ERROR, str(error))
+            outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
+            found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
+            _note_failure(prompt, failed, tokens)
+        else:
+            outcomes = await self._graded(group, tokens)
+            samples = self._dumps.of_validation(group, outcomes)
+            kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
+            found.add(issued.position, kept, example_of(group, outcomes))
+        finally:
+            self._open.discard(tokens)
+            self._on_tokens(tokens.num_received)
+        self.num_graded_groups += 1
+
+    async def _generated(
+        self, prompt: Prompt, order: ValidationOrder, tokens: GroupTokens
+    ) -> RolloutGroup:
+        request = GroupRequest(
+            prompt,
+            first_samples(order.samples_per_prompt),
+            for_prompt(order.sampling, prompt, stage="validation"),
+            Purpose.VALIDATION,
+            lowest_version=order.policy_version,
+            highest_version=order.policy_version,
+            tokens=tokens,
+        )
+        group = await self._dispatcher.generate(request)
+        versions = {span.version for r in group.rollouts for span in r.version_spans}
+        if versions - {order.policy_version}:
+            raise PeerError(
+                "rollout fleet",
+                f"validating version {order.policy_version}",
+                f"samples of versions {sorted(versions)} came; no weights may be published "
+                "during a validation",
+            )
+        return group
+
+    async def _graded(self, group: RolloutGroup, tokens: GroupTokens) -> tuple[Outcome, ...]:
+        try:
+            outcomes = (await self._grader.grade(group)).outcomes
+        except SluiceError as error:  # no scorer process could be had
+            outcomes = (Failed(FailureKind.SCORER_CRASH, str(error)),) * len(group.rollouts)
+        for outcome in outcomes:
+            if isinstance(outcome, Failed):
+                _note_failure(group.prompt, outcome, tokens)
+        return outcomes
+
+
+def _note_failure(prompt: Prompt, failed: Failed, tokens: GroupTokens) -> None:
+    logger.warning(
+        "%s left out (replica %s): %s: %s", prompt.prompt_id, tokens, failed.kind, failed.detail
+    )
+
+
+MAX_FAILED_SHARE = 0.1
+"""Beyond this share of failed samples the means would be those of another set of prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedPrompt:
+    """A prompt until the means are taken: no tokens, and texts only if they are to be written.
+
+    Attributes:
+        data_source: of the prompt.
+        outcomes: one per requested sample.
+        num_response_tokens: generated; 0 if the group could not be generated.
+        samples: to be written to a file.
+    """
+
+    data_source: str
+    outcomes: tuple[Outcome, ...]
+    num_response_tokens: int = 0
+    samples: tuple[DumpedSample, ...] = ()
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        """The outcomes that carry a number."""
+        return tuple(o for o in self.outcomes if isinstance(o, Scored))
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationExample:
+    """One response, for display."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Metrics by verl's names, and response tokens generated for them."""
+
+    metrics: dict[str, float]
+    examples: list[ValidationExample]
+    num_generated_tokens: int
+
+
+def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
+    """Raise `PeerError` if more than `MAX_FAILED_SHARE` of the samples failed."""
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    if len(failed) <= MAX_FAILED_SHARE * len(outcomes):
+        return
+    counts = Counter(outcome.kind for outcome in failed)
+    summary = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    most = counts.most_common(1)[0][0]
+    example = next(outcome for outcome in failed if outcome.kind is most)
+    is_sampling = most in (FailureKind.ENGINE_ERROR, FailureKind.ABORTED)
+    raise PeerError(
+        "rollout fleet" if is_sampling else "scorer pool",
+        phase,
+        f"{len(failed)} of {len(outcomes)} samples failed ({summary}), more than the "
+        f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {most}: "
+        f"{example.detail}",
+    )
+
+
+class ValidationRun:
+    """The validated prompts of one run, by position, and the examples of the first of them.
+
+    Args:
+        num_examples: responses that are kept for display, at most.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        self._num_examples = num_examples
+        self._prompts: dict[int, ValidatedPrompt] = {}
+        self._examples: dict[int, ValidationExample] = {}
+
+    @property
+    def prompts(self) -> list[ValidatedPrompt]:
+        """All of them, in the order of their positions."""
+        return [self._prompts[position] for position in sorted(self._prompts)]
+
+    def add(
+        self, position: int, prompt: ValidatedPrompt, example: ValidationExample | None
+    ) -> None:
+        """Note a prompt; of the examples those of the lowest positions stay."""
+        self._prompts[position] = prompt
+        if example is not None:
+            self._examples[position] = example
+            if len(self._examples) > self._num_examples:
+                del self._examples[max(self._examples)]
+
+    def result(self) -> ValidationReport:
+        """Return verl's metrics over what could be scored, and the examples."""
+        prompts = self.prompts
+        scored = [ValidationPrompt(p.data_source, p.scored) for p in prompts if p.scored]
+        num_failed = sum(len(p.outcomes) - len(p.scored) for p in prompts)
+        counts = {
+            "val-aux/num_prompts": float(len(scored)),
+            "val-aux/num_failed_samples": float(num_failed),
+        }
+        return ValidationReport(
+            validation_metrics(scored) | counts,
+            [self._examples[position] for position in sorted(self._examples)],
+            sum(p.num_response_tokens for p in prompts),
+        )
+
+
+def example_of(group: RolloutGroup, outcomes: Sequence[Outcome]) -> ValidationExample | None:
+    """Return the first response that was scored; ``None``: none was."""
+    prompt = group.prompt
+    for rollout, outcome in zip(group.rollouts, outcomes, strict=True):
+        if isinstance(outcome, Scored):
+            question = prompt.messages[-1].content
+            return ValidationExample(question, rollout.text, prompt.ground_truth, outcome.score)
+    return None

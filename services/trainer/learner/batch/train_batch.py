@@ -1,0 +1,240 @@
+"""A train batch on this rank: as tables [rows, longest response], and cut into mini-batches.
+
+Advantages need the whole batch, while forward passes run on packed micro-batches of one rank;
+tables collect the results of all ranks' passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.trainer.learner.batch.micro_batch import (
+    MicroBatch,
+    TrainingRow,
+    build_micro_batch,
+    training_rows,
+)
+from services.trainer.learner.ranks import DataParallel
+from sluice.algorithm.losses.inputs import GlobalCounts
+from sluice.algorithm.packing import (
+    MicroBatchPlan,
+    assign_groups_to_ranks,
+    assign_rows_to_ranks,
+    plan_micro_batches,
+    plan_minibatches,
+    plan_whole_group_micro_batches,
+)
+from sluice.errors import ConfigError
+from sluice.types import TrainBatch, TrainGroup
+from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchTable:
+    """The batch's rows in the order of its groups and their rollouts; W is the longest response."""
+
+    scores: Tensor  # float32 [rows], shaped rewards
+    group_index: Tensor  # int64 [rows]
+    mask: Tensor  # bool [rows, W], true at response tokens
+    baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
+
+
+def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
+    """Return the batch as a table."""
+    rows = [(g, i) for g, group in enumerate(batch.groups) for i in range(len(group.rollouts))]
+    lengths = torch.tensor([batch.groups[g].rollouts[i].num_tokens for g, i in rows], device=device)
+    width = max(1, int(lengths.max()))
+    return BatchTable(
+        scores=torch.tensor(
+            [batch.groups[g].scores[i].reward for g, i in rows], dtype=torch.float32, device=device
+        ),
+        group_index=torch.tensor([g for g, _ in rows], device=device),
+        mask=torch.arange(width, device=device) < lengths[:, None],
+        baselines=_baselines(batch, device),
+    )
+
+
+def _baselines(batch: TrainBatch, device: torch.device) -> Tensor:
+    missing = float("nan")
+    found = [
+        missing if group.baseline_reward is None else group.baseline_reward
+        for group in batch.groups
+        for _ in group.rollouts
+    ]
+    return torch.tensor(found, dtype=torch.float32, device=device)
+
+
+def reward_components(
+    batch: TrainBatch, names: Sequence[str], device: torch.device
+) -> Mapping[str, Tensor]:
+    """Return named values of the scorer, float32 [rows] each.
+
+    Raises:
+        ConfigError: a sample lacks a value.
+    """
+    scores = [scored for group in batch.groups for scored in group.scores]
+    for name in names:
+        if any(name not in scored.metrics for scored in scores):
+            known = sorted(set[str]().union(*(scored.metrics for scored in scores)))
+            raise ConfigError(
+                f"algorithm.gdpo_reward_keys: '{name}' is not among the values that the reward "
+                f"function returns for every sample ({', '.join(known)})"
+            )
+    return {
+        name: torch.tensor([scored.metrics[name] for scored in scores], device=device)
+        for name in names
+    }
+
+
+def gather_tokens(
+    found: Iterable[tuple[MicroBatch, Tensor]],
+    table: BatchTable,
+    parallel: DataParallel,
+    phase: str,
+) -> Tensor:
+    """Return a table [rows, W] of the values [N] of all ranks' micro-batches. Collective.
+
+    Each token is one rank's, so a sum over ranks puts the table together; it is 0 off the mask.
+    """
+    values = torch.zeros(table.mask.shape, dtype=torch.float32, device=table.mask.device)
+    for micro_batch, tokens in found:
+        values[micro_batch.batch_rows, micro_batch.columns] = tokens.detach().float()
+    parallel.all_reduce_sum([values], phase)
+    return values
+
+
+def tokens_of(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Return the values [N] of a micro-batch's tokens from a table."""
+    return values[micro_batch.batch_rows, micro_batch.columns]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MiniBatch:
+    """This rank's micro-batches of one optimizer step, and the step's counts over all ranks.
+
+    The counts include empty responses and skipped rows, which have a loss of 0 and stay in the
+    denominators. `rank_rows` are the rows that each rank trains, as indices in the train batch.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    counts: GlobalCounts
+    rank_rows: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCut:
+    """The way a train batch is cut; either `token_budget` or `rows_per_micro` is set.
+
+    `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them.
+    With a `shuffle_seed`, groups are permuted first.
+    """
+
+    mini_batch_groups: int
+    token_budget: int | None
+    rows_per_micro: int | None
+    shuffle_seed: int | None = None
+    whole_groups: bool = False
+
+
+def split_batch(
+    groups: Sequence[TrainGroup],
+    cut: BatchCut,
+    parallel: DataParallel,
+    *,
+    step: int,
+    device: torch.device,
+    image_prompts: ImagePromptReader | None = None,
+    skipped: Container[int] = (),
+) -> list[MiniBatch]:
+    """Cut a train batch into mini-batches of groups, and this rank's rows into micro-batches.
+
+    Seed and `step` determine the shuffle, so all ranks agree without communication. Mini-batches
+    stay the same in all ``ppo_epochs`` passes. Images are decoded only for this rank's rows, once
+    per mini-batch. Rows of the batch in `skipped` are in no micro-batch.
+
+    Raises:
+        ConfigError: the groups do not divide into mini-batches, or a group has images and
+            `image_prompts` is missing.
+    """
+    order = np.arange(len(groups))
+    if cut.shuffle_seed is not None:
+        order = np.random.default_rng([cut.shuffle_seed, step]).permutation(len(groups))
+    # Rows keep their indices in the whole batch, by which tables find their tokens.
+    ends = list(accumulate(len(group.rollouts) for group in groups))
+    numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
+    return [
+        _mini_batch(
+            [groups[order[i]] for i in members],
+            [numbers[order[i]] for i in members],
+            cut,
+            parallel,
+            device,
+            image_prompts,
+            skipped,
+        )
+        for members in plan_minibatches(len(groups), cut.mini_batch_groups)
+    ]
+
+
+def _mini_batch(
+    groups: Sequence[TrainGroup],
+    numbers: Sequence[Sequence[int]],
+    cut: BatchCut,
+    parallel: DataParallel,
+    device: torch.device,
+    image_prompts: ImagePromptReader | None,
+    skipped: Container[int],
+) -> MiniBatch:
+    all_rows = training_rows(groups, numbers)
+    rows = [row for row in all_rows if row.number not in skipped]
+    sizes = [row.size for row in rows]
+    assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
+    plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
+    # Every rank computes the assignment of all ranks and takes its own part.
+    assigned = assign(sizes, parallel.world_size)
+    plans = plan(
+        sizes,
+        assigned[parallel.rank],
+        token_budget=cut.token_budget,
+        rows_per_micro=cut.rows_per_micro,
+    )
+    images = _images(groups, rows, plans, image_prompts)
+    micro_batches = (build_micro_batch(rows, planned, device, images) for planned in plans)
+    # Counts of all rows: the loss must not depend on which rank computes or skips a row.
+    return MiniBatch(
+        tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),
+        GlobalCounts(
+            tokens=sum(row.size.response_tokens for row in all_rows),
+            rows=len(all_rows),
+            groups=len(groups),
+        ),
+        tuple(tuple(rows[index].number for index in own) for own in assigned),
+    )
+
+
+def _images(
+    groups: Sequence[TrainGroup],
+    rows: Sequence[TrainingRow],
+    plans: Sequence[MicroBatchPlan],
+    image_prompts: ImagePromptReader | None,
+) -> dict[int, ImagePrompt]:
+    """Return the images of the planned rows' prompts, by index in the mini-batch."""
+    own = sorted({rows[index].group for plan in plans for index in plan.row_indices})
+    with_images = [index for index in own if groups[index].images]
+    if with_images and image_prompts is None:
+        raise ConfigError(
+            f"prompt {groups[with_images[0]].prompt_id} comes with images, which the model to be "
+            "trained does not read; train a vision-language model (actor_rollout_ref.model.path), "
+            "without a critic"
+        )
+    return {
+        index: image_prompts.read(groups[index].prompt_token_ids, groups[index].images)
+        for index in with_images
+        if image_prompts is not None
+    }

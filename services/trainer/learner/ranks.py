@@ -1,0 +1,395 @@
+"""The trainer's ranks: the store where they meet, and their collectives, each with a deadline.
+
+Torch's own store (``env://``) looks up the name of each address that connects; a lost answer of
+the name server costs 5 s. The store of the weight transfers does no such look-up. Rank 0 opens it
+at MASTER_ADDR:MASTER_PORT, for one epoch, until the ranks end.
+
+Gradients are summed on their device. Commands and metrics always travel between CPUs over Gloo, so
+that they never queue behind kernels. A failed collective is never repeated: the group is broken,
+and the rank that notices it ends the run with an error that names itself and the phase.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from sluice.concurrency.waits import waiting_for
+from sluice.config.addresses import join_host_port, split_host_port
+from sluice.device.protocol import WITHOUT_GATHER, Device, rank_backends
+from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
+from sluice.types import TransferGroupSpec
+from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+FORMING = "forming the trainer ranks' process group"
+LATE_REMEDY = (
+    "see the other ranks' logs; raise sluice.trainer.command_timeout_s if one of them was only slow"
+)
+SHARD_DIM, COPY_DIM = "shard", "copy"
+"""Dimensions of the mesh over which a model is sharded."""
+
+# Texts in the errors of torch's backends.
+_GLOO = "gloo"
+_LATE = "timed out"
+_EPOCH = 0
+_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """This process's rank, and the address of rank 0's store."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+
+    @property
+    def store_name(self) -> str:
+        """Return the store's name for errors."""
+        return f"trainer rank 0 at {join_host_port(self.host, self.port)}"
+
+
+class RankRendezvous:
+    """A store that all ranks have reached. Keep it as long as their group exists.
+
+    Args:
+        place: this rank's.
+        timeout_s: seconds until all ranks have arrived; also for each later wait of torch.
+
+    Raises:
+        ConfigError: rank 0 cannot listen at its address.
+        DeadlineError: rank 0 or other ranks did not arrive; names them.
+        PeerError: the store refused a request, or its connection was lost.
+    """
+
+    def __init__(self, place: RankPlace, timeout_s: float) -> None:
+        self._server = RendezvousStore(place.host, place.port) if place.rank == 0 else None
+        try:
+            if self._server is not None:
+                self._server.begin(_EPOCH)
+            self.store = _joined(place, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close rank 0's store; the group must have ended."""
+        if self._server is not None:
+            self._server.close()
+
+
+def rank_place(environment: Mapping[str, str]) -> RankPlace:
+    """Return the place from torchrun's variables.
+
+    Raises:
+        ConfigError: a variable is missing or invalid; names it.
+    """
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if rank >= world_size:
+        raise _no_place(f"RANK = {rank} is not below WORLD_SIZE = {world_size}")
+    port = _number(environment, "MASTER_PORT")
+    if not 0 < port <= 65535:
+        raise _no_place(f"MASTER_PORT = {port} is not in 1..65535")
+    host = split_host_port(_given(environment, "MASTER_ADDR"))[0]
+    return RankPlace(rank, world_size, host, port)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = _given(environment, name)
+    if not (text.isascii() and text.isdigit()):
+        raise _no_place(f"{name} = {text!r} is not a number")
+    return int(text)
+
+
+def _given(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        raise _no_place(f"{name} is not set")
+    return environment[name]
+
+
+def _no_place(why: str) -> ConfigError:
+    return ConfigError(
+        f"several trainer ranks need torchrun's environment, and {why}; start them with torchrun "
+        "or sluice up"
+    )
+
+
+def _joined(place: RankPlace, timeout_s: float) -> EpochStore:
+    """Reach the store and wait there for all ranks."""
+    spec = TransferGroupSpec(
+        epoch=_EPOCH,
+        host=place.host,
+        port=place.port,
+        rank=place.rank,
+        world_size=place.world_size,
+        backend="",
+        bucket_bytes=0,
+        timeout_s=timeout_s,
+        tensors=(),
+        plan_digest="",
+    )
+    store = _reached(spec, place)
+    try:
+        gather(store, spec, {rank: f"trainer rank {rank}" for rank in range(place.world_size)})
+    except DeadlineError as error:
+        raise DeadlineError(error.peer, FORMING, timeout_s, LATE_REMEDY) from error
+    except WeightSyncError as error:
+        raise PeerError(place.store_name, FORMING, error.detail) from error
+    return store
+
+
+def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
+    """Ask again until the store answers: rank 0 may start later than the others.
+
+    Torch needs the store before this process has an event loop, so `sluice.rpc.retries` cannot wait
+    here.
+    """
+    ends_s = time.monotonic() + spec.timeout_s
+    while True:
+        try:
+            store = EpochStore(spec, FORMING, "another trainer rank", lambda: None)
+            store.present(())
+        except (DeadlineError, WeightSyncError) as error:
+            if time.monotonic() > ends_s:
+                why = f"{error}; {LATE_REMEDY}"
+                raise DeadlineError(place.store_name, FORMING, spec.timeout_s, why) from error
+        else:
+            return store
+        time.sleep(_RETRY_S)
+
+
+class DataParallel:
+    """Ranks that train different rows of one batch. This class is the only rank of a run, which has
+    nothing to exchange; `TorchDistributed` connects several.
+
+    Every method is collective: all ranks call it in the same order. `phase` names the moment in
+    errors.
+
+    Raises (all methods):
+        DeadlineError: a rank did not arrive in time.
+        PeerError: a rank failed or vanished.
+    """
+
+    rank: int = 0
+    """This process's number, 0-based."""
+    world_size: int = 1
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
+        """Replace each tensor by its sum over ranks, in place; the same bits on every rank."""
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        """Return every rank's numbers (as float64), in order of rank; equally many on each."""
+        return [list(values)]
+
+    def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
+        """Return rank 0's bytes on every rank; the others pass ``None``."""
+        assert payload is not None
+        return payload
+
+    def shard_mesh(self, size: int) -> DeviceMesh | None:
+        """Return groups of `size` neighboring ranks that share one model.
+
+        Args:
+            size: a divisor of the number of ranks.
+
+        Returns:
+            dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` if each rank
+            holds the whole model: `size` is 1, or these ranks cannot share.
+        """
+        return None
+
+    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
+        """Gather equally long tensors ``[n]`` of a group of ranks that includes rank 0.
+
+        Returns:
+            ``[ranks, n]`` on rank 0, ``None`` on the others.
+        """
+        return own[None]
+
+    def naming_failures(self, phase: str) -> AbstractContextManager[object]:
+        """Name failures of collectives that torch itself calls in the block."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+class TorchDistributed(DataParallel):
+    """Ranks that a launcher starts with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    They meet at a store that rank 0 opens at that address (`RankRendezvous`). If torchrun's agent
+    already has a store there (TORCHELASTIC_USE_AGENT_STORE), they use that one: torch's ``env://``.
+
+    Args:
+        device: holds the gradients; determines the backend.
+        timeout_s: deadline of every collective.
+        forming_timeout_s: deadline of meeting the other ranks; by default `timeout_s`.
+
+    Raises:
+        ConfigError: an environment variable is missing, or rank 0 cannot listen.
+        DeadlineError: a rank did not arrive in time.
+        PeerError: the group did not form.
+    """
+
+    def __init__(
+        self, device: Device, timeout_s: float, forming_timeout_s: float | None = None
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._device_type = device.torch_device.type
+        self._meshes: dict[int, DeviceMesh] = {}
+        backend = rank_backends(device.torch_device.type)
+        self._has_gather = device.collective_backend not in WITHOUT_GATHER
+        device.set_device()  # before the group exists: its backend binds to the current device
+        place = rank_place(os.environ)
+        self._rendezvous: RankRendezvous | None = None
+        if not _has_agent_store(os.environ):
+            self._rendezvous = RankRendezvous(place, forming_timeout_s or timeout_s)
+        try:
+            self._form(backend, place)
+        except BaseException:
+            self._leave_rendezvous()
+            raise
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+
+    def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
+        """Sum on the tensors' device, one collective per tensor."""
+        for tensor in tensors:
+            self._run(partial(dist.all_reduce, tensor, async_op=True), phase)
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        """Gather over Gloo as float64."""
+        own = torch.tensor(values, dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        self._run(partial(dist.all_gather, gathered, own, async_op=True), phase)
+        return [part.tolist() for part in gathered]
+
+    def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
+        """Broadcast the length, then the content, over Gloo."""
+        length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
+        self._run(partial(dist.broadcast, length, src=0, async_op=True), phase)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if payload is not None:
+            content.numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
+        if content.numel():
+            self._run(partial(dist.broadcast, content, src=0, async_op=True), phase)
+        return content.numpy().tobytes()
+
+    def shard_mesh(self, size: int) -> DeviceMesh | None:
+        """Return the mesh of this size, made once; all ranks ask for sizes in the same order."""
+        if size == 1:
+            return None
+        if size not in self._meshes:
+            with self.naming_failures(f"forming groups of {size} ranks that share a model"):
+                self._meshes[size] = self._make_mesh(size)
+        return self._meshes[size]
+
+    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
+        """Gather on the tensor's device; all-gather if the backend has no gather."""
+        parts: Tensor | None = None
+        if self.rank == 0 or not self._has_gather:
+            parts = own.new_empty((dist.get_world_size(group), own.numel()))
+        into = None if parts is None else list(parts.unbind())
+        # With all-gather every rank needs memory for all parts, although only rank 0 reads them.
+        if self._has_gather:
+            gather = partial(dist.gather, own, into, dst=0, group=group, async_op=True)
+        else:
+            gather = partial(dist.all_gather, into, own, group=group, async_op=True)
+        self._run(gather, phase)
+        return parts if self.rank == 0 else None
+
+    @contextmanager
+    def naming_failures(self, phase: str) -> Iterator[None]:
+        """Name a backend's errors, recognized by type or, for Gloo, by text; pass on others."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if not (isinstance(error, dist.DistError) or _GLOO in text):
+                raise
+            self._fail(error, phase, is_late=_LATE in text.lower())
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+        self._leave_rendezvous()
+
+    def _form(self, backend: str, place: RankPlace) -> None:
+        form = partial(dist.init_process_group, backend, timeout=timedelta(seconds=self._timeout_s))
+        try:
+            if self._rendezvous is None:
+                form(init_method="env://")
+            else:
+                store = self._rendezvous.store
+                form(store=store, rank=place.rank, world_size=place.world_size)
+        except DeadlineError as error:
+            raise DeadlineError(error.peer, FORMING, error.seconds, LATE_REMEDY) from error
+        except WeightSyncError as error:
+            raise PeerError(place.store_name, FORMING, error.detail) from error
+        except RuntimeError as error:
+            raise PeerError("trainer ranks", FORMING, str(error)) from error
+
+    def _leave_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+    def _run(self, start: Callable[[], dist.Work | None], phase: str) -> None:
+        began_s = time.monotonic()
+        try:
+            work = start()
+            assert work is not None
+            with waiting_for("trainer ranks", phase):
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            # Gloo's text is the only difference between a deadline and a lost connection, and it
+            # is not reliable. The clock is.
+            is_late = time.monotonic() - began_s >= 0.9 * self._timeout_s
+            self._fail(error, phase, is_late=is_late)
+
+    def _fail(self, error: RuntimeError, phase: str, *, is_late: bool) -> NoReturn:
+        peer = f"a trainer rank, seen from rank {self.rank} of {self.world_size}"
+        if is_late:
+            raise DeadlineError(peer, phase, self._timeout_s, LATE_REMEDY) from error
+        raise PeerError(peer, phase, str(error)) from error
+
+    def _make_mesh(self, size: int) -> DeviceMesh:
+        """Make the groups here: those that DeviceMesh makes do not get the deadline."""
+        if size == self.world_size:
+            world = dist.group.WORLD
+            assert world is not None
+            return DeviceMesh.from_group(world, self._device_type, mesh_dim_names=(SHARD_DIM,))
+        # Neighboring ranks share a copy: they are likely on one machine, with fast links.
+        ranks = torch.arange(self.world_size).view(-1, size)
+        within = [self._new_group(row) for row in ranks]
+        across = [self._new_group(column) for column in ranks.T]
+        own = [across[self.rank % size], within[self.rank // size]]
+        return DeviceMesh.from_group(
+            own, self._device_type, mesh=ranks, mesh_dim_names=(COPY_DIM, SHARD_DIM)
+        )
+
+    def _new_group(self, ranks: Tensor) -> ProcessGroup:
+        """Make a group. All ranks make every group; ranks outside it get a placeholder."""
+        deadline = timedelta(seconds=self._timeout_s)
+        group: ProcessGroup = dist.new_group(ranks.tolist(), timeout=deadline)
+        return group
+
+
+def _has_agent_store(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun's agent listens at MASTER_ADDR:MASTER_PORT, so that no rank can."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

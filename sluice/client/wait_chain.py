@@ -1,0 +1,183 @@
+"""Explain what a run waits for: follow the waits to the service that holds up the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sluice.client.wait_survey import ServiceWaits
+from sluice.concurrency.waits import Waiting
+
+FLEET = "rollout fleet"
+MIN_REPORTED_S = 1.0
+"""Shorter waits are normal."""
+
+_MAX_WAITERS_REPORTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a run does not advance.
+
+    Attributes:
+        cause: the explanation in one sentence.
+        root: the service that holds up the others; ``None`` if no service waits for another.
+        services: the root, then the services that wait for it, the nearest first.
+    """
+
+    cause: str
+    root: str | None
+    services: tuple[ServiceWaits, ...]
+
+
+def explain(services: Sequence[ServiceWaits]) -> Explanation:
+    """Find the service that holds up the others.
+
+    A service that refuses the caller comes first: nothing is known of the services behind it.
+    Otherwise it is the silent service to which most waits lead, and if all answer, the end of the
+    chain of the longest waits.
+
+    Args:
+        services: all services of one run, with different names.
+    """
+    by_name = {service.name: service for service in services}
+    refused = [service for service in services if service.is_refused]
+    silent = [service for service in services if service.failure]
+    if refused:
+        root = refused[0].name
+        cause = "; ".join([refused[0].failure, *_also_refused(refused[1:])])
+    elif silent:
+        root = max(silent, key=lambda one: (_num_led_to(one.name, by_name), one.name)).name
+        cause = _silence(by_name[root], [s for s in silent if s.name != root], by_name)
+    elif chain := _chain(by_name):
+        root, cause = chain[-1][1], _chain_in_words(chain, by_name)
+    else:
+        return Explanation(
+            "every service answers, and none waits for another", None, tuple(services)
+        )
+    distances = _distances(root, by_name)
+    far = len(services)
+    ordered = sorted(services, key=lambda s: (distances.get(s.name, far), s.name))
+    return Explanation(cause, root, tuple(ordered))
+
+
+def _targets(peer: str, by_name: Mapping[str, ServiceWaits]) -> tuple[str, ...]:
+    """Return the services that the peer of a wait stands for; none if it is not a service."""
+    if peer in by_name:
+        return (peer,)
+    if peer == FLEET:
+        return tuple(service.name for service in by_name.values() if service.is_replica)
+    return ()
+
+
+def _waits_on(
+    root: str, by_name: Mapping[str, ServiceWaits]
+) -> tuple[tuple[ServiceWaits, Waiting], ...]:
+    """Return the waits for `root`: by its own name before the fleet's, then longest first."""
+    found = [
+        (service, wait)
+        for service in by_name.values()
+        for wait in service.waits
+        if service.name != root and root in _targets(wait.peer, by_name)
+    ]
+    return tuple(sorted(found, key=lambda pair: (pair[1].peer != root, -pair[1].seconds)))
+
+
+def _distances(root: str, by_name: Mapping[str, ServiceWaits]) -> dict[str, int]:
+    """Return the number of waits from each service to `root`, for those that wait for it."""
+    found, reached = {root: 0}, deque([root])
+    while reached:
+        name = reached.popleft()
+        for service, _ in _waits_on(name, by_name):
+            if service.name not in found:
+                found[service.name] = found[name] + 1
+                reached.append(service.name)
+    return found
+
+
+def _num_led_to(root: str, by_name: Mapping[str, ServiceWaits]) -> int:
+    """Return the number of waits that lead to `root`, over any number of services."""
+    return sum(
+        wait.count for name in _distances(root, by_name) for _, wait in _waits_on(name, by_name)
+    )
+
+
+def _also_refused(others: Sequence[ServiceWaits]) -> list[str]:
+    names = ", ".join(service.name for service in others)
+    return [f"also refused by {names}"] if names else []
+
+
+def _silence(
+    root: ServiceWaits, others: Sequence[ServiceWaits], by_name: Mapping[str, ServiceWaits]
+) -> str:
+    waits = _waits_on(root.name, by_name)
+    known_s = [wait.seconds for _, wait in waits if wait.peer == root.name]
+    known_s += [root.unheard_s] if root.unheard_s is not None else []
+    lasting = f"has not answered for {max(known_s):.0f} s" if known_s else "does not answer"
+    process = f" (its process {root.pid} is {root.process})" if root.process else ""
+    reported = [_wait_in_words(service, wait) for service, wait in waits[:_MAX_WAITERS_REPORTED]]
+    parts = [f"{root.name} {lasting}{process}", *reported]
+    if others:
+        parts.append(f"also no answer from {', '.join(other.name for other in others)}")
+    return "; ".join(parts)
+
+
+def _wait_in_words(service: ServiceWaits, wait: Waiting) -> str:
+    many = f"{wait.count} waits of {service.name} are" if wait.count > 1 else f"{service.name} is"
+    peer = "it" if wait.peer != FLEET else f"the {FLEET}"
+    return f"{many} waiting for {peer} ({wait.phase}, {wait.seconds:.0f} s)"
+
+
+def _chain(by_name: Mapping[str, ServiceWaits]) -> list[tuple[str, str, Waiting]]:
+    """Return the longest waits from service to service, as (waiting service, peer, wait).
+
+    The chain begins with the service that no other waits for, and whose wait is the longest.
+    """
+    waiting = [name for name in by_name if _next(name, by_name, {name}) is not None]
+    heads = [name for name in waiting if not _waits_on(name, by_name)] or waiting
+    if not heads:
+        return []
+    name = max(heads, key=lambda head: max(w.seconds for w in by_name[head].waits))
+    chain: list[tuple[str, str, Waiting]] = []
+    seen = {name}
+    while (step := _next(name, by_name, seen)) is not None:
+        chain.append((name, *step))
+        name = step[0]
+        seen.add(name)
+    return chain
+
+
+def _next(
+    name: str, by_name: Mapping[str, ServiceWaits], seen: set[str]
+) -> tuple[str, Waiting] | None:
+    """Return the peer of the longest wait and the wait; in a fleet, the replica with most waits."""
+    for wait in sorted(by_name[name].waits, key=lambda wait: -wait.seconds):
+        targets = [each for each in _targets(wait.peer, by_name) if each not in seen]
+        if targets and wait.seconds >= MIN_REPORTED_S:
+            own = {each: _count_for(each, by_name[name]) for each in targets}
+            return max(targets, key=lambda each: (own[each], each)), wait
+    return None
+
+
+def _count_for(peer: str, service: ServiceWaits) -> int:
+    return sum(wait.count for wait in service.waits if wait.peer == peer)
+
+
+def _chain_in_words(
+    chain: Sequence[tuple[str, str, Waiting]], by_name: Mapping[str, ServiceWaits]
+) -> str:
+    links = [f"waits for {peer} ({wait.phase}, {wait.seconds:.0f} s)" for _, peer, wait in chain]
+    root = by_name[chain[-1][1]]
+    own = max(
+        (wait for wait in root.waits if not _targets(wait.peer, by_name)),
+        key=lambda wait: wait.seconds,
+        default=None,
+    )
+    if root.still_s is not None and root.still_s >= MIN_REPORTED_S:
+        end = f"has made no progress for {root.still_s:.0f} s"
+    elif own is not None and own.seconds >= MIN_REPORTED_S:
+        end = f"waits for {own.peer} ({own.phase}, {own.seconds:.0f} s)"
+    else:
+        end = "is working"
+    return ", which ".join([f"{chain[0][0]} {links[0]}", *links[1:], end])

@@ -1,0 +1,85 @@
+"""What the page shows of a run's folder, for both exits: the server and the exported file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sluice.config.schema.trainer import TrainerConfig
+from sluice.dashboard.comparison import compare_validations
+from sluice.dashboard.curves import curve_points
+from sluice.dashboard.live_status import LiveAnswer
+from sluice.dashboard.overview import RunAtRest, overview, read_final_accounts
+from sluice.dashboard.page import group_object, page_object
+from sluice.dashboard.sample_browser import (
+    READ_S,
+    Cursor,
+    SampleBrowser,
+    SampleFilter,
+    folders_of_run,
+)
+from sluice.dashboard.step_history import StepHistory
+
+
+class RunData:
+    """The answers of the page. Only one thread at a time may call its methods.
+
+    Args:
+        run_dir: the run's folder.
+        trainer: of its configuration: the number of steps, and the folder of validations.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, run_dir: Path, trainer: TrainerConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run_dir = run_dir
+        self._total_steps = trainer.total_training_steps
+        self._clock = clock
+        self._history = StepHistory(self._run_dir)
+        self._browser = SampleBrowser(folders_of_run(run_dir, trainer.validation_data_dir), clock)
+        self._is_behind = True
+
+    def read(self) -> bool:
+        """Read what is new in the files for a bounded time; return whether more is there already.
+
+        Raises:
+            OSError: a folder or file cannot be read.
+        """
+        ends_s = self._clock() + READ_S
+        while (is_behind := self._history.read()) and self._clock() < ends_s:
+            pass
+        self._is_behind = self._browser.read() or is_behind
+        return self._is_behind
+
+    def overview(self, live: LiveAnswer | None) -> dict[str, Any]:
+        """Return the page's first lines, the fleet and the accounting."""
+        accounts = read_final_accounts(self._run_dir)
+        rest = RunAtRest(self._run_dir.absolute().name, self._total_steps, accounts)
+        return {
+            **overview(rest, self._history, live),
+            "num_unread_lines": self._history.num_unread + self._browser.num_unread,
+            "is_reading": self._is_behind,
+        }
+
+    def curves(self, most: int) -> dict[str, Any]:
+        """Return curves and composition in at most `most` points."""
+        return curve_points(self._history, most)
+
+    def comparison(self) -> dict[str, Any]:
+        """Return responses of the first and of the last validation to the same problems."""
+        return compare_validations(self._run_dir, self._history.validated_steps())
+
+    def samples(
+        self, wanted: SampleFilter, text: str, after: Cursor | None, most: int
+    ) -> dict[str, Any]:
+        """Return some groups of the list, and the number of all groups by outcome."""
+        page = self._browser.page(wanted, text, after=after, most=most)
+        return page_object(page, self._browser.counts)
+
+    def group(self, ordinal: int) -> dict[str, Any] | None:
+        """Return one group with its texts; ``None``: it is not there."""
+        found = self._browser.group(ordinal)
+        return None if found is None else group_object(found)

@@ -1,0 +1,37 @@
+"""GRPO's advantages of one group that is given by its rewards alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sluice.algorithm.advantages.grpo import group_relative
+from sluice.algorithm.advantages.statistics import Groups
+
+
+def grpo_advantages(
+    rewards: npt.NDArray[np.float64], *, norm_by_std: bool
+) -> npt.NDArray[np.float64]:
+    """`grpo` for one group given by its rewards alone.
+
+    Args:
+        rewards: float64 [samples], one group.
+        norm_by_std: divide by the std (GRPO, DAPO); False gives ``R - mean`` (Dr. GRPO).
+
+    Returns:
+        float64 [samples]; every response token of sample *i* carries entry *i*.
+
+    Raises:
+        ValueError: `rewards` is empty or not one-dimensional, or holds a non-finite number.
+    """
+    if rewards.ndim != 1 or rewards.size == 0:
+        raise ValueError(
+            f"rewards of one group must have shape [samples >= 1], got {rewards.shape}"
+        )
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"rewards of one group must be finite, got {rewards.tolist()}")
+    values = torch.tensor(rewards, dtype=torch.float64)
+    group = Groups(torch.zeros(rewards.size, dtype=torch.int64), torch.tensor([rewards.size]))
+    found: npt.NDArray[np.float64] = group_relative(values, group, norm_by_std=norm_by_std).numpy()
+    return found

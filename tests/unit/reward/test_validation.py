@@ -1,0 +1,285 @@
+"""Validation: a sample that fails is counted and left out, too many of them end it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.reward.generation.dispatcher import GroupDispatcher
+from services.reward.generation.queue import ReplicaQueue
+from services.reward.generation.request import (
+    GroupRequest,
+    Purpose,
+)
+from services.reward.grading.grader import Grader, SampleScorer
+from services.reward.grading.messages import ScorerInput
+from services.reward.groups.validation import (
+    ValidationOrder,
+    ValidationReport,
+    Validator,
+    check_failures,
+)
+from services.reward.prompts.dataset import IssuedRow
+from services.reward.records.group_log import SampleDumps
+from sluice.data.prompt_rows import PromptRow
+from sluice.errors import DeadlineError, EngineError, PeerError, PromptTooLongError
+from sluice.types import ChatMessage, Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
+from tests.support.reward_loop import InlineScorer, ScriptedClient, replica, settled
+from tests.support.scripted_rollout import rollout_of
+
+SAMPLES = 2
+RIGHT = Scored(1.0, 1.0, {})
+
+
+class Rows:
+    """A validation set whose prompts are answered right by the first sample only."""
+
+    def __init__(self, count: int) -> None:
+        asked = [(ChatMessage("user", f"answer=1 right=1 number={i}"),) for i in range(count)]
+        self._draws = [IssuedRow(i, PromptRow(a, "math_dapo", "1")) for i, a in enumerate(asked)]
+
+    def take(self, count: int) -> list[IssuedRow]:
+        taken, self._draws = self._draws[:count], self._draws[count:]
+        return taken
+
+
+class BreakingPrompts:
+    """Breaks the streams of chosen prompts, in words that name no replica."""
+
+    def __init__(self, *prompt_ids: str) -> None:
+        self.prompt_ids = prompt_ids
+
+    async def __call__(self, _name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.prompt_id in self.prompt_ids:
+            raise EngineError("out of memory")
+
+
+class World:
+    """A validation of `num_prompts` on one replica."""
+
+    def __init__(
+        self,
+        client: ScriptedClient,
+        num_prompts: int,
+        scorer: SampleScorer | None = None,
+        dumps: SampleDumps | None = None,
+    ) -> None:
+        self.reported_tokens: list[int] = []
+        self.dispatcher = GroupDispatcher(
+            client, ReplicaQueue(1.0, lambda: None), max_attempts=1, leave_out_overlong=True
+        )
+        self.validation = Validator(
+            lambda: Rows(num_prompts),
+            self.dispatcher,
+            Grader(scorer or InlineScorer(), None),
+            dumps or SampleDumps(None, None),
+            lambda: 0,
+            on_tokens=self.reported_tokens.append,
+        )
+
+    async def run(self, num_examples: int = 0, seconds: float = 10.0) -> ValidationReport:
+        await self.dispatcher.announce([replica("a")])
+        sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1)
+        order = ValidationOrder(0, SAMPLES, sampling, num_examples)
+        return await self.validation.run(order, seconds)
+
+
+async def test_a_prompt_that_cannot_be_generated_is_counted_and_left_out_of_the_mean(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(ScriptedClient(before_sample=BreakingPrompts("validation-3")), 20)
+    with caplog.at_level(logging.WARNING):
+        metrics = (await world.run()).metrics
+    assert metrics["val-aux/num_failed_samples"] == SAMPLES
+    assert metrics["val-aux/num_prompts"] == 19
+    assert metrics["val-core/math_dapo/acc/mean@2"] == 0.5
+    assert any(
+        all(word in line for word in ("validation-3", "replica a", "engine_error", "out of memory"))
+        for line in caplog.messages
+    )
+    assert world.validation.num_pending_tokens == 0
+    assert world.validation.num_graded_groups == 20
+
+
+async def hold_the_second_sample(_name: str, request: GroupRequest, index: int) -> None:
+    if request.prompt.prompt_id == "validation-5" and index == 1:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("before_sample", [BreakingPrompts("validation-3"), hold_the_second_sample])
+async def test_all_tokens_of_a_validation_are_told_even_if_it_does_not_end(
+    before_sample: Any,
+) -> None:
+    world = World(ScriptedClient(before_sample=before_sample), 20)
+    with suppress(DeadlineError):
+        await world.run(seconds=0.5)
+    received = world.dispatcher.num_received
+    assert sum(world.reported_tokens) == received[Purpose.VALIDATION] > 0
+    assert received[Purpose.TRAINING] == 0
+    assert world.validation.num_pending_tokens == 0
+
+
+class ScorerOutOfOrder(InlineScorer):
+    """No process can be had for the third group."""
+
+    num_groups = 0
+
+    async def score(self, items: Sequence[ScorerInput]) -> tuple[Scored | Failed, ...]:
+        self.num_groups += 1
+        if self.num_groups == 3:
+            raise DeadlineError("scorer process", "loading the scorer", 20.0)
+        return await super().score(items)
+
+
+async def test_a_group_for_which_no_scorer_can_be_had_does_not_end_the_evaluation() -> None:
+    metrics = (await World(ScriptedClient(), 20, ScorerOutOfOrder()).run()).metrics
+    assert metrics["val-aux/num_failed_samples"] == SAMPLES
+    assert metrics["val-aux/num_prompts"] == 19
+
+
+async def test_too_many_failures_end_the_validation_with_their_number_and_an_example() -> None:
+    client = ScriptedClient(before_sample=BreakingPrompts(*(f"validation-{i}" for i in range(3))))
+    with pytest.raises(PeerError) as failure:
+        await World(client, 20).run()
+    text = str(failure.value)
+    assert text.startswith("rollout fleet: failed while validating version 0")
+    assert "6 of 40 samples failed (6 engine_error), more than the 10%" in text
+    assert "out of memory" in text
+
+
+@pytest.mark.parametrize(("num_failed", "fails"), [(0, False), (1, False), (2, True)])
+def test_a_tenth_of_the_samples_may_fail(num_failed: int, fails: bool) -> None:
+    outcomes: list[Outcome] = [RIGHT] * (10 - num_failed)
+    outcomes += [Failed(FailureKind.UNSCORABLE, "no number")] * num_failed
+    if not fails:
+        check_failures(outcomes, "validating version 7")
+        return
+    with pytest.raises(PeerError, match=r"scorer pool: .*version 7: 2 of 10 .*\(2 unscorable\)"):
+        check_failures(outcomes, "validating version 7")
+
+
+class HeldPrompts:
+    """Holds every sample of one prompt back until it is let go."""
+
+    def __init__(self, prompt_id: str) -> None:
+        self.prompt_id, self.gate = prompt_id, asyncio.Event()
+
+    async def __call__(self, _name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.prompt_id == self.prompt_id:
+            await self.gate.wait()
+
+
+async def test_tokens_are_let_go_as_soon_as_a_group_is_graded() -> None:
+    def make(name: str, request: GroupRequest, index: int) -> Rollout:
+        rollout = rollout_of("Answer: 1", index, 0, request.sampling.seed, 8)
+        tokens.append(weakref.ref(rollout.token_ids))
+        return rollout
+
+    held = HeldPrompts("validation-19")
+    tokens: list[weakref.ref[object]] = []
+    world = World(ScriptedClient(before_sample=held, make=make), 20)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(world.run(num_examples=3))
+        await settled(lambda: world.validation.num_graded_groups == 19)
+        gc.collect()
+        assert len(tokens) == 19 * SAMPLES
+        assert [token for token in tokens if token() is not None] == []
+        held.gate.set()
+    result = running.result()
+    assert result.num_generated_tokens == 20 * SAMPLES * 8
+    assert len(result.examples) == 3
+
+
+async def test_the_examples_are_those_of_the_first_prompts_whoever_is_graded_first() -> None:
+    held = HeldPrompts("validation-0")
+    world = World(ScriptedClient(before_sample=held), 6)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(world.run(num_examples=2))
+        await settled(lambda: world.validation.num_graded_groups == 5)
+        held.gate.set()
+    assert [example.prompt[-1] for example in running.result().examples] == ["0", "1"]
+
+
+async def test_a_second_validation_starts_after_the_first_has_ended() -> None:
+    held = HeldPrompts("validation-2")
+    client = ScriptedClient(before_sample=held)
+    world = World(client, 3)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(world.run()) for _ in range(2)]
+        await settled(lambda: world.validation.num_graded_groups == 2)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(client.calls) == 3
+        held.gate.set()
+    assert len(client.calls) == 6
+    assert [task.result().metrics["val-aux/num_prompts"] for task in running] == [3.0, 3.0]
+
+
+async def test_a_validation_waits_for_another_no_longer_than_its_deadline() -> None:
+    held = HeldPrompts("validation-0")
+    world = World(ScriptedClient(before_sample=held), 1)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(world.run())
+        await settled(lambda: len(world.validation._open) == 1)
+        with pytest.raises(DeadlineError, match="after another validation"):
+            await world.run(seconds=0.05)
+        held.gate.set()
+    assert running.result().metrics["val-aux/num_prompts"] == 1.0
+
+
+async def test_a_validation_that_is_cancelled_ends_its_streams() -> None:
+    never = asyncio.Event()
+
+    async def hang(_name: str, _request: GroupRequest, _index: int) -> None:
+        await never.wait()
+
+    client = ScriptedClient(before_sample=hang)
+    world = World(client, 3)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(world.run())
+        await settled(lambda: len(client.calls) == 3)
+        running.cancel()
+    assert len(client.cancelled) == 3
+    assert world.validation.num_pending_tokens == 0
+
+
+async def test_a_prompt_that_is_too_long_is_no_part_of_the_validation_set() -> None:
+    client = ScriptedClient()
+
+    async def refuse(_name: str, request: GroupRequest, _index: int) -> None:
+        if request.prompt.prompt_id in ("validation-0", "validation-1"):
+            raise PromptTooLongError.of(9, 4)
+
+    client.before_sample = refuse
+    result = await World(client, num_prompts=3).run()
+    assert result.metrics["val-aux/num_prompts"] == 1
+    assert result.metrics["val-aux/num_failed_samples"] == 0
+
+
+async def test_every_graded_response_is_written_where_asked(tmp_path: Path) -> None:
+    world = World(ScriptedClient(), 3, dumps=SampleDumps(None, tmp_path))
+    await world.run()
+    rows = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * SAMPLES
+    assert {"input", "output", "gts", "score", "step", "uid"} <= rows[0].keys()
+
+
+async def test_a_folder_that_cannot_be_written_is_told_once_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    world = World(ScriptedClient(), 2, dumps=SampleDumps(None, blocked))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert (await world.run()).metrics
+    assert caplog.text.count("samples are not written") == 1

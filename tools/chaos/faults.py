@@ -1,0 +1,253 @@
+"""The faults of a run: their schedule, their injection, and the end of those that last.
+
+The schedule is a pure function of the seed. It deals kinds from a shuffled deck, so each occurs
+about as often as the deck holds it. A random number decides which candidate of that moment is hit;
+a fault that is impossible at its moment is skipped and reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sluice.client.launcher import Launcher
+from sluice.errors import SluiceError
+from sluice.launch.servicer import launcher_of
+from tools.chaos.cable import Cable
+from tools.launched_run import LaunchedRun, Process
+
+FAR = "rollout-far"
+# Cards in the deck, and seconds that the fault lasts, from and to.
+KINDS: dict[str, tuple[int, float, float]] = {
+    "kill_replica": (2, 0.0, 0.0),
+    "stop_replica": (2, 1.0, 15.0),
+    "kill_reward": (1, 0.0, 0.0),
+    "stop_reward": (1, 1.0, 8.0),
+    "kill_trainer": (1, 0.0, 0.0),
+    "stop_trainer": (1, 1.0, 8.0),
+    "kill_all": (1, 0.0, 0.0),
+    "kill_scorer": (1, 0.0, 0.0),
+    "leave": (1, 0.0, 0.0),
+    "scale_down": (1, 0.0, 0.0),
+    "join": (1, 0.0, 0.0),
+    "partition": (2, 3.0, 10.0),
+    "delay": (1, 4.0, 10.0),
+}
+REPLICAS = 2  # of the launcher at the beginning
+# The supervisor gives a process up that dies six times in a row, with no life of two minutes.
+_MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
+# Of what follows the command's name in /proc/PID/stat.
+_PARENT_FIELD, _START_FIELD = 1, 19
+_DELAYS_S = (0.05, 0.3)
+_CORE = ("trainer", "reward")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        at_s: when, seconds from the first possible moment.
+        kind: a key of `KINDS`.
+        choice: in [0, 1): which of the candidates is hit.
+        seconds: how long it lasts; 0: it does not last.
+    """
+
+    at_s: float
+    kind: str
+    choice: float
+    seconds: float
+
+
+def make_schedule(seed: int, seconds: float, interval_s: float) -> tuple[Fault, ...]:
+    """Return faults in order of time; the last one has ended before `seconds`.
+
+    Gaps are 0.5 to 1.5 times `interval_s` long.
+    """
+    rng, deck, faults = random.Random(seed), list[str](), list[Fault]()
+    at_s = rng.uniform(0.0, interval_s)
+    while at_s < seconds:
+        if not deck:
+            deck = [kind for kind, (cards, _, _) in KINDS.items() for _ in range(cards)]
+            rng.shuffle(deck)
+        kind = deck.pop()
+        _, shortest_s, longest_s = KINDS[kind]
+        lasts_s = min(rng.uniform(shortest_s, longest_s), seconds - at_s)
+        faults.append(Fault(round(at_s, 2), kind, rng.random(), round(lasts_s, 2)))
+        at_s += interval_s * rng.uniform(0.5, 1.5)
+    return tuple(faults)
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """The effect of a fault: when (monotonic), what it hit, or why it could not be injected."""
+
+    fault: Fault
+    at_s: float
+    target: str
+    skipped: str = ""
+
+
+class _Impossible(Exception):
+    """The machine or the moment does not allow a fault."""
+
+
+@dataclass(slots=True)
+class Injector:
+    """Injects faults into one run.
+
+    Attributes:
+        run: whose processes are hit.
+        cable: to the far replica; or why there is none.
+        far: the process of the far replica, while it runs.
+        done: all faults so far.
+        stopped: service, from, to (monotonic) of each stop.
+    """
+
+    run: LaunchedRun
+    cable: Cable | str
+    far: Process | None = None
+    done: list[Injected] = field(default_factory=list)
+    stopped: list[tuple[str, float, float]] = field(default_factory=list)
+
+    async def follow(self, schedule: Sequence[Fault]) -> None:
+        """Inject all faults at their times; return when the last one is over."""
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for fault in schedule:
+                await asyncio.sleep(max(0.0, began_s + fault.at_s - time.monotonic()))
+                try:
+                    target, why = await self._inject(fault, tasks), ""
+                except (_Impossible, SluiceError, ProcessLookupError) as error:
+                    target, why = "", str(error) or "the process had just ended"
+                self.done.append(Injected(fault, time.monotonic(), target, why))
+
+    async def set_replicas(self, count: int) -> str:
+        """Scale as `sluice scale` does; return the names of replicas that start or leave."""
+        if not 1 <= count <= REPLICAS + 1:
+            raise _Impossible(f"the launcher keeps 1 to {REPLICAS + 1} replicas")
+        found = launcher_of(self.run.run_dir)
+        async with Launcher(found.address, found.credentials) as launcher:
+            change = await launcher.set_replicas(count)
+        return ", ".join((*change.started, *change.drained))
+
+    async def _inject(self, fault: Fault, tasks: asyncio.TaskGroup) -> str:
+        processes = await self.run.processes()
+        local = [
+            one
+            for name, one in sorted(processes.items())
+            if name not in _CORE and not one.is_draining
+        ]
+        replicas = [*local, *([self.far] if self.far else ())]
+        action, _, whom = fault.kind.partition("_")
+        among = replicas if whom == "replica" else [processes[whom]] if whom in processes else []
+        match action:
+            case "kill" if whom == "all":
+                return _kill_all([processes[n] for n in _CORE if n in processes], replicas)
+            case "kill" if whom == "scorer":
+                return _kill(_chosen(fault, _scorers(processes.get("reward"))))
+            case "kill":
+                return _kill(_chosen(fault, [one for one in among if _is_mortal(one)]))
+            case "stop":
+                return self._stop(_chosen(fault, among), fault.seconds, tasks)
+            case "partition" | "delay":
+                return self._disturb(fault, tasks)
+            case "leave":
+                if len(local) < 2:
+                    raise _Impossible("one replica has to stay")
+                leaving = _chosen(fault, local)
+                os.kill(leaving.pid, signal.SIGTERM)
+                return leaving.name
+            case _:
+                return await self.set_replicas(len(local) + (1 if action == "join" else -1))
+
+    def _stop(self, chosen: Process, seconds: float, tasks: asyncio.TaskGroup) -> str:
+        os.kill(chosen.pid, signal.SIGSTOP)
+        tasks.create_task(self._resume(chosen, seconds), name=f"{chosen.name} resumes")
+        return chosen.name
+
+    async def _resume(self, process: Process, seconds: float) -> None:
+        from_s = time.monotonic()
+        # A process that ends meanwhile must not be taken for another one with its id.
+        handle = os.pidfd_open(process.pid)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            try:
+                signal.pidfd_send_signal(handle, signal.SIGCONT)
+            except ProcessLookupError:
+                pass
+            finally:
+                os.close(handle)
+            self.stopped.append((process.name, from_s, time.monotonic()))
+
+    def _disturb(self, fault: Fault, tasks: asyncio.TaskGroup) -> str:
+        if isinstance(self.cable, str):
+            raise _Impossible(self.cable)
+        if self.cable.is_cut or self.cable.delay_s:
+            raise _Impossible("the cable is disturbed already")
+        if fault.kind == "partition":
+            self.cable.is_cut = True
+        else:
+            low, high = _DELAYS_S
+            self.cable.delay_s = low + (high - low) * fault.choice
+        tasks.create_task(self._heal(self.cable, fault.seconds), name="the cable heals")
+        return FAR
+
+    async def _heal(self, cable: Cable, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            cable.is_cut, cable.delay_s = False, 0.0
+
+
+def _is_mortal(process: Process) -> bool:
+    """Return whether it restarts when it is killed: not too often, or after a long life."""
+    if process.restarts < _MOST_RESTARTS:
+        return True
+    up_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    ticks = int(_stat(process.pid)[_START_FIELD])
+    return up_s - ticks / os.sysconf("SC_CLK_TCK") > _LONG_LIFE_S
+
+
+def _chosen(fault: Fault, among: Sequence[Process]) -> Process:
+    if not among:
+        raise _Impossible("no such process runs, or one more death would end the run")
+    return among[int(fault.choice * len(among))]
+
+
+def _kill(process: Process) -> str:
+    os.kill(process.pid, signal.SIGKILL)
+    return process.name
+
+
+def _kill_all(core: Sequence[Process], replicas: Sequence[Process]) -> str:
+    if sum(map(_is_mortal, core)) < len(_CORE):
+        raise _Impossible("one more death in a row would end the run")
+    return ", ".join(map(_kill, (*core, *filter(_is_mortal, replicas))))
+
+
+def _scorers(reward: Process | None) -> list[Process]:
+    """Return the scorer processes of the reward service."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes()
+            parent = int(_stat(int(entry.name))[_PARENT_FIELD])
+        except OSError:
+            continue
+        if reward and parent == reward.pid and b"services.reward.grading.process" in command:
+            found.append(Process("scorer", int(entry.name), 0, is_draining=False))
+    return sorted(found, key=lambda one: one.pid)
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields behind the command's name; raise OSError if the process has ended."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    return text.rsplit(")", 1)[1].split()

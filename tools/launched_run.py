@@ -1,0 +1,281 @@
+"""A small run of `sluice up` in processes of its own, for the tools that use one.
+
+Signals go to the ids that the launcher reports at that moment, so they hit only processes of the
+run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from subprocess import Popen
+from typing import cast
+
+from sluice.api.launch.v1 import launch_pb2, launch_pb2_grpc
+from sluice.api.trainer.v1 import trainer_pb2
+from sluice.client.run_address import locate_run
+from sluice.client.run_monitor import RunMonitor, RunSnapshot
+from sluice.config.addresses import peer_address
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
+from sluice.config.rules.checks import check_config
+from sluice.config.run import RunConfig
+from sluice.errors import SluiceError
+from sluice.launch.service_spec import with_ports
+from sluice.launch.servicer import launcher_of
+from sluice.quickstart.prepare import prepare
+from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
+from sluice.rpc.client import open_channel, trainer_stub, unary_call
+from tools.commands import started
+from tools.phases import PhaseError
+
+LOOPBACK = "127.0.0.1"
+SLUICE = (sys.executable, "-m", "sluice.cli.main")
+_STOP_S, _END_S, _POLL_S, _ANSWER_S = 120.0, 90.0, 0.2, 10.0
+_SCORER = """
+import zlib
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    right = float(zlib.crc32(solution_str.encode()) & 1)
+    return {"score": right, "acc": right}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One size of run: its task, how much is made for it, its settings, and its scorer."""
+
+    task: str
+    preparation: PrepareSettings
+    overrides: tuple[str, ...]
+    has_chance_scorer: bool
+
+
+SIZES = {
+    # The model knows nothing; an answer is right by the parity of its checksum.
+    "tiny": Size(
+        "quickstart",
+        PrepareSettings(
+            num_train=4_000,
+            num_held_out=16,
+            num_tokenizer_dialogues=100,
+            warm_start=WarmStartSettings(max_hold_steps=1, warmup_steps=1, decay_steps=1),
+        ),
+        (
+            "data.train_batch_size=4",
+            "data.max_response_length=8",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.rollout.max_num_seqs=32",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            # So slow that it never learns the checksum, and groups stay mixed.
+            "actor_rollout_ref.actor.optim.lr=0.00001",
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=4",
+        ),
+        has_chance_scorer=True,
+    ),
+    # The quickstart's harder task, which is not solved within minutes: groups stay mixed.
+    "stretch": Size(
+        "stretch",
+        PrepareSettings(),
+        ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"),
+        has_chance_scorer=False,
+    ),
+}
+_ENDLESS = (
+    "trainer.total_training_steps=1000000",
+    "trainer.total_epochs=1000000",
+    "trainer.save_freq=5",
+    "trainer.test_freq=1000000",  # after the last batch
+    "trainer.val_before_train=false",
+    "trainer.logger=[jsonl]",
+    "reward.scorer_pool.num_workers=1",
+)
+# Deadlines that a run of minutes can reach.
+SHORT_DEADLINES = (
+    "sluice.trainer.min_replicas=1",
+    "sluice.trainer.replica_ttl_s=4",
+    "sluice.trainer.replica_stall_s=20",
+    "sluice.trainer.replica_wait_timeout_s=120",
+    "sluice.trainer.batch_timeout_s=120",
+    "sluice.reward.generate_timeout_s=60",
+    "sluice.reward.stall_timeout_s=10",
+    "sluice.weights.timeout_s=10",
+    "sluice.shutdown_grace_s=30",
+)
+
+
+def prepare_run(
+    folder: Path, size: Size, overrides: Sequence[str], *, seed: int = 0, host: str = LOOPBACK
+) -> tuple[RunConfig, Path]:
+    """Make model and data, and write the configuration, with ports.
+
+    Args:
+        folder: gets ``assets``, ``run.yaml``, perhaps ``scorer.py``, and, from the run, ``run``.
+        size: of all that.
+        overrides: settings above those of the size.
+        seed: of model, data and sampling.
+        host: where trainer and reward service listen.
+    """
+    assets = prepare(
+        folder / "assets",
+        task=size.task,
+        seed=seed,
+        progress=lambda _: None,
+        settings=size.preparation,
+    )
+    settings = [
+        *(f"{key}.endpoint.host={host}" for key in ("sluice.trainer", "sluice.reward")),
+        f"actor_rollout_ref.model.path={assets.model_dir.absolute()}",
+        f"data.train_files={assets.train_file.absolute()}",
+        f"data.val_files={assets.val_file.absolute()}",
+        f"data.max_prompt_length={assets.task.max_prompt_tokens}",
+        f"data.max_response_length={assets.task.max_response_tokens}",
+        f"reward.reward_kwargs.overlong_buffer_cfg.len={assets.task.overlong_buffer_tokens}",
+        *(f"{key}.seed={seed}" for key in ("data", "actor_rollout_ref.rollout", "trainer")),
+        f"sluice.run_dir={(folder / 'run').absolute()}",
+        *_ENDLESS,
+        *size.overrides,
+    ]
+    if size.has_chance_scorer:
+        scorer = folder / "scorer.py"
+        scorer.write_text(_SCORER, encoding="utf-8")
+        settings.append(f"reward.custom_reward_function.path={scorer.absolute()}")
+    with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
+        config = load_config(base, [*settings, *overrides])
+    check_config(config)
+    config = with_ports(config)
+    write_config(config, folder / "run.yaml")
+    return config, folder / "run.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A running process; `restarts` in a row as the launcher counts them."""
+
+    name: str
+    pid: int
+    restarts: int
+    is_draining: bool
+
+
+class LaunchedRun:
+    """A run's processes.
+
+    Args:
+        config: of the run.
+        up: the process of `sluice up`.
+    """
+
+    def __init__(self, config: RunConfig, up: Popen[bytes]) -> None:
+        self.config, self.up = config, up
+        self.run_dir = Path(config.sluice.run_dir)
+
+    async def processes(self) -> dict[str, Process]:
+        """Return those that run now, by name; nothing before the launcher serves."""
+        with suppress(SluiceError):
+            launcher = launcher_of(self.run_dir)
+            async with open_channel(
+                launcher.address, max_message_bytes=1 << 20, credentials=launcher.credentials
+            ) as channel:
+                stub = launch_pb2_grpc.LaunchServiceStub(channel)
+                answer = await unary_call(
+                    cast("launch_pb2_grpc.LaunchServiceAsyncStub", stub).GetServices,
+                    launch_pb2.GetServicesRequest(),
+                    peer="launcher",
+                    phase="asking for its processes",
+                )
+            return {
+                one.name: Process(one.name, one.pid, one.restarts, one.draining)
+                for one in answer.services
+                if one.pid
+            }
+        return {}
+
+    def monitor(self) -> RunMonitor:
+        """Return a client of trainer and reward service, as an async context manager.
+
+        Raises:
+            ConfigError: `sluice up` has not written the run's configuration yet.
+        """
+        found = locate_run(self.run_dir)
+        return RunMonitor(found.trainer, found.reward, credentials=found.credentials)
+
+    async def snapshot(self) -> RunSnapshot | None:
+        """Return the run's state; None while the trainer is away."""
+        with suppress(SluiceError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_S), self.monitor() as monitor:
+                return await monitor.snapshot()
+        return None
+
+    async def until_training(self, step: int, replicas: int, within_s: float) -> RunSnapshot:
+        """Return the state after so many steps with so many serving replicas.
+
+        Raises:
+            PhaseError: the run ended before, or not in time.
+        """
+        ends_s = time.monotonic() + within_s
+        while True:
+            seen = await self.snapshot()
+            serving = [one for one in seen.replicas if one.state == "serving"] if seen else []
+            if seen is not None and seen.step >= step and len(serving) >= replicas:
+                return seen
+            self.check(f"step {step} with {replicas} replicas", ends_s)
+            await asyncio.sleep(_POLL_S)
+
+    async def until(self, what: str, holds: Callable[[], bool], within_s: float) -> None:
+        """Poll until `holds` is true; raise PhaseError as `until_training` does."""
+        ends_s = time.monotonic() + within_s
+        while not holds():
+            self.check(what, ends_s)
+            await asyncio.sleep(_POLL_S)
+
+    def check(self, what: str, ends_s: float) -> None:
+        """Raise PhaseError if the run has ended, or if the time for `what` is over."""
+        if (code := self.up.poll()) is not None:
+            raise PhaseError(f"{what}: the run ended first with code {code}")
+        if time.monotonic() > ends_s:
+            raise PhaseError(f"{what}: not in time")
+
+    async def stop(self, reason: str) -> int:
+        """End the run as at its last step; return the exit code of `sluice up`, -1 if it hangs."""
+        address = peer_address(self.config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
+        ends_s, is_asked = time.monotonic() + _STOP_S, False
+        while self.up.poll() is None and time.monotonic() < ends_s:
+            if not is_asked:
+                # A trainer that was killed before does not answer until it is started again.
+                with suppress(SluiceError):
+                    async with open_channel(address, max_message_bytes=1 << 20) as channel:
+                        await unary_call(
+                            trainer_stub(channel).Stop,
+                            trainer_pb2.StopRequest(reason=reason),
+                            peer="trainer",
+                            phase="asking it to stop",
+                        )
+                        is_asked = True
+            await asyncio.sleep(_POLL_S)
+        code = self.up.poll()
+        return -1 if code is None else code
+
+
+@contextmanager
+def launched_run(
+    config: RunConfig,
+    config_file: Path,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[LaunchedRun]:
+    """Start `sluice up` with options; end what is left of the run with the block.
+
+    The output is in ``up.log`` beside the configuration.
+    """
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "400", **(environment or {})}
+    command = (*SLUICE, "up", str(config_file), *options)
+    with started(command, config_file.parent / "up.log", quiet, ends_within_s=_END_S) as up:
+        yield LaunchedRun(config, up)
