@@ -30,6 +30,7 @@ from tests.support.causal_lms import (
     reference_model,
     samples_of,
 )
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 
 SLOTS, MAX_MODEL_LEN = 128, 2048
@@ -118,7 +119,9 @@ class Trainer:
         weights = {spec.name: state[spec.name] for spec in self.engine.weight_layout}
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                asyncio.to_thread(self.sender.broadcast, weights, self.version, self._never)
+                asyncio.to_thread(
+                    self.sender.broadcast, buffer_of(weights), self.version, self._never
+                )
             )
             staged = tasks.create_task(self.engine.stage(self.epoch, self.version))
         assert staged.result().version == self.version

@@ -35,6 +35,7 @@ from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import VOCABULARY, expected_logprobs, reference_model
 from tests.support.engine_contract_world import PLAIN, TIED, TOLERANCE, save_contract_config
 from tests.support.rpc_server import serving
+from tests.support.weight_buffers import buffer_of
 
 _ROOT = Path(__file__).parents[2]
 _MESSAGE_BYTES = 1 << 24
@@ -150,7 +151,9 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
                 tasks.create_task(asyncio.to_thread(sender.join, given_up))
                 tasks.create_task(client.join(spec))
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(asyncio.to_thread(sender.broadcast, weights, 1, given_up))
+                tasks.create_task(
+                    asyncio.to_thread(sender.broadcast, buffer_of(weights), 1, given_up)
+                )
                 staged = tasks.create_task(client.stage(1, 1))
             await client.commit(1, 1, staged.result())
     finally:

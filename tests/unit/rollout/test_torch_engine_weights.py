@@ -31,6 +31,7 @@ from tests.support.causal_lms import (
     save_config,
     weights_of,
 )
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 
 _PROMPT = (5, 9, 23, 54)
@@ -155,7 +156,9 @@ class _Trainer:
         """Broadcasts and stages; returns the digest that the replica computed."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                asyncio.to_thread(self.sender.broadcast, self.weights, version, self._never)
+                asyncio.to_thread(
+                    self.sender.broadcast, buffer_of(self.weights), version, self._never
+                )
             )
             staged = tasks.create_task(self.engine.stage(epoch, version))
         assert staged.result().version == version

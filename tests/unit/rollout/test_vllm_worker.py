@@ -21,6 +21,7 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import InvalidRequestError, WeightSyncError
 from sluice.types import TensorSpec
 from sluice.weights.sender import WeightSender
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 
 _WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5)}
@@ -63,7 +64,7 @@ async def _form(sender: WeightSender, worker: WeightWorker, epoch: int) -> None:
 
 async def _send(sender: WeightSender, worker: WeightWorker, version: int) -> Outcome:
     assert worker.sluice_stage(version) == {}
-    await asyncio.to_thread(sender.broadcast, _WEIGHTS, version, threading.Event())
+    await asyncio.to_thread(sender.broadcast, buffer_of(_WEIGHTS), version, threading.Event())
     return await _outcome(worker)
 
 

@@ -21,6 +21,7 @@ from sluice.device.cpu import CpuDevice
 from sluice.errors import EngineError, InvalidRequestError, WeightSyncError, leaves
 from sluice.types import TensorSpec
 from sluice.weights.sender import WeightSender
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 
 _WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5)}
@@ -84,7 +85,7 @@ class World:
     async def stage(self, version: int) -> Any:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                asyncio.to_thread(self.sender.broadcast, _WEIGHTS, version, self.stop)
+                asyncio.to_thread(self.sender.broadcast, buffer_of(_WEIGHTS), version, self.stop)
             )
             staged = tasks.create_task(self.replica.stage(version))
         return staged.result()
