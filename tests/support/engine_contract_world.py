@@ -119,9 +119,7 @@ class Trainer:
         weights = {spec.name: state[spec.name] for spec in self.engine.weight_layout}
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                asyncio.to_thread(
-                    self.sender.broadcast, buffer_of(weights), self.version, self._never
-                )
+                asyncio.to_thread(self.sender.broadcast, buffer, self.version, self._never)
             )
             staged = tasks.create_task(self.engine.stage(self.epoch, self.version))
         assert staged.result().version == self.version
