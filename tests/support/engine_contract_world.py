@@ -117,6 +117,7 @@ class Trainer:
         self.version += 1
         state = model.state_dict()
         weights = {spec.name: state[spec.name] for spec in self.engine.weight_layout}
+        buffer = buffer_of(weights)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
                 asyncio.to_thread(self.sender.broadcast, buffer, self.version, self._never)

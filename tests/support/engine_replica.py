@@ -143,7 +143,7 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=60.0)
     channels = ReplicaChannels(_MESSAGE_BYTES)
     client = ReplicaClient(replica, channels, timeout_s=60, transfer_timeout_s=60)
-    weights = {spec.name: state[spec.name] for spec in layout}
+    buffer = buffer_of({spec.name: state[spec.name] for spec in layout})
     try:
         async with client:
             spec = sender.form_group(1, [replica.name], layout)[replica.name]
@@ -151,9 +151,7 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
                 tasks.create_task(asyncio.to_thread(sender.join, given_up))
                 tasks.create_task(client.join(spec))
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(
-                    asyncio.to_thread(sender.broadcast, buffer_of(weights), 1, given_up)
-                )
+                tasks.create_task(asyncio.to_thread(sender.broadcast, buffer, 1, given_up))
                 staged = tasks.create_task(client.stage(1, 1))
             await client.commit(1, 1, staged.result())
     finally:

@@ -154,11 +154,10 @@ class _Trainer:
 
     async def send(self, epoch: int, version: int) -> str:
         """Broadcasts and stages; returns the digest that the replica computed."""
+        buffer = buffer_of(self.weights)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                asyncio.to_thread(
-                    self.sender.broadcast, buffer_of(self.weights), version, self._never
-                )
+                asyncio.to_thread(self.sender.broadcast, buffer, version, self._never)
             )
             staged = tasks.create_task(self.engine.stage(epoch, version))
         assert staged.result().version == version
