@@ -1,10 +1,10 @@
 # One image file for all services. Targets: `reward` (without torch) and `compute` (trainer, rollout
-# and what prepares a run). No RUN --mount and no frontend line, so that every builder takes it.
+# and `sluice prepare`). No RUN --mount and no frontend line, so that every builder takes it.
 # docs/deployment/compose.md has the build arguments, also those for CUDA and Ascend NPUs.
 ARG BASE_IMAGE=python:3.11-slim
 ARG REWARD_BASE_IMAGE=python:3.11-slim
 
-# What pip is to install, by itself: a change of other lines in pyproject.toml renews no layer below.
+# The requirements alone: a change of other lines in pyproject.toml renews no layer below.
 FROM ${REWARD_BASE_IMAGE} AS requirements
 WORKDIR /src
 COPY pyproject.toml constraints.txt deploy/docker/image_requirements.py ./

@@ -15,6 +15,7 @@ import typer
 from benchmarks.simulator.fit import fitted_simulation
 from benchmarks.simulator.twin import print_twin, twin, twin_as_json
 from sluice.algorithm.sampling.rules import StrategyName
+from sluice.cli.arguments import AsJson
 from sluice.cli.simulate import options
 from sluice.cli.simulate.command import compare_strategies, print_result, progress
 from sluice.cli.simulate.subject import Given, Subject, with_options
@@ -39,7 +40,7 @@ def main(  # noqa: PLR0913 - one parameter an option
     trainer_s: options.TrainerSeconds = None,
     seed: options.Seed = 0,
     compare_all: options.Compare = False,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Set a run beside its simulation; --compare asks what it would do otherwise."""
     given = Given(

@@ -14,7 +14,7 @@ import struct
 import sys
 
 from sluice.errors import SluiceError
-from sluice.launch.own_address import own_address
+from sluice.launch.service_spec import own_address
 
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15

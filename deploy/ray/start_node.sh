@@ -33,10 +33,11 @@ head_name=$1
 shift
 [ $# -eq 0 ] || { [ "$1" = "--" ] && shift; } || usage
 
-child='' heard='' stopped=''
+child='' heard='' missed='' stopped=''
 
 hand_on() { # SIGNAL CODE
     heard=yes stopped=$2
+    [ -n "$child" ] || missed=yes
     [ -z "$child" ] || kill -"$1" "$child" 2>/dev/null || true
 }
 trap 'hand_on TERM 143' TERM
@@ -46,13 +47,13 @@ trap 'hand_on INT 130' INT
 # the foreground has ended. Job control lets it have SIGINT.
 follow() {
     local code=0 again
-    heard=''
+    heard='' missed=''
     [ -z "$stopped" ] || exit "$stopped"
     set -m
     "$@" &
     child=$!
     set +m
-    [ -z "$heard" ] || kill -TERM "$child" 2>/dev/null || true
+    [ -z "$missed" ] || kill -TERM "$child" 2>/dev/null || true
     wait "$child" || code=$?
     # A signal ends the wait and not the command. 127: it had ended, and its code is known.
     while [ -n "$heard" ]; do

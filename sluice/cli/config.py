@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from msgspec import UNSET
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.terminal import output_console, print_table, split_arguments
+from sluice.cli.arguments import AsJson, split_arguments
+from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import explain_key, keys_of_section
@@ -73,7 +73,6 @@ ConfigArguments = Annotated[
         show_default=False,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @config_commands.command("check")
@@ -118,7 +117,7 @@ def check(
     )
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
-        typer.echo(json.dumps(report_as_json(report, broken), sort_keys=True))
+        print_json(report_as_json(report, broken))
     else:
         print_report(output_console(), report, broken)
     if broken:
@@ -144,13 +143,13 @@ def explain(
     keys = list(catalogue().values()) if key is None else keys_of_section(key)
     if key is None or keys:
         if as_json:
-            typer.echo(json.dumps([description_as_json(one) for one in keys], sort_keys=True))
+            print_json([description_as_json(one) for one in keys])
         else:
             print_keys(output_console(), keys)
         return
     entry = explain_key(key)
     if as_json:
-        typer.echo(json.dumps(description_as_json(entry), sort_keys=True))
+        print_json(description_as_json(entry))
     else:
         print_description(output_console(), entry)
 
@@ -236,11 +235,13 @@ def print_report(console: Console, report: CheckReport, broken: Sequence[Problem
         right=("as verl would run it", "here"),
     )
     if report.memory is None:
-        console.print("No memory estimate: no config.json of the model; see --model-config FILE.\n")
+        print_line(
+            console, "No memory estimate: no config.json of the model; see --model-config FILE.\n"
+        )
     else:
         _print_memory(console, report.memory)
     print_problems(console, (*report.notes, *broken))
-    console.print(Text(f"{_keys(report.keys)}{_verdict(broken)}"), soft_wrap=True)
+    print_line(console, f"{_keys(report.keys)}{_verdict(broken)}")
 
 
 def print_problems(console: Console, problems: Sequence[Problem]) -> None:
@@ -252,7 +253,7 @@ def print_problems(console: Console, problems: Sequence[Problem]) -> None:
         console.print(Text(f"{heading}:", style=style))
         for one in found:
             rule = "" if severity is Severity.NOTE else f"[{one.rule}] "
-            console.print(Text(f"  - {rule}{one.text}"), soft_wrap=True)
+            print_line(console, f"  - {rule}{one.text}")
         if severity is Severity.NOTE:
             console.print()
 
@@ -336,14 +337,11 @@ def _print_memory(console: Console, memory: MemoryReport) -> None:
     )
     if memory.device_bytes is not None:
         fit = "none" if memory.smallest_tp is None else str(memory.smallest_tp)
-        console.print(
-            Text(
-                "Smallest tensor parallel size of the engine (device memory * "
-                f"gpu_memory_utilization * TP > parameters * 2 bytes): {fit}"
-            ),
-            soft_wrap=True,
+        print_line(
+            console,
+            "Smallest tensor parallel size of the engine (device memory * "
+            f"gpu_memory_utilization * TP > parameters * 2 bytes): {fit}\n",
         )
-        console.print()
 
 
 def _training_cells(name: str, one: TrainingMemory) -> tuple[str, ...]:

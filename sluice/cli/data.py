@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +11,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.terminal import output_console, print_line, print_table, printable, progress_bars
+from sluice.cli.arguments import AsJson
+from sluice.cli.terminal import (
+    counted,
+    output_console,
+    print_json,
+    print_line,
+    print_table,
+    printable,
+)
 from sluice.data.inspection import (
     QUANTILES,
     Inspection,
@@ -108,7 +114,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
         deduplicate,
         skip_bad,
     )
-    with _progress("preparing", None) as advance:
+    with counted("preparing", None) as advance:
         made = prepare(order, lambda _num_read: advance(1))
     print_prepared(output_console(), str(order.output), made)
 
@@ -126,7 +132,7 @@ def inspect(
         str, typer.Option(help="Column that routes a row to its scorer.")
     ] = "data_source",
     image_key: Annotated[str, typer.Option(help="Column with images, if there is one.")] = "images",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Summarize a file: data sources with their scorers, lengths, duplicates, unusable rows.
 
@@ -140,7 +146,7 @@ def inspect(
     columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
     files = open_prompt_files([str(file)], columns, config_key="FILE")
     measure = None if tokenizer is None else token_counter(tokenizer)
-    with _progress("reading", files.num_rows) as advance:
+    with counted("reading", files.num_rows) as advance:
         found = inspect_files(
             files,
             measure_tokens=measure,
@@ -150,7 +156,7 @@ def inspect(
         )
     names = check_raw_file(file)
     if as_json:
-        typer.echo(json.dumps(inspection_as_json(str(file), names, found), sort_keys=True))
+        print_json(inspection_as_json(str(file), names, found))
     else:
         print_inspection(output_console(), str(file), ", ".join(names), found)
     if found.num_bad:
@@ -241,10 +247,9 @@ def print_prepared(console: Console, output: str, made: Prepared) -> None:
         *([f"{made.num_bad} unusable rows"] if made.num_bad else []),
     ]
     tail = f", left out {' and '.join(left_out)}" if left_out else ""
-    line = f"{output}: {made.num_written} rows of {made.num_read} read{tail}"
-    print_line(console, printable(line))
+    print_line(console, f"{output}: {made.num_written} rows of {made.num_read} read{tail}")
     for problem in made.problems:
-        print_line(console, printable(f"  {problem}"))
+        print_line(console, f"  {problem}")
 
 
 def _sources(found: Inspection) -> list[tuple[str, str, str]]:
@@ -260,7 +265,8 @@ def _print_lengths(console: Console, found: Inspection) -> None:
         rows.append(("tokens", *map(str, quantiles(found.tokens))))
     names = ("prompt length", *_QUANTILE_NAMES)
     print_table(console, "prompt lengths", names, rows, right=names[1:])
-    unit, lengths = ("tokens", found.tokens) if found.tokens.size else _by_characters(found)
+    unit = "tokens" if found.tokens.size else "characters"
+    lengths = found.tokens if found.tokens.size else found.characters
     bins = histogram(lengths)
     highest = max(one.count for one in bins)
     bars = [
@@ -270,44 +276,32 @@ def _print_lengths(console: Console, found: Inspection) -> None:
     print_table(console, f"prompts by {unit}", (unit, "rows", ""), bars, right=(unit, "rows"))
 
 
-def _by_characters(found: Inspection) -> tuple[str, Lengths]:
-    """Return the unit and lengths of the histogram without a tokenizer."""
-    return "characters", found.characters
-
-
 def _print_row(console: Console, number: int, row: PromptRow) -> None:
     console.print(Text(f"row {number}: {printable(row.data_source)}", style="bold"))
     for message in row.messages:
         text = message.content
         cut = text if len(text) <= _HEAD_CHARACTERS else f"{text[:_HEAD_CHARACTERS]}…"
-        console.print(
-            Text(printable(f"{message.role}: {cut}")), soft_wrap=True, markup=False, highlight=False
-        )
-    console.print(Text(printable(f"ground truth: {row.ground_truth}\n")), soft_wrap=True)
+        print_line(console, f"{message.role}: {cut}")
+    print_line(console, f"ground truth: {row.ground_truth}\n")
 
 
 def _print_remedies(console: Console, found: Inspection) -> None:
     for problem in found.problems:
-        console.print(Text(printable(f"problem: {problem}")), soft_wrap=True)
+        print_line(console, f"problem: {problem}")
     if found.num_bad > len(found.problems):
-        console.print(Text(f"and {found.num_bad - len(found.problems)} more"))
+        print_line(console, f"and {found.num_bad - len(found.problems)} more")
     unknown = sorted(source for source in found.sources if scorer_name(source) is None)
     if unknown:
-        names = printable(", ".join(unknown))
-        console.print(
-            Text(
-                f"note: no built-in scorer for {names}; name one with reward.scorer_routes, or set "
-                "reward.custom_reward_function.path"
-            ),
-            soft_wrap=True,
+        print_line(
+            console,
+            f"note: no built-in scorer for {', '.join(unknown)}; name one with "
+            "reward.scorer_routes, or set reward.custom_reward_function.path",
         )
     if found.num_duplicates:
-        console.print(
-            Text(
-                f"note: {found.num_duplicates} rows repeat earlier ones; 'sluice data prepare' "
-                "leaves them out with --deduplicate"
-            ),
-            soft_wrap=True,
+        print_line(
+            console,
+            f"note: {found.num_duplicates} rows repeat earlier ones; 'sluice data prepare' leaves "
+            "them out with --deduplicate",
         )
 
 
@@ -317,11 +311,3 @@ def _named_quantiles(lengths: Lengths) -> Mapping[str, int]:
 
 def _share(count: int, total: int) -> str:
     return f"{count} ({count / total:.1%})" if count else "0"
-
-
-@contextmanager
-def _progress(task: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error; yield a function that advances it by rows."""
-    with progress_bars(Console(stderr=True), is_transient=True) as bars:
-        bar = bars.add_task(task, total=total)
-        yield lambda rows: bars.advance(bar, rows)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.terminal import output_console, printable, split_arguments
+from sluice.cli.arguments import AsJson, split_arguments
+from sluice.cli.terminal import output_console, print_json, printable
 from sluice.doctor.examination import CHECKS, Result, examine
-from sluice.doctor.finding import Finding, FindingLevel, examined_run
+from sluice.doctor.finding import FindingLevel, examined_run
 
 _STYLES = {
     FindingLevel.OK: "green",
@@ -27,24 +28,18 @@ _INDENT = " " * (_SEVERITY_WIDTH + _NAME_WIDTH + 1)
 def print_result(console: Console, result: Result) -> None:
     """Print a line for each finding, and below it why it matters and what to do."""
     for finding in result.findings:
-        _print(console, result.check.name, finding)
+        line = Text(f"{finding.severity:<{_SEVERITY_WIDTH}}", style=_STYLES[finding.severity])
+        line += Text(f"{result.check.name:<{_NAME_WIDTH}} {printable(finding.what)}", style="")
+        console.print(line, soft_wrap=True)
+        for label, text in (("why", finding.why), ("remedy", finding.remedy)):
+            if text:
+                console.print(Text(f"{_INDENT}{label}: {printable(text)}"), soft_wrap=True)
 
 
-def _print(console: Console, name: str, finding: Finding) -> None:
-    severity = f"{finding.severity:<{_SEVERITY_WIDTH}}"
-    line = Text(severity, style=_STYLES[finding.severity])
-    line += Text(f"{name:<{_NAME_WIDTH}} {printable(finding.what)}", style="")
-    console.print(line, soft_wrap=True)
-    for label, text in (("why", finding.why), ("remedy", finding.remedy)):
-        if text:
-            console.print(Text(f"{_INDENT}{label}: {printable(text)}"), soft_wrap=True)
-
-
-def verdict(results: Sequence[Result], *, has_run: bool) -> str:
+def verdict(num_problems: int, num_warnings: int, *, has_run: bool) -> str:
     """Return the last line: how many problems and warnings."""
-    counts = Counter(one.severity for result in results for one in result.findings)
-    problems, warnings = counts[FindingLevel.PROBLEM], counts[FindingLevel.WARNING]
-    found = f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}.".capitalize()
+    problems, warnings = _number(num_problems, "problem"), _number(num_warnings, "warning")
+    found = f"{problems}, {warnings}.".capitalize()
     if has_run:
         return found
     return f"{found} No run was named: name its configuration to check what it needs."
@@ -54,33 +49,11 @@ def _number(count: int, what: str) -> str:
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
 
 
-def has_problem(results: Sequence[Result]) -> bool:
-    """Return whether a run would fail."""
-    return any(
-        one.severity is FindingLevel.PROBLEM for result in results for one in result.findings
-    )
-
-
-def results_as_json(results: Sequence[Result], *, has_run: bool) -> dict[str, object]:
-    """Return the object of `--json`; a severity is "ok", "warning" or "problem"."""
-    counts = Counter(one.severity for result in results for one in result.findings)
-    return {
-        "ok": not has_problem(results),
-        "has_run": has_run,
-        "problems": counts[FindingLevel.PROBLEM],
-        "warnings": counts[FindingLevel.WARNING],
-        "findings": [
-            {
-                "check": result.check.name,
-                "severity": str(one.severity),
-                "what": one.what,
-                "why": one.why,
-                "remedy": one.remedy,
-            }
-            for result in results
-            for one in result.findings
-        ],
-    }
+def results_as_json(results: Sequence[Result]) -> list[dict[str, str]]:
+    """Return an object for each finding; a severity is "ok", "warning" or "problem"."""
+    return [
+        {"check": result.check.name, **asdict(one)} for result in results for one in result.findings
+    ]
 
 
 def doctor(
@@ -94,13 +67,13 @@ def doctor(
         ),
     ] = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine before a run: what is wrong, why it matters, and what to do.
 
-    Look at versions, devices, networks, limits and, if a run is named, at its
-    model, data, reward function, memory, disk, ports and certificates. Start and change nothing.
-    The exit code is 1 if there is a problem; warnings leave it at 0.
+    Checks versions, devices, networks, limits and, if a run is named, its model, data, reward
+    function, memory, disk, ports and certificates. Starts and changes nothing. The exit code is 1
+    if there is a problem; warnings leave it at 0.
 
     \b
     Examples:
@@ -108,17 +81,26 @@ def doctor(
       sluice doctor run.yaml
       sluice doctor run.yaml sluice.rollout.replicas=4 --json
     """
-    file, overrides = split_arguments(arguments or [])
-    examined = examined_run(file, overrides)
+    examined = examined_run(*split_arguments(arguments))
     console = output_console()
     results: list[Result] = []
     for result in examine(examined, CHECKS):
         results.append(result)
         if not as_json:
             print_result(console, result)
+    counts = Counter(one.severity for result in results for one in result.findings)
+    problems, warnings = counts[FindingLevel.PROBLEM], counts[FindingLevel.WARNING]
     if as_json:
-        typer.echo(json.dumps(results_as_json(results, has_run=examined.has_run), sort_keys=True))
+        print_json(
+            {
+                "ok": not problems,
+                "has_run": examined.has_run,
+                "problems": problems,
+                "warnings": warnings,
+                "findings": results_as_json(results),
+            }
+        )
     else:
-        console.print(verdict(results, has_run=examined.has_run), soft_wrap=True)
-    if has_problem(results):
+        console.print(verdict(problems, warnings, has_run=examined.has_run), soft_wrap=True)
+    if problems:
         raise typer.Exit(1)

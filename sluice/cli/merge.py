@@ -80,10 +80,6 @@ def _compare(model: Path, other: Path) -> None:
 
     with _progress("comparing") as on_tensor:
         differences = compare_weights(model, find_source(other).huggingface, on_tensor)
-    _report(differences, other)
-
-
-def _report(differences: list[str], other: Path) -> None:
     for line in differences[:_MOST_DIFFERENCES]:
         typer.echo(line, err=True)
     if len(differences) > _MOST_DIFFERENCES:

@@ -1,11 +1,14 @@
-"""Find a run by its folder, and ask it while it runs."""
+"""Find a run by its folder, and connect to it while it runs."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sluice.client.async_client import AsyncClient
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
@@ -72,3 +75,11 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
         except (PeerError, DeadlineError) as error:
             text = past_run(location.run_dir).as_text(location.run_dir)
             raise NotReadyError(f"the run is not active.\n{text}") from error
+
+
+@asynccontextmanager
+async def connected(run: Path, *, name: str = "") -> AsyncIterator[AsyncClient]:
+    """Connect a client, under a name, to a running run; raises what `ask_run` raises."""
+    await ask_run(run)
+    async with AsyncClient.connect(run, name=name) as client:
+        yield client

@@ -1,13 +1,13 @@
-"""Read arguments, and print for terminals and pipes: tables, progress, and text of others made
-safe.
-"""
+"""Print for terminals and pipes: JSON, tables, progress, and untrusted text made safe."""
 
 from __future__ import annotations
 
+import json
 import unicodedata
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -19,16 +19,6 @@ _UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _HARMLESS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{SOFT HYPHEN}"
 # Columns of a pipe: nothing is wrapped or cut, so that grep and awk find it.
 _PIPE_WIDTH = 10_000
-
-
-def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """Return the configuration file, if the first argument is one, and the overrides."""
-    if not arguments:
-        return None, []
-    first = Path(arguments[0])
-    if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
-        return first, arguments[1:]
-    return None, arguments
 
 
 def printable(text: str) -> str:
@@ -57,8 +47,8 @@ def output_console() -> Console:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Print a line as it is: unwrapped, without markup and colours."""
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    """Print text unwrapped, without markup and colours; escape what a terminal would obey."""
+    console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
 
 
 def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:
@@ -77,6 +67,19 @@ def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:
         disable=not console.is_terminal,
         transient=is_transient,
     )
+
+
+@contextmanager
+def counted(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error; yield a function that advances it by a number."""
+    with progress_bars(Console(stderr=True), is_transient=True) as bars:
+        bar = bars.add_task(text, total=total)
+        yield lambda number: bars.advance(bar, number)
+
+
+def print_json(value: object) -> None:
+    """Print one value for programs, on one line."""
+    typer.echo(json.dumps(value, sort_keys=True))
 
 
 def print_table(

@@ -1,4 +1,4 @@
-"""Run every check in parallel, each with a deadline; one that breaks hides no other."""
+"""List the checks, and run them in parallel, each with a deadline; a broken one hides no other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sluice.doctor import configuration, files, machine, network, packages
-from sluice.doctor.finding import Examined, Finding, fine, problem, problem_of_sentence
+from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
 from sluice.errors import SluiceError
 
-DEADLINE_S = 30.0
-NOT_EXAMINED = "it was not examined, so nothing is known about it"
+NOT_EXAMINED = "nothing is known about it, because the check did not end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,7 @@ class Check:
     """One thing to look at.
 
     Attributes:
-        name: stands before each of its findings.
+        name: the first word of each of its lines.
         about: what it looks at, in a few words.
         examine: gathers facts and judges them.
         needs_run: whether it has nothing to report without a run's configuration.
@@ -31,13 +30,13 @@ class Check:
     name: str
     about: str
     examine: Callable[[Examined], Iterable[Finding]]
-    needs_run: bool = False
-    deadline_s: float = DEADLINE_S
+    needs_run: bool = True
+    deadline_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that a check has found."""
+    """All findings of a check."""
 
     check: Check
     findings: tuple[Finding, ...]
@@ -49,10 +48,13 @@ def examine(examined: Examined, checks: Sequence[Check]) -> Iterator[Result]:
     All checks start at once. A late one becomes a problem, and its thread is left behind: it may
     wait for a file system or a peer that never answers, and ends with the process.
     """
-    asked = [check for check in checks if examined.has_run or not check.needs_run]
     start_s = time.monotonic()
-    answers = [_start(check, examined) for check in asked]
-    for check, answer in zip(asked, answers, strict=True):
+    running = [
+        (check, _start(check, examined))
+        for check in checks
+        if examined.has_run or not check.needs_run
+    ]
+    for check, answer in running:
         left_s = max(0.0, start_s + check.deadline_s - time.monotonic())
         try:
             yield Result(check, answer.get(timeout=left_s))
@@ -78,56 +80,39 @@ def _findings(check: Check, examined: Examined) -> tuple[Finding, ...]:
     try:
         return tuple(check.examine(examined)) or (fine(f"nothing to report: {check.about}"),)
     except SluiceError as error:
-        return (problem_of_sentence(str(error), ""),)
+        return (of_text(str(error), ""),)
     except Exception as error:  # noqa: BLE001 - a defect of one check must not hide the others
         what = f"{check.about}: {type(error).__name__}: {error}"
         return (problem(what, NOT_EXAMINED, "look at it by hand, and report the message"),)
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("packages", "what every process imports", packages.check_requirements),
+    Check("packages", "required packages", packages.check_requirements, needs_run=False),
     Check(
         "torch",
         "torch, driver and GPUs",
         packages.check_torch,
+        needs_run=False,
         deadline_s=packages.TORCH_DEADLINE_S,
     ),
-    Check("npu", "NPUs, CANN and their variables", machine.check_npus),
-    Check("open-files", "the limit of open files", machine.check_open_files),
-    Check("network", "the networks of collectives", network.check_network),
-    Check(
-        "configuration",
-        "the configuration's rules",
-        configuration.check_configuration,
-        needs_run=True,
-    ),
-    Check("extras", "optional packages", packages.check_extras, needs_run=True),
-    Check("gpus", "GPUs for every process", machine.check_gpu_count, needs_run=True),
-    Check("engine", "the inference engine", packages.check_engine, needs_run=True),
-    Check(
-        "model",
-        "the model's folder",
-        files.check_model,
-        needs_run=True,
-        deadline_s=files.DEADLINE_S,
-    ),
-    Check(
-        "data",
-        "the files of prompts",
-        files.check_data,
-        needs_run=True,
-        deadline_s=files.DEADLINE_S,
-    ),
+    Check("npu", "NPUs, CANN and their variables", machine.check_npus, needs_run=False),
+    Check("open-files", "the limit of open files", machine.check_open_files, needs_run=False),
+    Check("network", "the networks of collectives", network.check_network, needs_run=False),
+    Check("configuration", "the configuration's rules", configuration.check_configuration),
+    Check("extras", "optional packages", packages.check_extras),
+    Check("gpus", "GPUs for every process", machine.check_gpus),
+    Check("engine", "the inference engine", packages.check_engine),
+    Check("model", "the model's folder", files.check_model, deadline_s=files.DEADLINE_S),
+    Check("data", "the files of prompts", files.check_data, deadline_s=files.DEADLINE_S),
     Check(
         "reward",
         "what grades responses",
         configuration.check_reward,
-        needs_run=True,
         deadline_s=configuration.REWARD_DEADLINE_S,
     ),
-    Check("memory", "the host's memory", machine.check_memory, needs_run=True),
-    Check("shared-memory", "shared memory (/dev/shm)", machine.check_shared_memory, needs_run=True),
-    Check("disk", "space for checkpoints", files.check_disk, needs_run=True),
-    Check("ports", "fixed ports", network.check_ports, needs_run=True),
-    Check("security", "certificates and tokens", configuration.check_certificates, needs_run=True),
+    Check("memory", "the host's memory", machine.check_memory),
+    Check("shared-memory", "shared memory (/dev/shm)", machine.check_shared_memory),
+    Check("disk", "space for checkpoints", files.check_disk),
+    Check("ports", "fixed ports", network.check_ports),
+    Check("security", "certificates and tokens", configuration.check_security),
 )

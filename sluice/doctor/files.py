@@ -6,7 +6,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -25,18 +24,17 @@ from sluice.doctor.finding import (
     Finding,
     fine,
     gib,
+    of_text,
     problem,
-    problem_of_sentence,
     warning,
 )
 from sluice.errors import DataError
 
 DEADLINE_S = 60.0  # hundreds of shards on a file server
-# Of safetensors' header: the bytes of its length, and what the format's own reader accepts.
-_LENGTH_BYTES, _LONGEST_HEADER = 8, 100 << 20
 _POINTER = b"version https://git-lfs"
 _INDEX_FILE = "model.safetensors.index.json"
 _AGAIN = "copy or download it again"
+_NOT_LOADED = "the trainer ends while it loads the weights"
 # Logs, metrics, ledger and dumps of samples.
 RUN_BYTES = GIB
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,57 +42,8 @@ _STATES = 3  # weights and AdamW's two moments, each as large as the weights
 ROWS_LOOKED_AT = 256
 
 
-class _Place(msgspec.Struct):
-    data_offsets: tuple[int, int]
-
-
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A file of weights.
-
-    Attributes:
-        size_bytes: of the file.
-        defect: why it is not whole; empty if it is.
-        tensors: names of those in it.
-    """
-
-    size_bytes: int
-    defect: str = ""
-    tensors: frozenset[str] = field(default_factory=frozenset)
-
-
-def read_shard(path: Path) -> Shard:
-    """Read the header of a safetensors file, and compare it with the file's size.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(len(_POINTER))
-        if start == _POINTER:
-            return Shard(size, "is a pointer of git-lfs, not the file itself")
-        length = int.from_bytes(start[:_LENGTH_BYTES], "little")
-        if len(start) < _LENGTH_BYTES or length > _LONGEST_HEADER:
-            return Shard(size, "has no header of safetensors")
-        if _LENGTH_BYTES + length > size:
-            return Shard(size, f"ends within its header, after {size} bytes")
-        file.seek(_LENGTH_BYTES)
-        header = file.read(length)
-    try:
-        content = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        content.pop("__metadata__", None)
-        places = {name: msgspec.json.decode(one, type=_Place) for name, one in content.items()}
-    except msgspec.DecodeError as error:
-        return Shard(size, f"has a header that cannot be read ({error})")
-    end = max((place.data_offsets[1] for place in places.values()), default=0)
-    expected = _LENGTH_BYTES + length + end
-    defect = "" if size == expected else f"has {size} bytes, and its header describes {expected}"
-    return Shard(size, defect, frozenset(places))
 
 
 def check_model(examined: Examined) -> Iterator[Finding]:
@@ -109,12 +58,19 @@ def check_model(examined: Examined) -> Iterator[Finding]:
 def model_findings(key: str, path: str) -> Iterator[Finding]:
     """Yield what is missing, cut short or left over from another download."""
     why = "trainer and replicas refuse to start"
-    sentences = [one.text for one in model_problems(path, key)]
-    if sentences or not path:
-        yield from (problem_of_sentence(one, why) for one in sentences)
+    broken = list(model_problems(path, key))
+    if broken:
+        yield from (of_text(one.text, why) for one in broken)
         return
     folder = Path(path)
-    shards = {file.name: read_shard(file) for file in sorted(folder.glob("*.safetensors"))}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        yield problem(
+            f"{key} = {path!r} holds no *.safetensors",
+            "weights are read from these only: other formats can run code",
+            "take a checkpoint with safetensors, or save the model again with transformers",
+        )
+        return
     places: Mapping[str, str] = {}
     found: list[Finding] = []
     try:
@@ -123,59 +79,67 @@ def model_findings(key: str, path: str) -> Iterator[Finding]:
             places = msgspec.json.decode(index, type=_Index).weight_map
     except (OSError, msgspec.DecodeError) as error:
         found.append(problem(f"{key}: {_INDEX_FILE} cannot be read ({error})", why, _AGAIN))
-    if not shards and not found:
-        what = f"{key} = {path!r} holds no *.safetensors"
-        remedy = "take a checkpoint with safetensors, or save the model again with transformers"
-        found.append(problem(what, "weights are read from these only: others can run code", remedy))
-    found += _shard_findings(key, shards, places)
+    missing = sorted(set(places.values()) - {file.name for file in files})
+    if missing:
+        names = f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
+        what = f"{key}: {len(missing)} files that {_INDEX_FILE} names are not there: {names}"
+        found.append(problem(what, _NOT_LOADED, "download the missing files"))
+    found += (one for file in files for one in _weight_findings(key, file, places))
     yield from found
     if not found:
-        size = sum(shard.size_bytes for shard in shards.values())
-        tensors = sum(len(shard.tensors) for shard in shards.values())
-        yield fine(f"{path}: {len(shards)} file(s) of weights, {tensors} tensors, {gib(size)}")
+        size = sum(file.stat().st_size for file in files)
+        yield fine(f"{path}: {len(files)} file(s) of weights, {gib(size)}")
 
 
-def _shard_findings(
-    key: str, shards: Mapping[str, Shard], places: Mapping[str, str]
-) -> Iterator[Finding]:
-    why = "the trainer ends while it loads the weights"
-    named = sorted(set(places.values()))
-    missing = [name for name in named if name not in shards]
-    if missing:
-        what = (
-            f"{key}: {len(missing)} of {len(named)} files that {_INDEX_FILE} names are not "
-            f"there: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
+def _weight_findings(key: str, file: Path, places: Mapping[str, str]) -> Iterator[Finding]:
+    try:
+        names = tensor_names(key, file)
+    except DataError as error:
+        yield of_text(str(error), _NOT_LOADED)
+        return
+    absent = sorted({one for one, name in places.items() if name == file.name} - names)
+    if absent:
+        yield problem(
+            f"{key}: {file.name} lacks {len(absent)} tensor(s) that {_INDEX_FILE} places in it, "
+            f"such as {absent[0]}",
+            "index and files are of two versions of the model",
+            "download the whole model again",
         )
-        yield problem(what, why, "download the missing files")
-    for name, shard in shards.items():
-        if shard.defect:
-            remedy = "fetch it with git lfs pull" if "git-lfs" in shard.defect else _AGAIN
-            yield problem(f"{key}: {name} {shard.defect}", why, remedy)
-            continue
-        absent = sorted({one for one, file in places.items() if file == name} - shard.tensors)
-        if absent:
-            yield problem(
-                f"{key}: {name} lacks {len(absent)} tensor(s) that {_INDEX_FILE} places in "
-                f"it, such as {absent[0]}",
-                "index and files are of two versions of the model",
-                "download the whole model again",
-            )
+
+
+def tensor_names(key: str, file: Path) -> set[str]:
+    """Return the tensors of a file of weights whose header matches its size; read no tensor.
+
+    Raises:
+        DataError: the file is not whole, or safetensors is not installed.
+    """
+    shown = f"{key}: {file.name}"
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as error:
+        raise DataError(f"{shown} was not read: {error}; pip install 'sluice[torch]'") from error
+    with file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise DataError(f"{shown} is a pointer of git-lfs; fetch it with git lfs pull")
+    try:
+        with safe_open(file, framework="numpy") as weights:
+            return set(weights.keys())
+    except SafetensorError as error:
+        raise DataError(f"{shown} is not whole ({error}); {_AGAIN}") from error
 
 
 def check_data(examined: Examined) -> Iterator[Finding]:
     """Check columns of every file, and the first rows."""
-    data, config = examined.config.data, examined.config
-    batch = data.train_batch_size
-    yield from _data_findings(config, "data.train_files", data.train_files, batch)
-    yield from _data_findings(config, "data.val_files", data.val_files, 0)
+    data = examined.config.data
+    yield from _data_findings(examined.config, "data.train_files", data.train_files)
+    yield from _data_findings(examined.config, "data.val_files", data.val_files)
 
 
-def _data_findings(
-    config: RunConfig, key: str, named: str | list[str] | None, batch_rows: int
-) -> Iterator[Finding]:
+def _data_findings(config: RunConfig, key: str, named: str | list[str] | None) -> Iterator[Finding]:
     files = (named,) if isinstance(named, str) else tuple(named or ())
+    is_training = key == "data.train_files"
     if not files:
-        consequence = "only clients' prompts are trained on" if batch_rows else "no validation"
+        consequence = "only clients' prompts are trained on" if is_training else "no validation"
         yield fine(f"{key} is null: {consequence}")
         return
     columns = PromptColumns(config.data.prompt_key, config.data.reward_fn_key)
@@ -183,35 +147,27 @@ def _data_findings(
         opened = open_prompt_files(files, columns, config_key=key)
         sources = Counter(row.data_source for row in first_rows(opened))
     except DataError as error:
-        yield problem_of_sentence(str(error), "the reward service refuses to start")
+        yield of_text(str(error), "the reward service refuses to start")
         return
     reward = config.reward
-    has_own = reward.custom_reward_function.path is not None or reward.reward_model.enable
-    routes = {**DEFAULT_ROUTES, **reward.scorer_routes}
-    yield from row_findings(
-        key,
-        len(files),
-        opened.num_rows,
-        sources,
-        has_own_scorer=has_own,
-        routes=routes,
-        batch_rows=batch_rows,
-    )
+    if reward.custom_reward_function.path is None and not reward.reward_model.enable:
+        yield from source_findings(key, sources, {**DEFAULT_ROUTES, **reward.scorer_routes})
+    batch = config.data.train_batch_size
+    if is_training and 0 < opened.num_rows < batch:
+        yield warning(
+            f"{key}: {opened.num_rows} rows are fewer than data.train_batch_size = {batch}",
+            "an epoch does not fill one batch, and filtering leaves less",
+            "lower data.train_batch_size, or raise trainer.total_epochs",
+        )
+    yield fine(f"{key}: {opened.num_rows} rows in {len(files)} file(s); {', '.join(sources)}")
 
 
-def row_findings(
-    key: str,
-    num_files: int,
-    num_rows: int,
-    sources: Mapping[str, int],
-    *,
-    has_own_scorer: bool = False,
-    routes: Mapping[str, str] = DEFAULT_ROUTES,
-    batch_rows: int = 0,
+def source_findings(
+    key: str, sources: Mapping[str, int], routes: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield sources (with their number of first rows) that no scorer grades, and too few rows."""
+    """Yield a problem if no scorer grades a data source; `sources` counts the first rows."""
     unknown = [name for name in sources if scorer_name(name, routes) is None]
-    if unknown and not has_own_scorer:
+    if unknown:
         yield problem(
             f"{key}: no scorer is known for data source {unknown[0]!r} "
             f"({sources[unknown[0]]} of the first {sum(sources.values())} rows)",
@@ -219,17 +175,10 @@ def row_findings(
             "set reward.custom_reward_function.path, or name a built-in scorer in "
             f"reward.scorer_routes ({', '.join(sorted(set(routes.values())))})",
         )
-    if 0 < num_rows < batch_rows:
-        yield warning(
-            f"{key}: {num_rows} rows are fewer than data.train_batch_size = {batch_rows}",
-            "an epoch does not fill one batch, and filtering leaves less",
-            "lower data.train_batch_size, or raise trainer.total_epochs",
-        )
-    yield fine(f"{key}: {num_rows} rows in {num_files} file(s); {', '.join(sources)}")
 
 
 def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
-    """Yield rows with all checks of decoding: the first ones of the first file, one of each other.
+    """Yield decoded rows: the first ones of the first file, and one of each other file.
 
     Raises:
         DataError: a row cannot be used.
@@ -247,24 +196,22 @@ def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
 def check_disk(examined: Examined) -> Iterator[Finding]:
     """Check the run's folder, and that of checkpoints."""
     config = examined.config
-    yield _disk_finding("sluice.run_dir", config.sluice.run_dir, 0, 0)
-    saves = config.trainer.save_freq > 0
-    size = checkpoint_bytes(config, examined.shape) if saves else 0
     key = "trainer.default_local_dir" if config.trainer.default_local_dir else "sluice.run_dir"
-    folder = checkpoint_folder(config)
-    yield _disk_finding(key, folder, size, checkpoints_kept(config))
-
-
-def _disk_finding(key: str, folder: str, size: int | None, kept: int | None) -> Finding:
-    there = nearest_folder(Path(folder))
-    free_bytes = shutil.disk_usage(there).free
-    if os.access(there, os.W_OK | os.X_OK):
-        return disk_finding(key, folder, free_bytes, size, kept)
-    return problem(
-        f"{key} = {folder} cannot be written by this user",
-        "nothing of the run can be kept",
-        f"give the right to it, or set {key} to another folder",
-    )
+    size = checkpoint_bytes(config, examined.shape) if config.trainer.save_freq > 0 else 0
+    for name, folder, one, kept in (
+        ("sluice.run_dir", config.sluice.run_dir, 0, 0),
+        (key, checkpoint_folder(config), size, checkpoints_kept(config)),
+    ):
+        absolute = Path(folder).absolute()
+        existing = next(each for each in (absolute, *absolute.parents) if each.is_dir())
+        if os.access(existing, os.W_OK | os.X_OK):
+            yield disk_finding(name, folder, shutil.disk_usage(existing).free, one, kept)
+        else:
+            yield problem(
+                f"{name} = {folder} cannot be written by this user",
+                "nothing of the run can be kept",
+                f"give the right to it, or set {name} to another folder",
+            )
 
 
 def disk_finding(
@@ -277,38 +224,34 @@ def disk_finding(
         folder: as named; it need not exist yet.
         free_bytes: of its file system.
         one: bytes of a checkpoint; 0 where none is written, ``None`` if not known.
-        kept: checkpoints at once; ``None``: all of them, and how many is not known.
+        kept: checkpoints at once; ``None``: all of them, and their number is not known.
     """
-    where, free = f"{key} = {folder}", gib(free_bytes)
+    what = f"{key} = {folder}: {gib(free_bytes)} free"
     move = f"free some, or set {key} to a folder on another disk"
     if one is None:
         return warning(
-            f"{where}: {free} free; the size of a checkpoint is not known",
+            f"{what}; the size of a checkpoint is not known",
             "the model's config.json is not here",
             "compare it with 12 bytes a parameter (float32 weights and AdamW's moments)",
         )
-    if one == 0 and free_bytes < RUN_BYTES:
-        why = "logs, metrics and the ledger of a long run take about 1 GiB"
-        return warning(f"{where}: {free} free", why, move)
     if one == 0:
-        return fine(f"{where}: {free} free")
+        why = "logs, metrics and the ledger of a long run take about 1 GiB"
+        return fine(what) if free_bytes >= RUN_BYTES else warning(what, why, move)
+    number = "all checkpoints are kept" if kept is None else f"{kept} at once"
+    what = f"{what}, a checkpoint takes {gib(one)} ({number})"
     if free_bytes < one:
-        what = f"{where}: {free} free, and a checkpoint takes {gib(one)}"
         return problem(what, "the first save fails, and the run with it", move)
     if free_bytes < one * (kept or 2):
-        number = "all checkpoints are kept" if kept is None else f"{kept} at once"
         return warning(
-            f"{where}: {free} free, and a checkpoint takes {gib(one)} ({number})",
+            what,
             "a later save fails, and the run with it",
             f"{move}; or set trainer.max_actor_ckpt_to_keep, or a larger trainer.save_freq",
         )
-    return fine(f"{where}: {free} free, a checkpoint takes {gib(one)}")
+    return fine(what)
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape | None) -> int | None:
     """Return the size of one checkpoint: twice a model's with a critic; ``None`` if not known."""
-    if config.trainer.save_freq <= 0:
-        return 0
     if shape is None:
         return None
     width = _BYTES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
@@ -316,18 +259,12 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape | None) -> int | None:
 
 
 def checkpoints_kept(config: RunConfig) -> int | None:
-    """Return the most at one time; ``None``: all of them, and how many is not known."""
+    """Return the most at one time; ``None``: all of them, and their number is not known."""
     keep, steps = config.trainer.max_actor_ckpt_to_keep, config.trainer.total_training_steps
     saves = None
     if steps is not None and config.trainer.save_freq > 0:
         saves = -(-steps // config.trainer.save_freq)
     if keep is None:
         return saves
-    # One more than are kept: the oldest goes when the newest is whole.
+    # The oldest one goes when the newest is whole.
     return keep + 1 if saves is None else min(keep + 1, saves)
-
-
-def nearest_folder(path: Path) -> Path:
-    """Return the folder, or the nearest one above it that is there."""
-    absolute = path.absolute()
-    return next(one for one in (absolute, *absolute.parents) if one.is_dir())

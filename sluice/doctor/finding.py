@@ -1,4 +1,4 @@
-"""What a check examines, and what it reports."""
+"""What a check examines (`Examined`), and what it reports (`Finding`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FindingLevel(StrEnum):
     """How bad a finding is.
 
     OK: as it should be. WARNING: a run works, but slower or at a risk. PROBLEM: a run fails, or
-    does something else than its configuration asks for.
+    does something other than configured.
     """
 
     OK = "ok"
@@ -41,7 +41,7 @@ class Finding:
     Attributes:
         severity: how bad it is.
         what: the thing and its value.
-        why: what it would lead to; empty if all is well, or if `what` includes it.
+        why: the consequence; empty if all is well, or if `what` includes it.
         remedy: what to do; empty if all is well.
     """
 
@@ -52,7 +52,7 @@ class Finding:
 
 
 def fine(what: str) -> Finding:
-    """Return a finding that is as it should be."""
+    """Return a finding without consequence."""
     return Finding(FindingLevel.OK, what)
 
 
@@ -62,14 +62,14 @@ def warning(what: str, why: str, remedy: str) -> Finding:
 
 
 def problem(what: str, why: str, remedy: str) -> Finding:
-    """Return a finding that makes a run fail, or do something else than it should."""
+    """Return a finding that makes a run fail, or do something other than configured."""
     return Finding(FindingLevel.PROBLEM, what, why, remedy)
 
 
-def problem_of_sentence(sentence: str, why: str) -> Finding:
-    """Return the problem of an error message: its remedy stands behind the last semicolon."""
-    what, semicolon, remedy = sentence.rpartition("; ")
-    return problem(what, why, remedy) if semicolon else problem(sentence, why, "correct it")
+def of_text(sentence: str, why: str) -> Finding:
+    """Return the problem of a sentence that ends with "; " and the remedy, as errors do."""
+    what, _, remedy = sentence.rpartition("; ")
+    return problem(what or remedy, why, remedy if what else "correct it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Examined:
     """A machine and a run.
 
     Attributes:
-        config: the run's; all defaults if the user named none.
-        settings: its keys as the user set them.
+        config: the configuration of the run; all defaults if the user named none.
+        settings: the keys as the user set them.
         has_run: whether the user named a run.
         environment: variables of the process that would start the run.
-        read_shape: reads the model's files, and waits as long as their file system does.
+        read_shape: reads the files of the model, and waits as long as their file system does.
     """
 
     config: RunConfig
@@ -118,4 +118,4 @@ def _shape(model_path: str) -> ModelShape | None:
     try:
         return find_shape(model_path, None)
     except ConfigError:
-        return None  # the check of the model's folder reports what is wrong with it
+        return None  # the check of the model's folder reports the reason

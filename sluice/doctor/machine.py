@@ -25,7 +25,6 @@ from sluice.device.host import (
 from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, problem, warning
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
 
-_CGROUP = Path("sys/fs/cgroup")
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
 BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
 # The trainer has two snapshots; a replica holds the base of deltas and a staged copy.
@@ -42,14 +41,9 @@ _OWN_FILES = 256
 _FILES_EACH_REPLICA = 16
 
 
-def _is_on_device(name: str | None, examined: Examined) -> bool:
-    given = examined.environment
-    return wants_gpu(name, given) or wants_npu(name, given)
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """What some processes take, in bytes: at least (with weights), and with all they may hold."""
+    """Bytes that some processes take: at least (with weights), and with all they may hold."""
 
     name: str
     at_least: float
@@ -72,13 +66,13 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
     """Judge whether memory suffices; `available` is in bytes, ``None`` if unknown."""
     whole = sum(one.at_most for one in needed)
     parts = ", ".join(f"{one.name} {gib(one.at_most)}" for one in needed)
-    if available is None:
-        return fine(f"up to {gib(whole)} needed ({parts}); how much is free is not known")
-    if whole <= available:
-        return fine(f"{gib(available)} free, up to {gib(whole)} needed ({parts})")
+    free = "an unknown amount" if available is None else gib(available)
+    what = f"{free} free, up to {gib(whole)} needed ({parts})"
+    if available is None or whole <= available:
+        return fine(what)
     report = problem if sum(one.at_least for one in needed) > available else warning
     return report(
-        f"{gib(available)} of memory free, and up to {gib(whole)} needed ({parts})",
+        what,
         "the kernel kills the process that asks for the rest",
         "lower sluice.rollout.replicas or the token budgets "
         "(actor_rollout_ref.actor.ppo_max_token_len_per_gpu, "
@@ -89,33 +83,28 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
 def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ...]:
     """Return what this host's trainer ranks, replicas and reward service take."""
     config = examined.config
+    own, layout = own_training_layout(config), rollout_layout(config)
+    training, rollout = training_memory(shape, own), rollout_memory(shape, layout, None)
+    snapshots = COPIES * shape.total_parameters * own.master_bytes
+    staged = COPIES * shape.total_parameters * layout.weight_bytes
+    rank = rank_most = replica = float(BARE_ON_DEVICE_BYTES)
+    replica_most = replica + staged
+    if not _is_on_device(config.trainer.device, examined):
+        rank = BARE_BYTES + training.parameters + training.gradients + training.optimizer
+        rank_most = BARE_BYTES + training.update
+    if not _is_on_device(config.sluice.rollout.device, examined):
+        replica = BARE_BYTES + rollout.weights
+        replica_most = replica + staged + rollout.activations + rollout.kv_of_all_sequences
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
-    rank_least, rank_most = _rank_bytes(examined, shape)
-    replica_least, replica_most = _replica_bytes(examined, shape)
-    snapshots = COPIES * shape.total_parameters * own_training_layout(config).master_bytes
     return (
-        MemoryPart(f"{ranks} trainer rank(s)", ranks * rank_least, ranks * rank_most + snapshots),
-        MemoryPart(f"{replicas} replica(s)", replicas * replica_least, replicas * replica_most),
+        MemoryPart(f"{ranks} trainer rank(s)", ranks * rank, ranks * rank_most + snapshots),
+        MemoryPart(f"{replicas} replica(s)", replicas * replica, replicas * replica_most),
         MemoryPart("reward service", BARE_BYTES, BARE_BYTES),
     )
 
 
-def _rank_bytes(examined: Examined, shape: ModelShape) -> tuple[float, float]:
-    if _is_on_device(examined.config.trainer.device, examined):
-        return BARE_ON_DEVICE_BYTES, BARE_ON_DEVICE_BYTES
-    held = training_memory(shape, own_training_layout(examined.config))
-    state = held.parameters + held.gradients + held.optimizer
-    return BARE_BYTES + state, BARE_BYTES + held.update
-
-
-def _replica_bytes(examined: Examined, shape: ModelShape) -> tuple[float, float]:
-    layout = rollout_layout(examined.config)
-    staged = COPIES * shape.total_parameters * layout.weight_bytes
-    if _is_on_device(examined.config.sluice.rollout.device, examined):
-        return BARE_ON_DEVICE_BYTES, BARE_ON_DEVICE_BYTES + staged
-    held = rollout_memory(shape, layout, None)
-    least = BARE_BYTES + held.weights
-    return least, least + staged + held.activations + held.kv_of_all_sequences
+def _is_on_device(name: str | None, examined: Examined) -> bool:
+    return wants_gpu(name, examined.environment) or wants_npu(name, examined.environment)
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -128,14 +117,12 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     with suppress(OSError):
         match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="ascii"))
         found += [int(match[1]) * 1024] if match else []
-    limits = root / _CGROUP
+    group = root / "sys/fs/cgroup"
     with suppress(OSError, ValueError):  # "max": no limit
-        limit = int((limits / "memory.max").read_text(encoding="ascii"))
-        used = int((limits / "memory.current").read_text(encoding="ascii"))
-        with suppress(OSError):
-            match = _RECLAIMABLE.search((limits / "memory.stat").read_text(encoding="ascii"))
-            used -= int(match[1]) if match else 0
-        found.append(max(0, limit - used))
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        match = _RECLAIMABLE.search((group / "memory.stat").read_text(encoding="ascii"))
+        found.append(max(0, limit - used + (int(match[1]) if match else 0)))
     return min(found, default=None)
 
 
@@ -143,27 +130,25 @@ def check_shared_memory(examined: Examined) -> Iterator[Finding]:
     """Compare /dev/shm with the processes on devices; a container has 64 MiB by default."""
     try:
         found = os.statvfs(SHARED_MEMORY)
+        free = found.f_frsize * found.f_bavail
     except OSError:
-        free, total = 0, None
-    else:
-        free, total = found.f_frsize * found.f_bavail, found.f_frsize * found.f_blocks
+        free = None
     replicas = examined.config.sluice.rollout.replicas
     shares = (share(examined.config, examined.environment) for share in (gpu_share, device_share))
-    processes = sum(one.trainer_ranks + replicas * one.devices_per_replica for one in shares)
-    yield shared_memory_finding(total, free, processes)
+    yield shared_memory_finding(free, sum(one.wanted(replicas) for one in shares))
 
 
-def shared_memory_finding(total: int | None, free: int, num_device_processes: int) -> Finding:
-    """Judge the bytes of /dev/shm; `total` is ``None`` where it is missing."""
-    there = "is missing" if total is None else f"has {gib(free)} free of {gib(total)}"
+def shared_memory_finding(free: int | None, num_device_processes: int) -> Finding:
+    """Judge the free bytes of /dev/shm; ``None``: it is missing."""
+    found = "is missing" if free is None else f"has {gib(free)} free"
     if not num_device_processes:
-        return fine(f"{SHARED_MEMORY} {there}; processes on the CPU use none of it")
+        return fine(f"{SHARED_MEMORY} {found}; processes on the CPU use none of it")
     needed = max(LEAST_SHARED_BYTES, num_device_processes * SHARED_BYTES_EACH)
-    if free >= needed:
-        return fine(f"{SHARED_MEMORY} {there}")
+    if free is not None and free >= needed:
+        return fine(f"{SHARED_MEMORY} {found}")
     size = f"{-(-needed // GIB)}g"
     return warning(
-        f"{SHARED_MEMORY} {there}, and {num_device_processes} processes on devices may take "
+        f"{SHARED_MEMORY} {found}, and {num_device_processes} processes on devices may take "
         f"{gib(needed)}",
         "NCCL and engines of several processes end with a bus error where it is full",
         f"start the container with --shm-size={size} (shm_size in Compose, an emptyDir with medium "
@@ -197,21 +182,22 @@ def open_files_finding(soft: int, hard: int, *, replicas: int, client_calls: int
 
 def check_npus(examined: Examined) -> Iterator[Finding]:
     """Check what a process on an NPU checks when it starts, before anything starts."""
-    share = device_share(examined.config, examined.environment)
-    wanted = (
-        share.trainer_ranks + examined.config.sluice.rollout.replicas * share.devices_per_replica
+    config = examined.config
+    share = device_share(config, examined.environment)
+    demand = AscendDemand(
+        share.wanted(config.sluice.rollout.replicas),
+        config.sluice.weights.backend != "gloo",
+        share.devices_per_replica > 0 and config.actor_rollout_ref.rollout.name == "vllm",
     )
-    on_device = examined.config.sluice.weights.backend != "gloo"
-    engine = examined.config.actor_rollout_ref.rollout.name
-    demand = AscendDemand(wanted, on_device, share.devices_per_replica > 0 and engine == "vllm")
-    return npu_findings(ascend_host(examined.environment), demand, has_package=has_torch_npu())
+    host = ascend_host(examined.environment)
+    yield from npu_findings(host, demand, has_package=has_torch_npu())
 
 
 def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -> Iterator[Finding]:
-    """Yield those of `ascend_findings`; where the run asks for no NPU, none is a problem."""
+    """Yield those of `ascend_findings`; none is a problem if the run needs no NPU."""
     is_wanted = demand.num_devices > 0
     if not (is_wanted or has_package or host.num_devices):
-        yield fine("no NPU is here, and none is asked for")
+        yield fine("there is no NPU, and the run needs none")
         return
     found = ascend_findings(host, demand)
     for one in found:
@@ -223,27 +209,26 @@ def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -
         yield fine(f"{host.num_devices} NPU(s), torch_npu {host.torch_npu_version}")
 
 
-def check_gpu_count(examined: Examined) -> Iterator[Finding]:
-    """Count GPUs: one GPU is for one process."""
-    yield gpu_count_finding(
+def check_gpus(examined: Examined) -> Iterator[Finding]:
+    """Count GPUs: no two processes share one."""
+    yield gpu_finding(
         gpu_share(examined.config, examined.environment),
         examined.config.sluice.rollout.replicas,
         collectives_on_device=examined.config.sluice.weights.backend != "gloo",
     )
 
 
-def gpu_count_finding(share: DeviceShare, replicas: int, *, collectives_on_device: bool) -> Finding:
-    """Judge whether every process has a GPU of its own."""
-    wanted = share.trainer_ranks + replicas * share.devices_per_replica
-    there = len(share.numbers)
+def gpu_finding(share: DeviceShare, replicas: int, *, collectives_on_device: bool) -> Finding:
+    """Judge whether every process has its own GPU."""
+    wanted, found = share.wanted(replicas), len(share.numbers)
     if wanted == 0:
         return fine("no process of the run takes a GPU of its own")
-    if share.is_enough_for(replicas):
-        return fine(f"{there} GPU(s) are visible, the run takes {wanted}")
+    if found >= wanted:
+        return fine(f"{found} GPU(s) are visible, the run takes {wanted}")
     report = problem if collectives_on_device else warning
     return report(
         f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} "
-        f"replicas of {share.devices_per_replica}), and {there} are visible",
+        f"replicas of {share.devices_per_replica}), and {found} are visible",
         "processes would share GPUs, and NCCL takes one for one member of a group only"
         if collectives_on_device
         else "processes would share GPUs and their memory",

@@ -1,16 +1,13 @@
-"""Keep one service of a run whose services have hosts of their own: the program of a container.
+"""The program of a container: keep one service of a run.
 
-`python -m sluice.launch.container KIND --config FILE`, where FILE is in the run's folder, which all
-containers see.
+Started as `python -m sluice.launch.container KIND --config FILE`; FILE is in the folder of the run,
+which all containers see. Restart policies of Compose and Kubernetes start a container again. They
+know neither when a run is over, nor that all ranks of a trainer start together, nor the address of
+a replica: this launcher adds that.
 
-The restart policies of Compose and Kubernetes start a container again; they know neither when a run
-is over, nor that all ranks of a trainer start together, nor a replica's own address. That is what
-this launcher adds. Consumes: the run's configuration and `SharedRun`. Waits for: the service's
-processes, the run's end, a signal. Produces: the service's log lines, and the file that records how
-the run ended. On failure: processes are started again by their specification; the container's
-engine starts this program again. Exit code 0: the service ended with its run or because it was
-asked to; 1: it failed, with a diagnosis, and would fail again; 70: an unforeseen error of the
-launcher itself, with its traceback; 130: a trainer was asked to end before its last step.
+Exit codes: 0, the service ended with its run, or on request; 1, it failed, with a diagnosis, and
+would fail again; 70, an unforeseen error of the launcher itself, with its traceback; 130, a trainer
+ended on request before its last step.
 """
 
 from __future__ import annotations
@@ -30,11 +27,11 @@ from sluice.config.addresses import peer_address, split_host_port
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.launch.network_layout import KINDS, Kind, launcher_grace_s
-from sluice.launch.own_address import own_address_within
 from sluice.launch.processes.supervisor import EXIT_FAILED, EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.launch.service_spec import (
     TRAINER,
     ServiceSpec,
+    own_address,
     replica_on_its_own,
     reward_service,
     trainer_services,
@@ -59,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         status = exit_status(kind, lambda: codes.append(_keep(kind, options.config)))
     except Exception:
-        logger.exception("%s: its launcher ends with an error that nobody foresaw", kind)
+        logger.exception("%s: its launcher ends with an unforeseen error", kind)
         return EXIT_UNFORESEEN
     return codes[0] if codes else status
 
@@ -93,7 +90,7 @@ def services_of(
     if kind == "rollout":
         host = socket.gethostname()
         trainer = peer_address(config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
-        address = own_address_within(split_host_port(trainer)[0], _TRAINER_NAMED_WITHIN_S)
+        address = own_address(split_host_port(trainer)[0], _TRAINER_NAMED_WITHIN_S)
         specs: tuple[ServiceSpec, ...] = (
             replica_on_its_own(config, config_file, f"rollout-{host}", address),
         )

@@ -1,4 +1,8 @@
-"""Settings of a run from its containers' environment: devices, time to stop, metrics, page."""
+"""Settings of a run from its containers' environment: devices, time to stop, metrics, page.
+
+Compose's files give `sluice prepare` these in variables, since services read only the
+configuration. The Helm chart sets the keys, and derives the pods' time from them.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,6 @@ def observed_settings() -> tuple[str, ...]:
     return (*metrics_settings(), f"sluice.telemetry.traces.endpoint={COLLECTOR}")
 
 
-# Compose's files give `sluice prepare` devices and the time to stop in variables, since services
-# read only the configuration. The Helm chart sets the keys, and derives the pods' time from them.
-
 DEVICE_VARIABLE = "SLUICE_DEVICE"
 """The device that `compose.gpu.yaml` and `compose.npu.yaml` give to trainer and replicas."""
 
@@ -45,9 +46,6 @@ def device_settings(device: str) -> tuple[str, ...]:
 
     Without them they would train on the CPU where their image, or the engine's mounts, lack what
     the device needs.
-
-    Left to themselves they would train on the CPU where their image, or the engine's mounts, lack
-    what the device needs.
     """
     return (f"trainer.device={device}", f"sluice.rollout.device={device}")
 

@@ -17,8 +17,6 @@ from sluice.errors import ConfigError
 class DeviceShare:
     """The devices of a run's processes, by the numbers that the vendor's variable takes.
 
-    There are none where a process takes none.
-
     Trainer ranks have the first ones, one each; replicas follow, in the order of their numbers.
     No two processes share one: HCCL and NCCL take a device for one rank of a group only.
     """
@@ -36,9 +34,9 @@ class DeviceShare:
         each = self.devices_per_replica
         return self._slice(self.trainer_ranks + index * each, each)
 
-    def is_enough_for(self, replicas: int) -> bool:
-        """Return whether every trainer rank and so many replicas have theirs."""
-        return len(self.numbers) >= self.trainer_ranks + replicas * self.devices_per_replica
+    def wanted(self, replicas: int) -> int:
+        """Return the devices that all trainer ranks and so many replicas take."""
+        return self.trainer_ranks + replicas * self.devices_per_replica
 
     def _slice(self, first: int, count: int) -> tuple[str, ...]:
         return tuple(self.numbers[first : first + count])
@@ -55,18 +53,14 @@ def device_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
 
 def gpu_share(config: RunConfig, given: Mapping[str, str]) -> DeviceShare:
     """Share its GPUs; share none if a key names one, since another process could get it as well."""
-    wants_gpu = host.wants_gpu
-    if any((key or "").startswith("cuda:") for key in (config.trainer.device, _rollout(config))):
+    trainer, rollout = config.trainer.device, config.sluice.rollout.device
+    if any((key or "").startswith("cuda:") for key in (trainer, rollout)):
         return DeviceShare((), 0, 0)
     return DeviceShare(
         host.gpu_numbers(given),
-        config.trainer.n_gpus_per_node if wants_gpu(config.trainer.device, given) else 0,
-        replica_devices(config) if wants_gpu(_rollout(config), given) else 0,
+        config.trainer.n_gpus_per_node if host.wants_gpu(trainer, given) else 0,
+        replica_devices(config) if host.wants_gpu(rollout, given) else 0,
     )
-
-
-def _rollout(config: RunConfig) -> str | None:
-    return config.sluice.rollout.device
 
 
 def rank_environment(config: RunConfig, rank: int, given: Mapping[str, str]) -> dict[str, str]:
@@ -124,7 +118,8 @@ def _gpus(
     config: RunConfig, taken: Sequence[str], count: int, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Share GPUs; if there are too few, every process sees all, as without a launcher."""
-    is_enough = gpu_share(config, given).is_enough_for(config.sluice.rollout.replicas)
+    share = gpu_share(config, given)
+    is_enough = len(share.numbers) >= share.wanted(config.sluice.rollout.replicas)
     if not taken or len(taken) < count or not is_enough:
         return {}
     return {host.CUDA_VISIBLE_VARIABLE: ",".join(taken)}

@@ -53,7 +53,7 @@ SERVICE_PORTS: dict[Kind, ServicePorts] = {
     "rollout": ServicePorts(7001, 7101, 7201),
     "reward": ServicePorts(7002, 7102, 7202),
 }
-# Of the live page, which a process beside the trainer's rank 0 serves where it is asked for.
+# Of the live page, which a process beside the trainer's rank 0 can serve.
 DASHBOARD_PORT = 8080
 _EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; who may call is up to tokens
 
@@ -68,7 +68,7 @@ class ContainerLayout:
         entrypoint: program of the image; it keeps the service's process and restarts it.
         arguments: of that program.
         health: a command inside the container; code 0 while the service serves.
-        readiness: the name under which health says that it can do its work; empty: the service's.
+        readiness: the name of the health state that stands for readiness; empty: the service's.
         place: its ports.
         mounts: volumes that it sees, and whether it may write there.
         takes_devices: whether it computes on NPUs or GPUs.
@@ -94,7 +94,7 @@ def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLay
 
     Args:
         kind: of the service.
-        shutdown_grace_s: ``sluice.shutdown_grace_s``, the default unless the run says otherwise.
+        shutdown_grace_s: ``sluice.shutdown_grace_s``, by default the key's own default.
     """
     return ContainerLayout(
         kind=kind,
@@ -121,20 +121,23 @@ def engine_grace_s(shutdown_grace_s: float) -> int:
     return round(launcher_grace_s(shutdown_grace_s) + _ENGINE_MARGIN_S)
 
 
-def network_settings() -> tuple[str, ...]:
-    """Return overrides (``key=value``) of a run whose services are found by the names of their
-    kinds.
+def network_settings() -> Iterator[str]:
+    """Yield overrides (``key=value``) of a run whose services are found by their kinds' names.
 
     A replica's name stands for all of them: each one advertises an address of its own instead. The
     launcher starts the replicas, so none are the local launcher's.
     """
-    return (*_endpoint_settings(), "sluice.rollout.replicas=0")
+    for kind, place in SERVICE_PORTS.items():
+        key = f"sluice.{kind}.endpoint"
+        yield f"{key}.host={_EVERY_INTERFACE}"
+        yield f"{key}.advertise={kind}"
+        yield f"{key}.port={place.port}"
+        yield f"{key}.health_port={place.health_port}"
+    yield "sluice.rollout.replicas=0"
 
 
 def metrics_settings() -> tuple[str, ...]:
-    """Return overrides (``key=value``) that serve every service's metrics at its port of the
-    layout.
-    """
+    """Return overrides (``key=value``) that serve metrics at the ports of the layout."""
     return tuple(
         f"sluice.{kind}.endpoint.metrics_port={place.metrics_port}"
         for kind, place in SERVICE_PORTS.items()
@@ -147,12 +150,3 @@ def dashboard_settings() -> tuple[str, ...]:
     Its readers show a token, so the run needs ``sluice.security.token_file`` as well.
     """
     return (f"sluice.dashboard.host={_EVERY_INTERFACE}", f"sluice.dashboard.port={DASHBOARD_PORT}")
-
-
-def _endpoint_settings() -> Iterator[str]:
-    for kind, place in SERVICE_PORTS.items():
-        key = f"sluice.{kind}.endpoint"
-        yield f"{key}.host={_EVERY_INTERFACE}"
-        yield f"{key}.advertise={kind}"
-        yield f"{key}.port={place.port}"
-        yield f"{key}.health_port={place.health_port}"

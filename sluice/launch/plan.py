@@ -1,22 +1,27 @@
-"""Before the start: load a custom reward function once, and plan the processes of a run."""
+"""Before the start: load a reward function once, make paths absolute, plan the processes."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from sluice.config.rules.checks import fixed_ports
+import msgspec
+
 from sluice.config.run import RunConfig
 from sluice.config.schema.reward import RewardConfig
+from sluice.config.schema.section import Section
+from sluice.config.schema.security import FILE_FIELDS
 from sluice.errors import ConfigError, DeadlineError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
 from sluice.launch.service_spec import ServiceSpec, local_services, rollout_service
 
 COMMAND = ("-m", "services.reward.scorer_check")
+PartT = TypeVar("PartT", bound=Section)
 TIMEOUT_S = 90.0  # above the check's own deadline
 
 
@@ -42,9 +47,50 @@ def check_reward_function(reward: RewardConfig) -> None:
         raise ConfigError(ended.stderr.strip().removeprefix("sluice: ERROR "))
 
 
+_PATHS = (
+    "actor_rollout_ref.model.path",
+    "critic.model.path",
+    "data.train_files",
+    "data.val_files",
+    "reward.custom_reward_function.path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "sluice.run_dir",
+    *(f"sluice.security.{name}" for name in FILE_FIELDS),
+)
+_PACKAGE, _FILE = "pkg://", "file://"
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the configuration with absolute paths.
+
+    Other commands, and processes on other nodes, have another working directory.
+    """
+    for key in _PATHS:
+        config = _with_absolute(config, key.split("."))
+    return config
+
+
+def _with_absolute(section: PartT, names: Sequence[str]) -> PartT:
+    name, *below = names
+    value = getattr(section, name)
+    changed = _with_absolute(value, below) if below else _absolute(value)
+    return msgspec.structs.replace(section, **{name: changed})
+
+
+def _absolute(path: str | list[str] | None) -> str | list[str] | None:
+    if isinstance(path, list):
+        return [str(_absolute(one)) for one in path]
+    if not path or path.startswith(_PACKAGE):
+        return path
+    return str(Path(path.removeprefix(_FILE)).absolute())
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A run that is about to be started.
+    """A run before its start.
 
     Args:
         config: with the addresses at which its services are found.
@@ -57,11 +103,6 @@ class LaunchPlan:
     specs: tuple[ServiceSpec, ...]
     make_replica: Callable[[int], ServiceSpec]
     host: ProcessHost
-
-    @property
-    def has_fixed_port(self) -> bool:
-        """Return whether all replicas would listen on the same port, or answer probes there."""
-        return bool(fixed_ports(self.config.sluice.rollout))
 
 
 def local_plan(config: RunConfig, config_file: Path) -> LaunchPlan:

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sluice.errors import InvalidRequestError, NotFoundError
+from sluice.errors import InvalidRequestError
 from sluice.launch.processes.supervisor import ServiceState
-from sluice.launch.service_spec import ServiceSpec, replica_name
+from sluice.launch.service_spec import ServiceSpec, replica_name, replica_number
 
 MOST_REPLICAS = 1024
-_NAME = re.compile(re.escape(replica_name(0)).replace("0", r"(\d+)"))
-
-
-def is_replica_name(name: str) -> bool:
-    """Return whether a process of a launcher is one of its replicas."""
-    return _NAME.fullmatch(name) is not None
-
-
-def replica_number(name: str) -> int:
-    """Return the number of the replica with a name.
-
-    Raises:
-        NotFoundError: it is no replica's.
-    """
-    if (match := _NAME.fullmatch(name)) is None:
-        raise NotFoundError(f"{name}: no replica has that name")
-    return int(match[1])
 
 
 class Processes(Protocol):
-    """What a supervisor offers; see `Supervisor`."""
+    """The part of a `Supervisor` that changes the number of its processes."""
 
     def services(self) -> tuple[ServiceState, ...]:
         """Return all processes."""
         ...
 
     def add(self, spec: ServiceSpec, /) -> None:
-        """Start one more."""
+        """Start a process."""
         ...
 
     def dismiss(self, name: str, /) -> None:
-        """Ask one to leave."""
+        """Let one leave."""
         ...
 
 
@@ -72,7 +54,7 @@ def check_number(wanted: int) -> None:
     """Refuse a number of replicas that no run can have.
 
     Raises:
-        InvalidRequestError: says why.
+        InvalidRequestError: with the reason.
     """
     if wanted < 1:
         raise InvalidRequestError(
@@ -84,25 +66,19 @@ def check_number(wanted: int) -> None:
         raise InvalidRequestError(f"replicas: {wanted} is above {MOST_REPLICAS}")
 
 
+@dataclass(frozen=True, slots=True)
 class ReplicaScale:
     """Starts and drains replicas.
 
-    Args:
+    Attributes:
         processes: of the run.
-        make_replica: the specification of the replica with a number.
+        make_replica: returns the specification of the replica with a number.
         has_fixed_port: whether all replicas would listen on the same port, or answer probes there.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        make_replica: Callable[[int], ServiceSpec],
-        *,
-        has_fixed_port: bool = False,
-    ) -> None:
-        self._processes = processes
-        self._make_replica = make_replica
-        self._has_fixed_port = has_fixed_port
+    processes: Processes
+    make_replica: Callable[[int], ServiceSpec]
+    has_fixed_port: bool = False
 
     def set(self, wanted: int) -> ScaleChange:
         """Start or drain until `wanted` are left; return what was begun.
@@ -112,19 +88,20 @@ class ReplicaScale:
             NotReadyError: the run is starting or ending.
         """
         check_number(wanted)
-        if wanted > 1 and self._has_fixed_port:
+        if wanted > 1 and self.has_fixed_port:
             raise InvalidRequestError(
                 f"replicas: {wanted} cannot share one port; start the run with "
                 "sluice.rollout.endpoint.port=0, sluice.rollout.endpoint.health_port=0 and no "
                 "fixed sluice.rollout.endpoint.metrics_port"
             )
-        numbers: dict[bool, list[int]] = {False: [], True: []}
-        for state in self._processes.services():
-            if is_replica_name(state.name):
-                numbers[state.is_draining].append(replica_number(state.name))
-        change = scale_change(numbers[False], numbers[True], wanted)
+        serving: list[int] = []
+        draining: list[int] = []
+        for state in self.processes.services():
+            if (number := replica_number(state.name)) is not None:
+                (draining if state.is_draining else serving).append(number)
+        change = scale_change(serving, draining, wanted)
         for number in change.start:
-            self._processes.add(self._make_replica(number))
+            self.processes.add(self.make_replica(number))
         for number in change.drain:
-            self._processes.dismiss(replica_name(number))
+            self.processes.dismiss(replica_name(number))
         return change

@@ -1,4 +1,4 @@
-"""The processes of a run: one specification for every launcher, and free ports for services."""
+"""The processes of a run: one specification for every launcher, with ports and addresses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Container, Mapping, Sequence
+import time
+from collections.abc import Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from sluice.service_contract import MARK_VARIABLE, checkpoint_mark
 
 _LOWEST, _BEHIND_HIGHEST = 20_000, 30_000
 _TRIES = 32
+_ANY_PORT = 9  # nothing is sent
+_RETRY_S = 1.0
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Not the interpreter's own generator, which runs seed to be repeatable: two would choose alike.
 _random = random.SystemRandom()
@@ -76,8 +79,32 @@ def _first_ephemeral() -> int:
         return _BEHIND_HIGHEST
 
 
+def own_address(peer_host: str, patience_s: float = 0.0) -> str:
+    """Return this host's address on the network that leads to `peer_host`; send no packet.
+
+    Raises:
+        ConfigError: after `patience_s` seconds the name is unknown, or no network leads there.
+    """
+    until_s = time.monotonic() + patience_s
+    while True:
+        try:
+            found = socket.getaddrinfo(peer_host, _ANY_PORT, type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, address = found[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() >= until_s:
+                raise ConfigError(
+                    f"{peer_host} cannot be reached from here ({error}); are both in one network, "
+                    "and is sluice.trainer.endpoint.advertise right?"
+                ) from error
+        time.sleep(_RETRY_S)
+
+
 TRAINER = "trainer"
 REWARD = "reward"
+_REPLICA = "rollout-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,42 +208,51 @@ def reward_service(config: RunConfig, config_file: Path) -> ServiceSpec:
 def trainer_services(
     config: RunConfig, config_file: Path, checkpoints_before: str
 ) -> tuple[ServiceSpec, ...]:
-    """Return all ranks of the trainer, one crew.
-
-    Args:
-        checkpoints_before: the mark of the checkpoints that were there before the run.
-    """
-    ranks = config.trainer.n_gpus_per_node
+    """Return all ranks of a trainer on this machine, each with its share of the devices."""
     host = split_host_port(config.sluice.trainer.endpoint.host)[0]
-    meeting = (host, _rendezvous_port(config, host)) if ranks > 1 else None
-    places = [
-        {**place, **rank_environment(config, rank, os.environ)}
-        for rank, place in enumerate(_rank_places(ranks, ranks, meeting))
-    ]
-    return _trainer_ranks(config, config_file, checkpoints_before, places)
+    port = free_ports([host], besides=_configured_ports(config))[0]
+    ranks = placed_trainer(config, config_file, checkpoints_before, (host, port))
+    return tuple(
+        _with_variables(spec, rank_environment(config, rank, os.environ))
+        for rank, spec in enumerate(ranks)
+    )
 
 
 def placed_trainer(
-    config: RunConfig,
-    config_file: Path,
-    checkpoints_before: str,
-    meeting: tuple[str, int] | None,
+    config: RunConfig, config_file: Path, checkpoints_before: str, meeting: tuple[str, int]
 ) -> tuple[ServiceSpec, ...]:
-    """Return all ranks of the trainer on the nodes of a cluster, one crew; placement adds devices.
+    """Return all ranks of the trainer, one crew; placement adds devices.
 
     Args:
+        config: of the run.
         config_file: the same path on all nodes.
-        checkpoints_before: the mark of the checkpoints that were there before the run.
-        meeting: host and port of rank 0, where the ranks find each other; None: there is only one.
+        checkpoints_before: the mark of the checkpoints that existed before the run.
+        meeting: host and port of rank 0, where several ranks find each other.
     """
     ranks, per_node = world_size(config), config.trainer.n_gpus_per_node
-    places = _rank_places(ranks, per_node, meeting)
-    return _trainer_ranks(config, config_file, checkpoints_before, places)
-
-
-def placed_replica(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
-    """Return one replica on a node of a cluster; placement adds its address and devices."""
-    return _replica(config, config_file, replica_name(index))
+    environment = {
+        "OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads),
+        MARK_VARIABLE: checkpoints_before,
+    }
+    if ranks > 1:
+        environment |= {
+            "MASTER_ADDR": meeting[0],
+            "MASTER_PORT": str(meeting[1]),
+            "WORLD_SIZE": str(ranks),
+        }
+    return tuple(
+        ServiceSpec(
+            rank_name(rank),
+            _module("services.trainer", "--config", str(config_file)),
+            environment
+            | ({"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)} if ranks > 1 else {}),
+            restarts=RESTARTS_AFTER_SIGNALS,
+            ends_run=rank == 0,
+            is_needed=True,
+            crew=TRAINER,
+        )
+        for rank in range(ranks)
+    )
 
 
 def rank_name(rank: int) -> str:
@@ -226,14 +262,24 @@ def rank_name(rank: int) -> str:
 
 def replica_name(index: int) -> str:
     """Return the name of the replica with a number."""
-    return f"rollout-{index}"
+    return f"{_REPLICA}{index}"
+
+
+def replica_number(name: str) -> int | None:
+    """Return the number of the replica with a name; None: another process has that name."""
+    number = name.removeprefix(_REPLICA)
+    return int(number) if number != name and number.isdecimal() else None
+
+
+def placed_replica(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
+    """Return one replica on a node of a cluster; placement adds its address and devices."""
+    return _replica(config, config_file, replica_name(index))
 
 
 def rollout_service(config: RunConfig, config_file: Path, index: int) -> ServiceSpec:
     """Return one replica on this machine, with its share of the devices."""
     spec = placed_replica(config, config_file, index)
-    devices = replica_environment(config, index, os.environ)
-    return replace(spec, environment={**spec.environment, **devices})
+    return _with_variables(spec, replica_environment(config, index, os.environ))
 
 
 def replica_on_its_own(
@@ -242,13 +288,19 @@ def replica_on_its_own(
     """Return a replica that has a host to itself, with all devices that it sees.
 
     Args:
+        config: of the run.
+        config_file: where the replica reads the same configuration.
         name: unique in the fleet.
         address: its host as peers reach it.
     """
     service = config.sluice.rollout
     spec = _replica(config, config_file, name, f"sluice.rollout.endpoint.advertise={address}")
     devices = launch_environment(config, service.device, service.endpoint, os.environ)
-    return replace(spec, environment={**spec.environment, **devices})
+    return _with_variables(spec, devices)
+
+
+def _with_variables(spec: ServiceSpec, variables: Mapping[str, str]) -> ServiceSpec:
+    return replace(spec, environment={**spec.environment, **variables})
 
 
 def _replica(config: RunConfig, config_file: Path, name: str, *overrides: str) -> ServiceSpec:
@@ -258,52 +310,6 @@ def _replica(config: RunConfig, config_file: Path, name: str, *overrides: str) -
         {"OMP_NUM_THREADS": str(config.sluice.rollout.torch_threads)},
         restarts=RESTARTS_AFTER_ERRORS_TOO,
     )
-
-
-def _rank_places(
-    ranks: int, per_node: int, meeting: tuple[str, int] | None
-) -> list[dict[str, str]]:
-    """Yield each rank's variables; none for the only one."""
-    if meeting is None:
-        return [{}]
-    common = {
-        "MASTER_ADDR": meeting[0],
-        "MASTER_PORT": str(meeting[1]),
-        "WORLD_SIZE": str(ranks),
-    }
-    return [
-        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % per_node)} for rank in range(ranks)
-    ]
-
-
-def _trainer_ranks(
-    config: RunConfig,
-    config_file: Path,
-    checkpoints_before: str,
-    places: Sequence[Mapping[str, str]],
-) -> tuple[ServiceSpec, ...]:
-    command = _module("services.trainer", "--config", str(config_file))
-    environment = {
-        "OMP_NUM_THREADS": str(config.sluice.trainer.torch_threads),
-        MARK_VARIABLE: checkpoints_before,
-    }
-    return tuple(
-        ServiceSpec(
-            rank_name(rank),
-            command,
-            {**environment, **place},
-            restarts=RESTARTS_AFTER_SIGNALS,
-            ends_run=rank == 0,
-            is_needed=True,
-            crew=TRAINER,
-        )
-        for rank, place in enumerate(places)
-    )
-
-
-def _rendezvous_port(config: RunConfig, host: str) -> int:
-    """Return a free port that no service is going to take."""
-    return free_ports([host], besides=_configured_ports(config))[0]
 
 
 def _configured_ports(config: RunConfig) -> frozenset[int]:

@@ -16,7 +16,7 @@ import grpc
 from sluice.api.launch.v1 import launch_pb2 as launch
 from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.errors import NotReadyError
-from sluice.launch.replica_scale import Processes, ReplicaScale
+from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import replica_name
 from sluice.rpc.credentials import Credentials
 from sluice.rpc.server import RpcServer
@@ -24,14 +24,19 @@ from sluice.security.token_file import GivenToken, write_private
 
 LAUNCHER_NAME = "launcher.json"
 _SECRET_BYTES = 32
+_SERVICE = "sluice.api.launch.v1.LaunchService"
+_HOST = "127.0.0.1"
+_MAX_MESSAGE_BYTES = 1 << 20
+_LAST_ANSWERS_S = 1.0
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherAddress:
     """host:port of a launcher, and the one secret that it accepts.
 
-    The secret opens nothing else: a process that took the port of a killed launcher learns no token
-    of the run.
+    The secret opens nothing else: a process that takes the port of a killed launcher receives no
+    token of the run.
     """
 
     address: str
@@ -41,11 +46,6 @@ class LauncherAddress:
     def credentials(self) -> Credentials:
         """Return the credentials that it accepts, and that its client shows."""
         return Credentials(tokens=GivenToken(self.secret, LAUNCHER_NAME))
-
-
-def new_secret() -> str:
-    """Return a secret for one launcher."""
-    return secrets.token_urlsafe(_SECRET_BYTES)
 
 
 def write_launcher(run_dir: Path, launcher: LauncherAddress) -> None:
@@ -58,7 +58,7 @@ def launcher_of(run_dir: Path) -> LauncherAddress:
     """Return the launcher that runs in `run_dir`; a killed one may have left its file.
 
     Raises:
-        NotReadyError: none does, or its file is none that this user can use.
+        NotReadyError: none does, or this user cannot use its file.
     """
     file = run_dir / LAUNCHER_NAME
     try:
@@ -76,24 +76,10 @@ def launcher_of(run_dir: Path) -> LauncherAddress:
         ) from error
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
-_SERVICE = "sluice.api.launch.v1.LaunchService"
-_HOST = "127.0.0.1"
-_MAX_MESSAGE_BYTES = 1 << 20
-_LAST_ANSWERS_S = 1.0
-
-
 class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
-    """The launcher's calls.
+    """The launcher's calls; `scale` changes the number of replicas."""
 
-    Args:
-        processes: of the run.
-        scale: changes the number of replicas.
-    """
-
-    def __init__(self, processes: Processes, scale: ReplicaScale) -> None:
-        self._processes = processes
+    def __init__(self, scale: ReplicaScale) -> None:
         self._scale = scale
 
     async def SetReplicas(
@@ -117,28 +103,25 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
                     restarts=state.restarts,
                     draining=state.is_draining,
                 )
-                for state in self._processes.services()
+                for state in self._scale.processes.services()
             ]
         )
 
 
 @asynccontextmanager
-async def launch_service(
-    run_dir: Path, processes: Processes, scale: ReplicaScale
-) -> AsyncIterator[LauncherAddress]:
+async def launch_service(run_dir: Path, scale: ReplicaScale) -> AsyncIterator[LauncherAddress]:
     """Serve on a free port of the loopback interface while the block runs; yield the address.
 
     The address stands in the run's folder meanwhile, with a new secret for each start. Its bearer
-    may call the launcher, and nothing else. The launcher asks for no token of the run, so that
-    none comes here.
+    may call the launcher, and nothing else. The launcher accepts no token of the run, so that
+    callers send it none.
 
     Args:
         run_dir: the run's folder.
-        processes: of the run.
         scale: changes the number of replicas.
     """
-    secret = new_secret()
-    servicer = LaunchServicer(processes, scale)
+    secret = secrets.token_urlsafe(_SECRET_BYTES)
+    servicer = LaunchServicer(scale)
     server = RpcServer(
         [lambda server: launch_pb2_grpc.add_LaunchServiceServicer_to_server(servicer, server)],
         (_SERVICE,),

@@ -1,8 +1,8 @@
-"""What the launchers of one run on several hosts share, in files of the run's folder.
+"""The state that the launchers of one run on several hosts share, in files of the run's folder.
 
-One launcher keeps each service, with no supervisor above them, and all of them see the folder. Its
-files hold the checkpoints at the run's beginning, the number of starts of each launcher, and how
-the run ended. A file is replaced as a whole, so no reader sees half of one.
+Each service has its own launcher, and all of them see the folder. Its files hold the checkpoints at
+the run's beginning, the number of starts of each launcher, and how the run ended. A file is
+replaced as a whole, so no reader sees half of one.
 """
 
 from __future__ import annotations
@@ -46,31 +46,20 @@ class SharedRun:
         """Whether a run has begun and not ended."""
         return (self._folder / _BEGINNING).is_file() and self.ending() is None
 
-    def forget(self) -> None:
-        """Make the next `begin` begin a run, whatever was there."""
-        (self._folder / _BEGINNING).unlink(missing_ok=True)
-
-    def begin(self, checkpoints: Path) -> bool:
-        """Record that a run begins, unless one that has not ended is there.
-
-        An interrupted run continues, and so does one that gets more replicas; a run that ended or
-        failed begins again.
-        """
-        if self.is_active:
-            return False
+    def begin(self, checkpoints: Path) -> None:
+        """Record that a run begins, in place of an earlier one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for counted in self._folder.glob("*.starts"):
             counted.unlink()
         self._write(_BEGINNING, {"checkpoints_before": checkpoint_mark(checkpoints)})
         (self._folder / _ENDING).unlink(missing_ok=True)
-        return True
 
     def checkpoints_before(self) -> str:
         """Return the mark of the checkpoints that were there before the run.
 
         Raises:
-            ConfigError: no run was begun in the folder, or its file is none that can be used.
-            OSError: the file system fails, perhaps for a moment; the configuration is not at fault.
+            ConfigError: no run was begun in the folder, or its file cannot be used.
+            OSError: the file system fails, perhaps for a moment; the configuration may be right.
         """
         try:
             found = json.loads((self._folder / _BEGINNING).read_text(encoding="utf-8"))

@@ -15,7 +15,6 @@ import pytest
 from sluice.doctor import packages
 from sluice.doctor.configuration import check_reward
 from sluice.doctor.examination import CHECKS
-from sluice.doctor.packages import torch_facts
 from tests.support.certified import authority, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -92,7 +91,7 @@ def test_a_sound_run_has_no_problem_and_nothing_of_it_is_made(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_tells_of_every_check_in_order_and_makes_nothing(tmp_path: Path) -> None:
+def test_the_command_reports_every_check_in_order_and_makes_nothing(tmp_path: Path) -> None:
     # What it says of this machine, and whether it is late here, is the machine's.
     code, found = answered(["-m", "sluice.cli.main", "doctor"], sound_run(tmp_path))
     reported = list(dict.fromkeys(one["check"] for one in found["findings"]))
@@ -102,7 +101,7 @@ def test_the_command_tells_of_every_check_in_order_and_makes_nothing(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-def test_a_taken_port_a_cut_shard_and_an_expired_certificate_are_each_told(
+def test_a_taken_port_a_cut_shard_and_an_expired_certificate_are_each_reported(
     tmp_path: Path,
 ) -> None:
     arguments = [*sound_run(tmp_path), *expired(tmp_path)]
@@ -119,15 +118,12 @@ def test_a_taken_port_a_cut_shard_and_an_expired_certificate_are_each_told(
     assert (code, found["ok"]) == (1, False)
 
 
-def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_imported_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "_PROBE_S", 3600.0)
-    facts = torch_facts(run_of("trainer.device=cuda"))
-    assert facts.import_error == ""
-    assert facts.keys == ("trainer.device",)
-    assert facts.version
+    assert isinstance(packages.probe_torch({}), packages.TorchBuild)
 
 
-def test_a_reward_function_is_loaded_and_what_its_import_raises_is_told(tmp_path: Path) -> None:
+def test_a_reward_function_is_loaded_and_what_its_import_raises_is_reported(tmp_path: Path) -> None:
     file, key = tmp_path / "mine.py", "reward.custom_reward_function.path"
     body = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
     file.write_text(f"{body}    return 1.0\n", encoding="utf-8")

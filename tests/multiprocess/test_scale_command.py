@@ -93,7 +93,7 @@ def stop(run_dir: Path) -> None:
         stub.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
 
 
-def test_replicas_are_started_and_drained_while_the_run_goes_on(
+def test_replicas_are_started_and_drained_while_the_run_continues(
     small_assets: Assets, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"

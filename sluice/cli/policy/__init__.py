@@ -1,3 +1,1 @@
-"""Commands that ask the policy in training: `generate`, `score`, `submit`, `eval`, `serve-
-openai`.
-"""
+"""Commands that use the policy in training: `generate`, `score`, `submit`, `eval`, and more."""

@@ -9,17 +9,19 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from sluice.cli.arguments import DEFAULT_RUN, RunArgument
 from sluice.cli.running_run import ask_run
 from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
 from sluice.errors import NotReadyError
+from sluice.launch.processes.crew import unless
 
 _EXIT_INTERRUPTED = 130
 ResultT = TypeVar("ResultT")
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
+    run: RunArgument = DEFAULT_RUN,
     *,
     n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
@@ -61,16 +63,7 @@ async def _evaluate(
 
 
 async def until_signal(work: Coroutine[None, None, ResultT]) -> ResultT | None:
-    """Run `work`; return None if SIGTERM or SIGINT cancelled it first."""
+    """Return the result of `work`; None if SIGTERM or SIGINT cancelled it first."""
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(work, name="evaluation")
-            signals = tasks.create_task(_cancel_on(stop, running), name="signals")
-            running.add_done_callback(lambda _: signals.cancel())
-    return None if running.cancelled() else running.result()
-
-
-async def _cancel_on(stop: asyncio.Event, running: asyncio.Task[ResultT]) -> None:
-    await stop.wait()
-    running.cancel()
+        return await unless(stop, work)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sluice.cli.running_run import ask_run
-from sluice.cli.terminal import printable
+from sluice.cli.arguments import DEFAULT_RUN, AsJsonLines, Deadline, RunOption
+from sluice.cli.running_run import connected
+from sluice.cli.terminal import print_json, printable
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
     MAX_SAMPLES,
@@ -29,12 +28,6 @@ from sluice.errors import DataError, InvalidRequestError
 from sluice.types import IMAGE_MARK, ChatMessage, Rollout
 
 _STDIN = "-"
-
-
-@dataclass(frozen=True, slots=True)
-class _GenerateOutput:
-    as_json: bool
-    stream: bool
 
 
 _Images = Annotated[
@@ -53,7 +46,7 @@ _Budget = Annotated[
 def generate(  # noqa: PLR0913 - one parameter per option
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from stdin.")],
     *,
-    run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    run: RunOption = DEFAULT_RUN,
     n: Annotated[int, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Responses.")] = 1,
     system: Annotated[str, typer.Option(help="A system message before the prompt.")] = "",
     image: _Images = None,
@@ -71,16 +64,12 @@ def generate(  # noqa: PLR0913 - one parameter per option
     priority: Annotated[
         int, typer.Option(min=-100, max=100, help="Higher priorities come first; training has 0.")
     ] = 0,
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds for everything; none: no limit.")
-    ] = None,
+    deadline: Deadline = None,
     token_budget: _Budget = 0,
     stream: Annotated[
         bool, typer.Option("--stream", help="Show the first response while it is generated.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line.")
-    ] = False,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Sample responses from the replicas of a running run.
 
@@ -107,7 +96,7 @@ def generate(  # noqa: PLR0913 - one parameter per option
             "--image: cannot be used with --raw, because the chat template places images"
         )
     asked: Prompt = text if raw else _conversation(system, text, image or [])
-    asyncio.run(_generate(run, asked, options, _GenerateOutput(as_json, stream and not as_json)))
+    asyncio.run(_generate(run, asked, options, as_json=as_json, stream=stream))
 
 
 def _conversation(system: str, text: str, images: list[Path]) -> Prompt:
@@ -128,15 +117,17 @@ def _read_stdin() -> str:
 
 
 async def _generate(
-    run: Path, prompt: Prompt, options: GenerateOptions, output: _GenerateOutput
+    run: Path, prompt: Prompt, options: GenerateOptions, *, as_json: bool, stream: bool
 ) -> None:
-    await ask_run(run)  # reports how the run ended, if it did
-    async with AsyncClient.connect(run) as client:
-        if output.stream:
+    async with connected(run) as client:
+        if stream and not as_json:
             await _show_stream(client, prompt, options)
             return
         for rollout in (await client.generate(prompt, options)).rollouts:
-            typer.echo(_json_line(rollout) if output.as_json else _text(rollout))
+            if as_json:
+                print_json(_as_object(rollout))
+            else:
+                typer.echo(_text(rollout))
 
 
 async def _show_stream(client: AsyncClient, prompt: Prompt, options: GenerateOptions) -> None:
@@ -164,14 +155,12 @@ def _shown(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
 
 
-def _json_line(rollout: Rollout) -> str:
-    return json.dumps(
-        {
-            "index": rollout.sample_index,
-            "text": rollout.text,
-            "finish_reason": rollout.finish_reason.value,
-            "token_ids": rollout.token_ids.tolist(),
-            "logprobs": rollout.behavior_logprobs.tolist(),
-            "versions": [[span.version, span.start, span.end] for span in rollout.version_spans],
-        }
-    )
+def _as_object(rollout: Rollout) -> dict[str, object]:
+    return {
+        "index": rollout.sample_index,
+        "text": rollout.text,
+        "finish_reason": rollout.finish_reason.value,
+        "token_ids": rollout.token_ids.tolist(),
+        "logprobs": rollout.behavior_logprobs.tolist(),
+        "versions": [[span.version, span.start, span.end] for span in rollout.version_spans],
+    }

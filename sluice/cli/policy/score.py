@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from sluice.cli.arguments import DEFAULT_RUN, AsJsonLines, Deadline, RunOption
 from sluice.cli.policy.row_files import read_rows
-from sluice.cli.running_run import ask_run
-from sluice.cli.terminal import printable
-from sluice.client.async_client import AsyncClient
+from sluice.cli.running_run import connected
+from sluice.cli.terminal import print_json, printable
 from sluice.client.scoring import ScoreItem
 from sluice.types import Failed, Scored
 
@@ -30,13 +29,9 @@ class _ScoreRow(msgspec.Struct):
 def score(
     file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one response per row.")],
     *,
-    run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
-    deadline: Annotated[
-        float | None, typer.Option(help="Seconds for everything; none: no limit.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line.")
-    ] = False,
+    run: RunOption = DEFAULT_RUN,
+    deadline: Deadline = None,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Grade responses with the scorers of a running run, without training on them.
 
@@ -57,7 +52,10 @@ def score(
     ]
     outcomes = asyncio.run(_score(run, items, deadline))
     for index, outcome in enumerate(outcomes):
-        typer.echo(_json_line(outcome) if as_json else f"[{index}] {_line(outcome)}")
+        if as_json:
+            print_json(_as_object(outcome))
+        else:
+            typer.echo(f"[{index}] {_line(outcome)}")
     scores = [outcome.score for outcome in outcomes if isinstance(outcome, Scored)]
     mean = f", mean score {sum(scores) / len(scores):.4f}" if scores else ""
     typer.echo(f"{len(scores)} of {len(outcomes)} graded{mean}", err=True)
@@ -68,8 +66,7 @@ def score(
 async def _score(
     run: Path, items: list[ScoreItem], deadline_s: float | None
 ) -> list[Scored | Failed]:
-    await ask_run(run)  # reports how the run ended, if it did
-    async with AsyncClient.connect(run) as client:
+    async with connected(run) as client:
         return await client.score(items, deadline_s=deadline_s)
 
 
@@ -81,14 +78,12 @@ def _line(outcome: Scored | Failed) -> str:
     return printable(f"score {outcome.score:g} {metrics}{prediction}".replace("  ", " "))
 
 
-def _json_line(outcome: Scored | Failed) -> str:
+def _as_object(outcome: Scored | Failed) -> dict[str, object]:
     if isinstance(outcome, Failed):
-        return json.dumps({"failure": outcome.kind.value, "detail": outcome.detail})
-    return json.dumps(
-        {
-            "score": outcome.score,
-            "reward": outcome.reward,
-            "metrics": dict(outcome.metrics),
-            "prediction": outcome.prediction,
-        }
-    )
+        return {"failure": outcome.kind.value, "detail": outcome.detail}
+    return {
+        "score": outcome.score,
+        "reward": outcome.reward,
+        "metrics": dict(outcome.metrics),
+        "prediction": outcome.prediction,
+    }

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sluice.cli.running_run import ask_run
-from sluice.client.async_client import AsyncClient
+from sluice.cli.arguments import DEFAULT_RUN, RunArgument
+from sluice.cli.running_run import connected
 from sluice.concurrency.process import stop_on_signals
 from sluice.config.addresses import join_host_port
 from sluice.errors import ConfigError
@@ -28,7 +28,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve_openai(  # noqa: PLR0913 - one parameter per option
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
+    run: RunArgument = DEFAULT_RUN,
     *,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[
@@ -112,12 +112,11 @@ def _keys(host: str, key_file: Path | None) -> TokenSource | None:
 async def _serve(run: Path, host: str, port: int, settings: FrontSettings) -> None:
     from sluice.openai_front.web_app import OpenAIFront, listening
 
-    await ask_run(run)  # reports how the run ended, if it did
     check_bindable(host, port)
     stop = asyncio.Event()
     with stop_on_signals(stop):
         async with (
-            AsyncClient.connect(run, name=_CLIENT_NAME) as client,
+            connected(run, name=_CLIENT_NAME) as client,
             listening(OpenAIFront(client, settings), host, port) as bound,
         ):
             address = join_host_port(host, bound)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 
+from sluice.cli.arguments import DEFAULT_RUN, AsJsonLines, RunOption
 from sluice.cli.policy.row_files import read_rows
-from sluice.cli.running_run import ask_run
-from sluice.cli.terminal import print_line, printable, progress_bars
-from sluice.client.async_client import AsyncClient
+from sluice.cli.running_run import connected
+from sluice.cli.terminal import print_json, print_line, printable, progress_bars
 from sluice.client.generation_types import Image
 from sluice.client.prompts import NewPrompt, PromptEvent
 from sluice.data.image_sources import image_source
@@ -98,61 +97,12 @@ def _made_id(file: Path, place: str, row: _SubmittedRow) -> str:
     return f"{stem}:{place.replace(' ', '-')}:{digest}"
 
 
-class SubmissionView:
-    """The progress of a submission, as a context; only a terminal shows the bar.
-
-    Args:
-        total: the number of prompts.
-        watch: count outcomes as progress, not receipts.
-        console: where to show bar and summary; ``None``: stderr.
-    """
-
-    def __init__(self, total: int, *, watch: bool, console: Console | None = None) -> None:
-        self._watch = watch
-        self._console = console or Console(stderr=True)
-        self._counts: Counter[str] = Counter()
-        self._bar = progress_bars(self._console, is_transient=True)
-        self._task = self._bar.add_task("submitting", total=total)
-
-    @property
-    def num_refused(self) -> int:
-        """Refused prompts."""
-        return self._counts["refused"]
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-        print_line(self._console, self.summary())
-
-    def show(self, event: PromptEvent, line: str) -> None:
-        """Print the event's line and advance the bar."""
-        self._counts[event.event] += 1
-        typer.echo(line)
-        is_done = event.event == "refused" or self._watch == (event.event != "accepted")
-        self._bar.update(self._task, description=self.summary(), advance=1 if is_done else 0)
-
-    def summary(self) -> str:
-        """Return counts such as ``120 accepted, 80 trained, 40 filtered_all_right``."""
-        counts = [f"{count} {event}" for event, count in self._counts.items()]
-        return ", ".join(counts) or "no answer"
-
-
 def submit(
     file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one prompt per row.")],
     *,
-    run: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    run: RunOption = DEFAULT_RUN,
     watch: Annotated[bool, typer.Option("--watch", help="Wait for the outcomes too.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line.")
-    ] = False,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Submit prompts for training. Accepted prompts are trained on or filtered, never lost.
 
@@ -178,16 +128,31 @@ def submit(
 
 
 async def _submit(run: Path, prompts: Sequence[NewPrompt], *, watch: bool, as_json: bool) -> int:
-    """Print the events of the prompts; return how many were refused."""
-    await ask_run(run)  # reports how the run ended, if it did
-    with SubmissionView(len(prompts), watch=watch) as view:
-        async with (
-            AsyncClient.connect(run) as client,
-            aclosing(client.submit(prompts, until_outcome=watch)) as events,
-        ):
-            async for event in events:
-                view.show(event, _json_line(event) if as_json else printable(_line(event)))
-    return view.num_refused
+    """Print the events of the prompts, then their counts; return how many were refused."""
+    console, counts = Console(stderr=True), Counter[str]()
+    try:
+        with progress_bars(console, is_transient=True) as bars:
+            bar = bars.add_task("submitting", total=len(prompts))
+            async with (
+                connected(run) as client,
+                aclosing(client.submit(prompts, until_outcome=watch)) as events,
+            ):
+                async for event in events:
+                    counts[event.event] += 1
+                    if as_json:
+                        print_json(_as_object(event))
+                    else:
+                        typer.echo(printable(_line(event)))
+                    is_last = event.event == "refused" or watch == (event.event != "accepted")
+                    bars.update(bar, description=summary(counts), advance=int(is_last))
+    finally:
+        print_line(console, summary(counts))
+    return counts["refused"]
+
+
+def summary(counts: Counter[str]) -> str:
+    """Return counts such as ``120 accepted, 80 trained, 40 filtered_all_right``."""
+    return ", ".join(f"{count} {event}" for event, count in counts.items()) or "no answer"
 
 
 def _line(event: PromptEvent) -> str:
@@ -197,13 +162,7 @@ def _line(event: PromptEvent) -> str:
     return f"{event.prompt_id} {event.event}{step}{rewards}{detail}"
 
 
-def _json_line(event: PromptEvent) -> str:
-    return json.dumps(
-        {
-            "prompt_id": event.prompt_id,
-            "event": event.event,
-            "step": event.step,
-            "rewards": list(event.rewards),
-            "detail": event.detail,
-        }
-    )
+def _as_object(event: PromptEvent) -> dict[str, object]:
+    found = asdict(event)
+    del found["is_retryable"]
+    return found

@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 import secrets
 import shlex
-from collections.abc import Callable
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -99,13 +98,20 @@ def _checked(hosts: list[str]) -> list[str]:
     return names
 
 
-def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
+def need_cryptography() -> None:
+    """Raise ConfigError if the package that signs and reads certificates is missing."""
     try:
-        from sluice.security.development_ca import LOCAL_NAMES, DevelopmentCa
+        import cryptography  # noqa: F401 - whether it is installed
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"sluice certs needs the package {error.name}; pip install 'sluice[certs]'"
+            "certificates need the package cryptography; pip install 'sluice[certs]'"
         ) from error
+
+
+def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
+    need_cryptography()
+    from sluice.security.development_ca import LOCAL_NAMES, DevelopmentCa
+
     authority = DevelopmentCa(days)
     service = authority.service(tuple(dict.fromkeys((*LOCAL_NAMES, *hosts))), days)
     client = authority.client(days)
@@ -137,18 +143,15 @@ sluice:
 """
 
 
-def _quoted(path: Path) -> str:
-    """Return a path as a shell reads it."""
-    return shlex.quote(str(path))
-
-
 def _for_clients(folder: Path) -> str:
+    files = {"CA": "ca.pem", "CERT": "client.pem", "KEY": "client.key", "TOKEN": "client.token"}
+    lines = "\n".join(
+        f"export SLUICE_{kind}_FILE={shlex.quote(str(folder / name))}"
+        for kind, name in files.items()
+    )
     return f"""for clients, which may submit, generate and look; they need no other files:
 
-export SLUICE_CA_FILE={_quoted(folder / "ca.pem")}
-export SLUICE_CERT_FILE={_quoted(folder / "client.pem")}
-export SLUICE_KEY_FILE={_quoted(folder / "client.key")}
-export SLUICE_TOKEN_FILE={_quoted(folder / "client.token")}
+{lines}
 
 ca.key signs further certificates; no service needs it, so keep it elsewhere or delete it"""
 
@@ -176,16 +179,18 @@ def ensure_certificates(folder: Path, report: Callable[[str], None]) -> None:
         report: called with each notice.
 
     Raises:
-        ConfigError: the folder cannot be read or written, and nothing was replaced; or files have
-            to be made, and the package that signs is missing.
+        ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
+            that signs is missing.
     """
+    need_cryptography()
     files = _read(folder)
     _delete_authority_key(folder, report, is_users=_is_users(files))
     if all(files[name] is None for name in _SERVICE.values()):
-        _make(folder)
+        write_certificates(folder, [], _DAYS, replace=True, with_authority_key=False)
         report(f"{folder}: made certificates and tokens; clients need {_FOR_CLIENTS}")
         return
-    if (reason := _why_refused(folder, files)) is not None:
+    certificates, now = ("ca.pem", "service.pem"), datetime.timedelta()
+    if (reason := _fault(folder, files, _SERVICE.values(), certificates, now)) is not None:
         _make_again(folder, files, reason, report)
 
 
@@ -193,8 +198,8 @@ def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_ac
     """Make all files of `folder` again if they are usable, but not for long.
 
     That is: a certificate expires within 30 days, or clients' files are missing, expired or of
-    another authority. The services of an active run hold the files that they began with: then,
-    for files of the user, and without the package that reads dates, a notice is all.
+    another authority. The services of an active run hold the files that they began with: then, and
+    for files of the user, a notice is all.
 
     Args:
         folder: the folder of the files.
@@ -202,16 +207,11 @@ def renew_certificates(folder: Path, report: Callable[[str], None], *, run_is_ac
         run_is_active: whether a run uses the files.
 
     Raises:
-        ConfigError: the folder cannot be read or written, and nothing was replaced; or the package
-            that signs is missing.
+        ConfigError: the folder cannot be read or written, and nothing was replaced.
     """
     files = _read(folder)
-    if not _can_read_certificates():
-        report(
-            f"notice: it was not checked whether certificates in {folder} expire soon, which needs "
-            "the package cryptography; pip install 'sluice[certs]'"
-        )
-    reason = _why_renewed(folder, files)
+    certificates = ("ca.pem", "service.pem", "client.pem")
+    reason = _fault(folder, files, _CLIENT, certificates, _RENEWED_BEFORE)
     if reason is None:
         return
     if run_is_active:
@@ -261,10 +261,6 @@ def _delete_authority_key(folder: Path, report: Callable[[str], None], *, is_use
         ) from error
 
 
-def _make(folder: Path) -> None:
-    write_certificates(folder, [], _DAYS, replace=True, with_authority_key=False)
-
-
 def _make_again(folder: Path, files: _Files, reason: str, report: Callable[[str], None]) -> None:
     if _is_users(files):
         report(
@@ -272,7 +268,7 @@ def _make_again(folder: Path, files: _Files, reason: str, report: Callable[[str]
             "correct them, or delete the folder to have others made"
         )
         return
-    _make(folder)
+    write_certificates(folder, [], _DAYS, replace=True, with_authority_key=False)
     report(
         f"notice: {reason}; certificates and tokens in {folder} were made again: restart "
         f"running services, and give clients {_FOR_CLIENTS}"
@@ -287,8 +283,6 @@ def _is_users(files: _Files) -> bool:
 
 
 def _is_foreign(files: _Files) -> bool:
-    if not _can_read_certificates():
-        return False
     from sluice.security.development_ca import is_of_a_development_ca
 
     for pem in (files["ca.pem"], files["service.pem"]):
@@ -300,55 +294,40 @@ def _is_foreign(files: _Files) -> bool:
     return False
 
 
-def _why_refused(folder: Path, files: _Files) -> str | None:
-    """Return why no service could start with the files; None: no reason was found."""
-    missing = [name for name in _SERVICE.values() if files[name] is None]
+def _fault(
+    folder: Path,
+    files: _Files,
+    needed: Iterable[str],
+    certificates: tuple[str, ...],
+    validity: datetime.timedelta,
+) -> str | None:
+    """Return the first fault of the files; None: no fault was found.
+
+    Args:
+        folder: for the text.
+        files: contents of all files.
+        needed: names of files that must exist.
+        certificates: names of those that must be valid for longer than `validity`; ca.pem must
+            have issued the last one, unless the files are of another authority than ours, which may
+            have others between itself and the service.
+        validity: see above.
+    """
+    missing = [name for name in needed if files[name] is None]
     if missing:
         return f"{folder} has no {', '.join(missing)}"
-    service = _why_invalid(folder, files, ("ca.pem", "service.pem"), datetime.timedelta())
-    # A user's authority may have others between itself and the service.
-    return service or (None if _is_foreign(files) else _why_strange(folder, files, "service.pem"))
-
-
-def _why_renewed(folder: Path, files: _Files) -> str | None:
-    missing = [name for name in _CLIENT if files[name] is None]
-    if missing:
-        return f"{folder} has no {', '.join(missing)}, which clients need"
-    names = ("ca.pem", "service.pem", "client.pem")
-    soon = _why_invalid(folder, files, names, _RENEWED_BEFORE)
-    return soon or (None if _is_foreign(files) else _why_strange(folder, files, "client.pem"))
-
-
-def _why_invalid(
-    folder: Path, files: _Files, names: tuple[str, ...], needed: datetime.timedelta
-) -> str | None:
-    """Name the first file that is not a certificate, or is valid for `needed` at most."""
-    if not _can_read_certificates():
-        return None
     from sluice.security.certificates import ends_of_validity
+    from sluice.security.development_ca import was_issued_by
 
     now = datetime.datetime.now(datetime.UTC)
-    for name in names:
+    for name in certificates:
         try:
             end = ends_of_validity(files[name] or b"")[0]
         except ValueError as error:
             return f"{folder / name} is not a certificate ({error})"
-        if end - now <= needed:
+        if end - now <= validity:
             verb = "was valid" if end <= now else "is valid"
             return f"{folder / name} {verb} until {end:%F %R} UTC"
-    return None
-
-
-def _why_strange(folder: Path, files: _Files, name: str) -> str | None:
-    """Return a problem if `name` and ca.pem are of two authorities, after a partial replacement."""
-    if not _can_read_certificates():
+    issued = certificates[-1]
+    if _is_foreign(files) or was_issued_by(files[issued] or b"", files["ca.pem"] or b""):
         return None
-    from sluice.security.development_ca import was_issued_by
-
-    if was_issued_by(files[name] or b"", files["ca.pem"] or b""):
-        return None
-    return f"{folder / name} was not issued by ca.pem"
-
-
-def _can_read_certificates() -> bool:
-    return find_spec("cryptography") is not None
+    return f"{folder / issued} was not issued by ca.pem"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sluice.cli.arguments import ConfigArguments, split_arguments
 from sluice.cli.run.certificates import (
     CERTIFICATES,
     ensure_certificates,
     renew_certificates,
     security_settings,
 )
-from sluice.cli.run.quickstart import PreparationView, asset_settings
-from sluice.cli.terminal import print_line, split_arguments
+from sluice.cli.run.quickstart import asset_settings, preparation
+from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
 from sluice.config.explain import replaced_values
@@ -43,6 +45,11 @@ from sluice.service_contract import TRACKER_NAME
 from sluice.telemetry.metrics_page import forget_targets
 
 _SEED = 0  # of the quickstart's files
+
+_KEPT = (
+    "stays as it is, and other settings are ignored: the run has not ended, and its services read "
+    "that file; stop them, then give --restart to begin a new run"
+)
 
 _Quickstart = Annotated[
     bool, typer.Option("--quickstart", help="Make the quickstart's model and data first.")
@@ -82,14 +89,7 @@ _StopGrace = Annotated[
 
 
 def prepare(  # noqa: PLR0913 - one parameter an option
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG] [KEY=VALUE]...",
-            help="A YAML file, and keys to override in verl's spelling.",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: ConfigArguments = None,
     *,
     run_dir: Annotated[Path, typer.Option(help="Folder that all services of the run see.")] = Path(
         "runs/run"
@@ -114,14 +114,20 @@ def prepare(  # noqa: PLR0913 - one parameter an option
       sluice prepare --quickstart --secure --run-dir /runs/run
     """
     console = Console()
-    restart = restart or old_restart
-    file, overrides = split_arguments(arguments or [])
+    report = partial(print_line, console)
+    run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
+    is_active = run.is_active and written.is_file() and not (restart or old_restart)
+    certificates = run_dir.absolute() / CERTIFICATES
+    file, overrides = split_arguments(arguments)
     settings: list[str] = []
-    if quickstart:
-        settings += _quickstart_settings(run_dir, console)
+    settings += _quickstart_settings(run_dir, console) if quickstart else ()
     if secure:
-        settings += _security(run_dir.absolute() / CERTIFICATES, console)
-    settings += _extra_settings(observed=observed, dashboard=dashboard, device=device)
+        # The configuration's checks need usable files; a renewal can wait until after them.
+        ensure_certificates(certificates, report)
+        settings += security_settings(certificates)
+    settings += observed_settings() if observed else ()
+    settings += dashboard_settings() if dashboard else ()
+    settings += device_settings(device) if device is not None else ()
     settings += [*network_settings(), f"sluice.run_dir={run_dir.absolute()}"]
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as job:
         base = job if quickstart else file
@@ -129,56 +135,30 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         notes = launch_notes(config, read_settings(base, overrides))
     replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
     for note in (*notes, *replaced):
-        print_line(console, f"notice: {note.text}")
+        report(f"notice: {note.text}")
     check_config(config)
     check_reward_function(config.reward)
     if stop_grace is not None:
-        check_stop_grace(_checked_config(run_dir, config, restart=restart), stop_grace)
+        # The services of an active run read the configuration that it began with.
+        check_stop_grace(load_config(written, ()) if is_active else config, stop_grace)
     if secure:
-        is_active = SharedRun(run_dir).is_active and not restart
-        folder = run_dir.absolute() / CERTIFICATES
-        renew_certificates(folder, partial(print_line, console), run_is_active=is_active)
-    _begin(run_dir, config, console, restart=restart)
-
-
-def _extra_settings(*, observed: bool, dashboard: bool, device: str | None) -> list[str]:
-    return [
-        *(observed_settings() if observed else ()),
-        *(dashboard_settings() if dashboard else ()),
-        *(device_settings(device) if device is not None else ()),
-    ]
-
-
-def _checked_config(run_dir: Path, config: RunConfig, *, restart: bool) -> RunConfig:
-    """Return the configuration for the services: that of an active run stays."""
-    written = run_dir / CONFIG_NAME
-    if not restart and SharedRun(run_dir).is_active and written.is_file():
-        return load_config(written, ())
-    return config
-
-
-def _begin(run_dir: Path, config: RunConfig, console: Console, *, restart: bool) -> None:
-    """Write the files of a new run; an active run keeps its own."""
-    run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
-    if restart:
-        run.forget()
-    is_active = run.is_active and written.is_file()
+        renew_certificates(certificates, report, run_is_active=is_active)
     if not is_active:
-        if (notice := spent_notice(config)) is not None:
-            print_line(console, f"notice: {notice}")
-        write_config(config, written)
-        # A run with this file has reached its end.
-        (run_dir / ACCOUNTS_NAME).unlink(missing_ok=True)
-        forget_targets(run_dir)
-        run.begin(Path(checkpoint_folder(config)))
+        _begin(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):
-        print_line(
-            console,
-            f"notice: {written} stays as it is, and other settings are ignored: the run has not "
-            "ended, and its services read that file; stop them, then give --restart to begin "
-            "a new run",
-        )
-    print_line(console, f"{run_dir}: the run {'continues' if is_active else 'begins'}")
+        report(f"notice: {written} {_KEPT}")
+    report(f"{run_dir}: the run {'continues' if is_active else 'begins'}")
+
+
+def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]) -> None:
+    """Write the files of a new run."""
+    if (notice := spent_notice(config)) is not None:
+        report(f"notice: {notice}")
+    write_config(config, written)
+    # A run with this file has reached its end.
+    (written.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
+    forget_targets(written.parent)
+    run.begin(Path(checkpoint_folder(config)))
 
 
 def spent_notice(config: RunConfig) -> str | None:
@@ -206,15 +186,9 @@ def _newest_step(config: RunConfig) -> int | None:
         return None  # the trainer reports the problem
 
 
-def _security(folder: Path, console: Console) -> list[str]:
-    # The configuration's checks need usable files; a renewal can wait until after them.
-    ensure_certificates(folder, partial(print_line, console))
-    return security_settings(folder)
-
-
 def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:
-    with PreparationView(console) as view:
+    with preparation(console) as show:
         assets = prepare_quickstart(
-            run_dir / "assets", task="quickstart", seed=_SEED, progress=view.show
+            run_dir / "assets", task="quickstart", seed=_SEED, progress=show
         )
     return asset_settings(assets, run_dir, _SEED)

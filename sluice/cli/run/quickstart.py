@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -74,8 +74,8 @@ def quickstart(
     console = Console()
     _load(overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
-    with PreparationView(console) as view:
-        assets = prepare(run_dir / "assets", task=task, seed=seed, progress=view.show)
+    with preparation(console) as show:
+        assets = prepare(run_dir / "assets", task=task, seed=seed, progress=show)
     config = _load([*asset_settings(assets, run_dir, seed), *(overrides or [])])
     check_config(config)
     run_dir = Path(config.sluice.run_dir)
@@ -152,44 +152,31 @@ def remove_results(folder: Path, patterns: Iterable[str]) -> None:
             file.unlink()
 
 
-class PreparationView:
-    """The progress of the preparation, as a context: bars on a terminal, otherwise lines.
+@contextmanager
+def preparation(
+    console: Console, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[PrepareProgress], None]]:
+    """Show the progress of the preparation: a bar on a terminal, else a line every few seconds.
 
     Args:
         console: where to show it.
         clock: seconds, monotonic.
     """
+    next_line_s = clock()
+    with progress_bars(console) as bars:
+        bar = bars.add_task("making data and tokenizer", total=None)
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._next_line_s = clock()
-        self._bars = progress_bars(console)
-        self._bar = self._bars.add_task("making data and tokenizer", total=None)
+        def show(progress: PrepareProgress) -> None:
+            nonlocal next_line_s
+            text = _progress_text(progress)
+            if progress.stage != "data":
+                bars.update(bar, description=text, total=progress.total, completed=progress.done)
+            is_last = progress.done == progress.total
+            if not console.is_terminal and (is_last or clock() >= next_line_s):
+                next_line_s = clock() + _LINE_EVERY_S
+                console.print(f"{text}: {progress.done}/{progress.total}", soft_wrap=True)
 
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bars.stop()
-
-    def show(self, progress: PrepareProgress) -> None:
-        """Update the bar, or print a line if the last one is a few seconds old."""
-        text = _progress_text(progress)
-        if progress.stage != "data":
-            self._bars.update(
-                self._bar, description=text, total=progress.total, completed=progress.done
-            )
-        is_last = progress.done == progress.total
-        if not self._console.is_terminal and (is_last or self._clock() >= self._next_line_s):
-            self._next_line_s = self._clock() + _LINE_EVERY_S
-            self._console.print(f"{text}: {progress.done}/{progress.total}", soft_wrap=True)
+        yield show
 
 
 def _progress_text(progress: PrepareProgress) -> str:

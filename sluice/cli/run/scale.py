@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
+from sluice.cli.arguments import DEFAULT_RUN, RunOption
 from sluice.client.launcher import Launcher, Scaling
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import DeadlineError, NotReadyError, PeerError
-from sluice.launch.replica_scale import check_number, is_replica_name
+from sluice.launch.replica_scale import check_number
+from sluice.launch.service_spec import replica_number
 from sluice.launch.servicer import launcher_of
 
 _POLL_S = 0.5
 
 
-class Scalable(StrEnum):
-    """The services that can be scaled."""
-
-    ROLLOUT = "rollout"
-
-
 def scale(
-    service: Annotated[Scalable, typer.Argument(help="What to scale.")],
+    service: Annotated[Literal["rollout"], typer.Argument(help="What to scale.")],
     count: Annotated[int, typer.Argument(help="The new number of replicas, 1 or more.")],
     *,
-    run_dir: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/quickstart"),
+    run_dir: RunOption = DEFAULT_RUN,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds to wait until it is done.")
     ] = 600.0,
@@ -81,7 +75,7 @@ async def scale_rollout(
                 phase=f"scaling to {count} replicas",
                 remedy=f"see the logs in {location.run_dir / 'logs'}; the change continues",
             ):
-                while left := await _seen_outstanding(launcher, monitor):
+                while left := await _outstanding(launcher, monitor):
                     status.update(f"waiting for {', '.join(left)}")
                     await asyncio.sleep(_POLL_S)
         console.print(f"done: {count} replicas")
@@ -92,20 +86,16 @@ def _as_text(change: Scaling) -> str:
     return "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
 
 
-async def _seen_outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
-    """Return `_outstanding`; a launcher on a busy machine may answer late meanwhile."""
-    try:
-        return await _outstanding(launcher, monitor)
-    except (DeadlineError, PeerError):
-        return ["the launcher to answer"]
-
-
 async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
     """Return what is not done yet, also of other commands' changes.
 
     That is draining replicas that have not left, and other replicas that do not serve yet.
     """
-    replicas = [each for each in await launcher.services() if is_replica_name(each.name)]
+    try:
+        processes = await launcher.services()
+    except (DeadlineError, PeerError):  # a launcher on a busy machine may answer late
+        return ["the launcher to answer"]
+    replicas = [each for each in processes if replica_number(each.name) is not None]
     serving = await _serving(monitor)
     late = [f"{each.name} to leave" for each in replicas if each.is_draining]
     return late + [

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from sluice.cli.terminal import print_line, printable, split_arguments
+from sluice.cli.arguments import ConfigArguments, split_arguments
+from sluice.cli.terminal import print_line, printable
 from sluice.cli.watch.live_view import LiveView
 from sluice.client.launcher import Launcher
 from sluice.client.run_address import CONFIG_NAME
@@ -23,15 +22,13 @@ from sluice.config.addresses import peer_address
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import write_config
-from sluice.config.rules.checks import check_config
+from sluice.config.rules.checks import check_config, fixed_ports
 from sluice.config.run import RunConfig
-from sluice.config.schema.security import with_absolute_files
 from sluice.errors import ConfigError, SluiceError
-from sluice.launch.cluster.nodes import with_absolute_paths
 from sluice.launch.cluster.placement import parse_demands
 from sluice.launch.cluster.ray_run import RayOptions, ray_plan
 from sluice.launch.network_layout import launcher_grace_s
-from sluice.launch.plan import LaunchPlan, check_reward_function, local_plan
+from sluice.launch.plan import LaunchPlan, check_reward_function, local_plan, with_absolute_paths
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
@@ -45,23 +42,11 @@ from sluice.telemetry.metrics_page import forget_target, forget_targets
 _LAUNCHER_ANSWERS_S = 3.0
 
 
-class Where(StrEnum):
-    """The place to start a run."""
-
-    LOCAL = "local"
-    RAY = "ray"
-
-
-ConfigAndOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[CONFIG] [KEY=VALUE]...",
-        help="A YAML file, and keys to override in verl's spelling.",
-        show_default=False,
-    ),
-]
 ShowLogs = Annotated[bool, typer.Option("--logs", help="Show all log lines of the services.")]
-On = Annotated[Where, typer.Option("--on", help="Start processes here, or on a Ray cluster.")]
+On = Annotated[
+    Literal["local", "ray"],
+    typer.Option("--on", help="Start processes here, or on a Ray cluster."),
+]
 RayAddress = Annotated[
     str,
     typer.Option(
@@ -88,10 +73,10 @@ OldCapacityTimeout = Annotated[
 
 
 def up(
-    arguments: ConfigAndOverrides = None,
+    arguments: ConfigArguments = None,
     *,
     logs: ShowLogs = False,
-    on: On = Where.LOCAL,
+    on: On = "local",
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
     capacity_timeout: CapacityTimeout = 300.0,
@@ -110,14 +95,14 @@ def up(
     """
     patience_s = old_capacity_timeout or capacity_timeout
     ray = RayOptions(ray_address, parse_demands(resources or ()), patience_s)
-    if on is not Where.RAY and resources:
+    if on != "ray" and resources:
         raise ConfigError(
             "--resources: only a Ray cluster hands them out; add --on ray, or leave --resources out"
         )
-    _run(arguments, logs=logs, ray=ray if on is Where.RAY else None)
+    _run(arguments, logs=logs, ray=ray if on == "ray" else None)
 
 
-def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> None:
+def train(arguments: ConfigArguments = None, *, logs: ShowLogs = False) -> None:
     """Train on this machine: another name of `sluice up`.
 
     \b
@@ -128,7 +113,7 @@ def train(arguments: ConfigAndOverrides = None, *, logs: ShowLogs = False) -> No
 
 
 def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = None) -> None:
-    file, overrides = split_arguments(arguments or [])
+    file, overrides = split_arguments(arguments)
     console, config = Console(), load_config(file, overrides)
     for note in launch_notes(config, read_settings(file, overrides)):
         print_line(console, f"notice: {note.text}")
@@ -182,12 +167,13 @@ async def _start(
     await _refuse_beside_another(config_file.parent)
     # A run with this file has reached its end.
     (config_file.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
+    config = with_absolute_paths(config)
     if ray is None:
-        config = with_ports(_with_absolute_paths(config))
+        config = with_ports(config)
         write_config(config, config_file)
         return await _supervise(local_plan(config, config_file), console, logs=logs)
     console.print("placing the run on the Ray cluster")
-    async with ray_plan(with_absolute_paths(config), config_file, ray) as plan:
+    async with ray_plan(config, config_file, ray) as plan:
         return await _supervise(plan, console, logs=logs)
 
 
@@ -233,20 +219,13 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
     if not credentials.is_encrypted:
         expect_no_tls()
     monitor = RunMonitor(trainer, reward, credentials=credentials)
-    scale = ReplicaScale(supervisor, plan.make_replica, has_fixed_port=plan.has_fixed_port)
-    control = launch_service(run_dir, supervisor, scale)
+    scale = ReplicaScale(
+        supervisor, plan.make_replica, has_fixed_port=bool(fixed_ports(service.rollout))
+    )
+    control = launch_service(run_dir, scale)
     forget_targets(run_dir)
     async with monitor, control, asyncio.TaskGroup() as tasks:
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()
         following.cancel()
     return end
-
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make the run folder and credentials absolute: other commands may run elsewhere."""
-    run_dir = str(Path(config.sluice.run_dir).absolute())
-    security = with_absolute_files(config.sluice.security)
-    return msgspec.structs.replace(
-        config, sluice=msgspec.structs.replace(config.sluice, run_dir=run_dir, security=security)
-    )

@@ -1,3 +1,1 @@
-"""`sluice simulate`: options, the subject that they describe, and what is printed of its
-simulation.
-"""
+"""`sluice simulate`: its options, and the tables of its results."""

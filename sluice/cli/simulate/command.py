@@ -4,19 +4,17 @@ are paid.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sluice.algorithm.sampling.rules import StrategyName
+from sluice.cli.arguments import AsJson
 from sluice.cli.simulate import options
 from sluice.cli.simulate.subject import Given, Subject, described_subject
-from sluice.cli.terminal import output_console, print_table
+from sluice.cli.terminal import counted, output_console, print_json, print_table
 from sluice.simulate.result import SimulationResult
 from sluice.simulate.result import simulate as simulate_run
 from sluice.simulate.settings import SimulationSettings
@@ -147,7 +145,7 @@ def simulate(  # noqa: PLR0913 - one parameter an option
     trainer_s: options.TrainerSeconds = None,
     seed: options.Seed = 0,
     compare_all: options.Compare = False,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate over-generation, staleness and fleet with the functions that drive a run.
 
@@ -185,7 +183,7 @@ def compare_strategies(found: Subject, *, as_json: bool) -> list[Compared]:
     with progress("comparing", 2 * len(StrategyName) * settings.num_steps) as on_step:
         compared = compare(settings, found.open_workload, on_step=on_step)
     if as_json:
-        typer.echo(json.dumps(comparison_as_json(compared), sort_keys=True))
+        print_json(comparison_as_json(compared))
     else:
         print_comparison(output_console(), f"{found.name}: {_described(settings)}", compared)
     return list(compared)
@@ -198,7 +196,7 @@ def simulate_one(found: Subject, *, as_json: bool) -> tuple[SimulationResult, Si
         result = simulate_run(settings, found.open_workload(), on_step=on_step)
         fill = simulate_fill_times(settings, found.open_workload(), on_step)
     if as_json:
-        typer.echo(json.dumps(result_as_json(result, fill), sort_keys=True))
+        print_json(result_as_json(result, fill))
     else:
         print_result(output_console(), result, fill)
     return result, fill
@@ -222,15 +220,6 @@ def _described(settings: SimulationSettings) -> str:
 
 @contextmanager
 def progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error if that is a terminal; each call advances it by one step."""
-    console = Console(stderr=True)
-    shown = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(
-        *shown,
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bars:
-        bar = bars.add_task(task, total=total)
-        yield lambda _num_leased: bars.advance(bar)
+    """Show a bar on standard error; each call advances it by one step."""
+    with counted(task, total) as advance:
+        yield lambda _num_leased: advance(1)

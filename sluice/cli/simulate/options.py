@@ -63,4 +63,3 @@ TrainerSeconds = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
 Compare = Annotated[bool, typer.Option("--compare", help="All strategies side by side.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli.arguments import DEFAULT_RUN, RunArgument
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stop_on_signals
 from sluice.dashboard.serving import serve_page, write_report
 
@@ -16,7 +17,7 @@ _NICE = 10
 
 
 def dashboard(
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
+    run: RunArgument = DEFAULT_RUN,
     *,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: the system chooses.")] = 0,

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from sluice.cli.terminal import print_line, printable
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
+from sluice.dashboard.line_tail import LineTail
 from sluice.errors import SluiceError
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
@@ -32,27 +33,21 @@ class AccuracyTail:
     """The newest accuracy in `metrics.jsonl`. Each whole line is read once."""
 
     def __init__(self, metrics_file: Path) -> None:
-        self._file = metrics_file
-        self._read_bytes = 0
+        self._tail = LineTail(metrics_file)
         self._newest: AccuracyPoint | None = None
 
     def newest(self) -> AccuracyPoint | None:
         """Return the accuracy of the last validation; ``None`` before the first."""
-        if not self._file.is_file() or self._file.stat().st_size <= self._read_bytes:
-            return self._newest
-        with self._file.open("rb") as file:
-            file.seek(self._read_bytes)
-            complete, _, _ = file.read().rpartition(b"\n")
-        self._read_bytes += len(complete) + 1 if complete else 0
-        for line in complete.splitlines():
-            if metric_names.VAL_CORE.encode() in line:
-                self._note(json.loads(line))
+        has_more = True
+        while has_more:
+            taken = self._tail.take()
+            has_more = taken.has_more
+            for line in taken.lines:
+                if metric_names.VAL_CORE.encode() in line.text:
+                    row = json.loads(line.text)
+                    if (accuracy := accuracy_of(row)) is not None:
+                        self._newest = AccuracyPoint(int(row["step"] or 0), accuracy)
         return self._newest
-
-    def _note(self, row: dict[str, float | None]) -> None:
-        accuracy = accuracy_of(row)
-        if accuracy is not None:
-            self._newest = AccuracyPoint(int(row["step"] or 0), accuracy)
 
 
 def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> RenderableType:

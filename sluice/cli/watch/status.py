@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sluice.cli.arguments import DEFAULT_RUN, AsJson, RunArgument
 from sluice.cli.running_run import PastRun, ask_run, past_run
+from sluice.cli.terminal import print_json
 from sluice.cli.watch.live_view import AccuracyTail, run_table
-from sluice.cli.watch.waits import wait_object, wait_table
+from sluice.cli.watch.waits import wait_table
 from sluice.client.run_address import CONFIG_NAME, locate_run
 from sluice.client.wait_chain import explain
 from sluice.client.wait_survey import survey_waits
@@ -22,7 +23,7 @@ from sluice.report.run_record import METRICS_NAME
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="Folder of the run.")] = Path("runs/quickstart"),
+    run: RunArgument = DEFAULT_RUN,
     *,
     why: Annotated[
         bool,
@@ -30,7 +31,7 @@ def status(
             "--why", help="Show what each service waits for, and which service is the cause."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show step, accuracy, group composition, idle shares, replicas and accounting of a run.
 
@@ -60,14 +61,17 @@ def status(
         typer.echo(f"note: its services could not be asked: {error}", err=True)
         return
     if as_json:
-        typer.echo(json.dumps(asdict(snapshot), sort_keys=True))
+        print_json(asdict(snapshot))
         return
     accuracy = AccuracyTail(location.run_dir / METRICS_NAME).newest()
     Console().print(run_table(snapshot, accuracy))
 
 
 def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:
-    typer.echo(json.dumps(asdict(past), sort_keys=True) if as_json else past.as_text(folder))
+    if as_json:
+        print_json(asdict(past))
+    else:
+        typer.echo(past.as_text(folder))
 
 
 def _show_why(run: Path, *, as_json: bool) -> bool:
@@ -88,7 +92,7 @@ def _show_why(run: Path, *, as_json: bool) -> bool:
         return False
     found = explain(services)
     if as_json:
-        typer.echo(json.dumps(wait_object(found), sort_keys=True))
+        print_json(asdict(found))
     else:
         Console().print(wait_table(found))
     return True

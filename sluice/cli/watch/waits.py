@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -27,11 +25,6 @@ def wait_table(explanation: Explanation) -> RenderableType:
         for row in _rows(service):
             table.add_row(*(Text(cell) for cell in row))
     return Group(Text(explanation.cause, style="bold"), table)
-
-
-def wait_object(explanation: Explanation) -> dict[str, Any]:
-    """Return ``cause``, ``root`` and ``services`` with all of their waits, for programs."""
-    return asdict(explanation)
 
 
 def _rows(service: ServiceWaits) -> Iterator[tuple[str, str, str, str]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from sluice.config.schema.section import Section
@@ -43,10 +41,3 @@ class SecurityConfig(Section, frozen=True):
     """File of bearer tokens, one a line: all are accepted, the first is presented; none: that of
     SLUICE_TOKEN, or no token is required.
     """
-
-
-def with_absolute_files(security: SecurityConfig) -> SecurityConfig:
-    """Return the same settings with paths that hold in every working directory."""
-    given = {name: getattr(security, name) for name in FILE_FIELDS}
-    absolute = {name: str(Path(path).absolute()) for name, path in given.items() if path}
-    return msgspec.structs.replace(security, **absolute)

@@ -1,4 +1,9 @@
-"""What a launcher needs to know about a service's node: addresses, devices, paths to open."""
+"""The part of a service that belongs to its node.
+
+A specification is made where the run is launched. The Python that runs it, the address for its
+peers, the variables of its devices and the paths that it opens are those of its node, which a host
+process there reports to the launcher.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import msgspec
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.config.schema.security import FILE_FIELDS, with_absolute_files
+from sluice.config.schema.security import FILE_FIELDS
 from sluice.config.schema.service import EndpointConfig
 from sluice.device.host import launch_environment
 from sluice.launch.network_layout import Kind
@@ -40,47 +45,6 @@ def missing_paths(paths: Mapping[str, str]) -> list[str]:
     return [f"{key} = {path}" for key, path in paths.items() if not Path(path).exists()]
 
 
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return the configuration with absolute paths, since processes on other nodes have another
-    working directory.
-
-    Processes on other nodes have another working directory.
-    """
-    model, trainer = config.actor_rollout_ref.model, config.trainer
-    function, critic = config.reward.custom_reward_function, config.critic
-    replace = msgspec.structs.replace
-    return replace(
-        config,
-        actor_rollout_ref=replace(
-            config.actor_rollout_ref, model=replace(model, path=_absolute(model.path))
-        ),
-        critic=replace(
-            critic, model=replace(critic.model, path=_absolute_if_given(critic.model.path))
-        ),
-        data=replace(
-            config.data,
-            train_files=_all_absolute(config.data.train_files),
-            val_files=_all_absolute(config.data.val_files),
-        ),
-        reward=replace(
-            config.reward,
-            custom_reward_function=replace(function, path=_absolute_if_given(function.path)),
-        ),
-        trainer=replace(
-            trainer,
-            default_local_dir=_absolute_if_given(trainer.default_local_dir),
-            resume_from_path=_absolute_if_given(trainer.resume_from_path),
-            rollout_data_dir=_absolute_if_given(trainer.rollout_data_dir),
-            validation_data_dir=_absolute_if_given(trainer.validation_data_dir),
-        ),
-        sluice=replace(
-            config.sluice,
-            run_dir=_absolute(config.sluice.run_dir),
-            security=with_absolute_files(config.sluice.security),
-        ),
-    )
-
-
 def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
     if kind != "reward":
         yield "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
@@ -102,31 +66,12 @@ def _listed(files: str | list[str] | None) -> list[str]:
     return [files] if isinstance(files, str) else files or []
 
 
-def _all_absolute(files: str | list[str] | None) -> str | list[str] | None:
-    if isinstance(files, list):
-        return [_absolute(file) for file in files]
-    return _absolute_if_given(files)
-
-
-def _absolute_if_given(path: str | None) -> str | None:
-    return path and _absolute(path)
-
-
-def _absolute(path: str) -> str:
-    if path.startswith(_PACKAGE):
-        return path
-    return str(Path(path.removeprefix(_FILE)).absolute())
-
-
-# A service's specification is made where the run is launched. Three parts of it belong to its
-# node: the Python that runs it, the address for its peers, and the variables of its devices.
 _EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 recognised, not bound
-_ROLLOUT_ENDPOINT = "sluice.rollout.endpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """What a node is asked to get ready for.
+    """A service that a node gets ready for.
 
     Args:
         kind: of the service.
@@ -141,10 +86,6 @@ class ServicePlan:
     config_text: str
     mark_file: str
     version: str = field(default_factory=lambda: metadata.version("sluice"))
-
-    def as_json(self) -> str:
-        """Return it for another process."""
-        return msgspec.json.encode(self).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,23 +104,9 @@ class NodeFacts:
     environment: Mapping[str, str]
     problems: tuple[str, ...]
 
-    def as_json(self) -> str:
-        """Return it for another process."""
-        return msgspec.json.encode(self).decode()
-
-
-def plan_from_json(text: str) -> ServicePlan:
-    """Return the plan that `ServicePlan.as_json` wrote."""
-    return msgspec.json.decode(text, type=ServicePlan)
-
-
-def facts_from_json(text: str) -> NodeFacts:
-    """Return the facts that `NodeFacts.as_json` wrote."""
-    return msgspec.json.decode(text, type=NodeFacts)
-
 
 def look_around(plan: ServicePlan, address: str) -> NodeFacts:
-    """Get this node ready for a service; the configuration is there afterwards.
+    """Get this node ready for a service, which includes writing the configuration.
 
     Args:
         plan: of the service.
@@ -193,22 +120,30 @@ def look_around(plan: ServicePlan, address: str) -> NodeFacts:
         problems.append(f"{plan.config_file} cannot be written ({error.strerror or error})")
     else:
         missing = missing_paths(paths_of(plan.kind, config))
-        problems += [f"{one} is not there" for one in missing]
-        endpoint = endpoint_on(_endpoint(plan.kind, config), address)
-        environment = launch_environment(config, _device(plan.kind, config), endpoint, os.environ)
-    found = tuple(problem for problem in problems if problem)
-    return NodeFacts(address, sys.executable, environment, found)
+        problems += [f"{one} does not exist" for one in missing]
+        endpoint = endpoint_on(getattr(config.sluice, plan.kind).endpoint, address)
+        devices = {
+            "trainer": config.trainer.device,
+            "rollout": config.sluice.rollout.device,
+            "reward": "cpu",
+        }
+        environment = launch_environment(config, devices[plan.kind], endpoint, os.environ)
+    return NodeFacts(address, sys.executable, environment, tuple(filter(None, problems)))
 
 
 def spec_on(spec: ServiceSpec, kind: Kind, config: RunConfig, facts: NodeFacts) -> ServiceSpec:
-    """Return the specification for the node that a service was placed on.
+    """Return the specification of a service for its node.
 
     A replica listens at its node's address; trainer and reward service have theirs in the
     configuration, since all others find them by it.
     """
     command = (facts.python, *spec.command[1:])
     if kind == "rollout":
-        command += _overrides(config.sluice.rollout.endpoint, facts.address)
+        endpoint = msgspec.structs.replace(config.sluice.rollout.endpoint, advertise=None)
+        own = endpoint_on(endpoint, facts.address)
+        advertise = "null" if own.advertise is None else own.advertise
+        key = "sluice.rollout.endpoint"
+        command += (f"{key}.host={own.host}", f"{key}.advertise={advertise}")
     return replace(spec, command=command, environment={**facts.environment, **spec.environment})
 
 
@@ -222,18 +157,11 @@ def endpoint_on(endpoint: EndpointConfig, address: str) -> EndpointConfig:
     return msgspec.structs.replace(endpoint, host=address)
 
 
-def _overrides(endpoint: EndpointConfig, address: str) -> tuple[str, ...]:
-    """Return overrides that give each replica an address of its own."""
-    own = endpoint_on(msgspec.structs.replace(endpoint, advertise=None), address)
-    advertised = "null" if own.advertise is None else own.advertise
-    return (f"{_ROLLOUT_ENDPOINT}.host={own.host}", f"{_ROLLOUT_ENDPOINT}.advertise={advertised}")
-
-
 def _version_problem(plan: ServicePlan) -> str:
     own = metadata.version("sluice")
-    return (
-        "" if own == plan.version else f"sluice {own} is installed, and the run has {plan.version}"
-    )
+    if own == plan.version:
+        return ""
+    return f"sluice {own} is installed, and the run has {plan.version}"
 
 
 def _unshared(plan: ServicePlan) -> str:
@@ -246,7 +174,7 @@ def _unshared(plan: ServicePlan) -> str:
 
 
 def _written(plan: ServicePlan) -> RunConfig:
-    """Return the configuration, from a file that surely holds it."""
+    """Write the configuration unless the file holds it already; return it."""
     file = Path(plan.config_file)
     if not file.is_file() or file.read_text(encoding="utf-8") != plan.config_text:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -254,14 +182,3 @@ def _written(plan: ServicePlan) -> RunConfig:
         partial.write_text(plan.config_text, encoding="utf-8")
         partial.replace(file)
     return load_config(file, ())
-
-
-def _endpoint(kind: Kind, config: RunConfig) -> EndpointConfig:
-    service: EndpointConfig = getattr(config.sluice, kind).endpoint
-    return service
-
-
-def _device(kind: Kind, config: RunConfig) -> str | None:
-    if kind == "reward":
-        return "cpu"
-    return config.trainer.device if kind == "trainer" else config.sluice.rollout.device

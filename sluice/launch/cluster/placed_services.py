@@ -1,12 +1,10 @@
 """Run a launcher's processes on the nodes of a cluster, each kept by a `ServiceHost` there.
 
-Consumes: plans and specifications. Waits for: resources, hosts, files that nodes lack. Unblocked
-by: nodes that join or get free, files that appear, and cancellation (a replica that is not wanted
-any more). Produces: running processes. On failure: before the run begins, an error that names what
-each node lacks; later a repeated warning, while the others continue. The cluster restarts a host
-that died, on another node if its own is lost. A replica whose host is permanently dead, or broken,
-gives its resources back and asks for others; trainer and reward service end the run then, because
-the others know them by their address.
+It waits for resources, hosts, and files that nodes lack. Before the run begins a failure is an
+error that names what each node lacks; later it is a repeated warning, while the others continue.
+The cluster restarts a host that died, on another node if its own is lost. A replica whose host is
+permanently dead, or broken, gives its resources back and gets others. A trainer or reward service
+then ends the run, because the others know them by their address.
 """
 
 from __future__ import annotations
@@ -19,11 +17,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from sluice.concurrency.deadlines import deadline
 from sluice.config.loading.yaml_text import dump_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, PeerDefectError, PeerError
-from sluice.launch.cluster.nodes import NodeFacts, ServicePlan, facts_from_json, spec_on
+from sluice.launch.cluster.nodes import NodeFacts, ServicePlan, spec_on
 from sluice.launch.cluster.placement import (
     Cluster,
     HostCalls,
@@ -33,58 +33,40 @@ from sluice.launch.cluster.placement import (
     shortage,
 )
 from sluice.launch.network_layout import Kind
-from sluice.launch.processes.child import KILLED_S, seconds_left
+from sluice.launch.processes.child import Child
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 0.5
-# Longer than a network hiccup. By then the process has ended with its host, or its node is lost.
+_RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
+# Longer than a network hiccup: by then the process has ended with its host, or its node is lost.
 _SILENCE_S = 10.0
 
 
-class RemoteChild:
-    """A running process.
-
-    Args:
-        name: of the service.
-        pid: on its node.
-        host: keeps it; if it dies, the process has died with it.
-    """
+class RemoteChild(Child):
+    """A process that a host on another node keeps; if the host dies, the process dies with it."""
 
     def __init__(self, name: str, pid: int, host: HostCalls) -> None:
-        self._name = name
-        self._pid = pid
+        super().__init__(name, pid)
         self._host = host
         self._code: int | None = None
-        self._killed_s: float | None = None
         self._asking = asyncio.Lock()
 
     @property
-    def pid(self) -> int:
-        """Process id on its node."""
-        return self._pid
-
-    @property
     def has_ended(self) -> bool:
-        """Whether its exit code is known here."""
         return self._code is not None
 
     async def lines(self) -> AsyncIterator[str]:
-        """Yield its output, until it has ended or its host is lost.
-
-        A host that is away for a moment is asked again: the process blocks in its next line once
-        nobody reads and the pipe is full.
-        """
         while True:
             try:
-                lines, is_over = await self._host.call("lines", self._pid)
+                lines, is_over = await self._host.call("lines", self.pid)
             except HostLostError:
                 return
             except PeerError:
                 if self.has_ended:
                     return
-                await asyncio.sleep(_PAUSE_S)
+                # Try again: the process blocks in its next line once the pipe is full.
+                await asyncio.sleep(_RETRY_S)
                 continue
             for line in lines:
                 yield str(line)
@@ -92,52 +74,24 @@ class RemoteChild:
                 return
 
     async def wait(self) -> int:
-        """Return the exit code; minus SIGKILL if its host is lost, as it ended with the host."""
         async with self._asking:
             if self._code is None:
-                self._code = await self._asked()
+                self._code = await self._exit_code()
             return self._code
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process."""
-        self._host.send("terminate", self._pid)
+        self._host.send("terminate", self.pid)
 
-    def kill(self) -> None:
-        """Send SIGKILL to the process and to all that it started."""
-        self._killed_s = time.monotonic() if self._killed_s is None else self._killed_s
-        self._host.send("kill", self._pid)
+    def _send_kill(self) -> None:
+        self._host.send("kill", self.pid)
 
-    async def end(self, grace_s: float) -> bool:
-        """Send SIGTERM, then SIGKILL after `grace_s` seconds; return whether it had to be killed.
-
-        A process that does not end then is left to its node, and `has_ended` stays false.
-        """
-        if not self.has_ended:
-            self.terminate()
-        killed = False
-        try:
-            async with asyncio.timeout(grace_s if self._killed_s is None else 0.0):
-                await self.wait()
-        except TimeoutError:
-            killed = True
-        self.kill()
-        try:
-            async with asyncio.timeout(seconds_left(self._killed_s)):
-                await self.wait()
-        except TimeoutError:
-            logger.warning(
-                "%s: process %d on its node has not ended %g s after SIGKILL: the kernel there "
-                "holds it, or its host does not say; it is left behind",
-                *(self._name, self._pid, KILLED_S),
-            )
-        return killed
-
-    async def _asked(self) -> int:
+    async def _exit_code(self) -> int:
+        """Return the exit code; minus SIGKILL if its host is lost, since it ended with the host."""
         silent_since_s: float | None = None
         while True:
             asked_s = time.monotonic()
             try:
-                return int(await self._host.call("ended", self._pid))
+                return int(await self._host.call("ended", self.pid))
             except HostLostError as error:
                 logger.warning("%s", error)
                 return -signal.SIGKILL
@@ -148,11 +102,10 @@ class RemoteChild:
                     logger.warning("%s", error)
                 if now_s - silent_since_s > _SILENCE_S:
                     return -signal.SIGKILL
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_RETRY_S)
 
 
-_RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
-# Of a host: asking it again does not help.
+# Errors of a host that a repetition does not mend.
 _UNFIT = (HostLostError, PeerDefectError)
 
 
@@ -161,19 +114,18 @@ class NodePlace:
     """The node that a host is on, with free ports of its address."""
 
     address: str
-    host_name: str
     ports: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedConfig:
-    """A run's configuration as its services get it.
+    """The configuration of a run as its services receive it.
 
     Args:
         config: with addresses of trainer and reward service.
         file: by which path every node reads it.
         mark: a file of the run's folder, which only nodes that share the folder see.
-        variables: of the launcher that its services are to have, too.
+        variables: of the launcher that its services need too.
     """
 
     config: RunConfig
@@ -182,7 +134,7 @@ class SharedConfig:
     variables: dict[str, str] = field(default_factory=dict, repr=False)
 
     def plan(self, kind: Kind) -> ServicePlan:
-        """Return what a node is asked to get ready for."""
+        """Return the plan of a service of that kind."""
         text = dump_config(self.config)
         return ServicePlan(kind, str(self.file), text, str(self.mark))
 
@@ -224,7 +176,7 @@ class PlacedServices:
                 )
 
     async def node_of(self, name: str, num_ports: int) -> NodePlace:
-        """Return where a service is going to run.
+        """Return the node on which a service will run.
 
         Raises:
             ConfigError: its host cannot be started there.
@@ -239,16 +191,16 @@ class PlacedServices:
         ):
             while True:
                 try:
-                    address, host_name, ports = await placed.host.call("place", num_ports)
+                    address, ports = await placed.host.call("place", num_ports)
                 except _UNFIT as error:
                     raise ConfigError(f"{error}; is sluice installed there?") from error
                 except PeerError:
                     await asyncio.sleep(_RETRY_S)
                     continue
-                return NodePlace(address, host_name, tuple(ports))
+                return NodePlace(address, tuple(ports))
 
     async def prepare(self, shared: SharedConfig) -> None:
-        """Let every node get ready for what it is going to run.
+        """Let every node get ready for its service.
 
         Raises:
             ConfigError: nodes lack something; names all of them, with paths.
@@ -311,7 +263,7 @@ class PlacedServices:
         return placements
 
     async def _start_on(self, placed: Placement, spec: ServiceSpec) -> RemoteChild:
-        """Start a process on a node once that is ready for it."""
+        """Start a process on a node once the node is ready for it."""
         assert self._shared is not None, "prepare comes first"
         while True:
             facts = await self._ready(placed)
@@ -333,7 +285,7 @@ class PlacedServices:
             return RemoteChild(spec.name, pid, placed.host)
 
     async def _ready(self, placed: Placement) -> NodeFacts:
-        """Return a node that has all that the service needs, as soon as there is one."""
+        """Return the facts of a node that has everything the service needs, once there is one."""
         while True:
             while not await self._cluster.is_reserved(placed.plan, _REMIND_S):
                 missing = shortage(placed.plan, self._cluster.nodes())
@@ -351,16 +303,17 @@ class PlacedServices:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _look(self, placed: Placement) -> NodeFacts:
-        """Return what the host finds, once it is there.
+        """Return the facts that the host finds, once it answers.
 
         Raises:
-            HostGoneError, PeerDefectError: it never will.
+            HostLostError, PeerDefectError: it will never answer.
         """
         assert self._shared is not None
-        plan = self._shared.plan(placed.plan.kind).as_json()
+        plan = msgspec.json.encode(self._shared.plan(placed.plan.kind))
         while True:
             try:
-                return facts_from_json(await placed.host.call("look", plan))
+                facts = await placed.host.call("look", plan)
+                return msgspec.json.decode(facts, type=NodeFacts)
             except _UNFIT:
                 raise
             except PeerError:  # it is being started

@@ -1,6 +1,4 @@
-"""What each process of a run takes from a cluster, and what a launcher asks of the cluster's
-manager.
-"""
+"""The resources of each process of a run, and the interface of a cluster that provides them."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 CPU, GPU, NPU = "CPU", "GPU", "NPU"
 MEMORY = "memory"
 """Bytes; Ray knows it by this name."""
-# Names that Ray keeps for itself: no process can ask for them.
+# Resources that Ray keeps for itself.
 _RAYS_OWN = ("object_store_memory", "bundle")
 _RESOURCE_OF = {"cuda": GPU, "npu": NPU}
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedProcess:
-    """One process of a group: the bundle that it is in, and what it takes from it."""
+    """One process of a group: its bundle, and the resources that it takes from it."""
 
     name: str
     bundle: int
@@ -81,7 +79,7 @@ def plans(config: RunConfig, cluster: Resources, extra: Demands) -> tuple[Placem
     Args:
         config: of the run.
         cluster: resources of all nodes, for device keys that take what is there.
-        extra: resources that each process of a kind takes besides, or instead of the same ones.
+        extra: resources that each process of a kind takes too, or in place of the same ones.
     """
     replicas = range(config.sluice.rollout.replicas)
     return (
@@ -128,7 +126,7 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
     """Return resources by kind of service, from ``rollout=NPU:8`` and the like.
 
     Raises:
-        ConfigError: one of them is written otherwise, or names what Ray hands out to nobody.
+        ConfigError: one of them has another form, or names a resource that Ray keeps for itself.
     """
     found: dict[Kind, dict[str, float]] = {}
     for text in given:
@@ -218,7 +216,7 @@ class HostCalls(Protocol):
 
         Raises:
             PeerError: the host is away; it may come back, then without its process.
-            HostGoneError: it will not.
+            HostLostError: it will not.
             PeerDefectError: the host is there, and the method itself failed.
         """
         ...
@@ -249,7 +247,7 @@ class Cluster(Protocol):
         ...
 
     def reserve(self, plan: PlacementPlan, /) -> Sequence[Placement]:
-        """Ask for a group's resources and for a host for each member; they come when they can."""
+        """Request a group's resources and a host for each member; they come when they are free."""
         ...
 
     async def is_reserved(self, plan: PlacementPlan, /, seconds: float) -> bool:

@@ -57,7 +57,7 @@ class RayHost:
 
         Raises:
             PeerError: the actor is restarting.
-            HostGoneError: it is permanently dead.
+            HostLostError: it is permanently dead.
             PeerDefectError: the method raised an exception; the actor lives.
         """
         from ray import exceptions
@@ -88,7 +88,7 @@ class RayHost:
 
 
 class RayCluster:
-    """The cluster that this process is connected to; see `ray_cluster`."""
+    """The cluster that this process is connected to; see `Cluster` and `ray_cluster`."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Any] = {}
@@ -97,13 +97,11 @@ class RayCluster:
         self._run = uuid.uuid4().hex[:8]
 
     def resources(self) -> Resources:
-        """Return those of all live nodes together."""
         import ray
 
         return {str(name): float(amount) for name, amount in ray.cluster_resources().items()}
 
     def nodes(self) -> Sequence[NodeCapacity]:
-        """Return the live nodes, by address."""
         import ray
         from ray._private.state import available_resources_per_node
 
@@ -135,7 +133,6 @@ class RayCluster:
         ]
 
     async def is_reserved(self, plan: PlacementPlan, seconds: float) -> bool:
-        """Return whether the group is placed in time."""
         group = self._groups[plan.name]
         until_s = asyncio.get_running_loop().time() + seconds
         while not await asyncio.to_thread(group.wait, timeout_seconds=_SLICE_S):
@@ -157,7 +154,7 @@ class RayCluster:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # Ray takes these three by options of their own, and refuses them among the others.
+        # Ray takes these three as options, and refuses them among the others.
         others = {
             name: amount
             for name, amount in member.resources.items()

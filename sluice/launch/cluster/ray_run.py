@@ -11,21 +11,21 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.config.derived import checkpoint_folder, world_size
+from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.run import RunConfig
 from sluice.config.schema.service import EndpointConfig
 from sluice.launch.cluster.nodes import endpoint_on
 from sluice.launch.cluster.placed_services import NodePlace, PlacedServices, SharedConfig
-from sluice.launch.cluster.placement import Cluster, Demands, plans, replica_plan
+from sluice.launch.cluster.placement import Cluster, Demands, PlacementPlan, plans, replica_plan
 from sluice.launch.cluster.ray_cluster import ray_cluster
 from sluice.launch.plan import LaunchPlan
-from sluice.launch.replica_scale import replica_number
 from sluice.launch.service_spec import (
     REWARD,
     TRAINER,
     placed_replica,
     placed_trainer,
+    replica_number,
     reward_service,
 )
 from sluice.rpc.credentials import TOKEN_VARIABLE
@@ -74,17 +74,19 @@ async def placed_run(
 ) -> AsyncIterator[LaunchPlan]:
     """Place a run on a cluster that is there; see `ray_plan`."""
     total = cluster.resources()
-    services = PlacedServices(
-        cluster,
-        lambda name: replica_plan(config, total, options.extra, replica_number(name)),
-        options.patience_s,
-    )
+
+    def plan_of_added(name: str) -> PlacementPlan:
+        number = replica_number(name)
+        assert number is not None, "only replicas are added"
+        return replica_plan(config, total, options.extra, number)
+
+    services = PlacedServices(cluster, plan_of_added, options.patience_s)
     try:
         await services.place(plans(config, total, options.extra))
         reward = await services.node_of(REWARD, 1)
         trainer = await services.node_of(TRAINER, 2)
         addressed = with_addresses(config, reward, trainer)
-        meeting = (trainer.address, trainer.ports[1]) if world_size(config) > 1 else None
+        meeting = (trainer.address, trainer.ports[1])
         with _written(addressed, config_file) as shared:
             await services.prepare(shared)
             yield _plan(addressed, config_file, meeting, services)
@@ -114,7 +116,7 @@ def with_addresses(config: RunConfig, reward: NodePlace, trainer: NodePlace) -> 
 def _plan(
     config: RunConfig,
     config_file: Path,
-    meeting: tuple[str, int] | None,
+    meeting: tuple[str, int],
     services: PlacedServices,
 ) -> LaunchPlan:
     mark = checkpoint_mark(Path(checkpoint_folder(config)))

@@ -1,23 +1,21 @@
 """A thin host of one service's process on a node of a cluster: the body of an actor.
 
-It decides nothing. The launcher decides what starts and when it ends, and asks for output and exit
-code by calls that wait. Values that go in and out are texts, numbers and lists of them.
-
-Waits for: the process. On failure: when this host dies, the kernel ends the process with it. A
-caller that asks a restarted host for a process it does not have gets the answer that a SIGKILL has
-ended it.
+It decides nothing. The launcher decides what starts and when it ends, and fetches output and exit
+code by calls that wait. When this host dies, the kernel ends the process with it; a restarted host
+reports such a process as ended by SIGKILL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 from contextlib import suppress
 
+import msgspec
+
 from sluice.errors import ConfigError
-from sluice.launch.cluster.nodes import look_around, plan_from_json
-from sluice.launch.processes.child import ChildProcess, start_child
+from sluice.launch.cluster.nodes import ServicePlan, look_around
+from sluice.launch.processes.child import LocalChild, start_child
 from sluice.launch.service_spec import ServiceSpec, free_ports
 
 # Lines that come together travel together.
@@ -33,17 +31,16 @@ class ServiceHost:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._child: ChildProcess | None = None
+        self._child: LocalChild | None = None
 
-    async def place(self, num_ports: int) -> tuple[str, str, list[int]]:
-        """Return address and name of the node, and ports of that address that are free at the
-        moment.
-        """
-        return self._address, socket.gethostname(), free_ports([self._address] * num_ports)
+    async def place(self, num_ports: int) -> tuple[str, list[int]]:
+        """Return the address of the node, and free ports there."""
+        return self._address, free_ports([self._address] * num_ports)
 
-    async def look(self, plan: str) -> str:
+    async def look(self, plan: bytes) -> bytes:
         """Get the node ready for a service; take a `ServicePlan`, return `NodeFacts`, as JSON."""
-        return look_around(plan_from_json(plan), self._address).as_json()
+        asked = msgspec.json.decode(plan, type=ServicePlan)
+        return msgspec.json.encode(look_around(asked, self._address))
 
     async def start(
         self, name: str, command: list[str], environment: dict[str, str]
@@ -60,9 +57,7 @@ class ServiceHost:
         return self._child.pid, ""
 
     async def lines(self, pid: int) -> tuple[list[str], bool]:
-        """Return its next lines of output, and whether they were the last ones; one caller at a
-        time.
-        """
+        """Return its next lines of output, and whether they were the last; for one caller only."""
         child = self._of(pid)
         if child is None:
             return [], True
@@ -102,6 +97,6 @@ class ServiceHost:
         if child is not None:
             child.kill()
 
-    def _of(self, pid: int) -> ChildProcess | None:
+    def _of(self, pid: int) -> LocalChild | None:
         child = self._child
         return child if child is not None and child.pid == pid else None

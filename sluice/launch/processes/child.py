@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Protocol
 
 from sluice.concurrency.process import SUPERVISOR_VARIABLE
@@ -17,18 +19,80 @@ from sluice.launch.service_spec import ServiceSpec
 logger = logging.getLogger(__name__)
 
 _LINE_LIMIT_BYTES = 1 << 20
-# A process that SIGKILL does not end within these seconds waits in the kernel, as for a dead disk.
 KILLED_S = 30.0
 """A killed process ends at once, unless the kernel holds it: a dead disk, a device's driver."""
 
 
-def seconds_left(killed_s: float | None) -> float:
-    """Return the seconds until a process that was killed then (`time.monotonic`) is given up."""
-    return KILLED_S if killed_s is None else max(killed_s + KILLED_S - time.monotonic(), 0.0)
+class Child(ABC):
+    """A started process, on this machine or on another one.
+
+    Args:
+        name: of the process, for logs.
+        pid: on its machine.
+    """
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name = name
+        self.pid = pid
+        self._killed_s: float | None = None
+
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether its exit code is known."""
+
+    @abstractmethod
+    def lines(self) -> AsyncIterator[str]:
+        """Yield standard output and error together, until the process and its children ended."""
+
+    @abstractmethod
+    async def wait(self) -> int:
+        """Return the exit code; negative: minus the signal that ended it."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Send SIGTERM to the process alone: it ends its children, in its own order."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and to what is left of its group, ended or not."""
+        self._killed_s = self._killed_s or time.monotonic()
+        self._send_kill()
+
+    @abstractmethod
+    def _send_kill(self) -> None: ...
+
+    async def end(self, grace_s: float) -> bool:
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds; return whether it had to be killed.
+
+        A process that does not end then is left to the kernel, and `has_ended` stays false.
+        """
+        if not self.has_ended:
+            self.terminate()
+        killed = not await self._ends_within(grace_s if self._killed_s is None else 0.0)
+        self.kill()
+        since_s = self._killed_s or time.monotonic()
+        if not await self._ends_within(max(0.0, since_s + KILLED_S - time.monotonic())):
+            logger.warning(
+                "%s: process %d has not ended %g s after SIGKILL: the kernel holds it (its state "
+                "is in /proc/%d/stat on its machine); it is left behind",
+                self.name,
+                self.pid,
+                KILLED_S,
+                self.pid,
+            )
+        return killed
+
+    async def _ends_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
-class ChildProcess:
-    """A running process that leads a session of its own, so that Ctrl-C reaches its parent alone.
+class LocalChild(Child):
+    """A process of this machine that leads its own session, so that Ctrl-C reaches its parent only.
 
     Output and exit are watched apart: a process that it started may keep its output open after it
     has ended, and that must not hide the end.
@@ -36,27 +100,21 @@ class ChildProcess:
 
     def __init__(
         self,
+        name: str,
         process: asyncio.subprocess.Process,
         output: asyncio.StreamReader,
         pipe: asyncio.BaseTransport,
     ) -> None:
+        super().__init__(name, process.pid)
         self._process = process
         self._output = output
         self._pipe = pipe
-        self._killed_s: float | None = None
-
-    @property
-    def pid(self) -> int:
-        """Process id, which is also the id of its session and group."""
-        return self._process.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has an exit code."""
         return self._process.returncode is not None
 
     async def lines(self) -> AsyncIterator[str]:
-        """Yield standard output and error together, until all holders of them have ended."""
         while True:
             try:
                 raw = await self._output.readline()
@@ -68,49 +126,23 @@ class ChildProcess:
             yield raw.decode(errors="replace").rstrip()
 
     async def wait(self) -> int:
-        """Return the exit code; negative: minus the signal that ended it."""
         return await self._process.wait()
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process alone: it ends what it started, in its own order."""
         if not self.has_ended:
             self._process.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        """Send SIGKILL to the process and to what is left of its group, ended or not."""
-        self._killed_s = time.monotonic() if self._killed_s is None else self._killed_s
-        try:
+    def _send_kill(self) -> None:
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
     async def end(self, grace_s: float) -> bool:
-        """Send SIGTERM, then SIGKILL after `grace_s` seconds; return whether it had to be killed.
-
-        A process that does not end then is left to the kernel, and `has_ended` stays false.
-        """
-        self.terminate()
-        killed = False
-        try:
-            async with asyncio.timeout(grace_s if self._killed_s is None else 0.0):
-                await self.wait()
-        except TimeoutError:
-            killed = True
-        self.kill()
-        try:
-            async with asyncio.timeout(seconds_left(self._killed_s)):
-                await self.wait()
-        except TimeoutError:
-            logger.warning(
-                "process %d has not ended %g s after SIGKILL: the kernel holds it (its state is in "
-                "/proc/%d/stat); it is left behind",
-                *(self.pid, KILLED_S, self.pid),
-            )
+        killed = await super().end(grace_s)
         self._pipe.close()
         return killed
 
 
-async def start_child(spec: ServiceSpec) -> ChildProcess:
+async def start_child(spec: ServiceSpec) -> LocalChild:
     """Start a process.
 
     Raises:
@@ -143,41 +175,7 @@ async def start_child(spec: ServiceSpec) -> ChildProcess:
         raise
     finally:
         os.close(write_end)
-    return ChildProcess(process, output, pipe)
-
-
-class Child(Protocol):
-    """A started process, wherever it is; see `ChildProcess`."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id on its machine."""
-        ...
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has an exit code."""
-        ...
-
-    def lines(self) -> AsyncIterator[str]:
-        """Yield its output."""
-        ...
-
-    async def wait(self) -> int:
-        """Return the exit code; negative: minus the signal that ended it."""
-        ...
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the process."""
-        ...
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process and to all that it has started."""
-        ...
-
-    async def end(self, grace_s: float, /) -> bool:
-        """Send SIGTERM, after `grace_s` seconds SIGKILL; return whether it had to be killed."""
-        ...
+    return LocalChild(spec.name, process, output, pipe)
 
 
 class ProcessHost(Protocol):

@@ -1,10 +1,9 @@
 """Processes that start and end together: one replica, or all ranks of a trainer.
 
-Consumes: specifications. Waits for: all of its processes. Unblocked by: their exits. When one of
-several ends, the others get a moment to end on their own, then SIGTERM and after the grace period
-SIGKILL: ranks of a trainer cannot continue without one of them, and a new one cannot join in the
-middle. A process that SIGKILL does not end is given up, and counts as killed. Produces: log lines,
-and how all of them ended. On shutdown: a cancelled run ends all that run.
+When one of several ends, the others get a moment to end on their own, then SIGTERM and after the
+grace period SIGKILL: ranks of a trainer cannot continue without one of them, and a new one cannot
+join in the middle. A process that SIGKILL does not end is given up, and counts as killed. A
+cancelled `Crew.run_once` ends all processes that run.
 """
 
 from __future__ import annotations
@@ -15,25 +14,34 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.launch.processes.child import KILLED_S, Child, ProcessHost
 from sluice.launch.service_spec import ServiceSpec
 from sluice.service_contract import RESTARTS_VARIABLE
 
+LogLine = Callable[[str, str], None]
+ResultT = TypeVar("ResultT")
+_LAST_LINES = 15
+_LAST_OUTPUT_S = 2.0
+_COMPANIONS_S = 3.0
+# Sent by people and schedulers to end a process, not by faults.
+REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
 
-async def done_unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Do `work`, and cancel it if `unwanted` is set first; return whether it was done.
+
+async def unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """Return the result of `work`; cancel it and return None if `unwanted` is set first.
 
     Raises:
         Exception: whatever `work` raises.
     """
+    found: list[ResultT] = []
     errors: list[Exception] = []
 
     async def kept() -> None:
         try:
-            await work
+            found.append(await work)
         except Exception as error:  # noqa: BLE001 raised below, as itself and not in a group
             errors.append(error)
 
@@ -45,16 +53,7 @@ async def done_unless(unwanted: asyncio.Event, work: Coroutine[Any, Any, None]) 
         waiting.cancel()
     if errors:
         raise errors[0]
-    return not working.cancelled()
-
-
-LogLine = Callable[[str, str], None]
-
-_LAST_LINES = 15
-_LAST_OUTPUT_S = 2.0
-_COMPANIONS_S = 3.0
-# Sent by people and schedulers to a process that shall end, not by faults.
-REQUESTS = (-signal.SIGTERM, -signal.SIGINT)
+    return found[0] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,8 @@ class Crew:
 
     Attributes:
         restarts: how often the crew was started again, since it last ran for long.
-        released: set once it shall not be started again.
-        is_dismissed: whether it was asked to leave while the run is active.
+        released: set once it must not be started again.
+        is_dismissed: whether it is leaving while the run is active.
     """
 
     def __init__(
@@ -147,8 +146,8 @@ class Crew:
         self._given_up = asyncio.Event()
         try:
             for spec in self.specs:
-                if not await done_unless(self.released, self._start(spec)):
-                    # It was asked to leave while it was being started, or waited for capacity.
+                if await unless(self.released, self._start(spec)) is None:
+                    # Dismissed while it was being started, or waited for capacity.
                     return CrewEnd((Exit(spec, -signal.SIGTERM, was_asked=True),))
             self._starts += 1
             if self.released.is_set():  # while the last one was
@@ -198,14 +197,12 @@ class Crew:
             f"{':' if lines else ''}{lines}"
         )
 
-    async def _start(self, spec: ServiceSpec) -> None:
-        self._running[spec.name] = await self._host.start(self._counted(spec))
-
-    def _counted(self, spec: ServiceSpec) -> ServiceSpec:
-        """Return the specification of this start, with the number of earlier ones."""
+    async def _start(self, spec: ServiceSpec) -> Child:
         starts = str(spec.starts_before + self._starts)
         environment: Mapping[str, str] = {**spec.environment, RESTARTS_VARIABLE: starts}
-        return replace(spec, environment=environment)
+        child = await self._host.start(replace(spec, environment=environment))
+        self._running[spec.name] = child
+        return child
 
     async def _watch(
         self, spec: ServiceSpec, exits: list[Exit], one_has_ended: asyncio.Event
@@ -221,13 +218,8 @@ class Crew:
             forwarding.cancel()
 
     async def _exit_code(self, child: Child) -> int:
-        codes: list[int] = []
-
-        async def wait() -> None:
-            codes.append(await child.wait())
-
-        await done_unless(self._given_up, wait())
-        return codes[0] if codes else -signal.SIGKILL
+        code = await unless(self._given_up, child.wait())
+        return -signal.SIGKILL if code is None else code
 
     async def _end_rest(self, one_has_ended: asyncio.Event, exits: Sequence[Exit]) -> None:
         await one_has_ended.wait()

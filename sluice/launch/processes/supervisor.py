@@ -1,12 +1,10 @@
 """Run the processes of one run: ordered start, logs, restarts, one ordered end.
 
-Consumes: specifications. Waits for: the process that ends the run, a failure, or a signal.
-Unblocked by: exits of processes and signals. Produces: log lines, an exit code.
-On failure: a crew that may restart is started again with a growing pause, until it has failed too
-    often in a row (a crash loop); any other failure ends the run, with that process's last lines.
-    That a needed process leaves early, in order or because it was asked to, is a failure.
-On shutdown: SIGTERM to all in reverse order of start, the grace period, SIGKILL to what is left;
-    the exit code is 0 only if the run reached its end and nothing failed or had to be killed.
+A crew that may restart is started again after a growing pause, until it has failed too often in a
+row (a crash loop). Any other failure ends the run, with the last lines of that process; a needed
+process that leaves early is a failure, whatever its exit code. At the end all crews get SIGTERM in
+reverse order of start, and after the grace period SIGKILL. The exit code is 0 only if the run
+reached its end and nothing failed or had to be killed.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _FIRST_PAUSE_S = 0.5
-# A process that lived this long was no part of a crash loop: its restarts are counted from 0 again.
+# A process that ran this long was not in a crash loop: its restarts count from 0 again.
 _STABLE_S = 120.0
 
 
@@ -132,7 +130,7 @@ class Supervisor:
         logger.info("%s is started", spec.name)
 
     def dismiss(self, name: str) -> None:
-        """Ask a process to leave in order, permanently; kill it after the grace period.
+        """Let a process leave in order, permanently; kill it after the grace period.
 
         Raises:
             NotFoundError: no process has that name.
@@ -142,8 +140,8 @@ class Supervisor:
         if crew is None:
             raise NotFoundError(f"{name}: no process of this run has that name")
         if self._tasks is None or self._ending or self._over.is_set():
-            raise NotReadyError(f"{name}: the run is starting or ending; nothing is asked to leave")
-        logger.info("%s is asked to leave", name)
+            raise NotReadyError(f"{name}: the run is starting or ending; no process is dismissed")
+        logger.info("%s is leaving: it gets SIGTERM", name)
         crew.is_dismissed = True
         crew.released.set()
         crew.terminate()
@@ -170,7 +168,7 @@ class Supervisor:
                 self._on_left(spec.name)
 
     async def _run_again(self, crew: Crew) -> None:
-        """Run one crew, again and again as far as its policy allows."""
+        """Run one crew as often as its policy allows."""
         while True:
             began_s = time.monotonic()
             try:
@@ -197,12 +195,12 @@ class Supervisor:
         elif spec.is_needed:
             when = " in the middle of the run" if code == 0 else ""
             self._fail(crew.diagnosis(end.cause, when))
-        else:  # somebody asked it to: fewer replicas are no failure
+        else:  # dismissed, or ended by an operator: fewer replicas are no failure
             logger.info("%s has ended", crew.name)
             self._crews.remove(crew)
 
     def _note_last_exits(self, crew: Crew, end: CrewEnd) -> None:
-        """Record exits that we asked for; SIGTERM may come before a process can handle it."""
+        """Record exits after our signals; SIGTERM may come before a process can handle it."""
         self._failures.extend(
             crew.diagnosis(each)
             for each in end.exits
@@ -215,7 +213,7 @@ class Supervisor:
             names = ", ".join(end.left)
             self._fail(f"{names}: not ended by SIGKILL; nothing is started beside what it holds")
             return False
-        # A process that its watchdog ended hung; it refused nothing.
+        # A process that its watchdog ended was stuck; it refused nothing.
         is_refusal = code > 0 and code != EXIT_STALLED and not spec.restarts.retries_errors
         if is_refusal or crew.restarts >= spec.restarts.max_restarts:
             self._fail(crew.diagnosis(end.cause))
@@ -235,7 +233,7 @@ class Supervisor:
         self._over.set()
 
     async def _end_all(self) -> None:
-        """End every process, asking in reverse order of start."""
+        """End every process, with SIGTERM in reverse order of start."""
         self._ending = True
         crews = list(reversed(self._crews))
         for crew in crews:
@@ -260,7 +258,7 @@ class Supervisor:
 
 
 def _was_asked_to_leave(end: CrewEnd) -> bool:
-    """Return whether another process sent the signal that asks this one to end."""
+    """Return whether another process sent the signal that ended this one."""
     return end.cause.code in REQUESTS and not end.cause.was_asked
 
 

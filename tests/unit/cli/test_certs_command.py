@@ -132,5 +132,5 @@ def test_without_the_package_the_error_names_what_to_install(
 ) -> None:
     monkeypatch.delitem(sys.modules, "sluice.security.development_ca", raising=False)
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(ConfigError, match=r"needs the package cryptography; pip install 'sluice\["):
+    with pytest.raises(ConfigError, match=r"need the package cryptography; pip install 'sluice\["):
         certs(tmp_path / "c")

@@ -22,7 +22,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     def examine(_: Examined) -> tuple[Finding, ...]:
         return findings
 
-    monkeypatch.setattr(command, "CHECKS", (Check("disk", "space", examine),))
+    monkeypatch.setattr(command, "CHECKS", (Check("disk", "space", examine, needs_run=False),))
 
 
 def test_warnings_leave_the_exit_code_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.run import quickstart as quickstart_module
-from sluice.cli.run.quickstart import PreparationView, quickstart
+from sluice.cli.run.quickstart import preparation, quickstart
 from sluice.errors import ConfigError
 from sluice.quickstart.settings import PrepareProgress
 
@@ -32,10 +32,10 @@ def shown(*progress: tuple[float, PrepareProgress], terminal: bool = False) -> s
     file = io.StringIO()
     now_s = [0.0]
     console = Console(file=file, force_terminal=terminal, width=80)
-    with PreparationView(console, clock=lambda: now_s[0]) as view:
+    with preparation(console, clock=lambda: now_s[0]) as show:
         for seconds, each in progress:
             now_s[0] = seconds
-            view.show(each)
+            show(each)
     return file.getvalue()
 
 

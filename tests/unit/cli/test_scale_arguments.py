@@ -139,7 +139,7 @@ async def said(folder: Path, trainer: Trainer, processes: Processes, timeout_s: 
     scale = ReplicaScale(processes, lambda number: ServiceSpec(replica_name(number), ("true",)))
     console = Console(file=io.StringIO(), record=True)
     try:
-        async with launch_service(folder, processes, scale):
+        async with launch_service(folder, scale):
             await scale_rollout(2, locate_run(folder), timeout_s, console)
     finally:
         await server.stop(0)

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from sluice.cli.arguments import split_arguments
 from sluice.cli.policy import generate as generate_module
-from sluice.cli.terminal import output_console, print_table, printable, split_arguments
+from sluice.cli.terminal import output_console, print_table, printable
 from sluice.types import FinishReason, Rollout, VersionSpan
 
 
@@ -60,8 +61,7 @@ def test_generate_escapes_for_a_terminal_and_leaves_a_pipe_its_text(
 
     client = AsyncMock()
     client.__aenter__.return_value.generate.return_value = Mock(rollouts=[rollout])
-    monkeypatch.setattr(generate_module, "ask_run", AsyncMock())
-    monkeypatch.setattr(generate_module.AsyncClient, "connect", lambda _: client)
+    monkeypatch.setattr(generate_module, "connected", lambda _: client)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     generate_module.generate("hello", run=Path("unused"))
     shown = capsys.readouterr().out.splitlines()

@@ -61,7 +61,7 @@ async def test_the_folder_of_an_active_run_is_refused_and_stays_as_it_is(
     tmp_path: Path, config: RunConfig
 ) -> None:
     processes = Processes()
-    async with launch_service(tmp_path, processes, ReplicaScale(processes, replica)):
+    async with launch_service(tmp_path, ReplicaScale(processes, replica)):
         with pytest.raises(ConfigError, match="another run is active in this folder"):
             await start(config, tmp_path)
     assert left(tmp_path) == ["rollout-0.json"]
@@ -91,7 +91,7 @@ async def test_a_run_that_begins_forgets_targets_of_one_whose_launcher_was_kille
 
     monkeypatch.setattr(up, "local_plan", plan)
     processes = Processes()
-    async with launch_service(tmp_path, processes, ReplicaScale(processes, replica)) as killed:
+    async with launch_service(tmp_path, ReplicaScale(processes, replica)) as killed:
         pass
     up_file = tmp_path / "launcher.json"
     up_file.write_text(f'{{"address": "{killed.address}", "secret": "s"}}', encoding="utf-8")

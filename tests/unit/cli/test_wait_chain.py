@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sluice.cli.watch.waits import wait_object, wait_table
+from sluice.cli.watch.waits import wait_table
 from sluice.client.wait_chain import FLEET, explain
 from sluice.client.wait_survey import REWARD, TRAINER, ServiceWaits
 from sluice.concurrency.waits import Waiting
@@ -163,7 +164,7 @@ def test_every_service_is_shown_once_and_a_silent_one_is_the_root_if_there_is_an
     assert found.root is None or found.services[0].name == found.root
     if any(service.failure for service in services):
         assert found.services[0].failure
-    assert json.dumps(wait_object(found))
+    assert json.dumps(asdict(found))
 
 
 @pytest.fixture

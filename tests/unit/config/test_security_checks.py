@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from sluice.config.loading.loader import load_config
@@ -14,7 +13,7 @@ from sluice.config.loading.yaml_text import dump_config, flat_settings
 from sluice.config.rules.files import file_problems
 from sluice.config.rules.security import client_problems, exposed_secrets, server_problems
 from sluice.config.run import RunConfig
-from sluice.config.schema.security import FILE_FIELDS, SecurityConfig, with_absolute_files
+from sluice.config.schema.security import FILE_FIELDS, SecurityConfig
 from sluice.config.schema.service import ServiceConfig
 from tests.support.certified import (
     CLIENT_TOKEN,
@@ -182,16 +181,3 @@ def test_a_dump_names_files_and_holds_no_secret(tmp_path: Path) -> None:
     assert "tokens" in shown
     assert SERVICE_TOKEN not in shown
     assert service_key().key.decode()[:60] not in shown
-
-
-def test_paths_are_made_absolute_where_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/")
-    found = with_absolute_files(SecurityConfig(tls="server", cert_file="a/b", token_file="/c"))
-    assert msgspec.structs.asdict(found) == {
-        "tls": "server",
-        "ca_file": None,
-        "cert_file": "/a/b",
-        "key_file": None,
-        "server_name": None,
-        "token_file": "/c",
-    }

@@ -40,7 +40,7 @@ def _wait(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def begun(folder: Path) -> SharedRun:
     run = SharedRun(folder)
-    assert run.begin(folder / "checkpoints")
+    run.begin(folder / "checkpoints")
     return run
 
 

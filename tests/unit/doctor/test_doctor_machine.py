@@ -12,14 +12,13 @@ from sluice.doctor.files import (
     checkpoint_bytes,
     checkpoints_kept,
     disk_finding,
-    nearest_folder,
 )
 from sluice.doctor.finding import GIB, MIB, Finding
 from sluice.doctor.machine import (
     MemoryPart,
     available_bytes,
     check_npus,
-    gpu_count_finding,
+    gpu_finding,
     memory_finding,
     needed_memory,
     npu_findings,
@@ -49,13 +48,13 @@ def test_a_package_without_devices_is_a_warning_where_no_npu_is_asked_for() -> N
     assert set(severities(npus(wanted=0, package="2.9.0"))) == {"warning"}
 
 
-def test_a_run_that_asks_for_npus_is_told_what_this_machine_lacks() -> None:
+def test_a_run_that_asks_for_npus_is_reported_what_this_machine_lacks() -> None:
     found = list(check_npus(run_of("trainer.device=npu", "sluice.rollout.device=npu")))
     assert "problem" in severities(found)
     assert any("torch_npu is not installed" in one.what for one in found)
 
 
-def test_a_run_with_vllm_on_npus_is_told_that_its_plugin_is_missing() -> None:
+def test_a_run_with_vllm_on_npus_is_reported_that_its_plugin_is_missing() -> None:
     engine = "actor_rollout_ref.rollout.name=vllm"
     with_vllm = list(check_npus(run_of(engine, "trainer.device=cpu", "sluice.rollout.device=npu")))
     assert any("vllm_ascend is not installed" in one.what for one in with_vllm)
@@ -69,11 +68,11 @@ def test_a_run_with_vllm_on_npus_is_told_that_its_plugin_is_missing() -> None:
 )
 def test_gpus_are_counted_for_every_process(replicas: int, on_device: bool, severity: str) -> None:
     share = DeviceShare(("0", "1", "2", "3"), trainer_ranks=2, devices_per_replica=1)
-    only([gpu_count_finding(share, replicas, collectives_on_device=on_device)], severity)
+    only([gpu_finding(share, replicas, collectives_on_device=on_device)], severity)
 
 
 def test_a_run_on_cpus_takes_no_gpu() -> None:
-    only([gpu_count_finding(DeviceShare((), 0, 0), 4, collectives_on_device=True)], "ok")
+    only([gpu_finding(DeviceShare((), 0, 0), 4, collectives_on_device=True)], "ok")
 
 
 @pytest.mark.parametrize(
@@ -93,20 +92,20 @@ def test_open_files_are_enough_for_replicas_and_clients(
 
 
 @pytest.mark.parametrize(
-    ("total", "free", "processes", "severity"),
+    ("free", "processes", "severity"),
     [
-        (64 * MIB, 64 * MIB, 0, "ok"),
-        (None, 0, 0, "ok"),
-        (64 * MIB, 64 * MIB, 2, "warning"),
-        (None, 0, 2, "warning"),
-        (8 * GIB, 8 * GIB, 8, "ok"),
-        (8 * GIB, GIB, 8, "warning"),
+        (64 * MIB, 0, "ok"),
+        (None, 0, "ok"),
+        (64 * MIB, 2, "warning"),
+        (None, 2, "warning"),
+        (8 * GIB, 8, "ok"),
+        (GIB, 8, "warning"),
     ],
 )
 def test_shared_memory_matters_where_processes_are_on_devices(
-    total: int | None, free: int, processes: int, severity: str
+    free: int | None, processes: int, severity: str
 ) -> None:
-    only([shared_memory_finding(total, free, processes)], severity)
+    only([shared_memory_finding(free, processes)], severity)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,6 @@ def test_a_checkpoint_holds_weights_and_two_moments(tmp_path: Path) -> None:
     assert saved.shape is not None
     parameters = saved.shape.total_parameters
     assert checkpoint_bytes(saved.config, saved.shape) == 12 * parameters
-    assert checkpoint_bytes(run_of(model).config, saved.shape) == 0
     halves = run_of("trainer.save_freq=5", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
     assert checkpoint_bytes(halves.config, saved.shape) == 6 * parameters
     assert checkpoint_bytes(halves.config, None) is None
@@ -162,10 +160,6 @@ def test_one_checkpoint_more_than_are_kept_is_there_for_a_moment(
     assert checkpoints_kept(run_of("trainer.save_freq=5", *settings).config) == kept
 
 
-def test_the_nearest_folder_that_is_there_stands_for_one_that_is_not(tmp_path: Path) -> None:
-    assert nearest_folder(tmp_path / "a" / "b") == tmp_path
-
-
 @pytest.mark.parametrize(
     ("available", "severity"),
     [(None, "ok"), (3 * GIB, "ok"), (2 * GIB, "warning"), (GIB, "problem")],
@@ -183,12 +177,11 @@ def test_files_that_a_container_has_cached_count_as_free(tmp_path: Path) -> None
         "sys/fs/cgroup/memory.max": f"{8 * GIB}\n",
         "sys/fs/cgroup/memory.current": f"{7 * GIB}\n",
     }
+    reported = f"anon {2 * GIB}\nactive_file 4096\ninactive_file {5 * GIB}\n"
+    files["sys/fs/cgroup/memory.stat"] = reported
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="ascii")
-    assert available_bytes(tmp_path) == GIB
-    reported = f"anon {2 * GIB}\nactive_file 4096\ninactive_file {5 * GIB}\n"
-    (tmp_path / "sys/fs/cgroup/memory.stat").write_text(reported, encoding="ascii")
     assert available_bytes(tmp_path) == 6 * GIB
 
 

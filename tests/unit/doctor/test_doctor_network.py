@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from sluice.doctor.finding import Finding
 from sluice.doctor.network import (
-    Interface,
     check_network,
     check_ports,
     chosen,
     fixed_ports,
     has_remote_peers,
-    interfaces_of_host,
     network_findings,
+    networks_up,
 )
 from sluice.rpc.ports import bound_socket
 from tests.support.doctor_findings import only, run_of, severities
 
-INTERFACES = {
-    "lo": Interface(is_up=True, is_loopback=True),
-    "eth0": Interface(is_up=True, is_loopback=False),
-    "eth1": Interface(is_up=False, is_loopback=False),
-    "docker0": Interface(is_up=True, is_loopback=False),
-}
+INTERFACES = ("lo", "eth0", "eth1", "docker0")
 
 
 def found(environment: dict[str, str], *, remote: bool = True) -> list[Finding]:
-    return list(network_findings(INTERFACES, environment, has_remote_peers=remote))
+    return list(network_findings(INTERFACES, environment, is_remote=remote))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +47,7 @@ def test_a_value_is_read_as_its_library_reads_it(name: str, value: str, names: l
 @pytest.mark.parametrize("name", ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
 @pytest.mark.parametrize(
     ("value", "reported"),
-    [("ib0", "there is no such network"), ("eth1", "eth1 is down"), ("lo", "this is the loopback")],
+    [("ib0", "no such network is up"), ("lo", "this is the loopback")],
 )
 def test_a_network_that_peers_cannot_use_is_a_problem(name: str, value: str, reported: str) -> None:
     assert reported in only(found({name: value}), "problem").what
@@ -64,7 +59,7 @@ def test_the_loopback_will_do_where_all_processes_are_on_one_host() -> None:
 
 
 def test_several_networks_of_which_none_is_named_are_a_warning_with_peers_elsewhere() -> None:
-    assert "eth0, docker0" in only(found({}), "warning").what
+    assert "eth0, eth1, docker0" in only(found({}), "warning").what
     only(found({}, remote=False), "ok")
 
 
@@ -84,9 +79,11 @@ def test_peers_elsewhere_are_seen_in_the_configuration(
     assert not has_remote_peers(run_of())
 
 
-def test_this_hosts_networks_are_known() -> None:
-    interfaces = interfaces_of_host()
-    assert any(one.is_loopback and one.is_up for one in interfaces.values())
+def test_this_hosts_networks_are_known_and_those_that_are_down_left_out(tmp_path: Path) -> None:
+    (tmp_path / "lo").mkdir()
+    assert "lo" in networks_up(tmp_path)
+    (tmp_path / "lo" / "operstate").write_text("down\n", encoding="ascii")
+    assert "lo" not in networks_up(tmp_path)
     assert "problem" not in severities(check_network(run_of()))
     unknown = run_of(environment={"NCCL_SOCKET_IFNAME": "no-such-network"})
     assert severities(check_network(unknown)) == ["problem"]
@@ -125,7 +122,7 @@ def test_free_ports_are_fine_and_every_port_of_an_endpoint_is_tried(kept_port: i
         "sluice.dashboard.port",
     }
     only(check_ports(examined), "ok")
-    assert "chosen when the run starts" in only(check_ports(run_of()), "ok").what
+    assert "the run chooses all ports" in only(check_ports(run_of()), "ok").what
 
 
 def test_an_interface_that_is_not_here_is_a_problem() -> None:

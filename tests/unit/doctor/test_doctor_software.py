@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement as Specified
 from packaging.version import Version
 
+from sluice.doctor import packages
 from sluice.doctor.packages import (
     SUPPORTED,
     Requirement,
-    TorchFacts,
-    asked_extras,
+    TorchBuild,
+    build_finding,
     check_engine,
     check_extras,
     check_requirements,
-    driver_version,
+    check_torch,
     engine_finding,
-    extra_findings,
     is_older,
+    needed_extras,
     requirement_findings,
     requirements,
-    torch_finding,
 )
 from tests.support.doctor_findings import only, run_of, severities
 from tests.support.source_tree import ROOT
 
-TORCH = TorchFacts("2.13.0", "2.9", cuda="12.9", num_usable=2, num_devices=2, driver="570.1")
-
-
-def reported(severity: str, **changes: Any) -> str:
-    facts = dataclasses.replace(TORCH, **changes)
-    return only([torch_finding(facts)], severity).what
+WITH_GPUS = TorchBuild(cuda="12.9", num_usable=2)
+OLD_DRIVER = TorchBuild(cuda="12.9", reason="The NVIDIA driver on your system is too old")
+FOR_CPU = TorchBuild(reason="Torch not compiled with CUDA enabled")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +48,7 @@ def test_versions_are_compared_by_their_numbers(version: str, than: str, is_it: 
 
 
 def test_requirements_are_those_of_the_packages_metadata() -> None:
-    names = {one.name for one in requirements("")}
+    names = {one.name for one in requirements()}
     assert {"grpcio", "protobuf", "msgspec"} <= names
     assert "torch" not in names
     assert "torch" in {one.name for one in requirements("torch")}
@@ -62,11 +56,11 @@ def test_requirements_are_those_of_the_packages_metadata() -> None:
 
 def test_a_missing_and_an_old_package_are_each_named_with_the_command() -> None:
     needed = (
-        Requirement("numpy", "2.0", "", "2.3"),
-        Requirement("grpcio", "1.71", "", "1.62.0"),
-        Requirement("msgspec", "0.19", "", None),
+        Requirement("numpy", "2.0", "2.3"),
+        Requirement("grpcio", "1.71", "1.62.0"),
+        Requirement("msgspec", "0.19", None),
     )
-    old, missing = requirement_findings(needed)
+    old, missing = requirement_findings(("", "", one) for one in needed)
     assert old.what == "grpcio 1.62.0 is older than 1.71"
     assert old.remedy == "pip install 'sluice'"
     assert missing.what == "msgspec is not installed"
@@ -80,25 +74,25 @@ def test_what_the_configuration_switches_on_needs_its_package() -> None:
         "sluice.telemetry.traces.endpoint=http://127.0.0.1:4317",
         "reward.scorer_routes={mine: math_verify}",
     )
-    assert [extra for _, extra in asked_extras(examined.config)] == [
+    assert [extra for _, extra in needed_extras(examined.config)] == [
         "wandb",
         "metrics",
         "dashboard",
         "traces",
         "math-verify",
     ]
-    assert list(asked_extras(run_of().config)) == []
-    assert {one.name for _, extra in asked_extras(examined.config) for one in requirements(extra)}
+    assert list(needed_extras(run_of().config)) == []
+    assert {one.name for _, extra in needed_extras(examined.config) for one in requirements(extra)}
 
 
-def test_a_missing_optional_package_is_told_once_with_the_key_that_asks_for_it() -> None:
-    missing = Requirement("aiohttp", "3.11", "dashboard", None)
-    there = Requirement("wandb", "0.31", "wandb", "0.31.2")
-    asked = (("first", missing), ("second", missing), ("third", there))
-    found = only(extra_findings(asked), "problem")
+def test_a_missing_optional_package_is_reported_once_with_the_key_that_needs_it() -> None:
+    missing = Requirement("aiohttp", "3.11", None)
+    present = ("third", "wandb", Requirement("wandb", "0.31", "0.31.2"))
+    needed = (("first", "dashboard", missing), ("second", "dashboard", missing), present)
+    found = only(requirement_findings(needed), "problem")
     assert found.what == "first needs a package: aiohttp is not installed"
     assert found.remedy == "pip install 'sluice[dashboard]', or take the key out"
-    assert only(extra_findings((("third", there),)), "ok").what == "all there: wandb"
+    assert only(requirement_findings([present]), "ok").what == "wandb 0.31.2"
     only(check_extras(run_of()), "ok")
 
 
@@ -106,60 +100,55 @@ def test_this_environment_has_what_every_process_needs() -> None:
     assert set(severities(check_requirements(run_of()))) == {"ok"}
 
 
-def test_a_build_with_driver_and_devices_is_fine() -> None:
-    assert reported("ok") == "torch 2.13.0 for CUDA 12.9, 2 GPU(s)"
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("build", "num_devices", "keys", "may_use_gpu", "severity", "words"),
     [
-        ({"version": None}, "torch is not installed"),
-        ({"version": "2.4.0"}, "torch is 2.4.0, which is too old"),
-        ({"import_error": "libcudart.so.12 is missing"}, "libcudart.so.12 is missing"),
-        ({"cuda": None, "num_usable": 0}, "there are 2 NVIDIA GPU(s)"),
-        ({"num_usable": 0, "driver": "470.82.01"}, "older than 525.60.13, which CUDA 12.9 needs"),
-        ({"num_usable": 0, "driver": None}, "the kernel's driver is not loaded"),
-        ({"num_usable": 0}, "driver 570.1 is not the reason"),
+        (WITH_GPUS, 2, [], True, "ok", "torch 2.13.0 for CUDA 12.9, 2 GPU(s)"),
+        (FOR_CPU, 2, [], True, "problem", "for the CPU can use none of 2 NVIDIA GPU(s): Torch not"),
         (
-            {"num_usable": 0, "num_devices": 0, "keys": ("trainer.device",)},
-            "there is no GPU, but trainer.device asks for one",
+            OLD_DRIVER,
+            2,
+            [],
+            True,
+            "problem",
+            "CUDA 12.9 can use none of 2 NVIDIA GPU(s): The NVIDI",
         ),
+        (FOR_CPU, 0, ["trainer.device"], False, "problem", "no GPU, but trainer.device asks for"),
+        (FOR_CPU, 0, [], True, "ok", "none of 0 NVIDIA GPU(s)"),
+        (OLD_DRIVER, 0, [], True, "ok", "none of 0 NVIDIA GPU(s)"),
+        (FOR_CPU, 2, [], False, "ok", "none of 2 NVIDIA GPU(s)"),
     ],
 )
-def test_what_does_not_belong_together_is_a_problem(changes: dict[str, Any], words: str) -> None:
-    assert words in reported("problem", **changes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"cuda": None, "num_usable": 0, "num_devices": 0},
-        {"num_usable": 0, "num_devices": 0},
-        {"cuda": None, "num_usable": 0, "may_use_gpu": False},
-    ],
-)
-def test_a_build_without_gpus_is_fine_where_nobody_misses_one(changes: dict[str, Any]) -> None:
-    reported("ok", **changes)
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\n", "535.129.03"),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n",
-            "580.95.05",
-        ),
-        ("nothing\n", None),
-    ],
-)
-def test_the_drivers_version_is_read_in_both_of_its_forms(
-    text: str, version: str | None, tmp_path: Path
+def test_torch_is_compared_with_the_machine_and_the_run(
+    build: TorchBuild,
+    num_devices: int,
+    keys: list[str],
+    may_use_gpu: bool,
+    severity: str,
+    words: str,
 ) -> None:
-    file = tmp_path / "version"
-    file.write_text(text, encoding="utf-8")
-    assert driver_version(file) == version
-    assert driver_version(tmp_path / "none") is None
+    found = build_finding(
+        "torch 2.13.0", build, num_devices=num_devices, keys=keys, may_use_gpu=may_use_gpu
+    )
+    assert words in only([found], severity).what
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"), [(None, "torch is not installed"), ("2.4.0", "2.4.0 is older than 2.9")]
+)
+def test_a_missing_or_old_torch_is_a_problem(
+    installed: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = Requirement("torch", "2.9", installed)
+    monkeypatch.setattr(packages, "requirements", lambda _: iter([torch]))
+    assert words in only(check_torch(run_of()), "problem").what
+
+
+def test_a_torch_that_cannot_be_imported_is_a_problem_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packages, "_PROBE", "raise ImportError('libcudart.so.12 is missing')")
+    assert "libcudart.so.12 is missing" in only(check_torch(run_of()), "problem").what
 
 
 def test_an_engine_of_our_own_needs_no_package() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from sluice.errors import ConfigError
 from sluice.launch.cluster.service_host import ServiceHost
-from sluice.launch.processes.child import ChildProcess, start_child
+from sluice.launch.processes.child import LocalChild, start_child
 from sluice.launch.service_spec import ServiceSpec
 from tests.support.scripted_children import (
     SLEEP,
@@ -64,22 +64,22 @@ async def test_a_program_that_is_not_there_leaves_no_pipe_open() -> None:
 
 
 @pytest.fixture
-def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[ChildProcess]:
+def held_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> list[LocalChild]:
     """Processes that no signal ends, as one that waits for a dead disk."""
-    held: list[ChildProcess] = []
+    held: list[LocalChild] = []
 
-    def of_no_effect(child: ChildProcess) -> None:
+    def of_no_effect(child: LocalChild) -> None:
         if not child.has_ended:
             held.append(child)
 
     monkeypatch.setattr("sluice.launch.processes.child.KILLED_S", 0.1)
     monkeypatch.setattr("sluice.launch.processes.crew.KILLED_S", 0.1)
-    monkeypatch.setattr(ChildProcess, "terminate", of_no_effect)
-    monkeypatch.setattr(ChildProcess, "kill", of_no_effect)
+    monkeypatch.setattr(LocalChild, "terminate", of_no_effect)
+    monkeypatch.setattr(LocalChild, "kill", of_no_effect)
     return held
 
 
-async def really_kill(child: ChildProcess) -> None:
+async def really_kill(child: LocalChild) -> None:
     """Ends it, and waits until the loop knows, which would warn of a running process otherwise."""
     os.killpg(child.pid, signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
@@ -90,7 +90,7 @@ SLEEPER = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
 async def test_a_process_that_the_kernel_holds_is_left_behind_and_named(
-    held_by_the_kernel: list[ChildProcess], caplog: pytest.LogCaptureFixture
+    held_by_the_kernel: list[LocalChild], caplog: pytest.LogCaptureFixture
 ) -> None:
     child = await start_child(ServiceSpec("rollout-0", SLEEPER))
     async with asyncio.timeout(WAIT_S):
@@ -102,7 +102,7 @@ async def test_a_process_that_the_kernel_holds_is_left_behind_and_named(
 
 
 async def test_a_host_starts_nothing_beside_a_process_that_does_not_end(
-    held_by_the_kernel: list[ChildProcess],
+    held_by_the_kernel: list[LocalChild],
 ) -> None:
     host = ServiceHost("127.0.0.1")
     first, _ = await host.start("rollout-0", list(SLEEPER), {})
@@ -116,7 +116,7 @@ async def test_a_host_starts_nothing_beside_a_process_that_does_not_end(
 
 
 async def test_a_run_ends_though_the_kernel_holds_one_of_its_processes(
-    held_by_the_kernel: list[ChildProcess], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    held_by_the_kernel: list[LocalChild], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Supervised(tmp_path, spec("rollout-0", SLEEP), grace_s=0.1)
     end = await run.run(when_ready=end_self(signal.SIGINT))
@@ -127,7 +127,7 @@ async def test_a_run_ends_though_the_kernel_holds_one_of_its_processes(
 
 
 async def test_nothing_is_started_again_beside_a_process_that_the_kernel_holds(
-    held_by_the_kernel: list[ChildProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    held_by_the_kernel: list[LocalChild], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.launch.processes.crew._COMPANIONS_S", 0.1)
     held = spec("trainer-0", SLEEP, crew="trainer", max_restarts=3)

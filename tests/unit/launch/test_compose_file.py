@@ -199,7 +199,7 @@ def test_a_container_is_given_longer_to_stop_than_its_launcher_takes() -> None:
         assert services()[kind]["init"] is True
 
 
-def test_prepare_is_told_how_long_compose_lets_a_service_stop_whatever_that_is() -> None:
+def test_prepare_is_reported_how_long_compose_lets_a_service_stop_whatever_that_is() -> None:
     reported = services()["prepare"]["environment"][STOP_GRACE_VARIABLE]
     assert {services()[kind]["stop_grace_period"] for kind in KINDS} == {reported}
     assert VARIABLE.fullmatch(reported)[1] == STOP_GRACE_VARIABLE  # type: ignore[index]
@@ -278,3 +278,15 @@ def test_what_a_vendors_image_brings_is_neither_asked_for_nor_pinned(tmp_path: P
     assert "numpy" not in names
     assert "\ntorch==" not in pins
     assert "\ntransformers==" in pins
+
+
+def test_compose_builds_with_the_defaults_of_the_dockerfile() -> None:
+    found = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+    arguments = found["x-compute"]["build"]["args"]
+    own = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
+    default = {
+        name: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", arguments[name] or "") for name in arguments
+    }
+    common = own.keys() & default.keys()
+    assert {"EXTRAS", "REWARD_EXTRAS", "BASE_IMAGE"} <= common
+    assert {name: default[name] or '""' for name in common} == {name: own[name] for name in common}

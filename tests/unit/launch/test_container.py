@@ -98,7 +98,7 @@ def test_a_volume_that_fails_for_a_moment_ends_no_service(
     assert failed.is_set()
 
 
-def test_an_error_of_the_launcher_itself_is_told_apart_from_a_failure_of_the_run(
+def test_an_error_of_the_launcher_itself_is_distinguished_from_a_failure_of_the_run(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def broken(*_: object) -> int:
@@ -120,7 +120,7 @@ def test_a_service_ends_in_order_with_its_run(
     assert "ready" in capfd.readouterr().out
 
 
-def test_a_needed_service_that_fails_for_good_ends_the_run_with_its_last_lines(
+def test_a_needed_service_that_fails_permanently_ends_the_run_with_its_last_lines(
     folder: Folder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     process = spec("reward", FAILS, is_needed=True)
@@ -146,7 +146,7 @@ def test_a_replica_that_leaves_in_order_leaves_alone(folder: Folder) -> None:
     assert folder.run.ending() is None
 
 
-def test_a_replica_that_fails_for_good_ends_alone(folder: Folder) -> None:
+def test_a_replica_that_fails_permanently_ends_alone(folder: Folder) -> None:
     assert folder.keep("rollout", spec("rollout-1", FAILS)) == 1
     assert folder.run.ending() is None
 
@@ -191,7 +191,7 @@ def test_a_service_whose_launcher_died_knows_how_often_it_was_started(folder: Fo
 def test_each_service_has_the_command_that_the_local_launcher_gives_it(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(container, "own_address_within", lambda *_: "10.0.0.9")
+    monkeypatch.setattr(container, "own_address", lambda *_: "10.0.0.9")
     monkeypatch.setattr(container.socket, "gethostname", lambda: "abc")
     commands = {
         kind: services_of(kind, folder.config, folder.file, folder.run)[0].command[1:]

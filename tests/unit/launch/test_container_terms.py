@@ -54,7 +54,7 @@ def test_prepare_writes_no_run_that_its_containers_cannot_stop_in_order(tmp_path
     assert prepare(*arguments, stop_grace="75s")[0] == 0
 
 
-def test_a_run_that_goes_on_is_held_against_the_configuration_it_began_with(
+def test_a_run_that_continues_is_held_against_the_configuration_it_began_with(
     tmp_path: Path,
 ) -> None:
     arguments = ["--run-dir", str(tmp_path / "run"), *model_and_data(tmp_path / "job")]

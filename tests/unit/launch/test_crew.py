@@ -154,7 +154,7 @@ async def test_a_crash_loop_of_any_service_ends_the_run_with_its_last_lines(
     await until_gone(*run.pids)
 
 
-async def test_processes_are_added_and_dismissed_while_the_run_goes_on(tmp_path: Path) -> None:
+async def test_processes_are_added_and_dismissed_while_the_run_continues(tmp_path: Path) -> None:
     run = Supervised(tmp_path, polite("reward"))
     with pytest.raises(NotReadyError):
         run.supervisor.add(polite("rollout-1"))
@@ -174,7 +174,9 @@ async def test_processes_are_added_and_dismissed_while_the_run_goes_on(tmp_path:
     assert (ending.result().exit_code, ending.result().failures) == (130, ())
 
 
-async def test_a_process_that_does_not_leave_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_process_that_does_not_leave_is_killed_and_the_run_continues(
+    tmp_path: Path,
+) -> None:
     left: list[str] = []
     run = Supervised(
         tmp_path, polite("reward"), spec("rollout-0", STUBBORN), grace_s=0.3, on_left=left.append

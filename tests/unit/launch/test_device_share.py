@@ -40,7 +40,7 @@ def test_every_process_has_npus_of_its_own_ranks_first() -> None:
     }
 
 
-def test_processes_on_npus_are_told_hccls_variables_and_the_reward_service_is_not() -> None:
+def test_processes_on_npus_are_reported_hccls_variables_and_the_reward_service_is_not() -> None:
     specs = _services(*_ON_NPUS, "sluice.weights.timeout_s=200")
     assert specs["trainer"].environment["HCCL_CONNECT_TIMEOUT"] == "200"
     assert specs["rollout-0"].environment["HCCL_ASYNC_ERROR_HANDLING"] == "0"
@@ -76,7 +76,7 @@ def test_too_few_npus_are_an_error_with_the_keys_to_change(
 def test_a_replica_of_several_devices_gets_neighbours() -> None:
     share = DeviceShare(("0", "1", "2", "3", "4"), trainer_ranks=1, devices_per_replica=2)
     assert [share.of_replica(index) for index in range(3)] == [("1", "2"), ("3", "4"), ()]
-    assert [share.is_enough_for(replicas) for replicas in (2, 3)] == [True, False]
+    assert [len(share.numbers) >= share.wanted(replicas) for replicas in (2, 3)] == [True, False]
 
 
 @pytest.mark.parametrize("key", ["trainer.device", "sluice.rollout.device"])

@@ -1,4 +1,4 @@
-"""Work that is given up once it is not wanted any more."""
+"""Work that is cancelled once it is unwanted."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import asyncio
 
 import pytest
 
-from sluice.launch.processes.crew import done_unless
+from sluice.launch.processes.crew import unless
 
 
-async def test_work_that_ends_first_is_done() -> None:
-    done: list[int] = []
+async def test_the_result_of_work_that_ends_first_is_returned() -> None:
+    async def work() -> int:
+        return 7
 
-    async def work() -> None:
-        done.append(1)
-
-    assert await done_unless(asyncio.Event(), work())
-    assert done == [1]
+    assert await unless(asyncio.Event(), work()) == 7
 
 
 async def test_work_is_cancelled_once_it_is_not_wanted() -> None:
@@ -32,10 +29,10 @@ async def test_work_is_cancelled_once_it_is_not_wanted() -> None:
             raise
 
     async with asyncio.TaskGroup() as tasks:
-        doing = tasks.create_task(done_unless(unwanted, work()))
+        doing = tasks.create_task(unless(unwanted, work()))
         await begun.wait()
         unwanted.set()
-    assert doing.result() is False
+    assert doing.result() is None
     assert was_cancelled == [True]
 
 
@@ -44,7 +41,7 @@ async def test_an_error_comes_out_as_itself() -> None:
         raise ValueError("as it was")
 
     with pytest.raises(ValueError, match=r"^as it was$"):
-        await done_unless(asyncio.Event(), work())
+        await unless(asyncio.Event(), work())
 
 
 async def test_cancelling_the_wait_cancels_the_work() -> None:
@@ -59,7 +56,7 @@ async def test_cancelling_the_wait_cancels_the_work() -> None:
             ended.append("work")
 
     async with asyncio.TaskGroup() as tasks:
-        doing = tasks.create_task(done_unless(asyncio.Event(), work()))
+        doing = tasks.create_task(unless(asyncio.Event(), work()))
         await begun.wait()
         doing.cancel()
     assert doing.cancelled()

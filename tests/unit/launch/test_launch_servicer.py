@@ -39,7 +39,7 @@ async def test_replicas_are_started_and_drained_through_the_address_in_the_runs_
 ) -> None:
     processes = Processes()
     scale = ReplicaScale(processes, lambda number: ServiceSpec(replica_name(number), ("true",)))
-    async with launch_service(tmp_path, processes, scale) as found:
+    async with launch_service(tmp_path, scale) as found:
         assert launcher_of(tmp_path) == found
         async with Launcher(found.address, found.credentials) as launcher:
             assert await launcher.set_replicas(3) == Scaling(("rollout-2",), ())
@@ -58,7 +58,7 @@ async def test_only_who_can_read_the_runs_folder_as_its_owner_is_let_in(tmp_path
     scale = ReplicaScale(processes, lambda number: ServiceSpec(replica_name(number), ("true",)))
     secrets = set()
     for _ in range(2):
-        async with launch_service(tmp_path, processes, scale) as found:
+        async with launch_service(tmp_path, scale) as found:
             secrets.add(found.secret)
             file = tmp_path / LAUNCHER_NAME
             assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -16,15 +16,13 @@ from sluice.launch.cluster.nodes import (
     NodeFacts,
     ServicePlan,
     endpoint_on,
-    facts_from_json,
     look_around,
     missing_paths,
     paths_of,
-    plan_from_json,
     spec_on,
-    with_absolute_paths,
 )
 from sluice.launch.network_layout import Kind
+from sluice.launch.plan import with_absolute_paths
 from sluice.launch.service_spec import placed_replica, placed_trainer
 
 ADDRESS = "10.0.0.7"
@@ -63,12 +61,6 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_plans_and_facts_come_back_as_they_were(node: Node) -> None:
-    plan = node.plan("trainer")
-    assert plan_from_json(plan.as_json()) == plan
-    assert facts_from_json(FACTS.as_json()) == FACTS
-
-
 def test_a_node_that_shares_the_folder_is_ready_and_its_file_is_left_alone(node: Node) -> None:
     node.share()
     node.file.write_text(node.plan("trainer").config_text, encoding="utf-8")
@@ -105,19 +97,19 @@ def test_services_that_keep_state_are_refused_where_the_folder_is_another_one(
     assert kind in problem
 
 
-def test_a_path_that_is_missing_is_told_with_its_key(node: Node) -> None:
+def test_a_path_that_is_missing_is_reported_with_its_key(node: Node) -> None:
     node.model.rmdir()
     (problem,) = look_around(node.plan("rollout"), ADDRESS).problems
-    assert problem == f"actor_rollout_ref.model.path = {node.model} is not there"
+    assert problem == f"actor_rollout_ref.model.path = {node.model} does not exist"
 
 
-def test_a_folder_that_cannot_be_written_is_told(node: Node) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(node: Node) -> None:
     node.file.parent.write_text("a file\n", encoding="utf-8")
     (problem,) = look_around(node.plan("rollout"), ADDRESS).problems
     assert problem.startswith(f"{node.file} cannot be written (")
 
 
-def test_another_version_of_the_package_is_told(node: Node) -> None:
+def test_another_version_of_the_package_is_reported(node: Node) -> None:
     (problem,) = look_around(node.plan("rollout", "0.0.1"), ADDRESS).problems
     assert "the run has 0.0.1" in problem
 
@@ -209,6 +201,7 @@ def test_every_relative_path_becomes_absolute_and_others_stay() -> None:
         "reward.custom_reward_function.path=pkg://rewards.math",
         "trainer.default_local_dir=ckpt",
         "sluice.run_dir=runs/x",
+        "sluice.security.token_file=tokens",
     )
     found, here = with_absolute_paths(config), Path.cwd()
     assert found.actor_rollout_ref.model.path == str(here / "model")
@@ -217,4 +210,6 @@ def test_every_relative_path_becomes_absolute_and_others_stay() -> None:
     assert found.reward.custom_reward_function.path == "pkg://rewards.math"
     assert found.trainer.default_local_dir == str(here / "ckpt")
     assert found.sluice.run_dir == str(here / "runs/x")
+    assert found.sluice.security.token_file == str(here / "tokens")
+    assert found.sluice.security.ca_file is None
     assert with_absolute_paths(found) == found

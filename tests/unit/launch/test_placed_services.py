@@ -18,7 +18,6 @@ from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError
 from sluice.launch.cluster import placed_services
-from sluice.launch.cluster import placed_services as remote_child
 from sluice.launch.cluster.placed_services import PlacedServices, SharedConfig
 from sluice.launch.cluster.placement import NodeCapacity, PlacedProcess, PlacementPlan
 from sluice.launch.cluster.ray_run import RayOptions, placed_run
@@ -35,8 +34,7 @@ CPU = {"CPU": 4.0}
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(remote_child, "_PAUSE_S", 0.01)
-    monkeypatch.setattr(remote_child, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(placed_services, "_SILENCE_S", 0.05)
     monkeypatch.setattr(placed_services, "_RETRY_S", 0.01)
     monkeypatch.setattr(placed_services, "_LOOK_AGAIN_S", 0.05)
     monkeypatch.setattr(placed_services, "_REMIND_S", 0.05)
@@ -141,7 +139,7 @@ async def test_a_process_whose_host_was_lost_is_started_again_where_the_host_com
     assert run.result() == RunEnd(130, ())
 
 
-async def test_a_replica_that_finds_no_room_waits_is_told_of_and_leaves_the_run_alone(
+async def test_a_replica_that_finds_no_room_waits_is_reported_of_and_leaves_the_run_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(tmp_path, 1, polite("trainer"))
@@ -213,7 +211,7 @@ async def test_a_trainer_whose_node_is_lost_ends_the_run_since_nobody_would_find
 
 
 @pytest.mark.parametrize("name", ["trainer", "reward"])
-async def test_a_host_that_others_know_ends_the_run_with_the_reason_once_it_is_dead_for_good(
+async def test_a_host_that_others_know_ends_the_run_with_the_reason_once_it_is_dead_permanently(
     tmp_path: Path, name: str
 ) -> None:
     world = World(tmp_path, 2, polite(name), polite("rollout-0"))
@@ -226,7 +224,7 @@ async def test_a_host_that_others_know_ends_the_run_with_the_reason_once_it_is_d
     assert "it is dead" in failure
 
 
-async def test_a_replica_whose_host_is_dead_for_good_is_placed_anew_and_the_run_goes_on(
+async def test_a_replica_whose_host_is_dead_permanently_is_placed_again_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(tmp_path, 3, polite("trainer"), polite("rollout-0"))
@@ -244,7 +242,7 @@ async def test_a_replica_whose_host_is_dead_for_good_is_placed_anew_and_the_run_
     assert "it is dead; rollout-0 is placed again" in caplog.text
 
 
-async def test_a_replica_that_its_node_cannot_start_is_placed_anew_and_the_run_goes_on(
+async def test_a_replica_that_its_node_cannot_start_is_placed_again_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(tmp_path, 2, polite("trainer"))
@@ -291,7 +289,7 @@ async def test_nodes_without_the_model_are_named_with_the_path_before_anything_s
             pass
     reported = str(refused.value).splitlines()[1:]
     assert reported == [
-        f"  {NODE} ({name}): actor_rollout_ref.model.path = {model} is not there"
+        f"  {NODE} ({name}): actor_rollout_ref.model.path = {model} does not exist"
         for name in ("trainer", "rollout-0", "rollout-1")
     ]
     assert sorted(cluster.given_back) == ["reward", "rollout-0", "rollout-1", "trainer"]

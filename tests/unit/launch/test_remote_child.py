@@ -20,7 +20,7 @@ PID = 77
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed_services, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(placed_services, "_RETRY_S", 0.01)
     # A machine that is busy for a while is no silent host.
     monkeypatch.setattr(placed_services, "_SILENCE_S", 10 * WAIT_S)
 
@@ -79,12 +79,12 @@ async def lines_of(child: RemoteChild) -> list[str]:
         return [line async for line in child.lines()]
 
 
-async def test_output_ends_with_its_host_and_what_came_before_is_told() -> None:
+async def test_output_ends_with_its_host_and_what_came_before_is_reported() -> None:
     child = RemoteChild("rollout-0", PID, ScriptedHost((["a", "b"], False), (["c"], False), GONE))
     assert await lines_of(child) == ["a", "b", "c"]
 
 
-async def test_output_goes_on_after_a_host_was_away_so_that_nobody_blocks_in_a_line() -> None:
+async def test_output_continues_after_a_host_was_away_so_that_nobody_blocks_in_a_line() -> None:
     host = ScriptedHost((["a"], False), AWAY, AWAY, (["b"], False), (["c"], True))
     assert await lines_of(RemoteChild("rollout-0", PID, host)) == ["a", "b", "c"]
 
@@ -129,12 +129,11 @@ async def test_a_process_that_does_not_end_when_asked_is_killed() -> None:
 async def test_a_process_that_its_node_s_kernel_holds_is_left_behind_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in ("processes.child", "cluster.placed_services"):
-        monkeypatch.setattr(f"sluice.launch.{module}.KILLED_S", 0.1)
+    monkeypatch.setattr("sluice.launch.processes.child.KILLED_S", 0.1)
     host = ScriptedHost(asyncio.Event())
     child = RemoteChild("rollout-0", PID, host)
     async with asyncio.timeout(WAIT_S):
         assert await child.end(0.0)
     assert not child.has_ended
-    assert "rollout-0: process 77 on its node has not ended 0.1 s after SIGKILL" in caplog.text
+    assert "rollout-0: process 77 has not ended 0.1 s after SIGKILL" in caplog.text
     assert [call for call in host.calls if call != "ended"] == ["terminate", "kill"]

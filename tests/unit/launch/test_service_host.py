@@ -37,12 +37,12 @@ async def end(host: ServiceHost, pid: int) -> int:
 
 
 async def test_it_tells_its_nodes_address_and_ports_that_are_free_and_differ() -> None:
-    address, _, ports = await ServiceHost(ADDRESS).place(3)
+    address, ports = await ServiceHost(ADDRESS).place(3)
     assert address == ADDRESS
     assert len(set(ports)) == 3
 
 
-async def test_a_process_has_the_variables_it_was_given_and_all_of_its_lines_are_told() -> None:
+async def test_a_process_has_the_variables_it_was_given_and_all_of_its_lines_are_reported() -> None:
     host = ServiceHost(ADDRESS)
     script = "import os\nfor i in range(500): print(i, os.environ['WHO'])"
     pid = await started(host, script)
@@ -50,7 +50,7 @@ async def test_a_process_has_the_variables_it_was_given_and_all_of_its_lines_are
     assert await host.ended(pid) == 0
 
 
-async def test_a_line_is_told_while_the_process_runs() -> None:
+async def test_a_line_is_reported_while_the_process_runs() -> None:
     host = ServiceHost(ADDRESS)
     pid = await started(host, POLITE.format(code=7))
     async with asyncio.timeout(WAIT_S):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sluice.config.addresses import peer_address
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.service_spec import NO_RESTARTS, ServiceSpec, local_services, with_ports
+from sluice.errors import ConfigError
+from sluice.launch import service_spec
+from sluice.launch.service_spec import (
+    NO_RESTARTS,
+    ServiceSpec,
+    local_services,
+    own_address,
+    replica_number,
+    with_ports,
+)
 from sluice.service_contract import MARK_VARIABLE, TRACKER_NAME
 from tests.support.loopback import needs_ipv6
 
@@ -54,7 +65,9 @@ def test_every_service_may_be_started_again_but_only_replicas_after_errors_of_th
     assert [each.name for each in specs if each.restarts.retries_errors] == ["rollout-0"]
 
 
-def test_the_trainer_is_told_which_checkpoints_were_there_before_the_run(tmp_path: Path) -> None:
+def test_the_trainer_is_reported_which_checkpoints_were_there_before_the_run(
+    tmp_path: Path,
+) -> None:
     def mark() -> str:
         folder = f"trainer.default_local_dir={tmp_path}"
         return services(folder)["trainer"].environment[MARK_VARIABLE]
@@ -80,7 +93,7 @@ def test_a_reward_service_is_started_again_where_its_ledger_outlives_it_and_it_d
     assert services("sluice.reward.ledger=memory")["reward"].restarts == NO_RESTARTS
 
 
-def test_each_trainer_rank_is_told_who_it_is_and_where_to_meet() -> None:
+def test_each_trainer_rank_is_reported_who_it_is_and_where_to_meet() -> None:
     ranks = [
         each.environment
         for name, each in services("trainer.n_gpus_per_node=2").items()
@@ -115,3 +128,32 @@ def test_ports_that_are_0_become_free_ones_that_differ_and_others_stay() -> None
     assert chosen.trainer.endpoint.port != chosen.reward.endpoint.port
     kept = with_ports(config("sluice.reward.endpoint.port=7001")).sluice
     assert peer_address(kept.reward.endpoint, "reward") == "127.0.0.1:7001"
+
+
+def unknown(*_: object, **__: object) -> list[Any]:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def test_a_hosts_address_is_that_of_the_network_that_leads_to_the_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigError, match=r"trainer cannot be reached"):
+        own_address("trainer")
+
+
+def test_a_peer_whose_name_is_known_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([unknown, unknown, socket.getaddrinfo])
+    monkeypatch.setattr(service_spec, "_RETRY_S", 0.0)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: next(answers)(*a, **k))
+    assert own_address("127.0.0.1", 60.0) == "127.0.0.1"
+    assert list(answers) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("rollout-7", 7), ("rollout-", None), ("rollout-x", None), ("trainer-1", None)],
+)
+def test_only_replicas_have_a_replicas_number(name: str, number: int | None) -> None:
+    assert replica_number(name) == number

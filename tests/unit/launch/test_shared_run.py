@@ -10,9 +10,7 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.launch import own_address as addresses
 from sluice.launch.network_layout import KINDS, SERVICE_PORTS, network_settings
-from sluice.launch.own_address import own_address, own_address_within
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.service_contract import TRACKER_NAME
 
@@ -24,20 +22,20 @@ def saved(folder: Path, step: int) -> None:
     fresh.replace(folder / TRACKER_NAME)
 
 
-def test_a_run_that_goes_on_keeps_its_beginning_and_its_counts(tmp_path: Path) -> None:
+def test_a_run_that_continues_keeps_its_beginning_and_its_counts(tmp_path: Path) -> None:
     run, checkpoints = SharedRun(tmp_path), tmp_path / "checkpoints"
-    assert run.begin(checkpoints)
+    run.begin(checkpoints)
     mark = run.checkpoints_before()
     assert [run.count_start("reward") for _ in range(3)] == [0, 1, 2]
     saved(checkpoints, 5)
-    assert not run.begin(checkpoints)
+    assert run.is_active
     assert run.checkpoints_before() == mark
     assert run.count_start("reward") == 3
     assert run.count_start("trainer") == 0
 
 
 @pytest.mark.parametrize("failures", [(), ("reward ended with code 1",)])
-def test_a_run_that_has_ended_or_failed_begins_anew(
+def test_a_run_that_has_ended_or_failed_begins_again(
     tmp_path: Path, failures: tuple[str, ...]
 ) -> None:
     run, checkpoints = SharedRun(tmp_path), tmp_path / "checkpoints"
@@ -46,7 +44,8 @@ def test_a_run_that_has_ended_or_failed_begins_anew(
     run.count_start("reward")
     saved(checkpoints, 5)
     run.end(Ending("reward", failures))
-    assert run.begin(checkpoints)
+    assert not run.is_active
+    run.begin(checkpoints)
     assert run.ending() is None
     assert run.checkpoints_before() != mark
     assert run.count_start("reward") == 0
@@ -78,41 +77,15 @@ def test_a_volume_that_fails_for_a_moment_is_no_fault_of_the_configuration(
         run.checkpoints_before()
 
 
-def test_a_folder_in_which_no_run_began_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_a_folder_in_which_no_run_began_is_reported_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sluice prepare"):
         SharedRun(tmp_path).checkpoints_before()
 
 
 def test_services_are_found_by_their_names_at_ports_of_their_own() -> None:
-    service = load_config(None, network_settings()).sluice
+    service = load_config(None, [*network_settings()]).sluice
     for kind in KINDS:
         endpoint = getattr(service, kind).endpoint
         assert (endpoint.advertise, endpoint.port) == (kind, SERVICE_PORTS[kind].port)
         assert endpoint.health_port == SERVICE_PORTS[kind].health_port
     assert service.rollout.replicas == 0
-
-
-def test_a_replicas_address_is_that_of_the_network_that_leads_to_the_trainer() -> None:
-    assert own_address("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"trainer\.invalid cannot be reached"):
-        own_address("trainer.invalid")
-
-
-def test_a_peer_whose_name_comes_late_is_waited_for_and_one_that_stays_away_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(addresses.time, "sleep", lambda _: None)
-
-    def known_from_the_third_time(host: str) -> str:
-        asked.append(host)
-        if len(asked) < 3:
-            raise ConfigError(f"{host} cannot be reached")
-        return "198.18.0.9"
-
-    monkeypatch.setattr(addresses, "own_address", known_from_the_third_time)
-    assert own_address_within("trainer", 60.0) == "198.18.0.9"
-    assert asked == ["trainer"] * 3
-    asked.clear()
-    with pytest.raises(ConfigError, match="cannot be reached"):
-        own_address_within("trainer", 0.0)

@@ -100,7 +100,7 @@ async def test_a_needed_process_that_leaves_when_the_run_is_over_is_none(tmp_pat
     assert (await run.run()).exit_code == 0
 
 
-async def test_a_process_that_may_restart_is_started_again_and_the_run_goes_on(
+async def test_a_process_that_may_restart_is_started_again_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
     mark = tmp_path / "mark"
