@@ -144,7 +144,7 @@ def _server(
         identity,
         engine,
         encoder,
-        GenerationRunner(engine, encoder),
+        GenerationRunner(engine, encoder.decode),
         engine_name=config.actor_rollout_ref.rollout.name,
         max_n=service.max_n,
         training_prompts=PromptLimit(

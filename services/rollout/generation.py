@@ -3,7 +3,7 @@
 Consumes: chunks of one engine request. Waits for: the engine.
 Unblocked by: chunks, or cancellation of the call, which closes the engine's iterator and so frees
     the slots.
-Produces: `GenerationEvent`s in order, and the counts of tokens that were sent and not sent.
+Produces: `GenerationEvent`s in order. Counts the tokens that were sent and those that were not.
 On failure: a failing engine ends the call with the engine's error.
 """
 
@@ -14,13 +14,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol
 
-from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk, num_tokens
+from services.rollout.engines.protocol import Engine, GenerationRequest, SampleChunk
 from services.rollout.engines.text import Decode, IncrementalDetokenizer, before_stop, stable_prefix
 from sluice.algorithm.growing_sample import GrowingSample
 from sluice.errors import EngineError
-from sluice.types import FinishReason, Rollout, TokenIds
+from sluice.types import FinishReason, Rollout
 
 # An engine's chunks at intervals may come a little late, so one interval is no sign of a problem.
 SIGN_OF_LIFE_INTERVALS = 2
@@ -55,14 +54,6 @@ class StreamedText:
         return text[self._num_sent :]
 
 
-class Detokenizer(Protocol):
-    """Decoder of token ids."""
-
-    def decode(self, token_ids: TokenIds) -> str:
-        """Return the text of response tokens."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TextDelta:
     """New tokens of one sample with the text they complete."""
@@ -73,10 +64,17 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvent:
-    """What is sent together; `engine_tokens` is set if samples wait and nothing came."""
+    """What is sent together.
+
+    Attributes:
+        new_tokens: tokens that the caller has not seen yet. A sample that is sent whole repeats its
+            earlier deltas, and the tokens that the caller gave to continue.
+        engine_tokens: the engine's sampled tokens, if samples wait and nothing came.
+    """
 
     deltas: tuple[TextDelta, ...]
     rollouts: tuple[Rollout, ...]
+    new_tokens: int = 0
     engine_tokens: int | None = None
 
 
@@ -107,9 +105,15 @@ class StreamSettings:
 
 @dataclass(slots=True, eq=False)
 class _StreamedSample:
-    """A running sample; `text` is set if its text is sent as it grows."""
+    """A running sample.
+
+    Attributes:
+        text: set if its text is sent as it grows.
+        num_held: tokens that were not sent yet.
+    """
 
     text: StreamedText | None
+    num_held: int = 0
     grown: GrowingSample = field(default_factory=GrowingSample)
 
     def adopt(self, partial: Rollout) -> None:
@@ -119,39 +123,17 @@ class _StreamedSample:
             self.text.push(self.grown.token_ids().tolist())
 
 
-class HandOver:
-    """A count of the tokens of one call that are new to its caller.
-
-    A sample that is sent whole repeats its earlier deltas, and what the caller gave us to continue;
-    neither counts.
-    """
-
-    def __init__(self, partials: Iterable[Rollout]) -> None:
-        self._known = {partial.sample_index: partial.num_tokens for partial in partials}
-
-    def new_tokens(self, event: GenerationEvent) -> int:
-        """Return the new tokens of `event`; call it once for each event, in order."""
-        known = self._known
-        found = num_tokens(delta.chunk for delta in event.deltas)
-        for delta in event.deltas:
-            sample = delta.chunk.sample_index
-            known[sample] = known.get(sample, 0) + num_tokens([delta.chunk])
-        for rollout in event.rollouts:
-            found += rollout.num_tokens - known.pop(rollout.sample_index, 0)
-        return found
-
-
 class GenerationRunner:
     """Generate calls on one engine; they count what became of their tokens.
 
     Args:
         engine: where tokens come from.
-        detokenizer: text of tokens.
+        decode: of the model's tokenizer.
     """
 
-    def __init__(self, engine: Engine, detokenizer: Detokenizer) -> None:
+    def __init__(self, engine: Engine, decode: Decode) -> None:
         self._engine = engine
-        self._detokenizer = detokenizer
+        self._decode = decode
 
     async def run(
         self,
@@ -171,20 +153,18 @@ class GenerationRunner:
         Raises:
             SluiceError: what the engine raised (inside an exception group).
         """
-        partials = tuple(partials)
-        hand_over, counted = HandOver(partials), self._engine.accounting.of(request)
+        counted = self._engine.accounting.of(request)
 
         async def send_counted(event: GenerationEvent) -> None:
             await send(event)
             # Only now: an event that the caller did not take was not sent.
-            new_tokens = hand_over.new_tokens(event)
-            request.tokens.sent += new_tokens
-            counted.sent += new_tokens
+            request.tokens.sent += event.new_tokens
+            counted.sent += event.new_tokens
 
         try:
             await self._run(request, partials, options, send_counted)
         finally:
-            counted.unsent += request.tokens.yielded - request.tokens.sent
+            counted.unsent += request.tokens.sampled - request.tokens.sent
 
     async def _run(
         self,
@@ -195,10 +175,11 @@ class GenerationRunner:
     ) -> None:
         stops = request.sampling.stop
         if stops:
-            request = replace(request, decode=self._detokenizer.decode)
-        decode = self._detokenizer.decode
+            request = replace(request, decode=self._decode)
         growing = {
-            index: _StreamedSample(StreamedText(stops, decode) if options.every_token else None)
+            index: _StreamedSample(
+                StreamedText(stops, self._decode) if options.every_token else None
+            )
             for index in request.sample_indexes
         }
         for partial in partials:
@@ -275,14 +256,16 @@ class GenerationRunner:
     ) -> GenerationEvent:
         deltas: list[TextDelta] = []
         rollouts: list[Rollout] = []
+        new_tokens = 0
         # Tokens of a sample that is sent whole in this event need no deltas of their own.
         finished = {chunk.sample_index for chunk in chunks if chunk.finish_reason is not None}
         for chunk in chunks:
             index, sample = chunk.sample_index, growing[chunk.sample_index]
             sample.grown.append(chunk.token_ids, chunk.behavior_logprobs, chunk.version)
             new_text = "" if sample.text is None else sample.text.push(chunk.token_ids.tolist())
+            sample.num_held += int(chunk.token_ids.size)
             if chunk.finish_reason is not None:
-                text = before_stop(self._detokenizer.decode(sample.grown.token_ids()), stops)
+                text = before_stop(self._decode(sample.grown.token_ids()), stops)
                 rollouts.append(sample.grown.rollout(index, chunk.finish_reason, text))
                 # What an aborted sample held back is sent where it is continued, if at all.
                 if sample.text is not None and chunk.finish_reason is not FinishReason.ABORTED:
@@ -291,7 +274,10 @@ class GenerationRunner:
             is_sent = sample.text is not None or (options.sends_tokens and index not in finished)
             if is_sent and (new_text or chunk.token_ids.size):
                 deltas.append(TextDelta(chunk, new_text))
-        return GenerationEvent(tuple(deltas), tuple(rollouts))
+            if is_sent or chunk.finish_reason is not None:
+                new_tokens += sample.num_held
+                sample.num_held = 0
+        return GenerationEvent(tuple(deltas), tuple(rollouts), new_tokens)
 
 
 async def _linger(ended: asyncio.Event, seconds: float) -> None:

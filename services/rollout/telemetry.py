@@ -112,15 +112,16 @@ def exported(
 def watching(
     config: RunConfig, name: str, load: Callable[[], EngineLoad], address: str
 ) -> AbstractContextManager[None]:
-    """Return a replica's watchdog.
+    """Return a replica's watchdog; see `work_state`."""
+    return watched_service(name, config.sluice, lambda: work_state(load()), address=address)
 
-    Sampled tokens and new versions are progress. There is work while samples run or wait for a
-    slot; a replica without weights or without prompts is idle.
+
+def work_state(load: EngineLoad) -> WorkState:
+    """Return what a replica has to do and has done.
+
+    Sampled tokens and new versions are progress, busy seconds are not: an engine that hangs is busy
+    too. There is work while samples run or wait for a slot; a replica without weights or without
+    prompts is idle.
     """
-
-    def work_state() -> WorkState:
-        found = load()
-        progress = (found.generated_tokens, found.busy_seconds, found.version, units_done())
-        return WorkState(progress, found.slots_busy + found.queued > 0)
-
-    return watched_service(name, config.sluice, work_state, address=address)
+    progress = (load.generated_tokens, load.version, units_done())
+    return WorkState(progress, load.slots_busy + load.queued > 0)

@@ -11,6 +11,7 @@ import torch
 
 from sluice.device.protocol import BACKENDS, MemoryInfo
 
+_MEMINFO = Path("/proc/meminfo")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _LARGEST_TRIM_THRESHOLD = 2**31 - 1
 _LARGEST_MMAP_THRESHOLD = 2**25
@@ -32,9 +33,6 @@ def keep_freed_memory() -> None:
         return
     library.mallopt(_M_TRIM_THRESHOLD, _LARGEST_TRIM_THRESHOLD)
     library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-
-
-_MEMINFO = Path("/proc/meminfo")
 
 
 class CpuDevice:

@@ -28,8 +28,10 @@ from sluice.device.ascend_environment import (
 )
 from sluice.errors import ConfigError
 
+CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _log = logging.getLogger(__name__)
 _DEVICE_FOLDER = Path("/dev")
+_GPU_FILE = re.compile(r"nvidia\d+")
 _NPU_FILE = re.compile(r"v?davinci(\d+)")  # a share of one begins with "v"
 _DISTRIBUTIONS = ("torch-npu", "torch_npu")
 
@@ -105,8 +107,8 @@ def prepare_process(
 ) -> None:
     """Set what HCCL will read in this process, and check the host if an NPU is configured.
 
-    Does nothing for other devices. With ``auto`` nothing is fatal: detection may skip the NPU and
-    logs why, and what keeps vLLM from using it is logged.
+    Do nothing for other devices. With ``auto`` nothing is fatal: detection may skip the NPU and
+    logs why; findings about vLLM are logged too.
 
     Raises:
         ConfigError: everything that is wrong, each with its remedy.
@@ -115,29 +117,18 @@ def prepare_process(
         return
     environment.update(hccl_environment(hccl_settings(config, endpoint), environment))
     if device is not None and device != "auto":
-        check_host(AscendDemand(1, collectives_on_device, runs_vllm), environment)
+        demand = AscendDemand(1, collectives_on_device, runs_vllm)
+        findings = ascend_findings(ascend_host(environment), demand)
+        _warn(finding for finding in findings if not finding.is_fatal)
+        if fatal := [str(finding) for finding in findings if finding.is_fatal]:
+            raise ConfigError('device "npu": ' + "; ".join(fatal))
     elif runs_vllm:
-        for finding in vllm_findings(ascend_host(environment)):
-            _log.warning("NPU: %s", finding)
+        _warn(vllm_findings(ascend_host(environment)))
 
 
-def check_host(demand: AscendDemand, environment: Mapping[str, str]) -> None:
-    """Check the host for NPUs; log findings that are not fatal.
-
-    Raises:
-        ConfigError: fatal findings.
-    """
-    _notify(ascend_findings(ascend_host(environment), demand))
-
-
-def _notify(found: Iterable[AscendFinding]) -> None:
-    findings = tuple(found)
+def _warn(findings: Iterable[AscendFinding]) -> None:
     for finding in findings:
-        if not finding.is_fatal:
-            _log.warning("NPU: %s", finding)
-    fatal = [str(finding) for finding in findings if finding.is_fatal]
-    if fatal:
-        raise ConfigError('device "npu": ' + "; ".join(fatal))
+        _log.warning("NPU: %s", finding)
 
 
 def _files(devices: Path) -> tuple[str, ...]:
@@ -150,10 +141,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-CUDA_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-_GPU_FILE = re.compile(r"nvidia\d+")
 
 
 def gpu_numbers(environment: Mapping[str, str], devices: Path = _DEVICE_FOLDER) -> tuple[str, ...]:

@@ -26,6 +26,21 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_IMAGE_PIXELS = 1 << 26
+"""Largest decoded image under any settings: 67 million pixels take 200 MB in RGB."""
+
+# EXIF orientation -> name of the Pillow transpose that undoes it.
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
 _PNG_KEPT = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT"))
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 # Frames SOF0 to SOF15 with the tables DHT and DAC, DQT, DRI, the scan, and APP0 and APP14 (JFIF and
@@ -84,22 +99,6 @@ def _bare_webp(data: bytes) -> bytes:
             break
     body = b"".join(kept)
     return b"RIFF" + pack("<I", len(body)) + body
-
-
-FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_IMAGE_PIXELS = 1 << 26
-"""Largest decoded image under any settings: 67 million pixels take 200 MB in RGB."""
-
-# EXIF orientation -> name of the Pillow transpose that undoes it.
-_TURNS = {
-    2: "FLIP_LEFT_RIGHT",
-    3: "ROTATE_180",
-    4: "FLIP_TOP_BOTTOM",
-    5: "TRANSPOSE",
-    6: "ROTATE_270",
-    7: "TRANSVERSE",
-    8: "ROTATE_90",
-}
 
 
 def image_size(encoded: bytes, place: str) -> tuple[int, int]:

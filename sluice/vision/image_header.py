@@ -5,7 +5,9 @@ measured by the larger one, and a file that is cut short is refused before a rep
 
 Pillow cannot replace this module. Pillow 12.3.0 parses the whole EXIF part when it opens a JPEG
 without a JFIF density: a file of 65 kB whose EXIF entries share one value took 290 MB of memory,
-more than the whole reward service may use. Pillow also opens files that are cut short.
+more than the whole reward service may use. Without that step (in a subclass) it still joins EXIF
+segments one by one, in time that grows with the square of their number: 27 s for a file of 1.4 MB
+with 120,000 of them. Pillow also opens files that are cut short.
 
 Formats: PNG (ISO/IEC 15948, sections 5 and 11.2), JPEG (ITU-T T.81, annex B), WebP (RFC 9649,
 section 2), EXIF 2.32 section 4.6 in TIFF 6.0 section 2.
@@ -28,6 +30,25 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 JPEG_SCAN = 0xDA
 _JPEG_MARKER_END, _JPEG_LONE = 0xD9, frozenset((0x01, *range(0xD0, 0xD9)))
 _WEBP_FIRST = 12
+ImageFormat = Literal["PNG", "JPEG", "WebP"]
+FORMATS = "PNG, JPEG or WebP"
+
+_JPEG = b"\xff\xd8\xff"
+_SHOWN_BYTES = 12
+_JPEG_END = b"\xff\xd9"
+# Frame headers SOF0 to SOF15. DHT, JPG and DAC share their range.
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_APP1 = 0xE1
+_ANIMATED = 0x02
+_TRANSPOSED = range(5, 9)
+
+MAX_EXIF_BYTES = 1 << 16
+"""Longest EXIF part to read; a JPEG cannot hold a longer one."""
+UPRIGHT = 1
+
+_EXIF = b"Exif\0\0"
+_BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
+_TAG, _SHORT, _ENTRY_BYTES = 0x0112, 3, 12
 
 
 class BadImageError(ValueError):
@@ -130,15 +151,6 @@ def webp_chunks(data: bytes) -> Iterator[ImagePart]:
     raise BadImageError(f"a WebP of more than {MAX_PARTS} chunks")
 
 
-MAX_EXIF_BYTES = 1 << 16
-"""Longest EXIF part to read; a JPEG cannot hold a longer one."""
-UPRIGHT = 1
-
-_PREFIX = b"Exif\0\0"
-_BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
-_TAG, _SHORT, _ENTRY_BYTES = 0x0112, 3, 12
-
-
 def exif_orientation(exif: bytes) -> int:
     """Return the EXIF orientation, 1 to 8, or 1 (upright) if there is none.
 
@@ -148,7 +160,7 @@ def exif_orientation(exif: bytes) -> int:
     Args:
         exif: a TIFF header and its directories, with or without the prefix ``Exif\\0\\0``.
     """
-    tiff = exif.removeprefix(_PREFIX)
+    tiff = exif.removeprefix(_EXIF)
     order = _BYTE_ORDERS.get(tiff[:4])
     if order is None or len(exif) > MAX_EXIF_BYTES:
         return UPRIGHT
@@ -164,19 +176,6 @@ def exif_orientation(exif: bytes) -> int:
     except struct.error:  # an offset beyond the end of the part
         return UPRIGHT
     return UPRIGHT
-
-
-ImageFormat = Literal["PNG", "JPEG", "WebP"]
-FORMATS = "PNG, JPEG or WebP"
-
-_JPEG = b"\xff\xd8\xff"
-_SHOWN_BYTES = 12
-_JPEG_END = b"\xff\xd9"
-# Frame headers SOF0 to SOF15. DHT, JPG and DAC share their range.
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_APP1, _EXIF = 0xE1, b"Exif\0\0"
-_ANIMATED = 0x02
-_TRANSPOSED = range(5, 9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def expand_placeholders(
     token_ids: TokenIds, image_token_id: int, num_tokens: Sequence[int]
 ) -> TokenIds:
-    """`token_ids` with the i-th `image_token_id` repeated ``num_tokens[i]`` times.
+    """Return `token_ids` with the i-th `image_token_id` repeated ``num_tokens[i]`` times.
 
     Raises:
-        InvalidRequestError: there are not as many of them as images.
+        InvalidRequestError: `token_ids` holds more or fewer placeholders than there are images.
     """
     is_image = token_ids == image_token_id
     found = int(is_image.sum())
@@ -43,10 +43,10 @@ def expand_placeholders(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePrompt:
-    """A prompt's images as the model takes them, and where they stand in it.
+    """A prompt's images as the model takes them, and their places in it.
 
     Attributes:
-        pixel_values: [patches, numbers a patch] float32, all images one behind the other.
+        pixel_values: [patches, numbers a patch] float32, one image after the other.
         grid_thw: [images, 3] int64: frames (1), rows and columns of patches.
         places: [image tokens] int64, their places in the prompt.
         positions: of the prompt's tokens.
@@ -59,7 +59,7 @@ class ImagePrompt:
 
 
 class ImagePromptReader:
-    """Lays prompts with images out for one model. May be used by several threads.
+    """The layout of prompts with images for one model. Several threads may use it.
 
     Args:
         shape: of the model.
@@ -67,10 +67,11 @@ class ImagePromptReader:
     """
 
     def __init__(self, shape: VisionShape, processor: Any) -> None:  # noqa: ANN401 - untyped there
-        self.shape, self._processor = shape, processor
+        self.shape = shape
+        self._processor = processor
 
     def expand(self, token_ids: TokenIds, images: Sequence[bytes]) -> TokenIds:
-        """The prompt with one token for each merged patch of its images, from their headers.
+        """Return the prompt with one token for each merged patch of its images; read headers only.
 
         Args:
             token_ids: [tokens], one placeholder an image.
@@ -88,7 +89,7 @@ class ImagePromptReader:
         return expand_placeholders(token_ids, self.shape.image_token_id, counts)
 
     def read(self, token_ids: TokenIds, images: Sequence[bytes]) -> ImagePrompt:
-        """Pixels and positions of a prompt that `expand` made.
+        """Return pixels and positions of a prompt that `expand` made.
 
         Args:
             token_ids: [prompt tokens].
@@ -115,7 +116,7 @@ class ImagePromptReader:
         return ImagePrompt(pixel_values, grid_thw, places, positions)
 
     def fitted(self, encoded: bytes, number: int) -> Image:
-        """An image in the size that the processor gives it, resized as in `read`.
+        """Return an image in the size that the processor gives it, resized as in `read`.
 
         An engine that lays the result out by the same processor's rule keeps its size, so it gets
         the same patches as `read`.
@@ -184,7 +185,7 @@ def _unfit(number: int, error: ValueError) -> InvalidRequestError:
 def load_image_prompts(
     model_path: Path | str, *, trust_remote_code: bool = False
 ) -> ImagePromptReader | None:
-    """The reader for a model's directory; ``None`` if the model takes no images.
+    """Return the reader for a model's directory; ``None`` if the model takes no images.
 
     Raises:
         ConfigError: the model's image processor cannot be loaded.

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from sluice.errors import InvalidRequestError
 
-__all__ = ["Grid", "ImagePlace", "RopePositions", "find_images", "rope_positions"]
-
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -27,13 +25,13 @@ class Grid:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the image takes."""
+        """Tokens that the image takes."""
         return self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """An image's tokens are the prompt's ``[start, start + grid.num_tokens)``."""
+    """The place of an image: tokens ``[start, start + grid.num_tokens)`` of the prompt."""
 
     start: int
     grid: Grid
@@ -45,14 +43,14 @@ class RopePositions:
 
     Attributes:
         prompt: [3, prompt tokens] int64: time, height, width.
-        shift: token t behind the prompt stands at ``t + shift`` on all axes; 0 or below.
+        shift: token t after the prompt stands at ``t + shift`` on all axes; 0 or below.
     """
 
     prompt: npt.NDArray[np.int64]
     shift: int
 
     def extended(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """[3, num_tokens]: of the prompt's first tokens, or of all of them and some behind."""
+        """Return positions [3, num_tokens]: a part of the prompt, or all of it and what follows."""
         known = self.prompt.shape[1]
         behind = np.arange(known, num_tokens, dtype=np.int64) + self.shift
         return np.concatenate(
@@ -63,11 +61,11 @@ class RopePositions:
 def find_images(
     token_ids: npt.NDArray[np.integer], image_token_id: int, grids: Sequence[Grid]
 ) -> tuple[ImagePlace, ...]:
-    """Where each image's tokens are in a prompt.
+    """Return where each image's tokens are in a prompt.
 
     Raises:
-        InvalidRequestError: the prompt holds more or fewer of them than `grids` ask for, or an
-            image's are not one behind the other.
+        InvalidRequestError: the prompt holds more or fewer of them than `grids` need, or other
+            tokens stand between those of one image.
     """
     found = np.flatnonzero(token_ids == image_token_id)
     wanted = sum(grid.num_tokens for grid in grids)
@@ -88,7 +86,7 @@ def find_images(
 
 
 def rope_positions(num_tokens: int, images: Sequence[ImagePlace]) -> RopePositions:
-    """Positions of a prompt of `num_tokens` with `images` in their order."""
+    """Return the positions of a prompt of `num_tokens` with `images` in their order."""
     parts: list[npt.NDArray[np.int64]] = []
     place = position = 0
     for image in images:

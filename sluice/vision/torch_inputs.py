@@ -16,16 +16,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ImageFeatures", "encode_images", "forward_with_images", "text_attention"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
-    """One image out of the vision tower.
+    """The vision tower's output for one image.
 
     Attributes:
         embeddings: [image tokens, hidden], in place of its tokens' embeddings.
-        added: [image tokens, hidden] each, added behind the first layers of the language model
+        added: [image tokens, hidden] each, added after the first layers of the language model
             (Qwen3-VL's DeepStack); empty for other families.
     """
 
@@ -36,7 +34,7 @@ class ImageFeatures:
 def encode_images(
     model: PreTrainedModel, pixel_values: Tensor, grid_thw: Tensor
 ) -> list[ImageFeatures]:
-    """Runs the vision tower once over all images.
+    """Run the vision tower once over all images.
 
     Args:
         model: a vision-language model.
@@ -60,7 +58,7 @@ def forward_with_images(
     images: Sequence[ImageFeatures],
     **arguments: object,
 ) -> Tensor:
-    """Last hidden states [rows, tokens, hidden] of the language model.
+    """Return the last hidden states [rows, tokens, hidden] of the language model.
 
     Args:
         model: a vision-language model.
@@ -68,7 +66,7 @@ def forward_with_images(
         position_ids: [3, rows, tokens] int64.
         is_image: [rows, tokens] bool, true at the tokens of images.
         images: row by row, in the order of their tokens.
-        arguments: handed down to the attention.
+        arguments: for the attention.
     """
     base: Any = model.base_model
     text: Tensor = base.get_input_embeddings()(token_ids)
@@ -88,7 +86,7 @@ def forward_with_images(
 
 
 def text_attention(model_type: str, families: frozenset[str], name: str) -> str | dict[str, str]:
-    """How to tell transformers that the language model alone computes attention as `name`."""
+    """Return the setting by which the language model alone computes attention as `name`."""
     if model_type not in families:
         return name
     return {"text_config": name, "vision_config": "sdpa"}

@@ -1,8 +1,7 @@
-"""Whether a model reads images, and what the layout of a prompt must know of it."""
+"""Whether a model reads images, and what the layout of its prompts depends on."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from sluice.errors import ConfigError
 FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Values of ``model_type`` whose images this package understands."""
 
-_MERGE = {"qwen2_vl": 2, "qwen2_5_vl": 2, "qwen3_vl": 2, "qwen3_vl_moe": 2}
-_IMAGE_TOKEN = 151655  # of the published models, where config.json does not say
+# Of the published models, where config.json has no value.
+_MERGE_SIZE, _IMAGE_TOKEN = 2, 151655
 
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
-    """Of one model.
+    """The layout of images in one model's prompts.
 
     Attributes:
         model_type: one of `FAMILIES`.
@@ -33,43 +32,40 @@ class VisionShape:
 
 
 def read_vision_shape(model_path: Path | str) -> VisionShape | None:
-    """From ``config.json``; ``None`` for a model that is not one of `FAMILIES`.
+    """Return the shape in ``config.json``; ``None`` for a model that is not one of `FAMILIES`.
 
     Raises:
         ConfigError: the file is missing or no JSON object.
     """
-    file = Path(model_path) / "config.json"
+    file = Path(model_path).expanduser() / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
         family = config.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+        vision = msgspec.convert(config.get("vision_config") or {}, dict[str, object])
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"actor_rollout_ref.model.path: {file} cannot be read ({error}); give the directory "
             "of a Hugging Face model"
         ) from error
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         return None
-    vision = config.get("vision_config") or {}
     return VisionShape(
         family,
-        int(config.get("image_token_id", _IMAGE_TOKEN)),
-        int(vision.get("spatial_merge_size", _MERGE[family])),
+        msgspec.convert(config.get("image_token_id", _IMAGE_TOKEN), int),
+        msgspec.convert(vision.get("spatial_merge_size", _MERGE_SIZE), int),
     )
 
 
 def reads_images(model_path: str | Path) -> bool | None:
-    """Whether the model in a folder is of a family whose images this package understands.
+    """Return whether the model in a folder is of a family whose images this package understands.
 
     Args:
         model_path: a folder in the form of Hugging Face's.
 
     Returns:
-        ``None`` where no `config.json` can be read: this machine cannot tell, another one may.
+        ``None`` where no `config.json` can be read: another machine may have one.
     """
     try:
-        data = (Path(model_path).expanduser() / "config.json").read_bytes()
-        found = msgspec.json.decode(data, type=dict[str, object])
-    except (OSError, ValueError, RecursionError):
+        return read_vision_shape(model_path) is not None
+    except ConfigError:
         return None
-    family = found.get("model_type")
-    return isinstance(family, str) and family in FAMILIES

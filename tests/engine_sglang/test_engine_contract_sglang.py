@@ -49,7 +49,7 @@ def _make_with_weights(folder: Path) -> SglangEngine:
 async def _serve_saved(engine: SglangEngine, _: Path, version: int) -> None:
     """SGLang's own loader has read them at the start; the adapter only learns that they serve."""
     thread, core = engine._in_thread()
-    await thread.call(core._client.tag_version(version), "naming a version")
+    await thread.call(core.client.tag_version(version), "naming a version")
     core.version, core.digest = version, "saved"
 
 

@@ -207,9 +207,10 @@ async def _publish_meanwhile(
 ) -> list[SampleChunk]:
     """Make the model serve as soon as the request has tokens; it runs to its end."""
     digest = await trainer.stage(model)
+    before = engine.load().generated_tokens
     async with asyncio.TaskGroup() as tasks:
         generating = tasks.create_task(chunks_of(engine, wanted, every_token=True))
-        await until(lambda: wanted.tokens.yielded > 0)
+        await until(lambda: engine.load().generated_tokens > before)
         await engine.commit(trainer.epoch, trainer.version, digest)
     chunks = generating.result()
     assert len({chunk.version for chunk in chunks}) == 2

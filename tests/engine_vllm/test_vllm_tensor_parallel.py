@@ -110,9 +110,9 @@ async def test_each_worker_has_its_own_process_and_the_version_in_it(world: Cont
     assert len(set(await world.engine.processes())) == _WORKERS
     thread, core = world.engine._in_thread()
     version, digest = world.trainer.version, await world.trainer.stage(world.second)
-    await thread.call(core._workers.check_staged(version + 1, digest), "looking")
+    await thread.call(core.workers.check_staged(version + 1, digest), "looking")
     with pytest.raises(WeightSyncError, match=r"worker 0 of 2: .*version"):
-        await thread.call(core._workers.check_staged(version, digest), "looking")
+        await thread.call(core.workers.check_staged(version, digest), "looking")
     assert core.version == version
     async with asyncio.timeout(60):
         assert await generate(world.engine, request(max_tokens=5))

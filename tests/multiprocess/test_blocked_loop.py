@@ -55,7 +55,7 @@ async def test_a_service_whose_event_loop_hangs_ends_with_its_own_exit_code_and_
     assert f"the process ends with exit code {EXIT_STALLED}" in log
     stacks = (tmp_path / "run" / "logs" / "reward.stacks.txt").read_text(encoding="utf-8")
     assert "block_the_loop" in stacks
-    assert "\n  pipeline\n" in stacks
+    assert "\n  reward loop\n" in stacks
     assert f"stacks of all threads and tasks: {tmp_path}" in log
 
 

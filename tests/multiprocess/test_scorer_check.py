@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from services.reward.scorer_check import check_custom_function
 from sluice.errors import ConfigError, DeadlineError
-from tests.support.reward_process import children_of
+from tests.support.reward_process import own_children
 
 
 def write(tmp_path: Path, source: str) -> str:
@@ -25,7 +24,7 @@ GOOD = "import os\nPID = os.getpid()\ndef compute_score(**call):\n    return 1.0
 
 def test_a_good_function_passes_and_leaves_no_process(tmp_path: Path) -> None:
     check_custom_function(write(tmp_path, GOOD), reward_kwargs={"bonus": 1})
-    assert children_of(os.getpid()) == []
+    assert own_children() == []
 
 
 @pytest.mark.parametrize(
@@ -44,13 +43,13 @@ def test_a_bad_function_is_told_with_file_name_and_error(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_custom_function(write(tmp_path, source), name)
-    assert children_of(os.getpid()) == []
+    assert own_children() == []
 
 
 def test_a_file_that_never_finishes_loading_is_ended(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match=r"loading .*score\.py"):
         check_custom_function(write(tmp_path, "import time; time.sleep(1000)"), timeout_s=1.0)
-    assert children_of(os.getpid()) == []
+    assert own_children() == []
 
 
 def test_the_command_ends_with_one_and_the_reason(tmp_path: Path) -> None:

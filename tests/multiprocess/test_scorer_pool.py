@@ -15,7 +15,7 @@ from services.reward.grading.worker import ScorerWorker
 from sluice.config.schema.reward import CustomRewardFunctionConfig, ScorerPoolConfig
 from sluice.errors import ConfigError
 from sluice.types import Failed, FailureKind, Scored
-from tests.support.reward_process import children_of
+from tests.support.reward_process import own_children
 
 SCORER = """
 import os, subprocess, sys, time
@@ -157,7 +157,7 @@ async def test_a_process_that_died_between_requests_is_replaced_unnoticed(
     custom: CustomRewardFunctionConfig,
 ) -> None:
     async with running_scorer_pool(LIMITS, custom) as pool:
-        (pid,) = children_of(os.getpid())
+        (pid,) = own_children()
         os.kill(pid, 9)
         assert kinds(await pool.score(items("a", "bb"))) == [1.0, 2.0]
 
@@ -180,8 +180,8 @@ async def test_requests_share_the_processes_and_all_are_answered(
 
 async def test_no_process_outlives_the_pool(custom: CustomRewardFunctionConfig) -> None:
     async with running_scorer_pool(ScorerPoolConfig(num_workers=3), custom):
-        assert len(children_of(os.getpid())) == 3
-    assert children_of(os.getpid()) == []
+        assert len(own_children()) == 3
+    assert own_children() == []
 
 
 async def test_a_function_that_ends_its_process_while_loading_is_a_configuration_error(

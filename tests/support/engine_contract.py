@@ -318,15 +318,17 @@ class SamplingContract:
         before = world.engine.load()
         wanted = request(samples=4, max_tokens=10)
         chunks = await chunks_of(world.engine, wanted)
-        assert wanted.tokens.yielded == num_tokens(chunks) == 40
+        assert wanted.tokens.sampled == num_tokens(chunks) == 40
         world.engine.accounting.services.sent += 40
-        stream = world.engine.generate(request(max_tokens=ENDLESS), every_token=True)
+        endless = request(max_tokens=ENDLESS)
+        stream = world.engine.generate(endless, every_token=True)
         async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
-            world.engine.accounting.services.unsent += num_tokens(await anext(parts))
+            await anext(parts)
+        world.engine.accounting.services.unsent += endless.tokens.sampled
         after = await settled(world.engine, before)
         sampled = after.generated_tokens - before.generated_tokens
-        assert sampled > 40
-        assert sampled == 40 + after.unsent_tokens - before.unsent_tokens
+        assert sampled == 40 + endless.tokens.sampled > 40
+        assert after.unsent_tokens - before.unsent_tokens == endless.tokens.sampled
         assert after.busy_seconds > before.busy_seconds
 
     async def test_what_a_direct_client_did_not_take_is_entered_for_direct_clients(
@@ -336,11 +338,14 @@ class SamplingContract:
         before = world.engine.load()
         wanted = replace(request(max_tokens=ENDLESS), for_direct_client=True)
         stream = world.engine.generate(wanted, every_token=True)
+        counted = world.engine.accounting.direct
         async with asyncio.timeout(WAIT_S), aclosing(stream) as parts:
-            world.engine.accounting.direct.sent += num_tokens(await anext(parts))
-            enough = before.generated_tokens + wanted.tokens.yielded + 5
+            taken = num_tokens(await anext(parts))
+            enough = before.generated_tokens + taken + 5
             while world.engine.load().generated_tokens < enough:
                 await asyncio.sleep(0)
+        counted.sent += taken
+        counted.unsent += wanted.tokens.sampled - taken
         after = await settled(world.engine, before)
         sampled = after.generated_tokens - before.generated_tokens
         sent = after.direct_sent_tokens - before.direct_sent_tokens
@@ -381,12 +386,17 @@ class StopStringContract:
             assert len(logprobs) == len(tokens)
             assert reasons[index] is (FinishReason.STOP if ends else FinishReason.LENGTH)
         assert len(samples_of(chunks)[0][0]) <= 7
-        assert wanted.tokens.yielded == num_tokens(chunks)
         # Tokens that the engine sampled beyond the string were not sent.
-        world.engine.accounting.services.sent += 6 * 30 + num_tokens(chunks)
+        counted, beyond = (
+            world.engine.accounting.services,
+            wanted.tokens.sampled - num_tokens(chunks),
+        )
+        counted.sent += 6 * 30 + num_tokens(chunks)
+        counted.unsent += beyond
         after = await settled(world.engine, before)
         sampled = after.generated_tokens - before.generated_tokens
-        assert sampled == 180 + num_tokens(chunks) + after.unsent_tokens - before.unsent_tokens
+        assert sampled == 180 + wanted.tokens.sampled
+        assert beyond >= 0
 
     async def test_a_stop_string_may_begin_in_the_part_that_is_continued(
         self, world: ContractWorld

@@ -30,6 +30,7 @@ from tests.support.causal_lms import (
     reference_model,
     samples_of,
 )
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 
 SLOTS, MAX_MODEL_LEN = 128, 2048
@@ -116,9 +117,10 @@ class Trainer:
         self.version += 1
         state = model.state_dict()
         weights = {spec.name: state[spec.name] for spec in self.engine.weight_layout}
+        buffer = buffer_of(weights)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                asyncio.to_thread(self.sender.broadcast, weights, self.version, self._never)
+                asyncio.to_thread(self.sender.broadcast, buffer, self.version, self._never)
             )
             staged = tasks.create_task(self.engine.stage(self.epoch, self.version))
         assert staged.result().version == self.version

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel
 
-from services.rollout.engines.causal_lm import checkpoint_layout
+from services.rollout.engines.causal_lm import build_causal_lm
 from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
@@ -29,11 +30,12 @@ from sluice.codec.fields import token_ids_to_bytes
 from sluice.device.cpu import CpuDevice
 from sluice.quickstart.tokenizer import save_tokenizer
 from sluice.rpc.client import open_channel, rollout_stub
-from sluice.types import ReplicaInfo
+from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import VOCABULARY, expected_logprobs, reference_model
 from tests.support.engine_contract_world import PLAIN, TIED, TOLERANCE, save_contract_config
 from tests.support.rpc_server import serving
+from tests.support.weight_buffers import buffer_of
 
 _ROOT = Path(__file__).parents[2]
 _MESSAGE_BYTES = 1 << 24
@@ -130,13 +132,18 @@ async def _replica(
         await process.wait()
 
 
+def weight_layout(folder: Path) -> tuple[TensorSpec, ...]:
+    """The weights of the model in a folder, as a replica with a vendor's engine finds them."""
+    return build_causal_lm(str(folder), torch.device("meta")).layout.tensors
+
+
 async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -> None:
-    layout, state = checkpoint_layout(str(folder)).tensors, model.state_dict()
+    layout, state = weight_layout(folder), model.state_dict()
     given_up = threading.Event()
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=60.0)
     channels = ReplicaChannels(_MESSAGE_BYTES)
     client = ReplicaClient(replica, channels, timeout_s=60, transfer_timeout_s=60)
-    weights = {spec.name: state[spec.name] for spec in layout}
+    buffer = buffer_of({spec.name: state[spec.name] for spec in layout})
     try:
         async with client:
             spec = sender.form_group(1, [replica.name], layout)[replica.name]
@@ -144,7 +151,7 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
                 tasks.create_task(asyncio.to_thread(sender.join, given_up))
                 tasks.create_task(client.join(spec))
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(asyncio.to_thread(sender.broadcast, weights, 1, given_up))
+                tasks.create_task(asyncio.to_thread(sender.broadcast, buffer, 1, given_up))
                 staged = tasks.create_task(client.stage(1, 1))
             await client.commit(1, 1, staged.result())
     finally:

@@ -110,7 +110,7 @@ async def _serve(folder: Path, name: str, step_s: float) -> None:
             identity,
             engine,
             encoder,
-            GenerationRunner(engine, encoder),
+            GenerationRunner(engine, encoder.decode),
             engine_name="torch",
             max_n=SLOTS,
         )

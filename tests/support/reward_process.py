@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -187,3 +187,15 @@ async def failed_start(config: Path, *overrides: str) -> tuple[int, str]:
 def turn(content: str) -> common_pb2.ChatMessage:
     """A user turn."""
     return common_pb2.ChatMessage(role="user", content=content)
+
+
+def own_children() -> list[int]:
+    """Pids of this process's children, without those that serve `tests.support.preloaded`."""
+    kept = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    found = []
+    for pid in children_of(os.getpid()):
+        with suppress(OSError):  # it has ended meanwhile
+            line = Path(f"/proc/{pid}/cmdline").read_text()
+            if not any(name in line for name in kept):
+                found.append(pid)
+    return found

@@ -27,21 +27,32 @@ _Dtype = Literal["float32", "bfloat16"]
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointLayout:
+    """What a checkpoint of the model holds.
+
+    Attributes:
+        vocab_size: width of the logits.
+        eos_token_ids: tokens that end a response.
+        tensors: in the model's order; only the first of tied ones.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tensors: tuple[TensorSpec, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CausalLM:
     """A model in inference mode, and what the engine needs to know about it.
 
     Attributes:
-        vocab_size: width of the logits.
-        eos_token_ids: tokens that end a response.
-        layout: the checkpoint's tensors in the model's order; only the first of tied ones.
+        layout: of its checkpoint.
         image_prompts: prepares images for it; ``None`` for a text-only model.
     """
 
     model: PreTrainedModel
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    layout: tuple[TensorSpec, ...]
+    layout: CheckpointLayout
     image_prompts: ImagePromptReader | None = None
 
     def refuse_row_dependence(self) -> None:
@@ -70,7 +81,7 @@ def build_causal_lm(
 
     Args:
         path: directory with a Hugging Face configuration; weight files are not needed.
-        device: of its weights.
+        device: of its weights; ``meta`` builds the layout alone, without memory for weights.
         trust_remote_code: run model code that ships with it.
         dtype: of its weights.
 
@@ -101,13 +112,10 @@ def build_causal_lm(
         ) from error
     model.eval().requires_grad_(False)
     text_config = config.get_text_config(decoder=True)
-    return CausalLM(
-        model,
-        text_config.vocab_size,
-        _eos_token_ids(path, text_config),
-        _layout(model),
-        load_image_prompts(path, trust_remote_code=trust_remote_code),
+    layout = CheckpointLayout(
+        text_config.vocab_size, _eos_token_ids(path, text_config), _tensors(model)
     )
+    return CausalLM(model, layout, load_image_prompts(path, trust_remote_code=trust_remote_code))
 
 
 def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
@@ -122,7 +130,7 @@ def _eos_token_ids(path: str, config: object) -> tuple[int, ...]:
     return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
-def _layout(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
+def _tensors(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
     # By identity of parameters, since tensors on the meta device have no address.
     own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     own |= dict(model.named_buffers(remove_duplicate=False))
@@ -139,35 +147,3 @@ def _layout(model: PreTrainedModel) -> tuple[TensorSpec, ...]:
         for name, tensor in state.items()
         if name in kept
     )
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointLayout:
-    """What a checkpoint of the model holds.
-
-    Attributes:
-        vocab_size: width of the logits.
-        eos_token_ids: tokens that end a response.
-        tensors: in the model's order; only the first of tied ones.
-    """
-
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    tensors: tuple[TensorSpec, ...]
-
-
-def checkpoint_layout(
-    model_path: str,
-    *,
-    trust_remote_code: bool = False,
-    dtype: _Dtype = "float32",
-) -> CheckpointLayout:
-    """Return the layout of the model at `model_path`, as the trainer computes it.
-
-    Raises:
-        ConfigError: `model_path` holds no causal language model that transformers knows.
-    """
-    built = build_causal_lm(
-        model_path, torch.device("meta"), trust_remote_code=trust_remote_code, dtype=dtype
-    )
-    return CheckpointLayout(built.vocab_size, built.eos_token_ids, built.layout)

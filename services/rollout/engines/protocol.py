@@ -35,14 +35,14 @@ class PartialSample:
 
 @dataclass(slots=True, eq=False)
 class CallTokens:
-    """Tokens of one call on their way out; used from the event loop only.
+    """Tokens of one call; used from the event loop only.
 
     Attributes:
-        yielded: by the engine, to the code that sends them.
+        sampled: by the engine; complete when `Engine.generate` has ended.
         sent: to the caller.
     """
 
-    yielded: int = 0
+    sampled: int = 0
     sent: int = 0
 
 
@@ -54,7 +54,7 @@ class GenerationRequest:
 
     Attributes:
         sampling: how to sample; its `max_tokens` counts a partial's tokens too.
-        tokens: counts tokens on their way out.
+        tokens: of this call.
         priority: higher ones get free slots first, if the engine supports priorities.
         decode: needed for `sampling.stop` only.
         images: encoded files, in the order of their (expanded) placeholder tokens in the prompt.
@@ -113,10 +113,10 @@ class SentTokens:
 
 @dataclass(slots=True, eq=False)
 class UnsentTokens:
-    """What became of the tokens that calls got out of an engine, or left in it.
+    """What became of the tokens that an engine sampled for calls.
 
-    Used from the event loop only. The code that sends tokens counts those that it sent, and those
-    that it got and did not send; `Engine.generate` counts those that it did not yield.
+    Used from the event loop only. `generation.GenerationRunner` alone counts: tokens as it sends
+    them, and what is left of a call's sampled tokens when the call ends.
 
     Attributes:
         services: tokens for services of the run.
@@ -129,18 +129,6 @@ class UnsentTokens:
     def of(self, request: GenerationRequest) -> SentTokens:
         """Return the counters for tokens of a request."""
         return self.direct if request.for_direct_client else self.services
-
-    def plus(self, other: UnsentTokens) -> UnsentTokens:
-        """Return the sums of both."""
-        return UnsentTokens(
-            services=SentTokens(
-                self.services.sent + other.services.sent,
-                self.services.unsent + other.services.unsent,
-            ),
-            direct=SentTokens(
-                self.direct.sent + other.direct.sent, self.direct.unsent + other.direct.unsent
-            ),
-        )
 
     def token_counters(self, generated: int) -> TokenCounters:
         """Return the token counters of an engine that has sampled `generated` tokens."""
@@ -220,7 +208,7 @@ class Engine(Protocol):
 
     @property
     def accounting(self) -> UnsentTokens:
-        """What became of tokens; the code that sends them writes it too."""
+        """What became of tokens; the code that sends them writes it."""
         ...
 
     @property
@@ -267,7 +255,8 @@ class Engine(Protocol):
         finishes; with `partial_interval_s` unfinished samples get a chunk about that often too.
         Closing the iterator, or cancelling its consumer, aborts the samples and frees their slots
         before the next decode step. What was yielded is complete up to its last token, and can be
-        continued (`GenerationRequest.partials`); the rest is lost, and counts as unsent.
+        continued (`GenerationRequest.partials`); the rest is lost. At the end `request.tokens` has
+        the number of all sampled tokens.
 
         Raises:
             InvalidRequestError: prompt and response do not fit `max_model_len`, or the samples are

@@ -85,6 +85,7 @@ def plan_sampling(
 ) -> SamplingPlan:
     """Plan a batch from its rows' parameters, each of shape [rows]."""
     greedy = temperature == 0
+    # Greedy rows take the argmax; 1 only keeps their division defined.
     scale = np.where(greedy, np.float32(1), temperature)
     # The most probable token survives every cut, so greedy rows need none.
     cut_k = ~greedy & (top_k > 0) & (top_k < vocab_size)
@@ -96,6 +97,7 @@ def plan_sampling(
         rank = np.where(cut_k, top_k, vocab_size)
         candidates = vocab_size if (cut_p & ~cut_k).any() else int(rank[cut_k].max())
         plan_k = torch.from_numpy(rank)[:, None].to(device)
+        # 2 is more than any mass: rows without top_p keep all that top_k has left.
         plan_p = torch.from_numpy(np.where(cut_p, top_p, 2.0))[:, None].to(device)
     return SamplingPlan(
         temperature=torch.from_numpy(scale)[:, None].to(device) if (scale != 1).any() else None,
@@ -111,6 +113,7 @@ def _cut(probs: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
     assert plan.top_k is not None
     assert plan.top_p is not None
     ranked = torch.topk(probs, plan.candidates, dim=-1).values
+    # The probability of a row's k-th token is the floor: tokens tied with it stay.
     last = plan.top_k.clamp(max=plan.candidates) - 1
     floor = ranked.gather(1, last)
     # A row without top_k keeps everything, even beyond the candidates that other rows look at.
@@ -119,6 +122,7 @@ def _cut(probs: torch.Tensor, plan: SamplingPlan) -> torch.Tensor:
     # The nucleus is cut from what top_k has left, and by the mass of that.
     mass = kept.sum(-1, keepdim=True, dtype=torch.float64)
     ranked = torch.where(ranked >= floor, ranked, 0.0)
+    # A token belongs to the nucleus if the mass before it does not reach top_p yet.
     before = torch.cumsum(ranked, -1, dtype=torch.float64) - ranked
     nucleus = (before < plan.top_p * mass).sum(-1, keepdim=True)
     floor = torch.where(plan.top_p < 1, ranked.gather(1, nucleus - 1), floor)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from services.rollout.engines.causal_lm import CausalLM
 from services.rollout.engines.protocol import StagedVersion
-from sluice.concurrency.waits import waiting_for
+from sluice.concurrency.threads import OwnerThread
 from sluice.device.protocol import Device
 from sluice.errors import WeightSyncError
-from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.types import TransferGroupSpec
 from sluice.weights.delta import changed_positions
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_T = TypeVar("_T")
 _SENDER = "trainer"
+_CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,9 @@ class TensorPlacement:
     def can_borrow(self, tensor: torch.Tensor) -> bool:
         """Return whether the model can compute from this memory instead of its own."""
         return (tensor.device, tensor.dtype) == (self.device, self.dtype) and tensor.is_contiguous()
+
+
+NO_PLACES: Mapping[str, TensorPlacement] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +77,7 @@ class LiveWeights:
     """
 
     def __init__(self, language_model: CausalLM) -> None:
-        self._layout = language_model.layout
+        self._layout = language_model.layout.tensors
         self._known = language_model.model.state_dict().keys()
         names = [spec.name for spec in self._layout]
         self._parameters = _parameters(language_model.model, names)
@@ -154,83 +157,94 @@ def _mismatch(name: str, detail: str) -> WeightSyncError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Staged:
+    epoch: int | None
     received: StagedWeights
     weights: NewWeights
 
 
 class WeightInbox:
-    """One replica's membership in transfer groups, and what it has staged.
+    """One receiver's membership in transfer groups, and what it has staged.
 
-    Blocking calls run in a thread of their own. Leaving a group is possible at any moment.
+    One thread calls the methods, and none blocks: what waits for the sender runs in a thread of its
+    own. Leaving a group is possible at any moment; a call that waits then fails soon.
 
     Args:
         device: of the wire.
-        layout: the model's weights.
-        places: how the model keeps each of them.
+        shapes: of the model's weights, by checkpoint name.
+        places: how the model keeps each of them, where it may borrow received memory.
     """
 
     def __init__(
-        self, device: Device, layout: Sequence[TensorSpec], places: Mapping[str, TensorPlacement]
+        self,
+        device: Device,
+        shapes: Mapping[str, tuple[int, ...]],
+        places: Mapping[str, TensorPlacement] = NO_PLACES,
     ) -> None:
         self._places = places
-        self._receiver = WeightReceiver(device, {spec.name: spec.shape for spec in layout})
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-inbox")
-        self._epoch: int | None = None
+        self._receiver = WeightReceiver(device, shapes)
+        self._thread = OwnerThread("weight-inbox")
         self._staged: _Staged | None = None
+        self.epoch: int | None = None
 
-    async def _run(self, call: Callable[[], _T], phase: str) -> _T:
-        try:
-            with waiting_for(_SENDER, phase):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-        except asyncio.CancelledError:
-            # The thread cannot be interrupted; without the group its call fails soon.
-            self._receiver.abort(f"the call was cancelled while {phase}")
-            raise
-
-    async def join(self, spec: TransferGroupSpec) -> str:
-        """Join an epoch, leaving any earlier one; return the plan's digest."""
+    def join(self, spec: TransferGroupSpec) -> Future[str]:
+        """Begin to join an epoch, leaving any earlier one; the result is the plan's digest."""
         # A call of an earlier epoch may still block the thread: without its group it ends.
-        self._receiver.abort(f"epoch {spec.epoch} begins")
-        self._epoch, self._staged = spec.epoch, None
+        self.leave(f"epoch {spec.epoch} begins")
+        self.epoch = spec.epoch
 
         def join_unless_superseded() -> str:
-            check_epoch(spec.epoch, self._epoch, "joining")
+            check_epoch(spec.epoch, self.epoch, "joining")
             return self._receiver.join(spec)
 
-        return await self._run(join_unless_superseded, f"joining epoch {spec.epoch}")
+        return self._thread.submit(join_unless_superseded)
 
-    async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive a version into staging memory."""
-        check_epoch(epoch, self._epoch, f"staging version {version}")
+    def stage(self, epoch: int | None, version: int) -> Future[StagedVersion]:
+        """Begin to receive a version into staging memory. Raises WeightSyncError as `staged`."""
+        phase = f"staging version {version}"
+        check_epoch(epoch, self.epoch, phase)
         self._staged = None
-        staged = await self._run(lambda: self._stage(version), f"staging version {version}")
-        check_epoch(epoch, self._epoch, f"staging version {version}")
-        self._staged, received = staged, staged.received
-        return StagedVersion(version, received.digest, received.received_bytes, received.seconds)
 
-    def _stage(self, version: int) -> _Staged:
-        received = self._receiver.stage(version)
+        def receive() -> StagedVersion:
+            received = self._receiver.stage(version)
+            staged = _Staged(epoch, received, self._new_weights(received))
+            check_epoch(epoch, self.epoch, phase)
+            self._staged = staged
+            return StagedVersion(
+                version, received.digest, received.received_bytes, received.seconds
+            )
+
+        return self._thread.submit(receive)
+
+    def _new_weights(self, received: StagedWeights) -> NewWeights:
         # While the model still computes with the base, the changes are found here, in the thread.
         base = self._receiver.base_of(received)
         if base is None or received.base is None:
-            return _Staged(received, NewWeights(received.tensors))
+            return NewWeights(received.tensors)
         changes = {
             name: _changed(base.tensors[name], received.tensors[name], place)
             for name, place in self._places.items()
             if not place.can_borrow(received.tensors[name])
         }
-        return _Staged(received, NewWeights(received.tensors, changes, received.base.digest))
+        return NewWeights(received.tensors, changes, received.base.digest)
 
-    def staged(self, epoch: int, version: int, digest: str) -> NewWeights:
+    def staged(self, epoch: int | None, version: int, digest: str) -> NewWeights:
         """Return what was staged under that epoch, version and digest.
 
         Raises:
-            WeightSyncError: nothing is staged, or something else.
+            WeightSyncError: the epoch is not joined, nothing is staged, or something else.
         """
-        check_epoch(epoch, self._epoch, f"committing version {version}")
-        check_staged(None if self._staged is None else self._staged.received, version, digest)
-        assert self._staged is not None
-        return self._staged.weights
+        phase, staged = f"committing version {version}", self._staged
+        check_epoch(epoch, self.epoch, phase)
+        if staged is None or (staged.epoch, staged.received.version) != (epoch, version):
+            found = "nothing" if staged is None else f"version {staged.received.version}"
+            raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
+        if staged.received.digest != digest:
+            raise WeightSyncError(
+                _SENDER,
+                phase,
+                f"the digest of what is staged here is {staged.received.digest}, not {digest}",
+            )
+        return staged.weights
 
     def release(self, weights: NewWeights) -> None:
         """Give staging memory back once its tensors serve.
@@ -246,42 +260,23 @@ class WeightInbox:
         lent = any(place.can_borrow(tensors[name]) for name, place in self._places.items())
         self._receiver.keep(staged.received, lent=lent)
 
-    def abort(self, epoch: int, reason: str) -> None:
-        """Discard what is staged and leave the epoch; do nothing for another epoch."""
-        if epoch == self._epoch:
-            self._epoch, self._staged = None, None
-            self._receiver.abort(reason)
+    def leave(self, reason: str) -> None:
+        """Discard what is staged and leave the epoch, if any; return at once."""
+        self.epoch = self._staged = None
+        self._receiver.abort(reason)
 
     def close(self) -> None:
         """Leave the group and let the thread end."""
-        self._epoch, self._staged = None, None
-        self._receiver.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.leave("the receiver is closed")
+        self._thread.retire(self._receiver.close, within_s=_CLOSE_TIMEOUT_S)
 
 
-def check_epoch(epoch: int, joined: int | None, phase: str) -> None:
+def check_epoch(epoch: int | None, joined: int | None, phase: str) -> None:
     """Raise WeightSyncError unless `epoch` is the one that is `joined` here."""
     if epoch != joined:
         raise WeightSyncError(
             _SENDER, phase, f"epoch {epoch} is not joined here; the epoch is {joined}"
         )
-
-
-def check_staged(staged: StagedWeights | None, version: int, digest: str) -> StagedWeights:
-    """Return what is staged.
-
-    Raises:
-        WeightSyncError: nothing is staged, or another version or digest.
-    """
-    phase = f"committing version {version}"
-    if staged is None or staged.version != version:
-        found = "nothing" if staged is None else f"version {staged.version}"
-        raise WeightSyncError(_SENDER, phase, f"{found} is staged here; stage it first")
-    if staged.digest != digest:
-        raise WeightSyncError(
-            _SENDER, phase, f"the digest of what is staged here is {staged.digest}, not {digest}"
-        )
-    return staged
 
 
 def _changed(old: torch.Tensor, new: torch.Tensor, place: TensorPlacement) -> ChangedElements:

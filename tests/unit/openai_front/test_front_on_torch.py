@@ -36,7 +36,7 @@ async def front_on_torch(folder: Path) -> AsyncIterator[tuple[HttpFront, TorchEn
             ReplicaIdentity("rollout-0", str(uuid4())),
             engine,
             encoder,
-            GenerationRunner(engine, encoder),
+            GenerationRunner(engine, encoder.decode),
             engine_name="torch",
             max_n=8,
         )

@@ -67,8 +67,7 @@ async def test_a_samples_tokens_and_logprobs_are_the_same_bits_in_any_company(
 async def test_prompts_are_prefilled_one_by_one(tmp_path: Path) -> None:
     model = reference_model(save_config("qwen3", tmp_path))
     async with running_engine(tmp_path, model, batch_invariant=True) as engine:
-        assert engine._loop is not None
-        decoder, batches = engine._loop._decoder, []
+        decoder, batches = engine._in_thread()[1].loop._decoder, []
         original = decoder.prefill
         decoder.prefill = lambda prompts, images: (
             batches.append(len(prompts)),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 from safetensors.torch import load_file
 
-from services.rollout.engines.embedded.decoder import PrefilledPrompts, TokenRow
 from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
@@ -41,22 +39,14 @@ async def _serve_saved(engine: TorchEngine, folder: Path, version: int) -> None:
 
 class _Insight:
     def __init__(self, engine: TorchEngine) -> None:
-        assert engine._loop is not None
-        self._engine, self._prefilled = engine, 0
-        decoder = engine._loop._decoder
-        original = decoder.prefill
-
-        def prefill(prompts: Sequence[TokenRow], images: Sequence[Any]) -> PrefilledPrompts:
-            self._prefilled += sum(len(prompt) for prompt in prompts)
-            return original(prompts, images)
-
-        decoder.prefill = prefill
+        self._engine = engine
 
     def prefilled_tokens(self) -> int:
-        return self._prefilled
+        return self._engine.prefilled_tokens
 
     async def running_samples(self) -> int:
-        return (await self._engine.probe()).slots_busy
+        await self._engine.probe()
+        return self._engine._in_thread()[1].loop.slots_busy
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

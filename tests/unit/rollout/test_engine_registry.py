@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.engines.embedded.engine import (
-    TorchEngine,
-    TorchEngineSettings,
-    torch_settings,
-)
+from services.rollout.engines.embedded.engine import TorchEngine, create
 from services.rollout.engines.registry import ENGINES, create_engine, find_engine
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -37,7 +33,7 @@ def test_a_missing_package_is_one_clear_error() -> None:
 
 
 def test_settings_follow_from_the_run_configuration() -> None:
-    settings = torch_settings(RunConfig())
+    settings = create(RunConfig())._settings
     data = RunConfig().data
     assert settings.max_model_len == data.max_prompt_length + data.max_response_length
     assert settings.max_queued == RunConfig().sluice.rollout.max_queued
@@ -52,14 +48,8 @@ def test_settings_follow_from_the_run_configuration() -> None:
     ],
 )
 def test_a_synchronous_run_is_batch_invariant_by_default(override: str, expected: bool) -> None:
-    assert torch_settings(load_config(None, [override])).batch_invariant is expected
+    assert create(load_config(None, [override]))._settings.batch_invariant is expected
 
 
 def test_the_configuration_page_names_the_engines_that_exist() -> None:
     assert set(ENGINES_THAT_RUN) == set(ENGINES)
-
-
-@pytest.mark.parametrize("field", ["slots", "max_model_len", "max_queued", "torch_threads"])
-def test_settings_without_space_are_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        TorchEngineSettings(model_path="x", **{field: 0})

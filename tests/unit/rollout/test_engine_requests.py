@@ -46,7 +46,7 @@ async def replica(folder: Path, slots: int) -> AsyncIterator[tuple[str, TorchEng
             ReplicaIdentity("rollout-0", "one"),
             engine,
             ToyEncoder(),
-            GenerationRunner(engine, ToyEncoder()),
+            GenerationRunner(engine, ToyEncoder().decode),
             engine_name="torch",
             max_n=8,
             quota=ClientQuota(4, "samples", "sluice.limits.max_client_samples"),

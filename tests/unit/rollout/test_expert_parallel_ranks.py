@@ -26,7 +26,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _EXPERTS = (TensorSpec("model.layers.0.mlp.experts.down_proj", "float32", (8, 4, 6)),)
 
 
-class _Staging:
+class _Inbox:
     """Notes the groups that it is to join."""
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ def _config(*overrides: str) -> RunConfig:
 
 def _joined(spec: TransferGroupSpec, vllm_rank: int) -> TransferGroupSpec:
     worker = WeightWorker()
-    worker.rank, staging = vllm_rank, _Staging()
-    worker.sluice_staging = cast("Any", staging)
+    worker.rank, inbox = vllm_rank, _Inbox()
+    worker.sluice_inbox = cast("Any", inbox)
     assert worker.sluice_join(msgspec.msgpack.encode(spec)) == {}
-    (joined,) = staging.joined
+    (joined,) = inbox.joined
     return joined
 
 
@@ -89,7 +89,7 @@ def test_a_worker_that_the_replica_did_not_register_is_refused(sender: WeightSen
     config = _config("tensor_model_parallel_size=2", "expert_parallel_size=2")
     spec = sender.form_group(1, ["one"], _EXPERTS, {"one": replica_devices(config)})["one"]
     worker = WeightWorker()
-    worker.rank, worker.sluice_staging = 2, cast("Any", _Staging())
+    worker.rank, worker.sluice_inbox = 2, cast("Any", _Inbox())
     refused = cast("Any", worker.sluice_join(msgspec.msgpack.encode(spec)))
     assert refused["kind"] == "WeightSyncError"
     assert "2 rank(s) for this replica and none for its worker 2" in refused["error"]

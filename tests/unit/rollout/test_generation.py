@@ -91,7 +91,7 @@ async def generate(
         events.append(event)
 
     async with asyncio.timeout(10):
-        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+        await GenerationRunner(engine, Utf8().decode).run(  # type: ignore[arg-type]
             request_for(*indexes, stop=stop),
             partials,
             StreamSettings(every_token=every_token, linger_s=linger_s),
@@ -156,7 +156,7 @@ async def test_without_lingering_a_sample_leaves_while_others_still_run() -> Non
         gate.set()  # the engine continues only once the first sample has left
 
     async with asyncio.timeout(10):
-        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+        await GenerationRunner(engine, Utf8().decode).run(  # type: ignore[arg-type]
             request_for(0, 1), (), StreamSettings(), send
         )
     assert sent == [0, 1]
@@ -253,7 +253,7 @@ async def test_a_receiver_that_goes_away_closes_the_engines_stream() -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(ExceptionGroup):
-        await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+        await GenerationRunner(engine, Utf8().decode).run(  # type: ignore[arg-type]
             request_for(0, 1), (), StreamSettings(), send
         )
     assert engine.was_closed
@@ -332,7 +332,7 @@ async def test_a_long_part_of_bytes_that_are_no_text_costs_no_more_than_any_othe
     async def send(event: GenerationEvent) -> None:
         pass
 
-    await GenerationRunner(engine, tokenizer).run(  # type: ignore[arg-type]
+    await GenerationRunner(engine, tokenizer.decode).run(  # type: ignore[arg-type]
         request_for(0), [part], StreamSettings(every_token=every_token), send
     )
     assert tokenizer.num_decoded < 30 * ids.size
@@ -346,7 +346,7 @@ async def test_the_text_of_each_token_costs_the_same_however_long_the_response_i
     async def send(event: GenerationEvent) -> None:
         reported.extend(delta.text for delta in event.deltas)
 
-    await GenerationRunner(engine, tokenizer).run(  # type: ignore[arg-type]
+    await GenerationRunner(engine, tokenizer.decode).run(  # type: ignore[arg-type]
         request_for(0), [], StreamSettings(every_token=True), send
     )
     assert "".join(reported) == "a" * 999 + "z"
@@ -387,7 +387,7 @@ async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
         events.append(event)
 
     engine = ByteEngine()
-    await GenerationRunner(engine, Utf8()).run(  # type: ignore[arg-type]
+    await GenerationRunner(engine, Utf8().decode).run(  # type: ignore[arg-type]
         request, [partial], StreamSettings(every_token=True), send
     )
     after = "".join(delta.text for event in events for delta in event.deltas)
@@ -406,7 +406,7 @@ async def _samples(
     wanted = request(samples=3, max_tokens=20)
     wanted = replace(wanted, sampling=replace(wanted.sampling, stop=stop))
     async with asyncio.timeout(30):
-        await GenerationRunner(engine, ToyEncoder()).run(wanted, (), options, send)
+        await GenerationRunner(engine, ToyEncoder().decode).run(wanted, (), options, send)
     deltas = [delta for event in events for delta in event.deltas]
     streamed = "".join(delta.text for delta in deltas if delta.chunk.sample_index == 0)
     return {one.sample_index: one for event in events for one in event.rollouts}, streamed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,16 +20,16 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
     PartialSample,
     SampleChunk,
+    UnsentTokens,
+    num_tokens,
 )
 from services.rollout.generation import (
     GenerationEvent,
     GenerationRunner,
-    HandOver,
     StreamSettings,
-    TextDelta,
 )
 from sluice.errors import InvalidRequestError
-from sluice.types import FinishReason, Rollout, TokenIds, VersionSpan
+from sluice.types import FinishReason, Logprobs, Rollout, TokenIds, VersionSpan
 from tests.support.causal_lms import (
     reference_model,
     request,
@@ -39,6 +39,12 @@ from tests.support.causal_lms import (
 )
 
 MAX_TOKENS = 30
+WAYS_TO_TRAVEL = (
+    StreamSettings(),
+    StreamSettings(every_token=True),
+    StreamSettings(linger_s=0.005),
+    StreamSettings(partial_interval_s=0.002),
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +108,7 @@ async def call(
         seed=seed,
         partials=tuple(PartialSample(p.sample_index, p.token_ids) for p in given),
     )
-    options = rng.choice(
-        (
-            StreamSettings(),
-            StreamSettings(every_token=True),
-            StreamSettings(linger_s=0.005),
-            StreamSettings(partial_interval_s=0.002),
-        )
-    )
+    options = rng.choice(WAYS_TO_TRAVEL)
     ends_s = rng.choice((0.0, 0.002, 0.01, 0.03, 30.0))
     try:
         async with asyncio.timeout(ends_s):
@@ -147,7 +146,7 @@ async def test_what_was_handed_over_is_generated_minus_unsent_minus_running(
 ) -> None:
     rng, callers = random.Random(seed), list[Caller]()
     async with running_engine(model_path, model, max_queued=1000) as engine:
-        generation, over = GenerationRunner(engine, Digits()), asyncio.Event()
+        generation, over = GenerationRunner(engine, Digits().decode), asyncio.Event()
 
         async def look() -> None:
             while not over.is_set():
@@ -182,7 +181,7 @@ async def test_while_a_call_runs_its_unsent_tokens_are_running(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
-        generation, release = GenerationRunner(engine, Digits()), asyncio.Event()
+        generation, release = GenerationRunner(engine, Digits().decode), asyncio.Event()
         got: list[GenerationEvent] = []
 
         async def send(event: GenerationEvent) -> None:
@@ -207,7 +206,7 @@ async def test_what_could_not_be_sent_is_unsent(model_path: Path, model: PreTrai
         raise ConnectionError("the caller is gone")
 
     async with running_engine(model_path, model) as engine:
-        generation = GenerationRunner(engine, Digits())
+        generation = GenerationRunner(engine, Digits().decode)
         with pytest.raises(ExceptionGroup):
             await generation.run(request(samples=2, max_tokens=10), (), StreamSettings(), send)
         load = await at_rest(engine)
@@ -219,7 +218,7 @@ async def test_tokens_of_direct_clients_are_counted_apart_those_of_cancelled_cal
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
-        generation, got = GenerationRunner(engine, Digits()), asyncio.Event()
+        generation, got = GenerationRunner(engine, Digits().decode), asyncio.Event()
 
         async def stall(_event: GenerationEvent) -> None:
             got.set()
@@ -253,7 +252,9 @@ async def test_what_was_sampled_and_not_delivered_to_a_direct_client_is_counted_
         caller = Caller((), 0.0)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(
-                GenerationRunner(engine, Digits()).run(wanted, (), StreamSettings(), caller.send)
+                GenerationRunner(engine, Digits().decode).run(
+                    wanted, (), StreamSettings(), caller.send
+                )
             )
             async with asyncio.timeout(30):
                 while engine.load().generated_tokens == 0:
@@ -270,7 +271,7 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
 
     async with running_engine(model_path, model) as engine:
         with pytest.raises(ExceptionGroup) as refused:
-            await GenerationRunner(engine, Digits()).run(
+            await GenerationRunner(engine, Digits().decode).run(
                 request(prompt=[1] * 500), (), StreamSettings(), send
             )
         assert refused.group_contains(InvalidRequestError)
@@ -278,19 +279,45 @@ async def test_a_refused_call_changes_nothing(model_path: Path, model: PreTraine
     assert (load.generated_tokens, load.running_tokens, load.unsent_tokens) == (0, 0, 0)
 
 
+class ScriptedEngine:
+    """Yields chunks; samples of the given numbers of tokens, cut and mixed as drawn."""
+
+    def __init__(self, chunks: Sequence[tuple[SampleChunk, ...]]) -> None:
+        self.accounting = UnsentTokens()
+        self._chunks = chunks
+
+    async def generate(
+        self, request: GenerationRequest, **_: object
+    ) -> AsyncIterator[tuple[SampleChunk, ...]]:
+        for chunks in self._chunks:
+            await asyncio.sleep(0)
+            yield chunks
+        request.tokens.sampled += sum(num_tokens(chunks) for chunks in self._chunks)
+
+
 @given(st.data())
 def test_a_sample_counts_once_however_it_travels(data: st.DataObject) -> None:
-    given = data.draw(st.dictionaries(st.integers(0, 3), st.integers(0, 5), max_size=3))
-    hand_over = HandOver([partial(index, length) for index, length in given.items()])
-    counted, sampled = 0, 0
+    known = data.draw(st.dictionaries(st.integers(0, 3), st.integers(1, 5), max_size=3))
+    given = [partial(index, length) for index, length in known.items()]
+    reasons = st.sampled_from((FinishReason.STOP, FinishReason.ABORTED))
+    pieces = []
     for index in range(4):
-        cuts = data.draw(st.lists(st.integers(0, 4), max_size=4))
-        rest, known = data.draw(st.integers(0, 4)), given.get(index, 0)
-        for size in cuts:
-            ids = np.zeros(size, np.uint32)
-            chunk = SampleChunk(index, ids, np.zeros(size, np.float32), 1, None)
-            counted += hand_over.new_tokens(GenerationEvent((TextDelta(chunk, ""),), ()))
-        whole = partial(index, known + sum(cuts) + rest)
-        counted += hand_over.new_tokens(GenerationEvent((), (whole,)))
-        sampled += sum(cuts) + rest
-    assert counted == sampled
+        sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+        own = [SampleChunk(index, *zeros(size), 0, None) for size in sizes]
+        own[-1] = replace(own[-1], finish_reason=data.draw(reasons))
+        pieces.append(own)
+    order = data.draw(st.permutations([i for i, own in enumerate(pieces) for _ in own]))
+    chunks = [pieces[index].pop(0) for index in order]
+    cut = data.draw(st.integers(0, len(chunks)))
+    engine = ScriptedEngine([tuple(chunks[:cut]), *((chunk,) for chunk in chunks[cut:])])
+    settings = data.draw(st.sampled_from(WAYS_TO_TRAVEL))
+    wanted, caller = request(samples=4), Caller(given, 0.0)
+    runner = GenerationRunner(engine, Digits().decode)  # type: ignore[arg-type]
+    asyncio.run(runner.run(wanted, given, settings, caller.send))
+    counted = engine.accounting.services
+    assert counted.sent == wanted.tokens.sent == num_tokens(chunks) == caller.num_tokens
+    assert counted.unsent == 0
+
+
+def zeros(size: int) -> tuple[TokenIds, Logprobs]:
+    return np.zeros(size, np.uint32), np.zeros(size, np.float32)

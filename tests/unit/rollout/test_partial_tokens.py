@@ -100,7 +100,7 @@ async def events_of(
         events.append(event)
 
     async with asyncio.timeout(20):
-        await GenerationRunner(engine, Digits()).run(wanted, partials, options, send)
+        await GenerationRunner(engine, Digits().decode).run(wanted, partials, options, send)
     return events
 
 

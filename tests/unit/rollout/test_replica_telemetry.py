@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from services.rollout.engines.protocol import EngineLoad
 from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
-from services.rollout.telemetry import SampleSpans, load_readings
+from services.rollout.telemetry import SampleSpans, load_readings, work_state
 from sluice.api.common.v1 import common_pb2
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.rpc.client import open_channel, rollout_stub
@@ -55,6 +56,14 @@ def test_every_counter_of_the_engine_is_shown() -> None:
     assert {name for name, *_ in found} == {one.name for one in instruments()["rollout"]}
 
 
+def test_time_with_running_samples_is_no_progress_unless_tokens_come() -> None:
+    before = work_state(LOAD)
+    assert before.has_work
+    assert work_state(replace(LOAD, busy_seconds=99.0)) == before
+    assert work_state(replace(LOAD, generated_tokens=101)).progress != before.progress
+    assert work_state(replace(LOAD, version=5)).progress != before.progress
+
+
 def test_a_replica_without_weights_serves_version_minus_one() -> None:
     load = EngineLoad(slots=8, version=None, weight_digest="")
     found = {one.instrument.name: one.value for one in load_readings(load)}
@@ -75,7 +84,7 @@ async def sampled(folder: Path, kept: Kept, *, tokens: int, leaves: bool) -> Non
             ReplicaIdentity("rollout-0", "one"),
             engine,
             encoder,
-            GenerationRunner(engine, encoder),
+            GenerationRunner(engine, encoder.decode),
             engine_name="torch",
             max_n=8,
         )

@@ -43,7 +43,7 @@ async def replica(folder: Path) -> AsyncIterator[tuple[str, TorchEngine]]:
             ReplicaIdentity("rollout-0", "one"),
             engine,
             encoder,
-            GenerationRunner(engine, encoder),
+            GenerationRunner(engine, encoder.decode),
             engine_name="torch",
             max_n=8,
         )

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from services.rollout.engines.protocol import StagedVersion
 from services.rollout.engines.sglang import engine as sglang_engine
 from services.rollout.engines.sglang.engine import SglangEngine, WeightHandover
 from services.rollout.engines.sglang.settings import SglangSettings
-from services.rollout.engines.vendor.thread import ClientThread
+from services.rollout.engines.thread import LoopThread
 from sluice.errors import NotReadyError, WeightSyncError
 
 
@@ -33,9 +34,11 @@ class _Inbox:
     def __init__(self) -> None:
         self.version = 0
 
-    async def stage(self, epoch: int, version: int) -> StagedVersion:
+    def stage(self, epoch: int, version: int) -> Future[StagedVersion]:
         self.version = version
-        return StagedVersion(version, _digest(version), 8, 0.1)
+        staged: Future[StagedVersion] = Future()
+        staged.set_result(StagedVersion(version, _digest(version), 8, 0.1))
+        return staged
 
     def staged(self, epoch: int, version: int, digest: str) -> Any:
         if version != self.version:
@@ -92,7 +95,7 @@ async def engine(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sglang_engine, "WeightHandover", _SlowHandover)
     engine = SglangEngine(SglangSettings("model"))
-    thread, inbox, parts = ClientThread("SGLang"), _Inbox(), vars(engine)
+    thread, inbox, parts = LoopThread("SGLang"), _Inbox(), vars(engine)
     parts |= {"_thread": thread, "_core": core, "_inbox": inbox}
     yield engine
     await thread.stop()

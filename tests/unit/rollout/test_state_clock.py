@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from services.rollout.engines.embedded.engine import TorchEngine
-from services.rollout.engines.state_clock import EngineState, StateClock
+from services.rollout.engines.threaded_engine import EngineState, StateClock
 from sluice.errors import WeightSyncError
 from sluice.telemetry.process import process_age_s
 from tests.support.causal_lms import (
@@ -72,9 +72,7 @@ def test_the_present_state_counts_up_to_the_moment_of_the_question() -> None:
 
 
 def state_of(engine: TorchEngine) -> EngineState:
-    loop = engine._loop
-    assert loop is not None
-    return loop.clock.state
+    return engine._clock.state
 
 
 async def test_an_engine_is_starting_until_its_first_weights_serve_and_idle_without_work(

@@ -28,7 +28,6 @@ from sluice.errors import (
 )
 from sluice.types import FinishReason
 from tests.support.causal_lms import (
-    EOS,
     VOCABULARY,
     chunks_of,
     engine_settings,
@@ -36,7 +35,6 @@ from tests.support.causal_lms import (
     reference_model,
     request,
     running_engine,
-    samples_of,
     save_config,
 )
 
@@ -97,34 +95,6 @@ async def test_before_the_first_weights_nothing_is_generated(model_path: Path) -
             await generate(engine, request())
 
 
-async def test_a_sample_ends_at_a_stop_token_which_it_includes(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    async with running_engine(model_path, model) as engine:
-        free = await generate(engine, request(samples=8, max_tokens=30))
-        stop = free[0][0][4]
-        chunks = await chunks_of(engine, request(samples=8, max_tokens=30, stop=(stop,)))
-    for index, (tokens, logprobs) in samples_of(chunks).items():
-        whole = free[index][0]
-        end = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert tokens == whole[:end]
-        assert len(logprobs) == end
-    reasons = {chunk.sample_index: chunk.finish_reason for chunk in chunks}
-    assert reasons[0] is FinishReason.STOP
-
-
-async def test_the_models_end_token_ends_a_sample_unless_it_is_ignored(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    async with running_engine(model_path, model) as engine:
-        ignored = await generate(engine, request(samples=8, max_tokens=40))
-        ended = await generate(engine, request(samples=8, max_tokens=40, ignore_eos=False))
-    assert any(EOS in tokens[:-1] for tokens, _ in ignored.values())
-    for index, (tokens, _) in ended.items():
-        whole = ignored[index][0]
-        assert tokens == (whole[: whole.index(EOS) + 1] if EOS in whole else whole)
-
-
 async def test_a_generation_config_decides_the_end_tokens(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -136,16 +106,6 @@ async def test_a_generation_config_decides_the_end_tokens(
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [other, 99]}))
     async with running_engine(tmp_path, model) as engine:
         assert (await generate(engine, wanted))[0][0][-1] in {other, 99}
-
-
-async def test_samples_end_at_max_tokens_or_where_the_context_ends(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    async with running_engine(model_path, model) as engine:
-        for prompt, max_tokens, expected in ((4, 1, 1), (4, 10, 10), (40, 30, 8), (47, 5, 1)):
-            chunks = await chunks_of(engine, request([3] * prompt, max_tokens=max_tokens))
-            assert len(samples_of(chunks)[0][0]) == expected
-            assert chunks[-1].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(
@@ -189,19 +149,6 @@ async def test_too_many_waiting_samples_are_refused_and_the_rest_continues(
         assert len(await generate(engine, request(samples=5))) == 5
 
 
-async def test_every_token_comes_alone_when_asked_for(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    wanted = request(samples=3, max_tokens=6)
-    async with running_engine(model_path, model) as engine:
-        streamed = await chunks_of(engine, wanted, every_token=True)
-        whole = await chunks_of(engine, wanted)
-    assert [chunk.token_ids.size for chunk in whole] == [6, 6, 6]
-    assert [chunk.token_ids.size for chunk in streamed] == [1] * 18
-    assert samples_of(streamed) == samples_of(whole)
-    assert sum(chunk.finish_reason is not None for chunk in streamed) == 3
-
-
 async def test_a_continued_sample_gets_the_tokens_it_would_have_got(
     model_path: Path, model: PreTrainedModel
 ) -> None:
@@ -213,53 +160,6 @@ async def test_a_continued_sample_gets_the_tokens_it_would_have_got(
     assert continued[1][0] == whole[1][0][8:]
     np.testing.assert_allclose(continued[1][1], whole[1][1][8:], atol=1e-4)
     assert continued[0][0] == whole[0][0]
-
-
-@pytest.mark.parametrize(
-    ("partial", "reason"),
-    [([4, 5, 6], FinishReason.LENGTH), ([4, 5, 6, 8], FinishReason.LENGTH), ([4, EOS], "stop")],
-)
-async def test_a_continued_sample_that_is_complete_ends_at_once(
-    partial: list[int], reason: str, model_path: Path, model: PreTrainedModel
-) -> None:
-    partials = (PartialSample(0, np.array(partial, np.uint32)),)
-    wanted = request(max_tokens=3, ignore_eos=False, partials=partials)
-    async with running_engine(model_path, model) as engine:
-        (chunk,) = await chunks_of(engine, wanted)
-    assert (chunk.token_ids.size, chunk.finish_reason) == (0, reason)
-
-
-async def test_closing_the_iterator_frees_the_slots_before_the_next_step(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    async with running_engine(model_path, model, max_model_len=_ENDLESS) as engine:
-        async with aclosing(
-            engine.generate(request(samples=20, max_tokens=_ENDLESS), every_token=True)
-        ) as stream:
-            await anext(stream)
-            assert (engine.load().slots_busy, engine.load().queued) == (8, 12)
-        load = await engine.probe()
-        assert (load.slots_busy, load.queued) == (0, 0)
-        assert len(await generate(engine, request(samples=8))) == 8
-
-
-async def test_cancelling_the_consumer_frees_the_slots_and_others_continue(
-    model_path: Path, model: PreTrainedModel
-) -> None:
-    other = request(samples=4, max_tokens=40, seed=8)
-    async with running_engine(model_path, model, max_model_len=4000) as engine:
-        alone = await generate(engine, other)
-        async with asyncio.TaskGroup() as tasks:
-            expired = tasks.create_task(generate(engine, request(samples=4, max_tokens=3000)))
-            await _until(lambda: engine.load().slots_busy == 4)
-            kept = tasks.create_task(generate(engine, other))
-            await _until(lambda: engine.load().slots_busy == 8)
-            expired.cancel()
-        assert expired.cancelled()
-        assert {i: tokens for i, (tokens, _) in kept.result().items()} == {
-            i: tokens for i, (tokens, _) in alone.items()
-        }
-        assert (await engine.probe()).slots_busy == 0
 
 
 async def test_an_idle_engine_uses_no_processor_time(
@@ -290,12 +190,11 @@ async def test_an_error_in_the_step_loop_fails_what_runs_and_all_that_follows(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model, max_model_len=_ENDLESS) as engine:
-        assert engine._thread is not None
         async with aclosing(
             engine.generate(request(samples=12, max_tokens=_ENDLESS), every_token=True)
         ) as stream:
             await anext(stream)
-            engine._thread.post(_break)
+            _break(engine._in_thread()[1].loop)
             with pytest.raises(EngineError, match="boom"):
                 await asyncio.wait_for(_drain(stream), 10)
         for call in (engine.probe(), generate(engine, request())):
@@ -326,8 +225,7 @@ async def test_a_groups_prompt_is_prefilled_once_however_its_samples_enter(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
-        assert engine._loop is not None
-        decoder, prefilled = engine._loop._decoder, []
+        decoder, prefilled = engine._in_thread()[1].loop._decoder, []
         original = decoder.prefill
 
         def prefill(prompts: Sequence[TokenRow], images: Sequence[Any]) -> PrefilledPrompts:
@@ -345,15 +243,14 @@ async def test_the_event_loop_is_woken_at_most_once_a_step(
     model_path: Path, model: PreTrainedModel
 ) -> None:
     async with running_engine(model_path, model) as engine:
-        assert engine._thread is not None
-        assert engine._loop is not None
+        thread, core = engine._in_thread()
         wakes, steps = [], []
-        wake, step = engine._thread._to_event_loop, engine._loop.step
-        engine._thread._to_event_loop = lambda call: (wakes.append(1), wake(call))
-        engine._loop.step = lambda: (steps.append(1), step())
+        wake, step = thread._hand_over, core.loop.step
+        thread._hand_over = lambda: (wakes.append(1), wake())
+        core.loop.step = lambda: (steps.append(1), step())
         await chunks_of(engine, request(samples=8, max_tokens=20), every_token=True)
         assert 20 <= len(steps) <= 21
-        assert len(wakes) <= len(steps) + 1  # one may bring what a command did
+        assert len(wakes) <= len(steps)
 
 
 async def test_the_load_counts_slots_waiting_samples_and_tokens(

@@ -31,6 +31,7 @@ from tests.support.causal_lms import (
     save_config,
     weights_of,
 )
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 
 _PROMPT = (5, 9, 23, 54)
@@ -153,9 +154,10 @@ class _Trainer:
 
     async def send(self, epoch: int, version: int) -> str:
         """Broadcasts and stages; returns the digest that the replica computed."""
+        buffer = buffer_of(self.weights)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                asyncio.to_thread(self.sender.broadcast, self.weights, version, self._never)
+                asyncio.to_thread(self.sender.broadcast, buffer, version, self._never)
             )
             staged = tasks.create_task(self.engine.stage(epoch, version))
         assert staged.result().version == version

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, PauseMode
 from services.rollout.engines.sglang.core import SglangCore
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
+from services.rollout.engines.thread import ChunkStream, LoopThread
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.request import Delta, Pace, SamplingChoice
-from services.rollout.engines.vendor.thread import ClientThread
 from services.rollout.engines.vllm.client import PromptInputs
 from services.rollout.engines.vllm.core import VllmCore
 from services.rollout.engines.vllm.engine import VllmEngine
@@ -350,9 +349,9 @@ async def test_an_engine_that_could_not_resume_after_a_pause_stays_paused_over_a
     assert vendor.client.generating.is_set()
 
 
-async def _swap_that_does_not_end(vendor: _Vendor) -> ClientThread:
+async def _swap_that_does_not_end(vendor: _Vendor) -> LoopThread:
     """Begin a swap in the engine's thread that ends with `may_resume`; its commit was cancelled."""
-    thread, parts = ClientThread("Vendor"), vars(vendor.engine)
+    thread, parts = LoopThread("Vendor"), vars(vendor.engine)
     parts |= {"_thread": thread, "_core": vendor.core, "_epoch": 1}
     vendor.client.may_resume.clear()
     thread.begin(vendor.swap(2, "two"))

@@ -5,24 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout
-from services.rollout.engines.protocol import GenerationRequest, SampleChunk, num_tokens
-from services.rollout.engines.vendor import engine as client_engine
+from services.rollout.engines.protocol import GenerationRequest, SampleChunk
+from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor.core import VendorCore
-from services.rollout.engines.vendor.engine import ClientEngine
 from services.rollout.engines.vendor.request import RequestRun
-from services.rollout.engines.vendor.settings import ClientEngineSettings
 from sluice.errors import EngineError, ExhaustedError, InvalidRequestError, NotReadyError
 from sluice.types import FinishReason
 from tests.support.causal_lms import request
 
-_SETTINGS = ClientEngineSettings("model", slots=2, max_model_len=64, max_queued=1)
+_SETTINGS = EngineSettings("model", slots=2, max_model_len=64, max_queued=1)
 
 
 class _Core(VendorCore):
@@ -67,7 +65,7 @@ class _Core(VendorCore):
     seed = deltas = check_versions = unused  # type: ignore[assignment]
 
 
-class _Engine(ClientEngine[_Core]):
+class _Engine(ThreadedEngine[_Core]):
     def __init__(self, core: _Core) -> None:
         super().__init__("Vendor", _SETTINGS)
         self.built = core
@@ -102,25 +100,16 @@ async def engine(core: _Core) -> AsyncIterator[_Engine]:
     await engine.stop()
 
 
-async def test_tokens_that_were_not_taken_are_entered_as_unsent(engine: _Engine) -> None:
-    wanted = request(samples=2)
-    async with aclosing(engine.sample(wanted)) as generating:
-        assert len(await anext(generating)) == wanted.tokens.yielded == 2
-    load = engine.load()
-    assert (load.generated_tokens, load.unsent_tokens, load.running_tokens) == (2, 0, 2)
-    assert (load.version, load.weight_digest) == (3, "three")
-
-
-async def test_tokens_that_a_direct_client_was_not_given_are_entered_apart(
+async def test_a_call_that_ended_has_counted_all_that_was_sampled_for_it(
     engine: _Engine, core: _Core
 ) -> None:
     core.is_endless, core.sampled_ahead = True, 3
-    for wanted in (request(samples=2), replace(request(samples=2), for_direct_client=True)):
-        async with aclosing(engine.sample(wanted)) as generating:
-            engine.accounting.of(wanted).sent += num_tokens(await anext(generating))
+    wanted = request(samples=2)
+    async with aclosing(engine.sample(wanted)) as generating:
+        assert len(await anext(generating)) == 2
     load = engine.load()
-    assert (load.generated_tokens, load.unsent_tokens, load.running_tokens) == (10, 6, 0)
-    assert (load.direct_sent_tokens, load.direct_unsent_tokens) == (2, 3)
+    assert wanted.tokens.sampled == load.generated_tokens == load.running_tokens == 5
+    assert (load.version, load.weight_digest) == (3, "three")
 
 
 async def test_an_abandoned_call_frees_its_slots_once_its_samples_were_aborted(
@@ -157,7 +146,7 @@ async def test_more_samples_than_an_idle_engine_takes_are_not_asked_to_come_back
 async def test_an_engine_that_does_not_abort_samples_is_broken(
     engine: _Engine, core: _Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_engine, "_END_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(_Core, "abort_timeout_s", 0.01)
     core.is_endless, core.heeds_cancels = True, False
     async with aclosing(engine.sample(request())) as generating:
         await anext(generating)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
+from services.rollout.engines.thread import ChunkStream
 from services.rollout.engines.vendor.request import (
     Delta,
     ModelLimits,

@@ -108,9 +108,8 @@ def test_only_on_an_npu_vllm_starts_with_what_vllm_ascend_needs(
     environment = {name: text for name, text in os.environ.items() if "ASCEND" not in name}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(core, "select_device", lambda _: device)
-    layout = CheckpointLayout(9, (), ())
-    monkeypatch.setattr(core, "checkpoint_layout", lambda *_, **__: layout)
-    monkeypatch.setattr(core, "load_image_prompts", lambda *_, **__: None)
+    described = SimpleNamespace(layout=CheckpointLayout(9, (), ()), image_prompts=None)
+    monkeypatch.setattr(core, "build_causal_lm", lambda *_, **__: described)
 
     class Refuses:
         def __init__(self, arguments: dict[str, object], *, recomputes: bool) -> None:

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.causal_lm import (
-    build_causal_lm,
-    checkpoint_layout,
-)
+from services.rollout.engines.causal_lm import build_causal_lm
 from services.rollout.engines.vllm.client import engine_environment
 from services.rollout.engines.vllm.settings import visible_environment, vllm_settings
 from sluice.config.loading.loader import load_config
@@ -106,9 +103,11 @@ def test_the_layout_without_memory_is_the_layout_that_the_torch_engine_has(
     family: str, tmp_path: Path
 ) -> None:
     save_config(family, tmp_path)
-    layout = checkpoint_layout(str(tmp_path), dtype="bfloat16")
-    built = build_causal_lm(str(tmp_path), torch.device("cpu"), dtype="bfloat16")
-    assert layout.tensors == built.layout
+    layout, built = (
+        build_causal_lm(str(tmp_path), torch.device(device), dtype="bfloat16").layout
+        for device in ("meta", "cpu")
+    )
+    assert layout == built
     assert (layout.vocab_size, layout.eos_token_ids) == (VOCABULARY, (EOS,))
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from services.rollout.engines.vllm.worker import Outcome, WeightWorker, WorkerStaging, rank_in_group
+from services.rollout.engines.vllm.worker import Outcome, WeightWorker, rank_in_group
 from services.rollout.engines.vllm.worker_features import WorkerFeatures
+from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
-from sluice.errors import WeightSyncError
-from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.errors import InvalidRequestError, WeightSyncError
+from sluice.types import TensorSpec
 from sluice.weights.sender import WeightSender
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 
 _WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5)}
@@ -35,68 +39,71 @@ def sender() -> Iterator[WeightSender]:
 
 
 @pytest.fixture
-def staging() -> Iterator[WorkerStaging]:
-    staging = WorkerStaging(CpuDevice(), {spec.name: spec.shape for spec in _TENSORS})
-    yield staging
-    staging.close()
+def worker() -> Iterator[WeightWorker]:
+    worker = WeightWorker()
+    worker.rank, worker.device = 0, torch.device("cpu")
+    shapes = {spec.name: spec.shape for spec in _TENSORS}
+    worker.sluice_inbox = WeightInbox(CpuDevice(), shapes)
+    yield worker
+    worker.sluice_close()
 
 
-async def _outcome(staging: WorkerStaging) -> Outcome:
+async def _outcome(worker: WeightWorker) -> Outcome:
     async with asyncio.timeout(20):
-        while (found := staging.outcome()) is None:
+        while (found := worker.sluice_outcome()) is None:
             await asyncio.sleep(0.002)
         return found
 
 
-async def _form(sender: WeightSender, staging: WorkerStaging, epoch: int) -> TransferGroupSpec:
+async def _form(sender: WeightSender, worker: WeightWorker, epoch: int) -> None:
     spec = sender.form_group(epoch, ["replica"], _TENSORS)["replica"]
-    staging.join(spec)
+    assert worker.sluice_join(msgspec.msgpack.encode(spec)) == {}
     await asyncio.to_thread(sender.join, threading.Event())
-    assert await _outcome(staging) == {"plan_digest": spec.plan_digest}
-    return spec
+    assert await _outcome(worker) == {"plan_digest": spec.plan_digest}
 
 
-async def _send(sender: WeightSender, staging: WorkerStaging, version: int) -> Outcome:
-    staging.stage(version)
-    await asyncio.to_thread(sender.broadcast, _WEIGHTS, version, threading.Event())
-    return await _outcome(staging)
+async def _send(sender: WeightSender, worker: WeightWorker, version: int) -> Outcome:
+    assert worker.sluice_stage(version) == {}
+    await asyncio.to_thread(sender.broadcast, buffer_of(_WEIGHTS), version, threading.Event())
+    return await _outcome(worker)
 
 
 async def test_a_version_is_staged_in_the_background_and_proven(
-    sender: WeightSender, staging: WorkerStaging
+    sender: WeightSender, worker: WeightWorker
 ) -> None:
-    await _form(sender, staging, 1)
-    outcome = await _send(sender, staging, 3)
+    await _form(sender, worker, 1)
+    outcome = await _send(sender, worker, 3)
     digest = plain_digest(_WEIGHTS)
     assert (outcome["version"], outcome["digest"]) == (3, digest)
-    staged = staging.staged(3, digest)
-    assert torch.equal(staged.tensors["a"], _WEIGHTS["a"])
+    assert worker.sluice_check_staged(3, digest) == {}
     for version, wrong in ((4, digest), (3, "another")):
-        with pytest.raises(WeightSyncError):
-            staging.staged(version, wrong)
-    staging.release(staged)
-    with pytest.raises(WeightSyncError, match="nothing is staged"):
-        staging.staged(3, digest)
+        assert worker.sluice_check_staged(version, wrong)["kind"] == "WeightSyncError"
+    inbox = worker.sluice_inbox
+    assert inbox is not None
+    staged = inbox.staged(1, 3, digest)
+    assert torch.equal(staged.tensors["a"], _WEIGHTS["a"])
+    inbox.release(staged)
+    assert "nothing is staged" in str(worker.sluice_check_staged(3, digest)["error"])
 
 
 async def test_an_abort_ends_what_waits_and_a_later_epoch_works(
-    sender: WeightSender, staging: WorkerStaging
+    sender: WeightSender, worker: WeightWorker
 ) -> None:
-    await _form(sender, staging, 1)
-    staging.stage(3)
-    assert staging.outcome() is None
-    staging.abort("a test")
-    assert "error" in await _outcome(staging)
-    await _form(sender, staging, 2)
-    assert (await _send(sender, staging, 3))["version"] == 3
+    await _form(sender, worker, 1)
+    worker.sluice_stage(3)
+    assert worker.sluice_outcome() is None
+    worker.sluice_abort("a test")
+    assert "error" in await _outcome(worker)
+    await _form(sender, worker, 2)
+    assert (await _send(sender, worker, 3))["version"] == 3
 
 
-async def test_a_group_for_another_model_is_refused_in_the_outcome(
-    sender: WeightSender, staging: WorkerStaging
+async def test_a_group_that_a_worker_refuses_is_named_in_the_outcome(
+    sender: WeightSender, worker: WeightWorker
 ) -> None:
     spec = sender.form_group(1, ["replica"], _TENSORS[:1])["replica"]
-    staging.join(spec)
-    outcome: dict[str, Any] = await _outcome(staging)
+    worker.sluice_join(msgspec.msgpack.encode(spec))
+    outcome: dict[str, Any] = await _outcome(worker)
     assert outcome["kind"] == "InvalidRequestError"
     assert "the first is b" in outcome["error"]
 
@@ -111,13 +118,14 @@ def test_the_workers_of_a_replica_take_consecutive_ranks(sender: WeightSender) -
         rank_in_group(specs["four"], 4)
 
 
-async def test_a_receiver_of_one_rank_refuses_several(
-    sender: WeightSender, staging: WorkerStaging
-) -> None:
-    staging.join(sender.form_group(1, ["replica"], _TENSORS, {"replica": 2})["replica"])
-    outcome = await _outcome(staging)
-    assert outcome["kind"] == "InvalidRequestError"
-    assert "ranks = 2" in str(outcome["error"])
+async def test_a_receiver_of_one_rank_refuses_several(sender: WeightSender) -> None:
+    inbox = WeightInbox(CpuDevice(), {spec.name: spec.shape for spec in _TENSORS})
+    joined: Future[str] = inbox.join(
+        sender.form_group(1, ["replica"], _TENSORS, {"replica": 2})["replica"]
+    )
+    with pytest.raises(InvalidRequestError, match="ranks = 2"):
+        await asyncio.wrap_future(joined)
+    inbox.close()
 
 
 TENSORS = {"a": torch.ones(2)}
@@ -141,12 +149,13 @@ class FakeNpu:
 
 
 class Recording:
-    """Stands for vLLM's model runner and for the staging."""
+    """Stands for vLLM's model runner and for the inbox."""
 
     def __init__(self, seen: list[str]) -> None:
         self._seen = seen
         self.requests: dict[str, object] = {}
         self.fails = False
+        self.epoch = 1
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._seen.append(f"loads {[name for name, _ in weights_iterator]}")
@@ -156,7 +165,7 @@ class Recording:
     def get_model(self) -> torch.nn.Module:
         return torch.nn.Identity()
 
-    def staged(self, version: int, digest: str) -> Any:
+    def staged(self, epoch: int, version: int, digest: str) -> Any:
         return SimpleNamespace(tensors=TENSORS)
 
     def release(self, staged: Any) -> None:
@@ -165,7 +174,7 @@ class Recording:
 
 def worker_on(device: Any, recording: Recording) -> WeightWorker:
     worker: Any = WeightWorker()
-    worker.device, worker.model_runner, worker.sluice_staging = device, recording, recording
+    worker.device, worker.model_runner, worker.sluice_inbox = device, recording, recording
     worker.sluice_features = WorkerFeatures(worker)
     return worker  # type: ignore[no-any-return]
 

@@ -12,14 +12,16 @@ import pytest
 import pytest_asyncio
 import torch
 
-from services.rollout.engines.vllm.worker import WeightWorker, WorkerStaging
+from services.rollout.engines.vllm.worker import WeightWorker
 from services.rollout.engines.vllm.worker_features import WorkerFeatures
 from services.rollout.engines.vllm.workers import VllmWorkers
+from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
 from sluice.errors import EngineError, InvalidRequestError, WeightSyncError, leaves
 from sluice.types import TensorSpec
 from sluice.weights.sender import WeightSender
+from tests.support.weight_buffers import buffer_of
 from tests.support.weight_digest import plain_digest
 
 _WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5)}
@@ -42,7 +44,7 @@ class Workers:
         worker: Any = WeightWorker()
         worker.rank, worker.device = rank, torch.device("cpu")
         shapes = {spec.name: spec.shape for spec in _TENSORS}
-        worker.sluice_staging = WorkerStaging(CpuDevice(), shapes)
+        worker.sluice_inbox = WeightInbox(CpuDevice(), shapes)
         worker.model_runner = SimpleNamespace(
             reload_weights=lambda weights_iterator: self.loaded[rank].extend(
                 name for name, _ in weights_iterator
@@ -83,7 +85,7 @@ class World:
     async def stage(self, version: int) -> Any:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                asyncio.to_thread(self.sender.broadcast, _WEIGHTS, version, self.stop)
+                asyncio.to_thread(self.sender.broadcast, buffer_of(_WEIGHTS), version, self.stop)
             )
             staged = tasks.create_task(self.replica.stage(version))
         return staged.result()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.reward.records.statistics import SAMPLE_OUTCOMES, TokenUse
-from services.rollout.engines.state_clock import EngineState
+from services.rollout.engines.threaded_engine import EngineState
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.worker import Learner
 from services.trainer.loop.run_state import RunPhase

@@ -94,9 +94,11 @@ class _Proof:
 
     def __init__(self, decoder: Decoder, slots: int, max_model_len: int, vocab_size: int) -> None:
         self._decoder = decoder
+        # Few contents, repeated over the rows: the same one must give its bits wherever it stands.
         contents = min(_CONTENTS, slots)
         generator = np.random.default_rng(_SEED)
         self._tokens = generator.integers(0, vocab_size, (contents, max_model_len))
+        # From an empty history to a full one, since the masked part of attention differs with it.
         self._positions = np.linspace(0, max_model_len - 2, contents).astype(np.int64)
         with torch.inference_mode():
             self._prefilled = [

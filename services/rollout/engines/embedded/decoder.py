@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from sluice.vision.image_prompts import ImagePrompt
+
+if TYPE_CHECKING:
+    import torch
 
 TokenRow = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int64]
@@ -82,18 +84,3 @@ class Decoder(Protocol):
     def refresh(self) -> None:
         """Take over changed model weights. The rows' state stays."""
         ...
-
-
-def pad_right(
-    prompts: Sequence[TokenRow], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids, padded with zeros, and positions; both [prompts, longest] int64.
-
-    In a causal model no real token sees the padding after it.
-    """
-    longest = max(len(prompt) for prompt in prompts)
-    token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
-    for row, prompt in zip(token_ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    positions = torch.arange(longest, device=device).expand(len(prompts), -1)
-    return torch.from_numpy(token_ids).to(device), positions

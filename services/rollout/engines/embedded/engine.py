@@ -1,164 +1,95 @@
 """The embedded engine: any Hugging Face causal language model, in this process, on torch alone.
 
-The step loop runs in a thread of its own (`thread`, `loop`); this module is what the event loop
-sees of it.
+Consumes: commands, as coroutines that the service's event loop begins in the engine's thread.
+Produces: chunks, posted to the streams of the requests.
+Waits for: nothing. A turn of the thread's event loop runs one step (`loop`); without work there is
+    no turn. An idle engine waits a moment for other requests to come with the first.
+Unblocked by: any command.
+On failure: the first unexpected error ends the loop; every running generation and every later call
+    gets it.
+On shutdown: what runs is aborted and delivered, then the thread ends.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
-from services.rollout.engines.chunk_stream import ChunkStream
+from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
-from services.rollout.engines.embedded.loop import EngineRequest, GenerationLoop, RequestOutput
-from services.rollout.engines.embedded.thread import EngineThread
-from services.rollout.engines.protocol import (
-    CommitResult,
-    EngineLoad,
-    GenerationRequest,
-    PauseMode,
-    SampleChunk,
-    StagedVersion,
-    UnsentTokens,
-    num_tokens,
-)
-from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
-from services.rollout.engines.weight_inbox import NewWeights, WeightInbox
-from sluice.concurrency.waits import waiting_for
-from sluice.config.derived import batch_invariant, max_model_len
+from services.rollout.engines.embedded.loop import GenerationLoop, TorchRun
+from services.rollout.engines.protocol import CommitResult, GenerationRequest, PauseMode
+from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.thread import ChunkStream
+from services.rollout.engines.threaded_engine import EngineCore, InboxEngine, Pace
+from services.rollout.engines.weight_inbox import NewWeights
+from sluice.config.derived import batch_invariant
 from sluice.config.run import RunConfig
-from sluice.device.protocol import Device
-from sluice.device.select import select_device, transfer_device
-from sluice.errors import ConfigError, EngineError, InvalidRequestError, NotReadyError
-from sluice.types import TensorSpec, TransferGroupSpec
-from sluice.vision.image_prompts import ImagePrompt
+from sluice.device.select import select_device
+from sluice.errors import EngineError, InvalidRequestError, SluiceError
+from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
+
+logger = logging.getLogger(__name__)
+
+# A sleep, not a timer: each request would wake this thread, and take the interpreter's turn from
+# the service's event loop, which needs it to let the next request in.
+_GATHER_S = 0.005
+_GATHER_MOST_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class TorchEngineSettings:
+class TorchEngineSettings(EngineSettings):
     """Settings of one `TorchEngine`.
 
     Attributes:
-        model_path: directory with a Hugging Face configuration; weight files are not needed.
-        trust_remote_code: run model code that ships with it.
-        device: ``cpu``, ``cuda``, ``cuda:N``, ``npu`` ...; ``None`` takes what the machine has.
-        dtype: of weights, cache and activations. Probabilities are always float32.
-        slots: samples generated at once.
-        max_model_len: prompt plus response tokens of a sample.
-        max_queued: samples that may wait for a slot.
-        torch_threads: intra-op threads of the step loop; more than 1 slows tiny models down.
         batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
-        weights_backend: collectives that bring weights; ``None`` is the device's own.
-        recompute_kv: after a weight swap, recompute the cache of running samples.
     """
 
-    model_path: str
-    trust_remote_code: bool = False
-    device: str | None = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    slots: int = 256
-    max_model_len: int = 2048
-    max_queued: int = 4096
-    torch_threads: int = 1
     batch_invariant: bool = False
-    weights_backend: str | None = None
-    recompute_kv: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "max_queued", "torch_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"torch engine: {name} is {getattr(self, name)}; give at least 1")
-        if self.max_model_len < 2:
-            raise ConfigError(
-                f"torch engine: max_model_len is {self.max_model_len}; give at least 2, space for "
-                "a prompt token and a response token"
-            )
-
-
-def torch_settings(config: RunConfig) -> TorchEngineSettings:
-    """Return the part of a run configuration that concerns this engine."""
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    service = config.sluice.rollout
-    return TorchEngineSettings(
-        model_path=model.path,
-        trust_remote_code=model.trust_remote_code,
-        device=service.device,
-        dtype=rollout.dtype,
-        slots=rollout.max_num_seqs,
-        max_model_len=max_model_len(config),
-        max_queued=service.max_queued,
-        torch_threads=service.torch_threads,
-        batch_invariant=batch_invariant(config),
-        weights_backend=config.sluice.weights.backend,
-        recompute_kv=config.sluice.weights.recompute_kv,
-    )
 
 
 def create(config: RunConfig) -> TorchEngine:
     """Return the engine for a run configuration."""
-    return TorchEngine(torch_settings(config))
+    return TorchEngine(TorchEngineSettings.of(config, batch_invariant=batch_invariant(config)))
 
 
-class TorchEngine:
-    """See `services.rollout.engines.protocol.Engine`."""
+class TorchCore(EngineCore[TorchRun]):
+    """The generation loop of one model; see `build`."""
 
-    def __init__(self, settings: TorchEngineSettings) -> None:
-        self._settings = settings
-        self._language_model: CausalLM | None = None
-        self._thread: EngineThread | None = None
-        self._loop: GenerationLoop | None = None
-        self._inbox: WeightInbox | None = None
-        self._streams: dict[EngineRequest, ChunkStream] = {}
-        self._open_samples = 0
-        self._image_turn = ImageTurn()
-        self._broken: EngineError | None = None
-        self._accounting = UnsentTokens()
+    name = "torch"
+    slots_may_wait = False
+    abort_timeout_s = None  # it aborts between two steps; one that hangs may recover
 
-    @property
-    def accounting(self) -> UnsentTokens:
-        """What became of the tokens that calls got out of this engine."""
-        return self._accounting
+    def __init__(
+        self,
+        loop: GenerationLoop,
+        layout: CheckpointLayout,
+        image_prompts: ImagePromptReader | None = None,
+    ) -> None:
+        super().__init__(layout)
+        self.loop = loop
+        self.image_prompts = image_prompts
+        self._has_turn = False
+        self._is_closed = False
+        self._gather_until_s = 0.0
+        self._num_gathered = 0
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self._model().vocab_size
+    @classmethod
+    async def build(cls, settings: TorchEngineSettings) -> TorchCore:
+        """Build the model in this thread: torch sets device and threads per thread.
 
-    @property
-    def max_model_len(self) -> int:
-        """Prompt plus response tokens a sample may have."""
-        return self._settings.max_model_len
-
-    @property
-    def weight_layout(self) -> Sequence[TensorSpec]:
-        """The weights the engine expects, in the order of the wire."""
-        return self._model().layout
-
-    def _model(self) -> CausalLM:
-        if self._language_model is None:
-            raise NotReadyError("the torch engine was not started")
-        return self._language_model
-
-    async def start(self) -> None:
-        """Build the model without weights. Raises ConfigError for a path that holds no model."""
-        device = select_device(self._settings.device)
-        # The model is built in the thread that will compute with it.
-        thread = EngineThread(lambda: self._build(device), self._receive, self._fail_streams)
-        self._loop = await thread.start()
-        self._thread = thread
-        wire = transfer_device(self._settings.device, self._settings.weights_backend)
-        self._inbox = WeightInbox(wire, self._model().layout, self._loop.weights.places)
-
-    def _build(self, device: Device) -> GenerationLoop:
-        """Build the loop in the engine's thread: torch sets device and threads per thread."""
-        settings = self._settings
+        Raises:
+            ConfigError: the path holds no model, or its results depend on the rest of the batch
+                and must not.
+        """
+        device = select_device(settings.device)
         device.set_device()
         torch.set_num_threads(settings.torch_threads)
         language_model = build_causal_lm(
@@ -175,11 +106,10 @@ class TorchEngine:
                 decoder,
                 settings.slots,
                 settings.max_model_len,
-                language_model.vocab_size,
+                language_model.layout.vocab_size,
                 language_model.model.dtype,
             )
-        self._language_model = language_model
-        return GenerationLoop(
+        loop = GenerationLoop(
             language_model,
             decoder,
             slots=settings.slots,
@@ -187,93 +117,167 @@ class TorchEngine:
             invariant_shapes=shapes,
             recompute_kv=settings.recompute_kv,
         )
+        return cls(loop, language_model.layout, language_model.image_prompts)
 
-    async def stop(self) -> None:
-        """Abort what runs and free everything. Repeating it is harmless."""
-        thread, inbox = self._thread, self._inbox
-        self._thread = self._inbox = self._loop = None
-        if inbox is not None:
-            inbox.close()
-        if thread is not None:
-            await thread.stop()
+    @property
+    def version(self) -> int | None:
+        """The policy version that serves; ``None`` before the first weights."""
+        return self.loop.version
 
-    def _running(self) -> EngineThread:
-        if self._thread is None:
-            raise NotReadyError("the torch engine is not running")
-        return self._thread
+    @property
+    def digest(self) -> str:
+        """The digest of its weights."""
+        return self.loop.digest
 
-    async def probe(self) -> EngineLoad:
-        """Ask the loop that computes tokens, so that a hung engine does not answer."""
-        return await self._running().call(self._snapshot)
+    @property
+    def generated_tokens(self) -> int:
+        """Response tokens sampled so far."""
+        return self.loop.generated_tokens
 
-    def load(self) -> EngineLoad:
-        """Return the latest snapshot, without waiting.
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed so far."""
+        return self.loop.prefilled_tokens
+
+    def new_run(
+        self,
+        _number: int,
+        request: GenerationRequest,
+        pace: Pace,
+        stream: ChunkStream,
+        images: ImagePrompt | None,
+    ) -> TorchRun:
+        """Return a run for `run`."""
+        return TorchRun(request, pace, stream, images)
+
+    async def run(self, run: TorchRun) -> None:
+        """Queue a request; its stream ends with its last sample."""
+        if self._broken is not None:
+            run.stream.end(self._broken)
+            return
+        with self._between_steps():
+            self.loop.submit(run)
+
+    async def cancel(self, run: TorchRun) -> None:
+        """Free the rows of a request before the next step, and end its stream."""
+        with self._between_steps():
+            self.loop.cancel(run)
+
+    async def heartbeat(self, _timeout_s: float) -> None:
+        """Answer between two steps."""
+        self._check_works()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Sample nothing from the return of this call until `resume`."""
+        with self._between_steps():
+            self.loop.pause(mode)
+        while self.loop.is_draining:
+            await asyncio.sleep(0)  # a step each time
+            self._check_works()
+
+    async def resume(self) -> None:
+        """Sample again."""
+        with self._between_steps():
+            self.loop.resume()
+
+    async def swap(self, new: NewWeights, version: int, digest: str) -> float:
+        """Take new weights between two steps; return the seconds without a token.
 
         Raises:
-            EngineError: the engine broke or was stopped.
+            WeightSyncError: they do not fit the model; the old weights stay.
+            EngineError: the engine is broken.
         """
-        if self._broken is not None:
-            raise self._broken
-        if self._loop is None:
-            raise NotReadyError("the torch engine is not running")
-        return self._snapshot(self._loop)
+        if (self.version, self.digest) == (version, digest):  # by a call that was cancelled
+            return 0.0
+        started = time.perf_counter()
+        with self._between_steps():
+            self.loop.swap(new, version, digest)
+        return time.perf_counter() - started
 
-    def _snapshot(self, loop: GenerationLoop) -> EngineLoad:
-        # Read before `generated_tokens`: every token that is counted here was sampled earlier.
-        entered = self._accounting.plus(loop.dropped)
-        return EngineLoad(
-            slots=self._settings.slots,
-            slots_busy=loop.slots_busy,
-            queued=loop.queued,
-            **entered.token_counters(loop.generated_tokens),
-            busy_seconds=loop.busy_seconds,
-            seconds_by_state=loop.clock.seconds_by_state(),
-            version=loop.version,
-            weight_digest=loop.digest,
-        )
+    async def close(self) -> None:
+        """End what runs and deliver it; no step follows."""
+        self._is_closed = True
+        if self._broken is None:
+            self.loop.abort_all()
 
-    async def generate(
-        self,
-        request: GenerationRequest,
-        *,
-        every_token: bool,
-        partial_interval_s: float | None = None,
-    ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
-        """Generate the samples; see the protocol."""
-        thread = self._admit(request)
-        images = await self._read_images(request)
-        if images is not None:
-            thread = self._admit(request)  # the engine may have stopped meanwhile
-        samples = len(request.sample_indexes)
-        engine_request = EngineRequest(
-            request, every_token, samples, partial_interval_s, images=images
-        )
-        stream = ChunkStream("torch engine", samples)
-        thread.post(lambda loop: loop.submit(engine_request))
-        self._streams[engine_request] = stream
-        self._open_samples += samples
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Change the loop; then let steps follow, if there is work.
+
+        Raises:
+            EngineError: the engine is broken, perhaps by an unexpected error of the change, after
+                which the loop's state is unknown.
+        """
+        self._check_works()
         try:
-            while stream.open_samples:
-                chunks = await stream.next()
-                request.tokens.yielded += num_tokens(chunks)
-                yield chunks
-        finally:
-            self._forget(engine_request)
+            yield
+        except SluiceError:
+            raise
+        except Exception as error:
+            raise self._break(error) from error
+        if not self._has_turn and self.loop.has_work:
+            self._has_turn = True
+            if not self.loop.slots_busy:
+                self._gather_until_s = time.monotonic() + _GATHER_MOST_S
+                self._num_gathered = 0
+            asyncio.get_running_loop().call_soon(self._turn)
 
-    def _admit(self, request: GenerationRequest) -> EngineThread:
-        thread, settings = self._running(), self._settings
-        if self._loop is None or self._loop.version is None:
-            raise NotReadyError("the torch engine has no weights yet")
-        check_request(request, self.vocab_size, settings.max_model_len)
-        under_way = self._open_samples + self._image_turn.samples
-        check_capacity(request, under_way, settings.slots, settings.max_queued)
-        return thread
+    def _turn(self) -> None:
+        """Run a step, and plan the next one."""
+        self._has_turn = self.loop.has_work and not self._is_closed and self._broken is None
+        if not self._has_turn:
+            return
+        events = asyncio.get_running_loop()
+        if self._gathers():
+            # Two turns of the event loop, as a command that came meanwhile needs: the first turn
+            # begins its coroutine, and the second runs it.
+            events.call_soon(events.call_soon, self._turn)
+            return
+        try:
+            self.loop.step()
+        except Exception as error:  # noqa: BLE001 - the loop ends: callers get the error
+            self._break(error)
+        events.call_soon(self._turn)
+
+    def _gathers(self) -> bool:
+        """Let an idle engine wait for requests that come together, as those of a train batch do.
+
+        Steps and prefills of a few rows take nearly as long as those of many, and would take the
+        processor from the event loop that brings the other requests.
+        """
+        may_wait = self._num_gathered < self.loop.queued < self.loop.slots
+        if not may_wait or time.monotonic() >= self._gather_until_s:
+            self._gather_until_s = 0.0  # until the engine is idle again
+            return False
+        self._num_gathered = self.loop.queued
+        time.sleep(_GATHER_S)
+        return True
+
+    def _break(self, cause: Exception) -> EngineError:
+        """End every stream with the error that broke the loop; return it."""
+        logger.error("the torch engine broke", exc_info=cause)
+        self._broken = EngineError(f"the torch engine broke: {cause!r}")
+        for run in self.loop.runs:
+            run.stream.end(self._broken)
+        return self._broken
+
+
+class TorchEngine(InboxEngine[TorchCore]):
+    """See `services.rollout.engines.protocol.Engine`."""
+
+    def __init__(self, settings: TorchEngineSettings) -> None:
+        super().__init__("torch", settings)
+        self._settings = settings
+
+    async def start(self) -> None:
+        """Build the model without weights. Raises ConfigError for a path that holds no model."""
+        core = await self._build(TorchCore.build(self._settings))
+        self._open_inbox(core.loop.weights.places)
 
     async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:
-        """Decode images in a thread: neither the event loop nor the step loop may wait."""
         if not request.images:
             return None
-        reader = self._model().image_prompts
+        reader = self._in_thread()[1].image_prompts
         if reader is None:
             raise InvalidRequestError(
                 f"request {request.request_id}: {len(request.images)} images for a model that "
@@ -284,68 +288,13 @@ class TorchEngine:
             lambda: reader.read(request.prompt_token_ids, request.images),
         )
 
-    def _forget(self, engine_request: EngineRequest) -> None:
-        stream = self._streams.pop(engine_request, None)
-        if stream is None:
-            return
-        self._accounting.of(engine_request.request).unsent += stream.waiting_tokens
-        if not stream.open_samples:
-            return
-        self._open_samples -= stream.open_samples
-        if self._thread is not None and self._thread.is_alive:
-            self._thread.post(lambda loop: loop.cancel(engine_request))
-
-    def _receive(self, deliveries: list[RequestOutput]) -> None:
-        for delivery in deliveries:
-            stream = self._streams.get(delivery.engine_request)
-            if stream is None:  # the call has ended while these tokens were on their way
-                accounting = self._accounting.of(delivery.engine_request.request)
-                accounting.unsent += num_tokens(delivery.chunks)
-                continue
-            before = stream.open_samples
-            stream.post(delivery.chunks)
-            self._open_samples -= before - stream.open_samples
-
-    def _fail_streams(self, error: EngineError) -> None:
-        self._broken = error
-        for stream in self._streams.values():
-            stream.fail(error)
-
-    def _weights(self) -> WeightInbox:
-        if self._inbox is None:
-            raise NotReadyError("the torch engine is not running")
-        return self._inbox
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample no token from its return until `resume`; see the protocol."""
-        thread = self._running()
-        await thread.call(lambda loop: loop.pause(mode))
-        with waiting_for("torch engine", "draining its slots"):
-            while await thread.call(lambda loop: loop.is_draining):
-                pass  # each call returns between two steps
-
-    async def resume(self) -> None:
-        """Sample again."""
-        await self._running().call(lambda loop: loop.resume())
-
-    async def join_group(self, spec: TransferGroupSpec) -> str:
-        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
-        return await self._weights().join(spec)
-
-    async def stage(self, epoch: int, version: int) -> StagedVersion:
-        """Receive one version into staging memory while generation continues."""
-        return await self._weights().stage(epoch, version)
-
-    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
-        """Swap the staged version in between two decode steps. Idempotent."""
-        thread, inbox = self._running(), self._weights()
-        serving = await thread.call(lambda loop: (loop.version, loop.digest))
-        if serving == (version, digest):  # a repeated call
-            return CommitResult(version, digest, 0.0)
+    async def _swap(self, epoch: int, version: int, digest: str) -> float:
+        thread, core = self._in_thread()
+        inbox = self._weights()
         staged = inbox.staged(epoch, version, digest)
-        result = await self._swap(staged, version, digest)
+        stall_s = await self._completed(thread.begin(core.swap(staged, version, digest)))
         inbox.release(staged)
-        return result
+        return stall_s
 
     async def load_weights(
         self, tensors: Mapping[str, torch.Tensor], version: int, digest: str
@@ -355,18 +304,8 @@ class TorchEngine:
         Raises:
             WeightSyncError: they do not fit the model; the old weights stay.
         """
-        device = self._model().model.device
+        thread, core = self._in_thread()
+        device = core.loop.device
         copies = {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
-        return await self._swap(NewWeights(copies), version, digest)
-
-    async def _swap(self, new: NewWeights, version: int, digest: str) -> CommitResult:
-        def swap(loop: GenerationLoop) -> CommitResult:
-            started = time.perf_counter()
-            loop.swap(new, version, digest)
-            return CommitResult(version, digest, time.perf_counter() - started)
-
-        return await self._running().call(swap)
-
-    async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard what is staged and leave the group. Idempotent."""
-        self._weights().abort(epoch, reason)
+        swap = thread.begin(core.swap(NewWeights(copies), version, digest))
+        return CommitResult(version, digest, await self._completed(swap))

@@ -20,14 +20,12 @@ from torch import nn
 from services.rollout.engines.embedded.decoder import (
     DecodeBatch,
     PrefilledPrompts,
-    Rows,
     TokenRow,
-    pad_right,
 )
 from services.rollout.engines.embedded.kv_cache import (
-    CausalBias,
-    SlotCache,
+    SlotDecoder,
     decode_attention,
+    pad_right,
     prefill_attention,
 )
 from sluice.vision.image_prompts import ImagePrompt
@@ -144,7 +142,7 @@ def _require(holds: bool, what: str) -> None:
         raise NotImplementedError(what)
 
 
-class FusedDecoder:
+class FusedDecoder(SlotDecoder):
     """A decoder of one model; see the module.
 
     Raises:
@@ -161,6 +159,7 @@ class FusedDecoder:
         _require(window is None or window >= max_model_len, f"sliding window {window}")
         self._model = model
         self._device = model.device
+        # Heads of one token lie in the order queries, keys, values in every fused product.
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._eps: float = config.rms_norm_eps
@@ -180,8 +179,7 @@ class FusedDecoder:
         self.refresh()
         self._rotary_tables(max_model_len)
         shapes = [(self._kv_heads, self._head_dim, self._head_dim)] * len(self._layers)
-        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
-        self._bias = CausalBias(max_model_len, model.dtype, self._device)
+        super().__init__(shapes, slots, max_model_len, model)
 
     def _norms(self, module: nn.Module) -> _Norms:
         before: Any = module.input_layernorm
@@ -248,6 +246,7 @@ class FusedDecoder:
         rotated = self._heads + self._kv_heads
         unrotated = qkv[:, :rotated]
         qk = unrotated if layer.norms.qk is None else layer.norms.qk(unrotated)
+        # The roll is rotate_half without its sign, which the table of sines has.
         turned = torch.roll(qk, self._head_dim // 2, -1)
         torch.addcmul(qk * cos, turned, sin, out=unrotated)
         queries, keys_values = qkv.split((self._heads, 2 * self._kv_heads), 1)
@@ -255,6 +254,7 @@ class FusedDecoder:
 
     def _finish(self, layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return output projection, residuals and the feed-forward part; [tokens, hidden]."""
+        # `addmm` adds the residual in the kernel of the product.
         hidden = torch.addmm(hidden, attended.reshape(len(hidden), -1), layer.output)
         if layer.output_bias is not None:
             hidden = hidden + layer.output_bias
@@ -287,19 +287,12 @@ class FusedDecoder:
                 hidden = self._finish(layer, hidden, attended.transpose(1, 2))
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(layers))
 
-    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
-        """See `Decoder.insert`."""
-        self._cache.insert(prefilled, prompts, rows)
-
-    def move(self, sources: Rows, targets: Rows, length: int) -> None:
-        """See `Decoder.move`."""
-        self._cache.move(sources, targets, length)
-
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """See `Decoder.decode`."""
         positions = torch.from_numpy(batch.positions).to(self._device)
         token_ids = torch.from_numpy(batch.token_ids).to(self._device)
         cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        # Index, mask and views are the same for all layers: computed once a step.
         bias = self._bias.rows(positions, batch.length, self._kv_heads)
         index = self._cache.append_index(self._kv_heads, positions)
         caches = self._cache.used(len(positions), batch.length)

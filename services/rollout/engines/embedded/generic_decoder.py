@@ -14,13 +14,12 @@ from services.rollout.engines.embedded.decoder import (
     PrefilledPrompts,
     Rows,
     TokenRow,
-    pad_right,
 )
 from services.rollout.engines.embedded.kv_cache import (
-    CausalBias,
     DecodeForward,
     PrefillForward,
-    SlotCache,
+    SlotDecoder,
+    pad_right,
 )
 from sluice.vision.image_prompts import ImagePrompt
 from sluice.vision.torch_inputs import (
@@ -117,7 +116,7 @@ def _encode(model: PreTrainedModel, image: ImagePrompt) -> list[ImageFeatures]:
     return encode_images(model, pixel_values, torch.from_numpy(image.grid_thw).to(model.device))
 
 
-class GenericDecoder:
+class GenericDecoder(SlotDecoder):
     """The model's own forward with our attention in place of its own.
 
     Raises:
@@ -147,8 +146,7 @@ class GenericDecoder:
                 f"{len(forward.layers)} attention calls in {config.num_hidden_layers} layers"
             )
         shapes = [(k.shape[1], k.shape[3], v.shape[3]) for k, v in forward.layers]
-        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, self._device)
-        self._bias = CausalBias(max_model_len, model.dtype, self._device)
+        super().__init__(shapes, slots, max_model_len, model)
 
     def _forward_prompts(
         self, prompts: Sequence[TokenRow], images: Sequence[ImagePrompt | None] = ()
@@ -170,14 +168,6 @@ class GenericDecoder:
         """See `Decoder.prefill`."""
         forward = self._forward_prompts(prompts, images)
         return PrefilledPrompts(tuple(len(p) for p in prompts), tuple(forward.layers))
-
-    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
-        """See `Decoder.insert`."""
-        self._cache.insert(prefilled, prompts, rows)
-
-    def move(self, sources: Rows, targets: Rows, length: int) -> None:
-        """See `Decoder.move`."""
-        self._cache.move(sources, targets, length)
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """See `Decoder.decode`."""

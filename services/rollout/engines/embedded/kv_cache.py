@@ -12,14 +12,19 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows
+from services.rollout.engines.embedded.decoder import PrefilledPrompts, Rows, TokenRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LayerShape = tuple[int, int, int]
 """KV heads, key head dim, value head dim."""
@@ -48,6 +53,7 @@ class SlotCache:
         sizes = [(slots, heads, 2, max_model_len, max(k, v)) for heads, k, v in shapes]
         self._stack: torch.Tensor | None = None
         if len(set(shapes)) == 1:
+            # Equal layers share one tensor, so that `used` can view all of them at once.
             self._stack = torch.zeros(len(sizes), *sizes[0], dtype=dtype, device=device)
             self._layers = list(self._stack.unbind(0))
         else:
@@ -104,7 +110,7 @@ class SlotCache:
 
     def move(self, sources: Rows, targets: Rows, length: int) -> None:
         """Copy `length` positions from rows to rows; the two sets share no row."""
-        # The two sets share no row, so no copy overwrites what another one reads.
+        # So no copy overwrites what another one reads.
         device = self._layers[0].device
         source, target = torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device)
         for layer in self._layers:
@@ -130,6 +136,24 @@ class CausalBias:
         # Window w is zero up to index last - w, so a row at position p is window last - p.
         windows = (self._last - positions)[:, None].expand(-1, kv_heads).reshape(-1)
         return self._windows.narrow(1, 0, length).index_select(0, windows).unsqueeze(1)
+
+
+class SlotDecoder:
+    """What decoders with a slot cache share."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], slots: int, max_model_len: int, model: PreTrainedModel
+    ) -> None:
+        self._cache = SlotCache(shapes, slots, max_model_len, model.dtype, model.device)
+        self._bias = CausalBias(max_model_len, model.dtype, model.device)
+
+    def insert(self, prefilled: PrefilledPrompts, prompts: Rows, rows: Rows) -> None:
+        """See `Decoder.insert`."""
+        self._cache.insert(prefilled, prompts, rows)
+
+    def move(self, sources: Rows, targets: Rows, length: int) -> None:
+        """See `Decoder.move`."""
+        self._cache.move(sources, targets, length)
 
 
 def decode_attention(
@@ -184,6 +208,21 @@ def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
 
 
+def pad_right(
+    prompts: Sequence[TokenRow], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids, padded with zeros, and positions; both [prompts, longest] int64.
+
+    In a causal model no real token sees the padding after it.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = np.zeros((len(prompts), longest), dtype=np.int64)
+    for row, prompt in zip(token_ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    positions = torch.arange(longest, device=device).expand(len(prompts), -1)
+    return torch.from_numpy(token_ids).to(device), positions
+
+
 def prefill_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -212,6 +251,7 @@ def prefill_attention(
             queries, keys, values, is_causal=True, scale=scaling, enable_gqa=grouped
         )
     group = heads // keys.shape[1]
+    # Written out, with one copy of keys and values a query head: rare, and once a prompt.
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril_()
     if windowed and window is not None:

@@ -24,8 +24,6 @@ from services.rollout.engines.protocol import (
     GenerationRequest,
     PauseMode,
     SampleChunk,
-    UnsentTokens,
-    num_tokens,
 )
 from services.rollout.engines.sampling import (
     SamplingPlan,
@@ -33,9 +31,9 @@ from services.rollout.engines.sampling import (
     sample_keys,
     sample_tokens,
 )
-from services.rollout.engines.state_clock import EngineState, StateClock
+from services.rollout.engines.thread import ChunkStream
+from services.rollout.engines.threaded_engine import EngineRun, Pace
 from services.rollout.engines.weight_inbox import LiveWeights, NewWeights
-from sluice.telemetry.process import process_age_s
 from sluice.types import FinishReason
 from sluice.vision.image_prompts import ImagePrompt
 
@@ -43,31 +41,26 @@ _REFILL_SHARE = 16
 _PREFILL_TOKENS = 8192
 
 
-@dataclass(slots=True, eq=False)
-class EngineRequest:
-    """A request in the engine.
+class TorchRun(EngineRun):
+    """A request in the loop.
 
     Attributes:
+        images: the prompt's, as an `ImagePrompt`, or ``None``.
         remaining: samples that have not ended.
         due: when tokens of unfinished samples are handed out next, in seconds of
-            `time.perf_counter`: each `partial_interval_s` from the first step on.
-        images: the prompt's, prepared for the model.
+            `time.perf_counter`: at the pace's interval from the first step on.
     """
 
-    request: GenerationRequest
-    every_token: bool
-    remaining: int
-    partial_interval_s: float | None = None
-    due: float = math.inf
-    images: ImagePrompt | None = None
-
-
-@dataclass(slots=True, eq=False)
-class RequestOutput:
-    """What one request gets after a step."""
-
-    engine_request: EngineRequest
-    chunks: list[SampleChunk] = field(default_factory=list)
+    def __init__(
+        self,
+        request: GenerationRequest,
+        pace: Pace,
+        stream: ChunkStream,
+        images: ImagePrompt | None = None,
+    ) -> None:
+        super().__init__(request, pace, stream, images)
+        self.remaining = len(request.sample_indexes)
+        self.due = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -178,10 +171,10 @@ class GenerationLoop:
         version: the policy version that serves; ``None`` before the first weights.
         digest: of its weights.
         generated_tokens: sampled since the start.
-        dropped: the part of them that was never delivered, because the request was cancelled.
-        busy_seconds: spent in steps since the start.
-        clock: the time since the process started, by state.
+        prefilled_tokens: prompt tokens computed since the start.
+        runs: requests with samples that have not ended.
         weights: the model's.
+        device: of the model.
 
     Args:
         invariant_shapes: decode only in these shapes, and prefill each prompt alone.
@@ -198,10 +191,10 @@ class GenerationLoop:
         invariant_shapes: DecodeShapes | None,
         recompute_kv: bool,
     ) -> None:
-        self._language_model = language_model
+        self._layout = language_model.layout
         self.weights = LiveWeights(language_model)
         self._decoder = decoder
-        self._device = language_model.model.device
+        self.device = language_model.model.device
         self._max_model_len = max_model_len
         self._shapes = invariant_shapes
         self._prefill_tokens = _PREFILL_TOKENS if invariant_shapes is None else 0
@@ -209,15 +202,13 @@ class GenerationLoop:
         self._table = RowTable(slots, max_model_len)
         self._queue = GroupQueue(slots)
         self._plan = SamplingPlan()
-        self._deliveries: dict[EngineRequest, RequestOutput] = {}
         self._next_due = math.inf
         self._pause: PauseMode | None = None
         self.version: int | None = None
         self.digest = ""
         self.generated_tokens = 0
-        self.dropped = UnsentTokens()
-        self.busy_seconds = 0.0
-        self.clock = StateClock(process_age_s())
+        self.prefilled_tokens = 0
+        self.runs: set[TorchRun] = set()
 
     @property
     def slots(self) -> int:
@@ -260,9 +251,10 @@ class GenerationLoop:
                 self._queue.forget_prefilled()
                 self._recompute()
 
-    def submit(self, engine_request: EngineRequest) -> None:
+    def submit(self, run: TorchRun) -> None:
         """Queue a request's samples; one that is complete already ends at once."""
-        request = engine_request.request
+        self.runs.add(run)
+        request = run.request
         prompt = request.prompt_token_ids.astype(np.int64)
         partials = {partial.sample_index: partial for partial in request.partials}
         fresh = deque[RunningSample]()
@@ -270,32 +262,26 @@ class GenerationLoop:
         for index, key in zip(request.sample_indexes, keys, strict=True):
             partial = partials.get(index)
             sampled = prompt[:0] if partial is None else partial.token_ids.astype(np.int64)
-            sample = self._sample(engine_request, index, key, np.concatenate((prompt, sampled)))
+            sample = self._sample(run, index, key, np.concatenate((prompt, sampled)))
             # Samples without earlier tokens share the prompt's prefill; others have their own.
             if not sampled.size:
                 fresh.append(sample)
             elif (reason := _end_of(sample, sampled)) is not None:
                 self._deliver(sample, reason)
             else:
-                self._enqueue(sample.tokens, deque((sample,)), engine_request)
+                self._enqueue(sample.tokens, deque((sample,)), run)
         if fresh:
-            self._enqueue(prompt, fresh, engine_request)
+            self._enqueue(prompt, fresh, run)
 
-    def _enqueue(
-        self, tokens: TokenRow, samples: deque[RunningSample], engine_request: EngineRequest
-    ) -> None:
-        priority = engine_request.request.priority
-        self._queue.append(
-            WaitingGroup(tokens, samples, priority=priority, images=engine_request.images)
-        )
+    def _enqueue(self, tokens: TokenRow, samples: deque[RunningSample], run: TorchRun) -> None:
+        priority = run.request.priority
+        self._queue.append(WaitingGroup(tokens, samples, priority=priority, images=run.images))
 
-    def _sample(
-        self, engine_request: EngineRequest, index: int, key: np.uint64, tokens: TokenRow
-    ) -> RunningSample:
-        sampling, prompt = engine_request.request.sampling, engine_request.request.prompt_token_ids
-        eos = () if sampling.ignore_eos else self._language_model.eos_token_ids
+    def _sample(self, run: TorchRun, index: int, key: np.uint64, tokens: TokenRow) -> RunningSample:
+        sampling, prompt = run.request.sampling, run.request.prompt_token_ids
+        eos = () if sampling.ignore_eos else self._layout.eos_token_ids
         return RunningSample(
-            owner=engine_request,
+            owner=run,
             sample_index=index,
             tokens=tokens,
             prompt_length=len(prompt),
@@ -305,29 +291,20 @@ class GenerationLoop:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             key=key,
-            streaming=engine_request.every_token,
-            watch=engine_request.request.watch(),
-            images=engine_request.images,
+            streaming=run.pace.every_token,
+            watch=run.request.watch(),
+            images=run.images,
         )
 
-    def cancel(self, engine_request: EngineRequest) -> None:
-        """Drop a request's samples and free their rows; deliver nothing more to it."""
-        dropped = self.dropped.of(engine_request.request)
-        self._queue.remove(lambda sample: sample.owner is engine_request)
-        # Tokens that were sampled and never left count as unsent.
+    def cancel(self, run: TorchRun) -> None:
+        """Drop a request's samples, free their rows, and end its stream."""
+        self._queue.remove(lambda sample: sample.owner is run)
         for row in self._table.occupied():
             sample = self._table.samples[row]
-            if sample is not None and sample.owner is engine_request:
-                dropped.unsent += self._table.undelivered(row)
+            if sample is not None and sample.owner is run:
+                run.sampled += self._table.undelivered(row)
                 self._table.leave(row)
-        delivery = self._deliveries.pop(engine_request, None)
-        if delivery is not None:
-            dropped.unsent += num_tokens(delivery.chunks)
-
-    def rest(self) -> None:
-        """Enter the idle state until the next command."""
-        if self.clock.state is not EngineState.STARTING:
-            self.clock.enter(EngineState.IDLE)
+        self._end(run)
 
     def abort_all(self) -> None:
         """End every sample with what it has."""
@@ -347,18 +324,6 @@ class GenerationLoop:
         Any other error came half-way: the weights are a mixture, and the loop must end.
         """
         self.weights.check(new.tensors)
-        interrupted = self.clock.state
-        # The first weights belong to the start, which is one state from the process's begin.
-        if interrupted is not EngineState.STARTING:
-            self.clock.enter(EngineState.SWAPPING)
-        try:
-            self._exchange(new)
-            self.version, self.digest = version, digest
-            interrupted = EngineState.GENERATING if self.has_work else EngineState.IDLE
-        finally:
-            self.clock.enter(interrupted)
-
-    def _exchange(self, new: NewWeights) -> None:
         # A chunk has one version: tokens of the old weights must leave before the new ones sample.
         for row in self._table.occupied():
             self._hand_out(row)
@@ -368,9 +333,11 @@ class GenerationLoop:
             self._queue.forget_prefilled()
             if self._recompute_kv:
                 self._recompute()
+        self.version, self.digest = version, digest
 
     def _recompute(self) -> None:
         rows = self._table.occupied()
+        # All tokens but the newest, which the next decode step feeds.
         prefixes = [self._table.history[row, : self._table.position[row]] for row in rows]
         # A row with one token has no state: the next decode step feeds that token.
         known = [index for index, prefix in enumerate(prefixes) if prefix.size]
@@ -384,6 +351,7 @@ class GenerationLoop:
     ) -> list[tuple[PrefilledPrompts, list[int]]]:
         """Return prefilled batches, each with the indexes of its prompts."""
         lengths = [len(prompt) for prompt in prompts]
+        self.prefilled_tokens += sum(lengths)
         return [
             (
                 self._decoder.prefill([prompts[i] for i in members], [images[i] for i in members]),
@@ -394,8 +362,6 @@ class GenerationLoop:
 
     def step(self) -> None:
         """Fill free slots and sample one token for every running sample."""
-        started = time.perf_counter()
-        self.clock.enter(EngineState.GENERATING)
         with torch.inference_mode():
             # New samples fill holes first; the last rows move into those that are left, so that the
             # decode step runs over the first rows only.
@@ -406,7 +372,6 @@ class GenerationLoop:
                 self._decoder.move(sources, targets, length)
             if self._table.rows:
                 self._sample_tokens()
-        self.busy_seconds += time.perf_counter() - started
 
     def _admit(self) -> None:
         if self._pause is not None:
@@ -444,12 +409,12 @@ class GenerationLoop:
                 table.temperature[:rows],
                 table.top_p[:rows],
                 table.top_k[:rows],
-                self._language_model.vocab_size,
-                self._device,
+                self._layout.vocab_size,
+                self.device,
             )
             table.changed = False
         logits = self._decoder.decode(table.batch(self._shapes))[: table.rows]
-        uniform = torch.from_numpy(table.uniforms()).to(self._device)
+        uniform = torch.from_numpy(table.uniforms()).to(self.device)
         tokens, logprobs = sample_tokens(logits, self._plan, uniform)
         stopped, full = table.record(tokens.cpu().numpy(), logprobs.cpu().numpy())
         self.generated_tokens += table.rows
@@ -462,31 +427,23 @@ class GenerationLoop:
         if now >= self._next_due:
             self._hand_out_partials(now)
 
-    def _plan_partials(self, entered: Iterable[object]) -> None:
+    def _plan_partials(self, entered: Iterable[TorchRun]) -> None:
         """Set when requests whose samples enter hand out tokens of unfinished samples."""
-        for engine_request in entered:
-            assert isinstance(engine_request, EngineRequest)
-            if engine_request.partial_interval_s is not None and math.isinf(engine_request.due):
-                engine_request.due = time.perf_counter() + engine_request.partial_interval_s
-            self._next_due = min(self._next_due, engine_request.due)
+        for run in entered:
+            if run.pace.interval_s is not None and math.isinf(run.due):
+                run.due = time.perf_counter() + run.pace.interval_s
+            self._next_due = min(self._next_due, run.due)
 
     def _hand_out_partials(self, now: float) -> None:
         """Hand out the tokens of unfinished samples whose request is due."""
-        running = [
-            (row, sample)
-            for row in self._table.occupied()
-            if (sample := self._table.samples[row]) is not None
-        ]
-        engine_requests = {sample.owner for _, sample in running}
-        due = {t for t in engine_requests if isinstance(t, EngineRequest) and t.due <= now}
-        for row, sample in running:
-            if sample.owner in due:
+        due = {run for run in self.runs if run.due <= now}
+        for row in self._table.occupied():
+            sample = self._table.samples[row]
+            if sample is not None and sample.owner in due:
                 self._hand_out(row)
-        for engine_request in due:
-            engine_request.due = now + (engine_request.partial_interval_s or math.inf)
-        # Requests that have left do not count: the next due time is that of those that run.
-        waits = (t.due for t in engine_requests if isinstance(t, EngineRequest))
-        self._next_due = min(waits, default=math.inf)
+        for run in due:
+            run.due = now + (run.pace.interval_s or math.inf)
+        self._next_due = min((run.due for run in self.runs), default=math.inf)
 
     def _finish(self, row: int, reason: FinishReason) -> None:
         sample = self._table.samples[row]
@@ -509,9 +466,8 @@ class GenerationLoop:
         tokens: np.ndarray | None = None,
         logprobs: np.ndarray | None = None,
     ) -> None:
-        engine_request = sample.owner
-        assert isinstance(engine_request, EngineRequest)
         assert self.version is not None
+        run = sample.owner
         chunk = SampleChunk(
             sample.sample_index,
             np.empty(0, np.uint32) if tokens is None else tokens,
@@ -519,17 +475,16 @@ class GenerationLoop:
             self.version,
             reason,
         )
+        run.sampled += int(chunk.token_ids.size)
+        run.stream.post([chunk])
         if reason is not None:
-            engine_request.remaining -= 1
-        self._deliveries.setdefault(engine_request, RequestOutput(engine_request)).chunks.append(
-            chunk
-        )
+            run.remaining -= 1
+            if run.remaining == 0:
+                self._end(run)
 
-    def take_deliveries(self) -> list[RequestOutput]:
-        """Return what has come since the last call."""
-        deliveries = list(self._deliveries.values())
-        self._deliveries.clear()
-        return deliveries
+    def _end(self, run: TorchRun) -> None:
+        self.runs.discard(run)
+        run.stream.end(None)
 
 
 def _end_of(sample: RunningSample, sampled: TokenRow) -> FinishReason | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ class RunningSample:
     """One sample as it enters a row.
 
     Attributes:
-        owner: the request of the sample; only handed back.
+        owner: the request of the sample, a `TorchRun`; only handed back.
         tokens: the prompt and earlier response tokens.
         prompt_length: tokens of `tokens` that are the prompt.
         length_limit: prompt plus response tokens at which it ends.
@@ -37,7 +38,7 @@ class RunningSample:
         images: the prompt's.
     """
 
-    owner: object
+    owner: Any
     sample_index: int
     tokens: npt.NDArray[np.int64]
     prompt_length: int

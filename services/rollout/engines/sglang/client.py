@@ -10,12 +10,8 @@ import asyncio
 import atexit
 import gc
 import importlib
-import importlib.metadata
 import inspect
 import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from multiprocessing.process import BaseProcess
@@ -26,6 +22,7 @@ import torch
 
 from services.rollout.engines.sglang.sampler import sample_rows, uniform_rows
 from services.rollout.engines.vendor.request import Delta, SamplingChoice
+from services.rollout.engines.vendor.settings import installed, refuse_unknown
 from sluice.errors import ConfigError, EngineError
 
 _ONE_TOKEN = float(np.finfo(np.float32).tiny)
@@ -99,10 +96,7 @@ def read_delta(request_id: str, output: Mapping[str, Any], known: int) -> Delta:
 
 def installed_sglang() -> str | None:
     """Return the version of SGLang in this environment; import nothing."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed("sglang")
 
 
 def engine_environment(given: Mapping[str, str], *, on_cpu: bool, threads: int) -> dict[str, str]:
@@ -116,33 +110,14 @@ def engine_environment(given: Mapping[str, str], *, on_cpu: bool, threads: int) 
 
 def run_scheduler(*arguments: Any) -> None:
     """Run SGLang's scheduler with sluice's sampler; SGLang starts this process by its name."""
-    _end_with_parent()
     _install_sampler()
     importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process(*arguments)
 
 
 def run_detokenizer(*arguments: Any) -> None:
     """Run SGLang's detokenizer; SGLang starts this process by its name."""
-    _end_with_parent()
     module: Any = importlib.import_module("sglang.srt.managers.detokenizer_manager")
     module.run_detokenizer_process(*arguments)
-
-
-def _end_with_parent() -> None:
-    """Kill this process when its parent is gone.
-
-    SGLang asks the system for that, but only after seconds of imports, and it learns nothing of a
-    parent that ended before.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def wait() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 def _install_sampler() -> None:
@@ -209,7 +184,8 @@ class SglangClient:
                 f"({error!r}); install sglang 0.5.23 in an environment of its own"
             ) from error
         self.version = installed_sglang() or "of unknown version"
-        _check_arguments(engines.ServerArgs, arguments, self.version)
+        known = inspect.signature(engines.ServerArgs).parameters
+        refuse_unknown("SGLang", self.version, arguments, known)
         before = set(multiprocessing.active_children())
         sockets = _sockets()
         try:
@@ -414,16 +390,6 @@ def _start(engines: Any, arguments: Mapping[str, object]) -> Any:
     }
     kind: Any = type("Engine", (engines.Engine,), processes)
     return kind(**arguments)
-
-
-def _check_arguments(kind: Any, arguments: Mapping[str, object], version: str) -> None:
-    known = set(inspect.signature(kind).parameters)
-    unknown = sorted(arguments.keys() - known)
-    if unknown:
-        raise ConfigError(
-            f"SGLang {version} has no engine arguments {', '.join(unknown)}; take them out of "
-            "actor_rollout_ref.rollout.engine_kwargs.sglang"
-        )
 
 
 def _children_since(before: set[BaseProcess]) -> list[BaseProcess]:

@@ -12,14 +12,16 @@ import os
 import time
 from collections.abc import AsyncIterator
 
+import torch
 from transformers import AutoConfig
 
-from services.rollout.engines.causal_lm import CheckpointLayout, checkpoint_layout
+from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
 from services.rollout.engines.protocol import GenerationRequest, PauseMode
 from services.rollout.engines.sglang.client import SglangClient, engine_environment
 from services.rollout.engines.sglang.sampler import stream_seed
 from services.rollout.engines.sglang.settings import SglangSettings
 from services.rollout.engines.vendor.core import VendorCore
+from services.rollout.engines.vendor.owner_watch import own_processes
 from services.rollout.engines.vendor.request import Delta, RequestRun, VendorSample, VersionSpans
 from sluice.device.select import select_device
 from sluice.errors import ConfigError, EngineError
@@ -56,15 +58,17 @@ class SglangCore(VendorCore):
                 "sluice's and reports other logprobs: set actor_rollout_ref.rollout.name=vllm"
             )
         _check_context(settings)
-        layout = checkpoint_layout(
+        described = build_causal_lm(
             settings.model_path,
+            torch.device("meta"),
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
         )
-        core = cls(layout, settings)
+        core = cls(described.layout, settings)
         os.environ |= engine_environment(
             os.environ, on_cpu=kind == "cpu", threads=settings.torch_threads
         )
+        own_processes(os.environ)
         core.client = SglangClient(settings.engine_arguments(kind), core._note_death)
         _log.info("SGLang %s runs on %s", core.client.version, device.name)
         return core
@@ -201,7 +205,7 @@ def _check_context(settings: SglangSettings) -> None:
             settings.model_path, trust_remote_code=settings.trust_remote_code
         ).get_text_config()
     except (OSError, ValueError):
-        return  # `checkpoint_layout` reports what is wrong with the folder
+        return  # `build_causal_lm` reports what is wrong with the folder
     scaling = getattr(config, "rope_parameters", None) or {}
     reach = getattr(config, "max_position_embeddings", None)
     if reach is not None and settings.max_model_len > reach * float(scaling.get("factor") or 1):

@@ -1,6 +1,6 @@
 """SGLang behind the engine Protocol.
 
-SGLang's client runs in a thread with an event loop of its own; its scheduler is a process, and
+SGLang's client runs in the thread of the engine; SGLang's scheduler is a process, and
 `sglang.client` brings the sampler into it. New weights are received here, in the replica's process,
 and handed over as a checkpoint in memory. This module is what the service's event loop sees of
 them.
@@ -28,10 +28,8 @@ from services.rollout.engines.protocol import (
 from services.rollout.engines.sglang.client import installed_sglang
 from services.rollout.engines.sglang.core import SglangCore
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
-from services.rollout.engines.vendor.engine import ClientEngine
-from services.rollout.engines.weight_inbox import WeightInbox
+from services.rollout.engines.threaded_engine import InboxEngine
 from sluice.config.run import RunConfig
-from sluice.device.select import transfer_device
 from sluice.errors import ConfigError, InvalidRequestError, NotReadyError
 from sluice.types import TransferGroupSpec
 
@@ -117,14 +115,12 @@ def create(config: RunConfig) -> SglangEngine:
     return SglangEngine(sglang_settings(config))
 
 
-class SglangEngine(ClientEngine[SglangCore]):
+class SglangEngine(InboxEngine[SglangCore]):
     """See `services.rollout.engines.protocol.Engine`."""
 
     def __init__(self, settings: SglangSettings) -> None:
         super().__init__("SGLang", settings)
         self._settings = settings
-        self._inbox: WeightInbox | None = None
-        self._epoch: int | None = None
         self._handover: WeightHandover | None = None
         self._begun: tuple[tuple[int, str], Future[float]] | None = None  # (version, digest), swap
 
@@ -140,18 +136,13 @@ class SglangEngine(ClientEngine[SglangCore]):
 
     async def start(self) -> None:
         """Start SGLang without weights. Raises ConfigError for a path that holds no model."""
-        settings = self._settings
         _survive_quit_signals()
-        core = await self._build(SglangCore.build(settings))
-        wire = transfer_device(settings.device, settings.weights_backend)
-        self._inbox = WeightInbox(wire, core.layout.tensors, {})
+        await self._build(SglangCore.build(self._settings))
+        self._open_inbox()
 
     async def stop(self) -> None:
         """Abort what runs and free everything. Repeating it is harmless."""
-        inbox, self._inbox = self._inbox, None
         self._drop_handover()
-        if inbox is not None:
-            inbox.close()
         await super().stop()
 
     async def _read_images(self, request: GenerationRequest) -> None:
@@ -161,24 +152,16 @@ class SglangEngine(ClientEngine[SglangCore]):
                 "take text only: set actor_rollout_ref.rollout.name to vllm or torch"
             )
 
-    def _weights(self) -> WeightInbox:
-        self._in_thread()
-        if self._inbox is None:
-            raise NotReadyError("the SGLang engine is not running")
-        return self._inbox
-
     async def join_group(self, spec: TransferGroupSpec) -> str:
         """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
-        inbox = self._weights()
         self._drop_handover()
-        self._epoch = spec.epoch
-        return await inbox.join(spec)
+        return await super().join_group(spec)
 
     async def stage(self, epoch: int, version: int) -> StagedVersion:
         """Receive one version while generation continues, and lay it out for SGLang."""
         inbox = self._weights()
         self._drop_handover()
-        staged = await inbox.stage(epoch, version)
+        staged = await super().stage(epoch, version)
         tensors = inbox.staged(epoch, version, staged.digest).tensors
         handover = await _handed_over(tensors)
         try:  # the epoch may have been left while the weights were laid out
@@ -210,9 +193,9 @@ class SglangEngine(ClientEngine[SglangCore]):
 
     async def abort_update(self, epoch: int, reason: str) -> None:
         """Discard what is staged and leave the group. Idempotent."""
-        if epoch == self._epoch:
+        if epoch == self._weights().epoch:
             self._drop_handover()
-        self._weights().abort(epoch, reason)
+        await super().abort_update(epoch, reason)
 
     def _drop_handover(self) -> None:
         handover, self._handover = self._handover, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.rollout.engines.vendor.settings import ClientEngineSettings, with_engine_kwargs
+from services.rollout.engines.vendor.settings import VendorSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import ConfigError
@@ -36,7 +36,7 @@ _OURS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class SglangSettings(ClientEngineSettings):
+class SglangSettings(VendorSettings):
     """Settings of one `SglangEngine`."""
 
     def engine_arguments(self, device_type: str) -> dict[str, object]:
@@ -90,7 +90,7 @@ def sglang_settings(config: RunConfig) -> SglangSettings:
     rollout = config.actor_rollout_ref.rollout
     _one_device(rollout)
     deterministic = bool(config.sluice.rollout.batch_invariant)
-    return SglangSettings.of(config, _arguments(rollout, deterministic=deterministic))
+    return SglangSettings.of(config, arguments=_arguments(rollout, deterministic=deterministic))
 
 
 def _arguments(rollout: RolloutConfig, *, deterministic: bool) -> dict[str, object]:

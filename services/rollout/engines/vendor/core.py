@@ -11,68 +11,45 @@ On shutdown: what runs is aborted and delivered, then the vendor's processes end
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, ClassVar
+from collections.abc import Coroutine
+from typing import Any
 
 from services.rollout.engines.causal_lm import CheckpointLayout
-from services.rollout.engines.chunk_stream import ChunkStream
-from services.rollout.engines.protocol import GenerationRequest, PauseMode
-from services.rollout.engines.vendor.request import (
-    Delta,
-    ModelLimits,
-    Pace,
-    PromptImages,
-    RequestRun,
-    VendorSample,
-    VersionSpans,
-)
+from services.rollout.engines.protocol import GenerationRequest
+from services.rollout.engines.thread import ChunkStream
+from services.rollout.engines.threaded_engine import EngineCore, Pace
+from services.rollout.engines.vendor.request import ModelLimits, PromptImages, RequestRun, Vendor
 from sluice.errors import EngineError
 
 
-class VendorCore(ABC):
-    """The engine and the weights that it serves; see `vendor.request.Vendor`.
+class VendorCore(EngineCore[RequestRun], Vendor):
+    """The engine and the weights that it serves.
 
     Args:
         layout: of the model's checkpoint.
         max_model_len: prompt plus response tokens of a sample.
     """
 
-    name: ClassVar[str]
-    """The vendor, for messages."""
-    first_goes_ahead = False
+    slots_may_wait = True
+    abort_timeout_s = 30.0
+    version: int | None = None
+    digest: str = ""
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
 
     def __init__(self, layout: CheckpointLayout, max_model_len: int) -> None:
-        self.layout = layout
+        super().__init__(layout)
         self.limits = ModelLimits(max_model_len, layout.eos_token_ids)
-        self.version: int | None = None
-        self.digest = ""
-        self.generated_tokens = 0
-        self.prefilled_tokens = 0
         self._runs: set[RequestRun] = set()
         self._idle = asyncio.Event()
         self._swapping = asyncio.Lock()
         self._is_paused = False
-        self._broken: EngineError | None = None
-
-    @property
-    def broken(self) -> EngineError | None:
-        """Why the engine is broken; ``None`` while it works."""
-        return self._broken
-
-    def note_broken(self, error: EngineError) -> None:
-        """Mark the engine as broken; called in any thread."""
-        self._broken = error
 
     def _break(self, error: EngineError) -> None:
         """Cancel all runs: their tokens would carry the version of other weights."""
         self._broken = error
         for run in self._runs:
             run.cancel()
-
-    def _check_works(self) -> None:
-        if self.broken is not None:
-            raise self.broken
 
     def serving_version(self) -> int:
         """Return the version that samples tokens now. Raises EngineError if there is none."""
@@ -119,11 +96,7 @@ class VendorCore(ABC):
             run.cancel()
 
     async def swapped(self) -> None:
-        """Wait until no swap is under way; a version has its name before its swap has ended.
-
-        Raises:
-            EngineError: the engine is broken, for example by a swap that could not resume.
-        """
+        """Wait until no swap is under way."""
         async with self._swapping:
             self._check_works()
 
@@ -135,39 +108,3 @@ class VendorCore(ABC):
             broken = EngineError(f"{error}, after version {version} came; restart the replica")
             self._break(broken)
             raise broken from error
-
-    @abstractmethod
-    async def wait_to_begin(self) -> None:
-        """Wait until samples may be sent to the vendor's engine."""
-
-    @abstractmethod
-    def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
-        """Return the seed of a sample that continues `num_continued` tokens."""
-
-    @abstractmethod
-    def deltas(self, run: RequestRun, sample: VendorSample, attempt: int) -> AsyncIterator[Delta]:
-        """Sample one sample; closing the iterator aborts it."""
-
-    @abstractmethod
-    def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
-        """Compare a finished sample's versions with the vendor's account of them.
-
-        Raises:
-            EngineError: they differ.
-        """
-
-    @abstractmethod
-    async def heartbeat(self, timeout_s: float) -> object:
-        """Wait for an answer of the loop that computes tokens."""
-
-    @abstractmethod
-    async def pause(self, mode: PauseMode) -> None:
-        """Sample nothing from the return of this call until `resume`."""
-
-    @abstractmethod
-    async def resume(self) -> None:
-        """Sample again."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End what runs, deliver it, and end the vendor's processes."""

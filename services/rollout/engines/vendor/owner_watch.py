@@ -1,8 +1,10 @@
 """End a vendor's processes with the process that started them, even if that was killed.
 
-vLLM's processes outlive a killed owner and keep the device. They inherit the owner's id in a
-variable, and watch it from the import of `services.rollout` on. A process that a replica spawns
-imports that first, long before its engine has started.
+vLLM's processes outlive a killed owner and keep the device; SGLang's ask the system to end them,
+but only after seconds of imports. They inherit the owner's id in a variable, and watch it from the
+import of `services.rollout` on. A process that a replica spawns imports that first, long before its
+engine has started. `sluice.concurrency.process.end_with_supervisor` does not suffice: the kernel
+then watches the parent alone, and the owner of a vLLM worker is its grandparent.
 """
 
 from __future__ import annotations

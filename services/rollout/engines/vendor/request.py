@@ -7,17 +7,19 @@ vendor's prefix cache, and each one ends alone: at a stop token, a stop string, 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.rollout.engines.chunk_stream import ChunkStream
 from services.rollout.engines.protocol import GenerationRequest, SampleChunk
 from services.rollout.engines.text import StopStringWatch
+from services.rollout.engines.thread import ChunkStream
+from services.rollout.engines.threaded_engine import EngineRun, Pace
 from sluice.errors import EngineError
 from sluice.types import FinishReason
 
@@ -89,14 +91,6 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """When tokens of unfinished samples go to the consumer; see `Engine.generate`."""
-
-    every_token: bool
-    interval_s: float | None
-
-
 @dataclass(slots=True, eq=False)
 class VendorSample:
     """One running sample.
@@ -124,43 +118,43 @@ class VendorSample:
     prefill_known: bool = False
 
 
-class Vendor(Protocol):
-    """What a vendor's core does for its requests; all that differs between vendors."""
+class Vendor(ABC):
+    """What the run of a request uses of its vendor's core."""
 
-    first_goes_ahead: bool
+    first_goes_ahead = False
     """Whether the others wait until the first sample has put the prompt into the prefix cache."""
     limits: ModelLimits
 
+    @abstractmethod
     def serving_version(self) -> int:
         """Return the version that samples tokens now. Raises EngineError if there is none."""
-        ...
 
+    @abstractmethod
     def count(self, sampled: int, prefilled: int) -> None:
         """Count sampled response tokens and computed prompt tokens."""
-        ...
 
+    @abstractmethod
     async def wait_to_begin(self) -> None:
         """Wait until samples may be sent to the vendor's engine."""
-        ...
 
+    @abstractmethod
     def seed(self, request: GenerationRequest, index: int, num_continued: int) -> int:
         """Return the seed of a sample that continues `num_continued` tokens."""
-        ...
 
+    @abstractmethod
     def deltas(self, run: RequestRun, sample: VendorSample, attempt: int) -> AsyncIterator[Delta]:
         """Sample one sample; closing the iterator aborts it."""
-        ...
 
+    @abstractmethod
     def check_versions(self, sample: VendorSample, spans: VersionSpans) -> None:
         """Compare a finished sample's versions with the vendor's account of them.
 
         Raises:
             EngineError: they differ.
         """
-        ...
 
 
-class RequestRun:
+class RequestRun(EngineRun):
     """Samples one request. All methods are called in the event loop of the vendor's client.
 
     Args:
@@ -179,13 +173,8 @@ class RequestRun:
         stream: ChunkStream,
         images: PromptImages | None = None,
     ) -> None:
+        super().__init__(request, pace, stream, images)
         self.number = number
-        self.request = request
-        self.stream = stream
-        self.images = images
-        self.sampled = 0
-        """Tokens so far; the consumer's thread reads it too."""
-        self._pace = pace
         self._vendor = vendor
         self._open: dict[int, VendorSample] = {}
         self._first: VendorSample | None = None
@@ -283,10 +272,10 @@ class RequestRun:
             self._open[index] = VendorSample(index, prompt, choice, watch)
 
     async def _tick(self) -> None:
-        if self._pace.interval_s is None or self._pace.every_token:
+        if self.pace.interval_s is None or self.pace.every_token:
             return
         while True:
-            await asyncio.sleep(self._pace.interval_s)
+            await asyncio.sleep(self.pace.interval_s)
             self._hand_on(self.open, None)
 
     async def _in_turn(self, sample: VendorSample) -> None:
@@ -349,7 +338,7 @@ class RequestRun:
             # Before the last tokens go out: this may still correct their versions.
             self._vendor.check_versions(sample, delta.version_spans)
             self._hand_on([sample], _REASONS.get(delta.finish_reason, FinishReason.ABORTED))
-        elif self._pace.every_token:
+        elif self.pace.every_token:
             self._hand_on([sample], None)
         return end is not None
 
@@ -365,7 +354,7 @@ class RequestRun:
         """Post the samples' new tokens; with a `reason` the samples end."""
         chunks: list[SampleChunk] = []
         for sample in samples:
-            taken = _new_chunks(sample, singly=self._pace.every_token)
+            taken = _new_chunks(sample, singly=self.pace.every_token)
             if reason is not None:
                 last = taken.pop() if taken else self._end_of(sample.index, reason)
                 taken.append(replace(last, finish_reason=reason))

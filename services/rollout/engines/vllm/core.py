@@ -12,7 +12,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping
 
-from services.rollout.engines.causal_lm import CheckpointLayout, checkpoint_layout
+import torch
+
+from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
 from services.rollout.engines.protocol import GenerationRequest, PauseMode
 from services.rollout.engines.vendor.core import VendorCore
 from services.rollout.engines.vendor.owner_watch import own_processes
@@ -28,7 +30,7 @@ from services.rollout.engines.vllm.worker_features import runner_environment
 from services.rollout.engines.vllm.workers import VllmWorkers, WorkerBegin
 from sluice.device.select import select_device
 from sluice.errors import EngineError, WeightSyncError
-from sluice.vision.image_prompts import ImagePromptReader, load_image_prompts
+from sluice.vision.image_prompts import ImagePromptReader
 
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 20.0
@@ -76,14 +78,13 @@ class VllmCore(VendorCore):
         """
         device = select_device(settings.device)
         on_cpu = device.torch_device.type == "cpu"
-        layout = checkpoint_layout(
+        described = build_causal_lm(
             settings.model_path,
+            torch.device("meta"),
             trust_remote_code=settings.trust_remote_code,
             dtype=settings.dtype,
         )
-        image_prompts = load_image_prompts(
-            settings.model_path, trust_remote_code=settings.trust_remote_code
-        )
+        layout, image_prompts = described.layout, described.image_prompts
         # vLLM and its processes read these variables at import, which `VllmClient` begins.
         os.environ |= engine_environment(
             os.environ,

@@ -1,14 +1,14 @@
 """vLLM behind the engine Protocol.
 
-vLLM's client runs in a thread with an event loop of its own (`vendor.thread`); its engine and its
-workers are processes, and `vllm.worker` brings the weights into them. This module is what the
+vLLM's client runs in the thread of the engine; vLLM's engine and workers are processes, and
+`vllm.worker` brings the weights into them. This module is what the
 service's event loop sees of them.
 """
 
 from __future__ import annotations
 
 from services.rollout.engines.protocol import GenerationRequest, StagedVersion
-from services.rollout.engines.vendor.engine import ClientEngine
+from services.rollout.engines.threaded_engine import ThreadedEngine
 from services.rollout.engines.vendor.request import PromptImages
 from services.rollout.engines.vllm.client import installed_vllm, read_images
 from services.rollout.engines.vllm.core import VllmCore
@@ -36,7 +36,7 @@ def create(config: RunConfig) -> VllmEngine:
     return VllmEngine(vllm_settings(config))
 
 
-class VllmEngine(ClientEngine[VllmCore]):
+class VllmEngine(ThreadedEngine[VllmCore]):
     """See `services.rollout.engines.protocol.Engine`.
 
     A sample that is continued gets other random numbers than it would have had without the break:

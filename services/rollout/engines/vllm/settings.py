@@ -5,11 +5,11 @@ changes for Ascend NPUs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
-from services.rollout.engines.vendor.settings import ClientEngineSettings, with_engine_kwargs
+from services.rollout.engines.vendor.settings import VendorSettings, with_engine_kwargs
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import ConfigError
@@ -164,7 +164,7 @@ def visible_environment(
 
 
 @dataclass(frozen=True, slots=True)
-class VllmSettings(ClientEngineSettings):
+class VllmSettings(VendorSettings):
     """Settings of one `VllmEngine`.
 
     Attributes:
@@ -225,9 +225,9 @@ def vllm_settings(config: RunConfig) -> VllmSettings:
     """
     rollout = config.actor_rollout_ref.rollout
     _check_sizes(rollout)
-    settings = VllmSettings.of(config, _arguments(rollout))
-    return replace(
-        settings,
+    return VllmSettings.of(
+        config,
+        arguments=_arguments(rollout),
         batch_invariant=bool(config.sluice.rollout.batch_invariant),
         max_prompt_images=config.sluice.limits.max_prompt_images,
     )

@@ -9,24 +9,23 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeGuard, cast
 
 import msgspec
 import torch
 
 from services.rollout.engines.causal_lm import build_causal_lm
+from services.rollout.engines.protocol import StagedVersion
 from services.rollout.engines.vendor.owner_watch import end_with_owner
 from services.rollout.engines.vllm.worker_features import WorkerFeatures, dummy_loader
 from services.rollout.engines.vllm.workers import WorkerBegin
-from services.rollout.engines.weight_inbox import check_staged
-from sluice.device.protocol import Device
+from services.rollout.engines.weight_inbox import WeightInbox
 from sluice.device.select import transfer_device
 from sluice.errors import ConfigError, SluiceError, WeightSyncError
 from sluice.types import TransferGroupSpec
-from sluice.weights.receiver import StagedWeights, WeightReceiver
 
 _MARK = "sluice_keeps_buffers"
 _Revert = Callable[[torch.nn.Module, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -115,90 +114,6 @@ def rank_in_group(spec: TransferGroupSpec, worker_rank: int) -> TransferGroupSpe
     return replace(spec, rank=spec.rank + worker_rank, ranks=1)
 
 
-class WorkerStaging:
-    """One worker's membership in transfer groups: receive in a thread, prove, then hand over.
-
-    Consumes: calls of the worker's own loop; none blocks.
-    Produces: the outcome of the last call, for polling, and staged tensors.
-    Waits for: the transfer group, in a thread of its own.
-    Unblocked by: completion, the epoch's timeout, `abort`, another `join`.
-    On failure: `outcome` returns the error; the model stays as it was.
-
-    Args:
-        device: of the wire.
-        shapes: of the model's weights, by checkpoint name.
-    """
-
-    def __init__(self, device: Device, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._receiver = WeightReceiver(device, shapes)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-staging")
-        self._job: Future[Outcome] | None = None
-        self._staged: StagedWeights | None = None
-
-    def join(self, spec: TransferGroupSpec) -> None:
-        """Begin to join an epoch, leaving any earlier one; the outcome holds `plan_digest`."""
-        self.abort(f"epoch {spec.epoch} begins")
-        self._begin(lambda: {"plan_digest": self._receiver.join(spec)})
-
-    def stage(self, version: int) -> None:
-        """Begin to receive; the outcome holds version, digest, received_bytes and seconds."""
-        self._staged = None
-        self._begin(lambda: self._stage(version))
-
-    def _stage(self, version: int) -> Outcome:
-        staged = self._receiver.stage(version)
-        self._staged = staged
-        return {
-            "version": staged.version,
-            "digest": staged.digest,
-            "received_bytes": staged.received_bytes,
-            "seconds": staged.seconds,
-        }
-
-    def _begin(self, call: Callable[[], Outcome]) -> None:
-        self._job = self._thread.submit(call)
-
-    def outcome(self) -> Outcome | None:
-        """Return how the last call ended; ``None`` while it runs.
-
-        It is what the call promises; or `error` (the sentence) and `kind` (the class).
-        """
-        job = self._job
-        if job is None:
-            return {"error": "nothing was begun", "kind": WeightSyncError.__name__}
-        if not job.done():
-            return None
-        try:
-            return job.result()
-        except SluiceError as error:
-            return {"error": str(error), "kind": type(error).__name__}
-        except Exception as error:  # noqa: BLE001 - crosses a process: the caller gets it
-            return {"error": repr(error), "kind": WeightSyncError.__name__}
-
-    def staged(self, version: int, digest: str) -> StagedWeights:
-        """Return what was staged under that version and digest.
-
-        Raises:
-            WeightSyncError: nothing is staged, or something else.
-        """
-        return check_staged(self._staged, version, digest)
-
-    def release(self, staged: StagedWeights) -> None:
-        """Give staging memory back once the model has a copy of it."""
-        self._staged = None
-        self._receiver.keep(staged)
-
-    def abort(self, reason: str) -> None:
-        """Discard what is staged and leave the epoch, if any; return at once."""
-        self._staged = None
-        self._receiver.abort(reason)
-
-    def close(self) -> None:
-        """Leave the group and let the thread end."""
-        self._receiver.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
 # vLLM imports this file before it loads the model, and calls nothing before that.
 keep_buffers()
 end_with_owner(with_parent=True)  # vLLM's engine process may not have imported anything of ours
@@ -212,7 +127,8 @@ class WeightWorker:
     """
 
     sluice_features: WorkerFeatures | None = None
-    sluice_staging: WorkerStaging | None = None
+    sluice_inbox: WeightInbox | None = None
+    sluice_call: Future[str] | Future[StagedVersion] | None = None
     sluice_names: CheckpointNames | None = None
     rank: int
     device: torch.device | None
@@ -237,20 +153,42 @@ class WeightWorker:
     def sluice_join(self, spec: bytes) -> Outcome:
         """Begin to join; `spec` is a `TransferGroupSpec` in msgpack."""
         decoded = msgspec.msgpack.decode(spec, type=TransferGroupSpec)
-        return _answered(lambda: _staging(self).join(rank_in_group(decoded, self.rank)))
+
+        def join() -> None:
+            self.sluice_call = _inbox(self).join(rank_in_group(decoded, self.rank))
+
+        return _answered(join)
 
     def sluice_stage(self, version: int) -> Outcome:
         """Begin to receive a version."""
-        return _answered(lambda: _staging(self).stage(version))
+
+        def stage() -> None:
+            inbox = _inbox(self)
+            self.sluice_call = inbox.stage(inbox.epoch, version)
+
+        return _answered(stage)
 
     def sluice_outcome(self) -> Outcome | None:
-        """Return how the last join or stage ended; ``None`` while it runs."""
-        return _staging(self).outcome()
+        """Return how the last join or stage ended; ``None`` while it runs.
+
+        It is `plan_digest`, or the fields of a `StagedVersion`; or `error` (the sentence) and
+        `kind` (the class).
+        """
+        call = self.sluice_call
+        if call is None:
+            return {"error": "nothing was begun", "kind": WeightSyncError.__name__}
+        if not call.done():
+            return None
+        error = call.exception()
+        if error is not None:
+            return _failure(error)
+        result = call.result()
+        return {"plan_digest": result} if isinstance(result, str) else asdict(result)
 
     def sluice_check_staged(self, version: int, digest: str) -> Outcome:
         """Check that `sluice_apply` can begin; change nothing."""
-        staging = _staging(self)
-        return _answered(lambda: staging.staged(version, digest))
+        inbox = _inbox(self)
+        return _answered(lambda: inbox.staged(inbox.epoch, version, digest))
 
     def sluice_apply(self, version: int, digest: str) -> Outcome:
         """Make the model compute with what is staged; call it only while nothing is sampled.
@@ -258,11 +196,11 @@ class WeightWorker:
         Returns:
             `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
         """
-        staging = _staging(self)
+        inbox = _inbox(self)
         try:
-            staged = staging.staged(version, digest)
+            staged = inbox.staged(inbox.epoch, version, digest)
         except SluiceError as error:
-            return {"error": str(error), "kind": type(error).__name__}
+            return _failure(error)
         started = time.perf_counter()
         try:
             with _loading_on(self.device):
@@ -272,16 +210,16 @@ class WeightWorker:
             _await(self.device)
         except Exception as error:  # noqa: BLE001 - crosses a process: the engine is broken by it
             return {"error": repr(error), "kind": "EngineError", "broken": True}
-        staging.release(staged)
+        inbox.release(staged)
         return {"seconds": time.perf_counter() - started}
 
     def sluice_abort(self, reason: str) -> None:
         """Discard what is staged and leave the epoch."""
-        _staging(self).abort(reason)
+        _inbox(self).leave(reason)
 
     def sluice_close(self) -> None:
         """Leave the group permanently."""
-        _staging(self).close()
+        _inbox(self).close()
 
 
 def _begin(worker: WeightWorker, reported: WorkerBegin) -> None:
@@ -290,7 +228,7 @@ def _begin(worker: WeightWorker, reported: WorkerBegin) -> None:
     worker.sluice_names = CheckpointNames(
         reported.model_path, trust_remote_code=reported.trust_remote_code
     )
-    worker.sluice_staging = WorkerStaging(wire, reported.shapes)
+    worker.sluice_inbox = WeightInbox(wire, reported.shapes)
 
 
 def _features(worker: WeightWorker) -> WorkerFeatures:
@@ -299,10 +237,10 @@ def _features(worker: WeightWorker) -> WorkerFeatures:
     return worker.sluice_features
 
 
-def _staging(worker: WeightWorker) -> WorkerStaging:
-    if worker.sluice_staging is None:
+def _inbox(worker: WeightWorker) -> WeightInbox:
+    if worker.sluice_inbox is None:
         raise RuntimeError("sluice_begin was not called")
-    return worker.sluice_staging
+    return worker.sluice_inbox
 
 
 def _own_device(kind: str | None, device: torch.device | None) -> str | None:
@@ -315,8 +253,15 @@ def _answered(call: Callable[[], object]) -> Outcome:
     try:
         call()
     except SluiceError as error:
-        return {"error": str(error), "kind": type(error).__name__}
+        return _failure(error)
     return {}
+
+
+def _failure(error: BaseException) -> Outcome:
+    """Return an error in the form in which it crosses to the engine's process."""
+    if isinstance(error, SluiceError):
+        return {"error": str(error), "kind": type(error).__name__}
+    return {"error": repr(error), "kind": WeightSyncError.__name__}
 
 
 def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:

@@ -1,0 +1,502 @@
+"""An engine that computes in a thread of its own: what the engines share.
+
+The service's event loop calls `ThreadedEngine`. Its `EngineCore` lives in the event loop of a
+`LoopThread`; each engine has a core of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
+from typing import Any, ClassVar, Generic, TypeVar
+
+from services.rollout.engines.causal_lm import CheckpointLayout
+from services.rollout.engines.protocol import (
+    CommitResult,
+    EngineLoad,
+    GenerationRequest,
+    PauseMode,
+    SampleChunk,
+    StagedVersion,
+    UnsentTokens,
+)
+from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
+from services.rollout.engines.settings import EngineSettings
+from services.rollout.engines.thread import ChunkStream, LoopThread
+from services.rollout.engines.weight_inbox import NO_PLACES, TensorPlacement, WeightInbox
+from sluice.concurrency.waits import waiting_for
+from sluice.device.select import transfer_device
+from sluice.errors import EngineError, NotReadyError
+from sluice.telemetry.process import process_age_s
+from sluice.types import TensorSpec, TransferGroupSpec
+
+_CLOSE_TIMEOUT_S = 60.0
+_PROBE_TIMEOUT_S = 60.0
+
+
+class EngineState(StrEnum):
+    """What an engine is doing."""
+
+    STARTING = "starting"  # until the first weights serve
+    GENERATING = "generating"  # prefill and decode
+    IDLE = "idle"  # nothing to run
+    SWAPPING = "swapping"  # weights are exchanged; no token is sampled
+
+
+class StateClock:
+    """Where a replica's time goes: every second of the process belongs to one state.
+
+    One thread enters states, any thread reads.
+
+    Args:
+        elapsed_s: seconds that have passed already; they are spent on starting.
+        now_s: a monotonic clock, seconds.
+    """
+
+    def __init__(self, elapsed_s: float, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        # Replaced as a whole, so that a reader in another thread never sees half of a change.
+        self._account: tuple[EngineState, float, dict[EngineState, float]] = (
+            EngineState.STARTING,
+            now_s() - elapsed_s,
+            {},
+        )
+
+    @property
+    def state(self) -> EngineState:
+        """The current state."""
+        return self._account[0]
+
+    def enter(self, state: EngineState) -> None:
+        """Enter a state; nothing happens if it is the current one."""
+        before, since_s, seconds = self._account
+        if state is before:
+            return
+        now_s = self._now_s()
+        spent = {**seconds, before: seconds.get(before, 0.0) + now_s - since_s}
+        self._account = (state, now_s, spent)
+
+    def seconds_by_state(self) -> Mapping[str, float]:
+        """Return the seconds of every state so far, the current one included."""
+        state, since_s, seconds = self._account
+        totals = {str(one): seconds.get(one, 0.0) for one in EngineState}
+        totals[state] += self._now_s() - since_s
+        return totals
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When tokens of unfinished samples go to the consumer; see `Engine.generate`."""
+
+    every_token: bool
+    interval_s: float | None
+
+
+class EngineRun:
+    """One request in a core.
+
+    Attributes:
+        sampled: tokens so far; the consumer reads it once the stream has ended.
+
+    Args:
+        stream: takes the chunks.
+        images: of the request's prompt, as the core takes them.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        pace: Pace,
+        stream: ChunkStream,
+        images: Any = None,  # noqa: ANN401 - each core's own
+    ) -> None:
+        self.request = request
+        self.pace = pace
+        self.stream = stream
+        self.images = images
+        self.sampled = 0
+
+
+RunT = TypeVar("RunT", bound=EngineRun)
+
+
+class EngineCore(ABC, Generic[RunT]):
+    """What computes tokens, with the weights that it serves.
+
+    The event loop of its thread calls the methods; other threads may read the properties.
+
+    Args:
+        layout: of the model's checkpoint.
+    """
+
+    name: ClassVar[str]
+    """The engine, for messages."""
+    slots_may_wait: ClassVar[bool]
+    """See `EngineLoad`."""
+    abort_timeout_s: ClassVar[float | None]
+    """An engine that takes longer to abort samples is broken; ``None``: it may take any time."""
+
+    def __init__(self, layout: CheckpointLayout) -> None:
+        self.layout = layout
+        self._broken: EngineError | None = None
+
+    @property
+    @abstractmethod
+    def version(self) -> int | None:
+        """The policy version that serves; ``None`` before the first weights."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """The digest of its weights."""
+
+    @property
+    @abstractmethod
+    def generated_tokens(self) -> int:
+        """Response tokens sampled so far."""
+
+    @property
+    @abstractmethod
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed so far, without those from a prefix cache."""
+
+    @property
+    def broken(self) -> EngineError | None:
+        """Why the engine is broken; ``None`` while it works."""
+        return self._broken
+
+    def note_broken(self, error: EngineError) -> None:
+        """Mark the engine as broken; called in any thread."""
+        self._broken = error
+
+    def _check_works(self) -> None:
+        if self.broken is not None:
+            raise self.broken
+
+    @abstractmethod
+    def new_run(
+        self,
+        number: int,
+        request: GenerationRequest,
+        pace: Pace,
+        stream: ChunkStream,
+        images: Any,  # noqa: ANN401 - each core's own
+    ) -> RunT:
+        """Return a run for `run`; `number` is unique in this engine."""
+
+    @abstractmethod
+    async def run(self, run: RunT) -> None:
+        """Sample a request; its stream ends in any case, if not before this call."""
+
+    @abstractmethod
+    async def cancel(self, run: RunT) -> None:
+        """Abort the samples of one request; its stream then ends."""
+
+    @abstractmethod
+    async def heartbeat(self, timeout_s: float) -> object:
+        """Wait for an answer of the loop that computes tokens."""
+
+    async def swapped(self) -> None:
+        """Wait until no swap is under way; a version may have its name before its swap has ended.
+
+        Raises:
+            EngineError: the engine is broken, for example by a swap that could not resume.
+        """
+        self._check_works()
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Sample nothing from the return of this call until `resume`."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Sample again."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End what runs, deliver it, and end the processes of the engine, if any."""
+
+
+CoreT = TypeVar("CoreT", bound=EngineCore[Any])
+_T = TypeVar("_T")
+
+
+class ThreadedEngine(ABC, Generic[CoreT]):
+    """All of `services.rollout.engines.protocol.Engine` but starting and receiving weights.
+
+    Args:
+        name: of the engine, for messages.
+    """
+
+    def __init__(self, name: str, settings: EngineSettings) -> None:
+        self._name = name
+        self._limits = settings
+        self._layout: CheckpointLayout | None = None
+        self._thread: LoopThread | None = None
+        self._core: CoreT | None = None
+        self._numbers = count()
+        self._unfinished: set[ChunkStream] = set()
+        self._image_turn = ImageTurn()
+        self._accounting = UnsentTokens()
+        self._clock = StateClock(process_age_s())
+
+    @property
+    def accounting(self) -> UnsentTokens:
+        """What became of the tokens that calls got out of this engine."""
+        return self._accounting
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._described().vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt plus response tokens a sample may have."""
+        return self._limits.max_model_len
+
+    @property
+    def weight_layout(self) -> Sequence[TensorSpec]:
+        """The weights the engine expects, in the order of the wire."""
+        return self._described().tensors
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens computed so far, without those from a prefix cache."""
+        return self._in_thread()[1].prefilled_tokens
+
+    def _described(self) -> CheckpointLayout:
+        if self._layout is None:
+            raise NotReadyError(f"the {self._name} engine was not started")
+        return self._layout
+
+    async def _build(self, core: Coroutine[Any, Any, CoreT]) -> CoreT:
+        """Start the thread, and in it the core."""
+        thread = LoopThread(self._name)
+        try:
+            built = await thread.call(core, "starting")
+        except BaseException:
+            await thread.stop()
+            raise
+        self._thread = thread
+        self._core = built
+        self._layout = built.layout
+        return built
+
+    async def stop(self) -> None:
+        """Abort what runs and free everything. Repeating it is harmless.
+
+        Raises:
+            DeadlineError: the thread hangs.
+        """
+        thread, core = self._thread, self._core
+        self._thread = self._core = None  # at once: calls that come meanwhile are refused
+        if thread is None or core is None:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await thread.call(core.close(), "ending")
+        finally:
+            try:
+                await thread.stop()
+            finally:
+                for stream in list(self._unfinished):
+                    stream.fail(EngineError(f"the {self._name} engine was stopped"))
+
+    def _in_thread(self) -> tuple[LoopThread, CoreT]:
+        if self._core is None or self._thread is None:
+            raise NotReadyError(f"the {self._name} engine is not running")
+        if self._core.broken is not None:
+            raise self._core.broken
+        return self._thread, self._core
+
+    async def probe(self) -> EngineLoad:
+        """Ask the loop that computes tokens, so that a hung engine does not answer."""
+        thread, core = self._in_thread()
+        await thread.call(core.heartbeat(_PROBE_TIMEOUT_S), "ending a step")
+        return self.load()
+
+    def load(self) -> EngineLoad:
+        """Return the latest snapshot, without waiting.
+
+        Raises:
+            EngineError: the engine broke.
+            NotReadyError: it was stopped.
+        """
+        _, core = self._in_thread()
+        open_samples = self._open_samples
+        busy = min(open_samples, self._limits.slots)
+        seconds = self._clock.seconds_by_state()
+        return EngineLoad(
+            slots=self._limits.slots,
+            slots_busy=busy,
+            queued=open_samples - busy,
+            **self._accounting.token_counters(core.generated_tokens),
+            busy_seconds=seconds[EngineState.GENERATING],
+            seconds_by_state=seconds,
+            version=core.version,
+            weight_digest=core.digest,
+            slots_may_wait=core.slots_may_wait,
+        )
+
+    async def generate(
+        self,
+        request: GenerationRequest,
+        *,
+        every_token: bool,
+        partial_interval_s: float | None = None,
+    ) -> AsyncGenerator[tuple[SampleChunk, ...], None]:
+        """Sample a request; see `Engine.generate`."""
+        self._admit(request)
+        images = await self._read_images(request)
+        if images is not None:
+            self._admit(request)  # the engine may have stopped meanwhile
+        thread, core = self._in_thread()
+        stream = ChunkStream(thread.engine, len(request.sample_indexes), thread.to_home)
+        pace = Pace(every_token, partial_interval_s)
+        run = core.new_run(next(self._numbers), request, pace, stream, images)
+        self._unfinished.add(stream)
+        self._enter_state()
+        thread.begin(core.run(run))
+        try:
+            while stream.open_samples:
+                yield await stream.next()
+        finally:
+            try:
+                await self._end(thread, core, run)
+            finally:
+                self._unfinished.discard(stream)
+                self._enter_state()
+                request.tokens.sampled += run.sampled
+
+    @property
+    def _open_samples(self) -> int:
+        return sum(stream.open_samples for stream in self._unfinished)
+
+    def _admit(self, request: GenerationRequest) -> None:
+        """Refuse what cannot be sampled at present."""
+        _, core = self._in_thread()
+        limits = self._limits
+        if core.version is None:
+            raise NotReadyError(f"the {self._name} engine has no weights yet")
+        check_request(request, self.vocab_size, limits.max_model_len)
+        # Samples whose images are being read will be open soon.
+        coming = self._open_samples + self._image_turn.samples
+        check_capacity(request, coming, limits.slots, limits.max_queued)
+
+    @abstractmethod
+    async def _read_images(self, request: GenerationRequest) -> object | None:
+        """Return the images of a request for its run; ``None`` if it has none."""
+
+    async def _end(self, thread: LoopThread, core: CoreT, run: EngineRun) -> None:
+        """Abort what is left of a request, and wait until the core has: then `sampled` is final."""
+        if run.stream.has_ended or self._thread is not thread:
+            return
+        thread.begin(core.cancel(run))
+        try:
+            async with asyncio.timeout(core.abort_timeout_s):
+                await run.stream.wait_until_ended()
+        except TimeoutError:
+            core.note_broken(
+                EngineError(
+                    f"{self._name}: samples were not aborted within {core.abort_timeout_s:g} s; "
+                    "restart the replica"
+                )
+            )
+
+    def _enter_state(self) -> None:
+        if self._core is not None and self._core.version is not None:
+            self._clock.enter(EngineState.GENERATING if self._unfinished else EngineState.IDLE)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Sample no token from its return until `resume`; see the protocol."""
+        thread, core = self._in_thread()
+        await thread.call(core.pause(mode), f"pausing ({mode})")
+
+    async def resume(self) -> None:
+        """Sample again."""
+        thread, core = self._in_thread()
+        await thread.call(core.resume(), "resuming after a pause")
+
+    async def commit(self, epoch: int, version: int, digest: str) -> CommitResult:
+        """Swap the staged version in between two decode steps. Idempotent."""
+        thread, core = self._in_thread()
+        if (core.version, core.digest) == (version, digest):
+            # The swap of a cancelled call may not have resumed sampling yet.
+            await thread.call(core.swapped(), f"resuming with version {version}")
+            return CommitResult(version, digest, 0.0)
+        return CommitResult(version, digest, await self._swap(epoch, version, digest))
+
+    @abstractmethod
+    async def _swap(self, epoch: int, version: int, digest: str) -> float:
+        """Swap the staged version in; return the seconds without a token."""
+
+    async def _completed(self, swap: Future[float]) -> float:
+        """Return the result of a swap; the time until then counts as swapping."""
+        # The first weights belong to the start, which is one state from the process's begin.
+        if self._clock.state is not EngineState.STARTING:
+            self._clock.enter(EngineState.SWAPPING)
+        try:
+            # A swap that is cancelled half-way would leave a mixture of versions.
+            return await asyncio.shield(asyncio.wrap_future(swap))
+        finally:
+            self._enter_state()
+
+
+class InboxEngine(ThreadedEngine[CoreT]):
+    """An engine that receives weights in this process; all that is left is starting and swapping.
+
+    A vLLM engine receives them in its workers instead.
+    """
+
+    _inbox: WeightInbox | None = None
+
+    def _open_inbox(self, places: Mapping[str, TensorPlacement] = NO_PLACES) -> None:
+        """Receive weights from here on; call it once the core is built."""
+        wire = transfer_device(self._limits.device, self._limits.weights_backend)
+        shapes = {spec.name: spec.shape for spec in self.weight_layout}
+        self._inbox = WeightInbox(wire, shapes, places)
+
+    def _weights(self) -> WeightInbox:
+        if self._inbox is None:
+            raise NotReadyError(f"the {self._name} engine is not running")
+        return self._inbox
+
+    async def stop(self) -> None:
+        """Abort what runs and free everything. Repeating it is harmless."""
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            inbox.close()
+        await super().stop()
+
+    async def join_group(self, spec: TransferGroupSpec) -> str:
+        """Join one epoch's transfer group, leaving any earlier one; return the plan's digest."""
+        inbox = self._weights()
+        return await _received(inbox, inbox.join(spec), f"joining epoch {spec.epoch}")
+
+    async def stage(self, epoch: int, version: int) -> StagedVersion:
+        """Receive one version into staging memory while generation continues."""
+        inbox = self._weights()
+        return await _received(inbox, inbox.stage(epoch, version), f"staging version {version}")
+
+    async def abort_update(self, epoch: int, reason: str) -> None:
+        """Discard what is staged and leave the group. Idempotent."""
+        inbox = self._weights()
+        if epoch == inbox.epoch:
+            inbox.leave(reason)
+
+
+async def _received(inbox: WeightInbox, result: Future[_T], phase: str) -> _T:
+    try:
+        with waiting_for("trainer", phase):
+            return await asyncio.wrap_future(result)
+    except asyncio.CancelledError:
+        # The inbox's thread cannot be interrupted; without the group its call fails soon.
+        inbox.leave(f"the call was cancelled while {phase}")
+        raise
