@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +193,7 @@ def _report(
     times: Times,
     options: argparse.Namespace,
 ) -> dict[str, object]:
-    """Judge the run; print tables; return the report without the run's end."""
+    """Judge the run; print what is wrong; return the report without the run's end."""
     run_dir, last_step = Path(config.sluice.run_dir), observer.last_step
     dumps = verdict.read_dumps(folder / "dumps")
     surviving = verdict.surviving_steps(dumps, observer.restarts, last_step)
@@ -210,14 +210,10 @@ def _report(
     full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)
     recoveries = _recoveries(observer, injector, times.end_s, full_rate, _WINDOW_S[options.size])
     known = [seconds for _, seconds in recoveries if seconds is not None]
-    _say_found(
-        {
-            "prompts lost": [f"{prompt_id}: {why}" for prompt_id, why in lost.items()],
-            "prompts trained twice": [f"{prompt_id}: {why}" for prompt_id, why in doubled.items()],
-            "digests that differ": [f"version {version}" for version in differing],
-            "waits past their deadline": late,
-        }
-    )
+    _say_found("prompts lost", [f"{name}: {why}" for name, why in lost.items()])
+    _say_found("prompts trained twice", [f"{name}: {why}" for name, why in doubled.items()])
+    _say_found("digests that differ", [f"version {version}" for version in differing])
+    _say_found("waits past their deadline", late)
     return {
         "minutes": options.minutes,
         "seed": options.seed,
@@ -274,11 +270,10 @@ def _skipped(injector: Injector) -> dict[str, str]:
     return {kind: f"{len(why)} times: {why[0]}" for kind, why in sorted(reasons.items())}
 
 
-def _say_found(found: Mapping[str, Sequence[str]]) -> None:
+def _say_found(what: str, examples: Sequence[str]) -> None:
     """Print what has to be nothing and is not, with examples."""
-    for name, examples in found.items():
-        if examples:
-            say(f"FOUND {len(examples)} {name}: {'; '.join(examples[:_NUM_EXAMPLES])}")
+    if examples:
+        say(f"FOUND {len(examples)} {what}: {'; '.join(examples[:_NUM_EXAMPLES])}")
 
 
 @asynccontextmanager
