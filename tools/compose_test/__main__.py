@@ -1,7 +1,7 @@
 """Run the loop in containers on this machine; `make compose-test`.
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
-(replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`, `page_told`
+(replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`, `page_answers`
 (by a secured run's live page, HTTP status without and with a token) and more. Exit code 0: all is
 as it has to be; or there is no Docker engine and SLUICE_SKIP_WITHOUT_DOCKER=1 allows that. Needs
 Python and Docker, and no package.
@@ -79,7 +79,7 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
             report |= scenario.outcome.report()
         problems += scenario.outcome.problems()
         network = _network(scratch / "overlays.yaml", _OVERLAYS_SUBNET)
-        report["page_told"] = answers = _run_overlays(phases, variables, network, options)
+        report["page_answers"] = answers = _run_overlays(phases, variables, network, options)
         if answers != WANTED_ANSWERS:
             problems.append(f"the page answered {answers}, wanted: {WANTED_ANSWERS}")
     except _FAILURES as error:
