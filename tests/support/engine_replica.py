@@ -145,18 +145,18 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
     client = ReplicaClient(replica, channels, timeout_s=60, transfer_timeout_s=60)
     buffer = buffer_of({spec.name: state[spec.name] for spec in layout})
     try:
-        async with client:
-            spec = sender.form_group(1, [replica.name], layout)[replica.name]
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(asyncio.to_thread(sender.join, given_up))
-                tasks.create_task(client.join(spec))
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(asyncio.to_thread(sender.broadcast, buffer, 1, given_up))
-                staged = tasks.create_task(client.stage(1, 1))
-            await client.commit(1, 1, staged.result())
+        spec = sender.form_group(1, [replica.name], layout)[replica.name]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(sender.join, given_up))
+            tasks.create_task(client.join(spec))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(asyncio.to_thread(sender.broadcast, buffer, 1, given_up))
+            staged = tasks.create_task(client.stage(1, 1))
+        await client.commit(1, 1, staged.result())
     finally:
         given_up.set()
         sender.close()
+        await client.close()
         await channels.close()
 
 
