@@ -1,6 +1,6 @@
 """Mathematical equivalence by the package math-verify (optional; the only file that loads it).
 
-Stands in for verl's prime_math on the Numina sources, and grades any source routed to it.
+Replaces verl's prime_math on the Numina sources, and grades any source routed to it.
 """
 
 from __future__ import annotations
