@@ -13,7 +13,7 @@ from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
 from services.reward.group import GroupState, PromptOutcome
 from services.reward.groups.loop import as_waits
-from services.reward.groups.validation import ValidationOrder, ValidationResult
+from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.api.common.v1 import common_pb2 as common
@@ -270,7 +270,7 @@ def _result_to_proto(outcome: Scored | Failed) -> reward.ScoreResult:
     return reward.ScoreResult(score=score_to_proto(outcome))
 
 
-def _validation_to_proto(result: ValidationResult) -> reward.EvaluateResponse:
+def _validation_to_proto(result: FinishedValidation) -> reward.EvaluateResponse:
     return reward.EvaluateResponse(
         metrics=result.metrics,
         examples=[

@@ -92,7 +92,7 @@ class Validator:
         """Tokens generated for groups that have not ended."""
         return sum(tokens.num_received for tokens in self._open)
 
-    async def run(self, order: ValidationOrder, seconds: float) -> ValidationResult:
+    async def run(self, order: ValidationOrder, seconds: float) -> FinishedValidation:
         """Sample and grade the whole validation set.
 
         Raises:
@@ -243,7 +243,7 @@ class ValidationExample:
 
 
 @dataclass(frozen=True, slots=True)
-class ValidationResult:
+class FinishedValidation:
     """Metrics by verl's names, and response tokens generated for them."""
 
     metrics: dict[str, float]
@@ -297,7 +297,7 @@ class ValidationRun:
             if len(self._examples) > self._num_examples:
                 del self._examples[max(self._examples)]
 
-    def result(self) -> ValidationResult:
+    def result(self) -> FinishedValidation:
         """Return verl's metrics over what could be scored, and the examples."""
         prompts = self.prompts
         scored = [ValidationPrompt(p.data_source, p.scored) for p in prompts if p.scored]
@@ -306,7 +306,7 @@ class ValidationRun:
             "val-aux/num_prompts": float(len(scored)),
             "val-aux/num_failed_samples": float(num_failed),
         }
-        return ValidationResult(
+        return FinishedValidation(
             validation_metrics(scored) | counts,
             [self._examples[position] for position in sorted(self._examples)],
             sum(p.num_response_tokens for p in prompts),

@@ -23,8 +23,8 @@ from services.reward.generation.request import (
 from services.reward.grading.grader import Grader, SampleScorer
 from services.reward.grading.messages import ScorerInput
 from services.reward.groups.validation import (
+    FinishedValidation,
     ValidationOrder,
-    ValidationResult,
     Validator,
     check_failures,
 )
@@ -86,7 +86,7 @@ class World:
             on_tokens=self.reported_tokens.append,
         )
 
-    async def run(self, num_examples: int = 0, seconds: float = 10.0) -> ValidationResult:
+    async def run(self, num_examples: int = 0, seconds: float = 10.0) -> FinishedValidation:
         await self.dispatcher.announce([replica("a")])
         sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, seed=1)
         order = ValidationOrder(0, SAMPLES, sampling, num_examples)
