@@ -70,7 +70,7 @@ _NAME = "tir_optimal_token_baseline"
 
 @torch.no_grad()
 def tir_optimal_token_baseline(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
-    """`optimal_token_baseline` on rows from which unmasked positions were taken out.
+    """Compute `optimal_token_baseline` on rows without their unmasked positions.
 
     The k-th token that the policy chose is compared with the k-th of the group's other rows,
     wherever observations stand. Needs `group_index`, `old_logprobs` and `sum_pi_squared`.

@@ -294,7 +294,7 @@ class VllmClient:
 
         Args:
             mode: ``keep``, ``abort`` or ``wait`` for what runs.
-            clear_cache: recompute the cache of what is kept, and forget shared prompts.
+            clear_cache: recompute the cache of kept requests, and forget shared prompts.
 
         Raises:
             EngineError: vLLM failed, or did not answer in time; ``wait`` may take any time.

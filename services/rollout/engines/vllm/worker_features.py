@@ -102,7 +102,7 @@ def runner_environment(given: Mapping[str, str]) -> dict[str, str]:
         given: the environment.
 
     Raises:
-        ConfigError: it asks for V2 all the same.
+        ConfigError: the environment requires V2.
     """
     try:
         scheduler: Any = importlib.import_module(_SCHEDULER).Scheduler
@@ -171,7 +171,7 @@ def _packed_layers(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _expert_methods(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the methods by which layers of experts compute on the CPU."""
+    """Yield the methods that compute layers of experts on the CPU."""
     return (
         _method(module)
         for module in model.modules()
@@ -200,7 +200,7 @@ def _takes(function: Callable[..., object], name: str) -> bool:
 
 
 def _current_config(worker: Any) -> AbstractContextManager[object]:
-    """Enter vLLM's configuration, which some layers ask for when their weights are processed.
+    """Enter vLLM's configuration: some layers need it when their weights are processed.
 
     The runner's own method does not; the worker's does, from 0.27 on.
     """
