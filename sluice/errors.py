@@ -64,8 +64,8 @@ class DeadlineError(SluiceError):
     """A wait ran out.
 
     Args:
-        peer: who was waited for.
-        phase: what was waited for.
+        peer: the peer that did not answer.
+        phase: the purpose of the wait.
         seconds: how long.
     """
 

@@ -37,8 +37,8 @@ def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
     responses to a prompt have. Names are ``val-core/{source}/{variable}/{metric}`` for the mean,
     best and maj at the largest N of ``acc`` (of ``reward`` where there is no ``acc``), and
     ``val-aux/...`` for all others. A response without a prediction votes too, as in verl
-    (`verl/trainer/ppo/metric_utils.py`, `calc_maj_val`); a data source none of whose responses
-    has one has no maj.
+    (`verl/trainer/ppo/metric_utils.py`, `calc_maj_val`); a data source without any prediction has
+    no maj.
     """
     by_source: dict[str, dict[str, dict[str, list[float]]]] = {}
     voting = {p.data_source for p in prompts if any(s.prediction is not None for s in p.scores)}
@@ -109,7 +109,7 @@ def majority_values(
 ) -> Values:
     """Value of the most frequent prediction of each draw, float64 [draws].
 
-    Among equally frequent predictions the one sampled first wins. Its value is that of its first
+    Among equally frequent predictions the one sampled first wins. It takes the value of its first
     member sampled (members of one prediction may differ in reward through their length).
     """
     numbers = {prediction: number for number, prediction in enumerate(predictions)}
