@@ -57,7 +57,7 @@ def logprobs_and_entropy(
     *,
     chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`logprobs_from_logits`, and the entropies without a gradient, by one softmax.
+    """Return `logprobs_from_logits`, and the entropies without a gradient, by one softmax.
 
     Args:
         logits: float [tokens, vocab], finite.

@@ -59,7 +59,7 @@ def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
 
 
 def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> dict[str, float]:
-    """All metrics of one variable over the responses to one prompt.
+    """Return all metrics of one variable over the responses to one prompt.
 
     Args:
         values: float64 [N].
@@ -88,7 +88,7 @@ def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> 
 
 
 def bootstrap_sizes(num_responses: int) -> tuple[int, ...]:
-    """Powers of two from 2 below `num_responses`, and `num_responses` itself."""
+    """Return powers of two from 2 below `num_responses`, and `num_responses` itself."""
     powers = (1 << exponent for exponent in range(1, num_responses.bit_length()))
     return (*(power for power in powers if power < num_responses), num_responses)
 
@@ -137,5 +137,5 @@ def _section(variable: str, name: str, variables: Mapping[str, Mapping[str, obje
 
 
 def _responses(name: str) -> int:
-    """The N or k in a metric's name, such as ``best@4/mean``."""
+    """Return the N or k in a metric's name, such as ``best@4/mean``."""
     return int(name.split("@")[1].split("/")[0])

@@ -182,7 +182,7 @@ class ProbsDiffSums:
     def of_tokens(
         cls, old_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor
     ) -> ProbsDiffSums:
-        """Sums over the tokens of a micro-batch; both tensors are [tokens]."""
+        """Return sums over the tokens of a micro-batch; both tensors are [tokens]."""
         if old_logprobs.numel() == 0:
             return cls()
         p = old_logprobs.detach().cpu().double().exp()
@@ -201,7 +201,7 @@ class ProbsDiffSums:
         return astuple(self)
 
     def merge(self, other: ProbsDiffSums) -> ProbsDiffSums:
-        """Sums over the tokens of both."""
+        """Return sums over the tokens of both."""
         added = [a + b for a, b in zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)]
         return ProbsDiffSums.from_vector([*added, max(self.max_d, other.max_d)])
 

@@ -137,8 +137,8 @@ class CoverageGuard:
 
         Args:
             side: of the choice.
-            value: the choice's worth, which matters on the hard side only: expected trained samples,
-                times the price, over expected started samples; in [0, 1].
+            value: the choice's worth, used on the hard side only: expected trained samples, times
+                the price, over expected started samples; in [0, 1].
         """
         if side is Side.SURE or (side is Side.PLAIN and not self.is_on):
             return 1.0

@@ -35,7 +35,7 @@ _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
 
 def same_value(answer: str, reference: str) -> bool:
-    """Whether `answer` is right. Never raises; an endless answer is only right word for word."""
+    """Return whether `answer` is right. Never raises; an endless answer must match literally."""
     if max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
         return answer == reference
     if _spelled(answer) == _spelled(reference):

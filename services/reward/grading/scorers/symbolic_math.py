@@ -31,7 +31,7 @@ def check_installed(purpose: str) -> None:
 
 
 def compute_score(solution: str, ground_truth: str) -> float:
-    r"""1 if the answer found in `solution` equals the reference ``\boxed{ground_truth}``, else 0.
+    r"""Return 1 if the answer found in `solution` equals ``\boxed{ground_truth}``, else 0.
 
     Raises:
         DataError: math-verify is not installed.
