@@ -18,7 +18,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 
 .PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
 	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz chaos \
-	compose-quickstart compose-test ray-test dashboard-test helm-test docs observability-test clean
+	compose-test ray-test dashboard-test helm-test docs observability-test clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -110,9 +110,6 @@ docs:  ## Build the documentation site into build/site, in an environment of its
 	@$(MAKE) --no-print-directory VENV=$(VENV)-docs $(VENV)-docs/.installed-docs
 	@$(VENV)-docs/bin/python -m tools.docs_site.fetch_mermaid
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --clean --site-dir build/site
-
-compose-quickstart:  ## The quickstart's job in containers: engine, base image, build, training
-	@$(PYTHON) -m tools.compose_test --quickstart $(ARGS)
 
 ray-test:  ## Train on a simulated Ray cluster, scale it and kill it, and submit a job to one (VENV-ray)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-ray $(VENV)-ray/.installed-job-server

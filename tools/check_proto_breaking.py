@@ -2,7 +2,7 @@
 
 Compares with HEAD while `proto/` has uncommitted changes, otherwise with HEAD's first parent;
 `PROTO_BASE=<commit>` compares with another one. Without an earlier commit there is nothing to
-break, and one line says so.
+break, and one line reports that.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ Every call, message and field of the services, with the comments of [`proto/`](.
 calls what, deadlines, retries and errors are on [the page of the protocol](../protocol.md).
 
 A field of proto3 that is not sent has its type's zero; where that differs from "not set" the field
-is `optional` and its comment says what absence means. Bytes whose name ends in `_u32` or `_f32` are
-arrays of little-endian numbers of that type.
+is `optional` and its comment states what absence means. Bytes whose name ends in `_u32` or `_f32`
+are arrays of little-endian numbers of that type.
 """
 # Numbers of descriptor.proto's fields: paths of comments consist of them.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6

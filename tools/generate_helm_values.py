@@ -1,4 +1,4 @@
-"""Write what the Helm chart says about the services from sluice/launch, and what watches them.
+"""Write the Helm chart's facts about the services from sluice/launch, and what watches them.
 
 `python tools/generate_helm_values.py` writes deploy/helm/sluice/files: services.yaml, and copies of
 the rules, alerts and dashboards of deploy/observability, since a chart reads no file outside of

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from subprocess import Popen
-from typing import cast
 
-from sluice.api.launch.v1 import launch_pb2, launch_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2
+from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.config.addresses import peer_address
@@ -155,16 +154,6 @@ def prepare_run(
     return config, folder / "run.yaml"
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A running process; `restarts` in a row as the launcher counts them."""
-
-    name: str
-    pid: int
-    restarts: int
-    is_draining: bool
-
-
 class LaunchedRun:
     """A run's processes.
 
@@ -177,25 +166,12 @@ class LaunchedRun:
         self.config, self.up = config, up
         self.run_dir = Path(config.sluice.run_dir)
 
-    async def processes(self) -> dict[str, Process]:
+    async def processes(self) -> dict[str, LaunchedProcess]:
         """Return those that run now, by name; nothing before the launcher serves."""
         with suppress(SluiceError):
-            launcher = launcher_of(self.run_dir)
-            async with open_channel(
-                launcher.address, max_message_bytes=1 << 20, credentials=launcher.credentials
-            ) as channel:
-                stub = launch_pb2_grpc.LaunchServiceStub(channel)
-                answer = await unary_call(
-                    cast("launch_pb2_grpc.LaunchServiceAsyncStub", stub).GetServices,
-                    launch_pb2.GetServicesRequest(),
-                    peer="launcher",
-                    phase="asking for its processes",
-                )
-            return {
-                one.name: Process(one.name, one.pid, one.restarts, one.draining)
-                for one in answer.services
-                if one.pid
-            }
+            found = launcher_of(self.run_dir)
+            async with Launcher(found.address, found.credentials) as launcher:
+                return {one.name: one for one in await launcher.services() if one.pid}
         return {}
 
     def monitor(self) -> RunMonitor:

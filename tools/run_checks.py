@@ -48,7 +48,7 @@ FAST_TIERS = ["tests/unit", "tests/parity"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one check ended; a skip is a pass that says why."""
+    """How one check ended; a skip is a pass with a reason."""
 
     name: str
     passed: bool

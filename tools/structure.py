@@ -53,7 +53,7 @@ def num_lines(paths: Iterable[Path]) -> int:
 def modules_by_folder() -> Counter[str]:
     """Count the product's modules in each folder; packages' `__init__` are no modules here.
 
-    An `__init__` says what its package is. With few exceptions it holds a docstring alone.
+    An `__init__` describes its package. With few exceptions it holds a docstring alone.
     """
     return Counter(
         path.parent.relative_to(ROOT).as_posix()

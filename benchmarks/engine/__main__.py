@@ -9,13 +9,12 @@ torch_vs_vllm_128, torch_vs_hf_128  tokens/s of the torch engine over theirs, 12
                                     median of the ratios of neighbouring runs
 startup_s         from the start of the process to the first token, weights sent in between
 update_stall_ms   in which no token comes because of a swap, 64 sequences running
-contract          cases of the engine contract, passed/total, as docs/engines.md records them
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import json
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ import msgspec
 import torch
 
 from benchmarks.engine.peer import PROMPT_TOKENS, TRANSFORMERS
-from benchmarks.engine.shapes import SHAPES, Shape
+from benchmarks.engine.shapes import MODELS, model_config
 from benchmarks.peers import Fleet, PeerProcess
 from benchmarks.reporting import ROOT, print_line, print_report
 from sluice.types import TensorSpec
@@ -70,24 +69,6 @@ def _environment(engine: str) -> dict[str, str]:
     """Return a peer's environment; SGLang has stand-ins for packages that need CUDA."""
     stand_ins = {"PYTHONPATH": str(ROOT / "tests" / "engine_sglang" / "stand_ins")}
     return _ENVIRONMENT | (stand_ins if engine == SGLANG else {})
-
-
-def contract_record(page: str) -> dict[str, str]:
-    """Return ``passed/total`` cases of the engine contract, as docs/engines.md records them."""
-    table = page.partition("<!-- rules: begin -->")[2].partition("<!-- rules: end -->")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line.startswith("|")
-    ]
-    found = {}
-    for column, name in enumerate(rows[0][1:], 1):
-        text = " ".join(row[column] for row in rows[2:])
-        kept = sum(int(count) for count in re.findall(r"kept \((\d+)\)", text))
-        broken = re.findall(r"\*\*broken\*\* \((\d+) of (\d+)\)", text)
-        kept += sum(int(total) - int(count) for count, total in broken)
-        found[name] = f"{kept}/{kept + sum(int(count) for count, _ in broken)}"
-    return found
 
 
 class Peer:
@@ -169,10 +150,10 @@ class Measured:
         }
 
 
-def measure(shape: Shape, pythons: Mapping[str, str], workload: Workload) -> Measured:
+def measure(model: str, pythons: Mapping[str, str], workload: Workload) -> Measured:
     """Return all figures of one model."""
     found = Measured()
-    with _peers(shape, pythons, workload) as peers:
+    with _peers(model, pythons, workload) as peers:
         found.startup_s = {peer.engine: round(peer.startup_s, 1) for peer in peers}
         print_line(f"  seconds to the first token: {found.startup_s}")
         for count in workload.counts:
@@ -204,23 +185,21 @@ def _in_turns(peers: Sequence[Peer], count: int, workload: Workload) -> dict[str
 
 @contextmanager
 def _peers(
-    shape: Shape, pythons: Mapping[str, str], workload: Workload
+    model: str, pythons: Mapping[str, str], workload: Workload
 ) -> Iterator[tuple[Peer, ...]]:
     """Start one peer after the other, so that none slows another's start."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        shape.save_config(folder)
+        (folder / "config.json").write_text(json.dumps(model_config(model)), encoding="utf-8")
         yield tuple(
             stack.enter_context(closing(Peer(engine, python, folder, workload)))
             for engine, python in pythons.items()
         )
 
 
-def summary(
-    found: Mapping[str, Measured], contract: Mapping[str, str], workload: Workload
-) -> dict[str, object]:
-    """Return the JSON object; the seconds and stalls are those of the last model."""
-    last, most = list(found.values())[-1], max(workload.counts)
+def summary(found: Mapping[str, Measured], workload: Workload) -> dict[str, object]:
+    """Return the JSON object, each figure by model."""
+    most = max(workload.counts)
 
     def ratios(other: str) -> dict[str, float | None]:
         return {name: each.ratio(TORCH, other, most) for name, each in found.items()}
@@ -228,12 +207,9 @@ def summary(
     return {
         f"torch_vs_vllm_{most}": ratios(VLLM),
         f"torch_vs_hf_{most}": ratios(TRANSFORMERS),
-        "startup_s": last.startup_s,
-        "update_stall_ms": last.stall_ms,
-        "contract": dict(contract),
         "tokens_per_s": {name: each.tokens_per_s() for name, each in found.items()},
-        "startup_s_by_model": {name: each.startup_s for name, each in found.items()},
-        "update_stall_ms_by_model": {name: each.stall_ms for name, each in found.items()},
+        "startup_s": {name: each.startup_s for name, each in found.items()},
+        "update_stall_ms": {name: each.stall_ms for name, each in found.items()},
         "settings": msgspec.to_builtins(workload),
     }
 
@@ -245,16 +221,13 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--vllm-python", help="of an environment with vLLM and sluice")
     parser.add_argument("--sglang-python", help="of an environment with SGLang and sluice")
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["tiny", "10m"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "10m"])
     parser.add_argument("--sequences", nargs="+", type=int, default=list(COUNTS))
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5, help="of each run, after a warm-up")
     parser.add_argument("--updates", type=int, default=7, help="whose stall is measured")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--quick", action="store_true", help="see that it runs: one short repeat")
     parsed = parser.parse_args(arguments)
-    if parsed.quick:
-        parsed.repeats, parsed.updates, parsed.new_tokens = 1, 1, 16
     if min(parsed.repeats, parsed.updates, parsed.new_tokens, *parsed.sequences) < 1:
         parser.error("counts are at least 1")
     return parsed
@@ -275,12 +248,11 @@ def main(arguments: Sequence[str]) -> int:
         parsed.updates,
         parsed.dtype,
     )
-    contract = contract_record((ROOT / "docs" / "engines.md").read_text("utf-8"))
     found: dict[str, Measured] = {}
     for name in parsed.models:
-        print_line(f"{name}: {SHAPES[name].num_parameters / 1e6:.2f} M parameters, {parsed.dtype}")
-        found[name] = measure(SHAPES[name], pythons, workload)
-    return print_report(summary(found, contract, workload))
+        print_line(f"{name}, {parsed.dtype}")
+        found[name] = measure(name, pythons, workload)
+    return print_report(summary(found, workload))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ without a group filter; TRL's GRPOTrainer on the same model, data, reward, batch
 rate, in an environment of its own, in two set-ups: the fastest that was found (data-parallel
 processes), and one process with the library's default micro-batch; and `sluice quickstart` with
 DAPO's group filter. Accuracy is measured every few batches by the same code, and its time counts
-for neither: TRL's clock is stopped meanwhile, sluice's checkpoints are measured after the run. Then
-the embedded engine against transformers `generate`. The last line printed is one JSON object; its
-lists are in the order of the seeds, and keys that end with `_filtered` are of the group filter.
+for neither: TRL's clock stops meanwhile, and sluice's checkpoints are measured after the run. The
+last line printed is one JSON object; its lists are in the order of the seeds, and keys that end
+with `_filtered` are of the group filter.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MEASURED_AFTERWARDS = [
     f"trainer.save_freq={MEASURE_EVERY}",
     "trainer.max_actor_ckpt_to_keep=null",
 ]
-# As somebody meets it who tunes nothing: as many threads as there are cores, and the micro-batch
-# that transformers' training arguments default to.
+# TRL without tuning: as many threads as there are cores, and the micro-batch that transformers'
+# training arguments default to.
 TRL_ONE_PROCESS = (
     *("--processes", "1", "--threads", str(os.cpu_count() or 1)),
     *("--micro-batch", "8"),
@@ -92,13 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     for seed in parsed.seeds:
         run_dir = parsed.output / f"seed-{seed}"
         print_line(f"seed {seed}: sluice without a group filter, as TRL trains")
-        ours[""].append(_run_sluice(seed, run_dir, [*parsed.overrides, *UNFILTERED]))
+        ours[""].append(_run_sluice(seed, run_dir, [*ON_POLICY, *UNFILTERED]))
         for name, tuning in tunings.items():
             print_line(f"seed {seed}: {name}")
             trl[name].append(_run_trl(python, seed, parsed, tuning) if python else {})
         print_line(f"seed {seed}: sluice with DAPO's group filter")
         filtered = parsed.output / f"seed-{seed}-filtered"
-        ours["_filtered"].append(_run_sluice(seed, filtered, parsed.overrides))
+        ours["_filtered"].append(_run_sluice(seed, filtered, ON_POLICY))
         starts = {runs[-1].curve[0][2] for runs in ours.values()}
         if len(starts) > 1:
             raise SystemExit(
@@ -106,9 +106,7 @@ def main(arguments: Sequence[str]) -> int:
                 f"{sorted(starts)}); remove {parsed.output}, where models of another day may be, "
                 "and run again"
             )
-    model = parsed.output / f"seed-{parsed.seeds[0]}" / "assets" / "model"
-    command = [sys.executable, "-m", "benchmarks.quickstart.generate", "--model", str(model)]
-    return print_report(_report(ours, trl, last_json(command), parsed), parsed.output)
+    return print_report(_report(ours, trl, parsed), parsed.output)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -119,12 +117,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.88, help="held-out accuracy to reach")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench")
-    parser.add_argument(
-        "--overrides", nargs="*", default=ON_POLICY, help="keys for sluice's quickstart"
-    )
     parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
-    parser.add_argument("--trl-max-seconds", type=float, default=900.0, help="of TRL's training")
     return parser.parse_args(arguments)
 
 
@@ -141,8 +135,7 @@ def _run_trl(
 ) -> Mapping[str, object]:
     command = [str(python), "-m", "benchmarks.quickstart.trl_dapo", "--seed", str(seed)]
     command += ["--assets", str(parsed.output / f"seed-{seed}" / "assets")]
-    command += ["--target", str(parsed.target), "--max-seconds", str(parsed.trl_max_seconds)]
-    command += ["--max-batches", "60", "--evaluate-every", str(MEASURE_EVERY), *tuning]
+    command += ["--target", str(parsed.target), "--evaluate-every", str(MEASURE_EVERY), *tuning]
     return last_json(command)
 
 
@@ -177,15 +170,14 @@ def trl_python(directory: Path) -> Path:
 def _report(
     ours: Mapping[str, Sequence[SluiceRun]],
     trl: Mapping[str, Sequence[Mapping[str, object]]],
-    generate: Mapping[str, object],
     parsed: argparse.Namespace,
 ) -> dict[str, object]:
     """Return the last line; keys of our runs end with the key of `ours`."""
     report: dict[str, object] = {
         "seeds": parsed.seeds,
         "target": parsed.target,
-        "overrides": [*parsed.overrides, *UNFILTERED],
-        "overrides_filtered": parsed.overrides,
+        "overrides": [*ON_POLICY, *UNFILTERED],
+        "overrides_filtered": ON_POLICY,
     }
     for suffix, runs in ours.items():
         report |= _against(runs, trl, parsed.target, suffix)
@@ -193,7 +185,6 @@ def _report(
         for figure in ("seconds_to_target", "seconds_per_batch", "stopped_by"):
             report[f"{figure}_{name}"] = [run.get(figure) for run in found]
         report[f"curves_{name}"] = [run.get("curve") for run in found]
-    report |= {"generate_ratio_hf": generate["generate_ratio_hf"], "generate": dict(generate)}
     for suffix, runs in ours.items():
         report[f"accuracy_before{suffix}"] = [run.curve[0][2] for run in runs]
         report[f"accuracy_after{suffix}"] = [run.curve[-1][2] for run in runs]

@@ -1,10 +1,9 @@
 """Measure costs and gains of the strategies of over-generation; `make bench-sampling`.
 
-Simulated: the simulator itself, timed; every strategy on the three mixtures of docs/simulator.md,
-G = 16, 64 groups a batch. Real: the quickstart's harder task on the embedded engine, one run a
-strategy, then synchronous against asynchronous training with one thread on each side, and the
-asynchronous run against its simulation. The last line printed is one JSON object;
-docs/benchmarks.md explains the figures.
+Simulated: every strategy on the three mixtures of docs/simulator.md, G = 16, 64 groups a batch.
+Real: the quickstart's harder task on the embedded engine, one run a strategy, then synchronous
+against asynchronous training with one thread on each side, and the run of `stream` against its
+simulation. The last line printed is one JSON object; docs/benchmarks.md explains the figures.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from benchmarks.reporting import ROOT, print_report
 from benchmarks.sampling import simulated
-from benchmarks.sampling.admission_speed import admissions_per_second
 from benchmarks.sampling.real import (
     AHEAD_SHARES,
     RealRun,
@@ -35,10 +33,13 @@ def main(arguments: Sequence[str]) -> int:
     parsed.output.mkdir(parents=True, exist_ok=True)
     report: dict[str, object] = {}
     if parsed.simulated:
-        report |= _simulated(parsed.seeds, parsed.simulated_steps)
+        seeds, steps = parsed.seeds, parsed.simulated_steps
+        pacing = simulated.by_mixture(simulated.pacing, seeds, steps)
+        report |= simulated.strategies(seeds, steps)
+        report["pacing_speedup"] = {name: figures["speedup"] for name, figures in pacing.items()}
+        report["on_policy"] = simulated.by_mixture(simulated.on_policy, seeds, steps)
     if parsed.real:
         report |= _real(parsed)
-    report["admissions_per_s"] = round(admissions_per_second(num_in_flight=10_000))
     return print_report(report, parsed.output)
 
 
@@ -56,35 +57,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=3, help="synchronous/asynchronous pairs")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "sampling")
     return parser.parse_args(arguments)
-
-
-def _simulated(seeds: Sequence[int], steps: int) -> dict[str, object]:
-    seconds, num_samples = simulated.simulator_speed()
-    found = simulated.simulate_mixtures(seeds, steps)
-    pacing = simulated.by_mixture(simulated.pacing, seeds, steps)
-    all_mixtures = found.values()
-    by_mixture = {
-        name: {mixture: getattr(figures, name) for mixture, figures in found.items()}
-        for name in (
-            "gen_per_trained",
-            "fill_time_ratio_stream",
-            "hard_share_ratio",
-            "hard_share_ratio_worst",
-            "hard_share_spread",
-        )
-    }
-    return {
-        "simulate_1024_replicas_s": round(seconds, 1),
-        "simulate_1024_replicas_samples": num_samples,
-        **by_mixture,
-        "surplus_discarded": sum(f.surplus_discarded for f in all_mixtures),
-        "staleness_exceeded": sum(f.staleness_exceeded for f in all_mixtures),
-        "tokens_discarded_wait": sum(f.tokens_discarded_wait for f in all_mixtures),
-        "long_prompt_ratio": min(f.long_prompt_ratio for f in all_mixtures),
-        "pacing_speedup": {mixture: figures["speedup"] for mixture, figures in pacing.items()},
-        "ahead": simulated.by_mixture(simulated.ahead, seeds, steps),
-        "on_policy": simulated.by_mixture(simulated.on_policy, seeds, steps),
-    }
 
 
 def _real(parsed: argparse.Namespace) -> dict[str, object]:

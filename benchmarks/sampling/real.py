@@ -127,8 +127,7 @@ def twin_errors(run: RealRun) -> dict[str, object]:
     `twin_error` has relative ones for times and waste, and the larger one of the idle shares;
     `twin_idle_error` has both idle shares, errors in points, and over the run's share.
     """
-    fitted = fitted_simulation(run.folder, None, 0)
-    figures = twin(fitted.run, fitted.settings).figures
+    figures = twin(*fitted_simulation(run.folder))
     idle = {"trainer": figures["trainer_idle"], "fleet": figures["fleet_idle"]}
     errors = {name: round(abs(figures[name].error), 4) for name in ("step_time", "waste")}
     errors["idle"] = round(max(abs(figure.error) for figure in idle.values()), 4)

@@ -1,1 +1,1 @@
-"""Fit the simulator to a recorded run, set both side by side, and plot simulations."""
+"""Fit the simulator to a recorded run, and set both side by side."""

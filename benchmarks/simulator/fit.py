@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
@@ -24,7 +23,6 @@ from sluice.report.run_record import RunRecord, read_progress
 from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
-from sluice.simulate.strategies import OpenWorkload
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 
 NUM_NEIGHBOURS = 128
@@ -141,7 +139,7 @@ def fit_run(run_dir: Path, *, slots: int, slack: float) -> FittedRun:
             "needed"
         )
     num_replicas = max(1, round(record.largest("rollout/replicas")))
-    fleet = _fleet(recorded, record, num_replicas, slots, slack)
+    fleet = _fleet(recorded, num_replicas, slots, slack)
     return FittedRun(groups, record, fleet, _trainer(record))
 
 
@@ -171,16 +169,9 @@ def _handover_s(record: RunRecord) -> float:
 
 
 def _fleet(
-    groups: Sequence[GroupRecord], record: RunRecord, num_replicas: int, slots: int, slack: float
+    groups: Sequence[GroupRecord], num_replicas: int, slots: int, slack: float
 ) -> FleetSettings:
-    profiles = _profiles(groups, slots)
-    base_s, per_sequence_s = _step_time(profiles)
-    measured = tokens_per_busy_s(record)
-    if measured is not None:
-        # Times of single groups hold waits for a slot; how fast replicas are together does not.
-        tokens = sum(profile.tokens(base_s, per_sequence_s) for profile in profiles)
-        scale = tokens / sum(profile.busy_s for profile in profiles) / measured
-        base_s, per_sequence_s = scale * base_s, scale * per_sequence_s
+    base_s, per_sequence_s = _step_time(groups, slots)
     return FleetSettings(
         num_replicas=num_replicas,
         slots=slots,
@@ -212,19 +203,16 @@ def tokens_per_busy_s(record: RunRecord) -> float | None:
     return tokens / busy_s if tokens and busy_s else None
 
 
-def _profiles(groups: Sequence[GroupRecord], slots: int) -> list[_Concurrency]:
-    by_replica: dict[str, list[GroupRecord]] = defaultdict(list)
-    for group in groups[-_NUM_SAMPLE_GROUPS:]:
-        by_replica[group.replicas[0] if group.replicas else ""].append(group)
-    return [_Concurrency(of_replica, slots) for of_replica in by_replica.values()]
-
-
-def _step_time(profiles: Sequence[_Concurrency]) -> tuple[float, float]:
+def _step_time(groups: Sequence[GroupRecord], slots: int) -> tuple[float, float]:
     """Return the seconds of a step, and those that each running sequence adds.
 
     A group's time per token of its longest sample is the mean step time while it ran; a line
     through these over the mean number of sequences beside it, least squares, no negative term.
     """
+    by_replica: dict[str, list[GroupRecord]] = defaultdict(list)
+    for group in groups[-_NUM_SAMPLE_GROUPS:]:
+        by_replica[group.replicas[0] if group.replicas else ""].append(group)
+    profiles = [_Concurrency(of_replica, slots) for of_replica in by_replica.values()]
     points = [profile.point(group) for profile in profiles for group in profile.groups]
     usable = np.array([point for point in points if point is not None], dtype=np.float64)
     if not usable.size:
@@ -252,15 +240,8 @@ class _Concurrency:
         changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
         order = np.argsort(times, kind="stable")
         self._times = times[order]
-        self._running = np.minimum(np.cumsum(changes[order]), slots)[:-1]
-        self._spans = np.diff(self._times)
-        self._until = np.concatenate([[0.0], np.cumsum(self._running * self._spans)])
-        self.busy_s = float(self._spans[self._running > 0].sum())
-
-    def tokens(self, base_s: float, per_sequence_s: float) -> float:
-        """Return the tokens that these step times would have generated."""
-        rates = self._running / np.maximum(base_s + per_sequence_s * self._running, 1e-12)
-        return float(rates @ self._spans)
+        running = np.minimum(np.cumsum(changes[order]), slots)[:-1]
+        self._until = np.concatenate([[0.0], np.cumsum(running * np.diff(self._times))])
 
     def point(self, group: GroupRecord) -> tuple[float, float, float] | None:
         """Return mean sequences while a group ran, seconds per token, and its weight (tokens)."""
@@ -316,39 +297,11 @@ def as_issued(settings: SimulationSettings) -> SimulationSettings:
     return replace(settings, rules=replace(settings.rules, paces=False))
 
 
-@dataclass(frozen=True, slots=True)
-class FittedSimulation:
-    """A run, and what simulates it."""
-
-    run: FittedRun
-    settings: SimulationSettings
-    open_workload: OpenWorkload
-
-    def check_strategy(self, name: StrategyName) -> None:
-        """Refuse to judge first samples if the record has the filter's metric of no single sample.
-
-        Raises:
-            ConfigError: names the strategies that the record can show.
-        """
-        is_known = all(group.is_decided_by_grades for group in self.run.groups)
-        if self.settings.filters_groups and name.uses_probes and not is_known:
-            raise ConfigError(
-                f"simulation: sluice.sampling.strategy = {name} decides by a group's first "
-                f"samples, but {GROUPS_NAME} has groups that were kept or filtered otherwise than "
-                "by how many samples were right, as algorithm.filter_groups.metric does where "
-                "there is partial credit, and it has that metric of no single sample; simulate "
-                "stream, rounds or memory (leave --compare out), or record a run with "
-                "algorithm.filter_groups.metric=acc and answers that are right or wrong"
-            )
-
-
-def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulation:
-    """Fit a simulation to a run's record.
+def fitted_simulation(run: Path) -> tuple[FittedRun, SimulationSettings]:
+    """Fit a simulation of as many steps as the run has trained to its record.
 
     Args:
         run: the run's folder.
-        steps: batches to simulate; ``None``: as many as the run has trained.
-        seed: of everything random.
 
     Raises:
         ConfigError: nothing was started from there, or the configuration is not the recorded run's.
@@ -365,24 +318,19 @@ def fitted_simulation(run: Path, steps: int | None, seed: int) -> FittedSimulati
         slack=config.sluice.reward.inflight_slack,
     )
     _check_filter(config, fitted, file)
-    settings = _settings(config, fitted, steps, seed)
-    settings = calibrated(fitted, settings)
-    return FittedSimulation(fitted, settings, partial(FittedWorkload, fitted.groups, seed))
+    return fitted, calibrated(fitted, _settings(config, fitted))
 
 
-def _settings(
-    config: RunConfig, fitted: FittedRun, steps: int | None, seed: int
-) -> SimulationSettings:
+def _settings(config: RunConfig, fitted: FittedRun) -> SimulationSettings:
     group_filter = config.algorithm.filter_groups
     return SimulationSettings(
-        _rules(config, seed),
+        _rules(config),
         on_stale=config.sluice.asynchrony.on_stale,
         fleet=fitted.fleet,
         trainer=fitted.trainer,
-        num_steps=max(2, steps or len(fitted.record.steps)),
+        num_steps=len(fitted.record.steps),
         # Steps of a short run are few: only the first one, which starts with nothing, is left out.
         warmup_steps=0,
-        seed=seed,
         filters_groups=group_filter.enable,
         yield_floor=YieldFloor(group_filter.min_yield, group_filter.min_yield_groups),
     )
@@ -400,7 +348,7 @@ def _check_filter(config: RunConfig, fitted: FittedRun, file: Path) -> None:
         )
 
 
-def _rules(config: RunConfig, seed: int) -> SamplingRules:
+def _rules(config: RunConfig) -> SamplingRules:
     sampling, num_samples = config.sluice.sampling, config.actor_rollout_ref.rollout.n
     return SamplingRules(
         strategy=StrategyName(sampling.strategy),
@@ -412,7 +360,6 @@ def _rules(config: RunConfig, seed: int) -> SamplingRules:
         probe_samples=max(1, min(sampling.probe_samples, num_samples - 1)),
         exploration=sampling.exploration,
         coverage_guard=sampling.coverage_guard,
-        seed=seed,
         paces=config.sluice.asynchrony.pace,
         ahead_share=config.sluice.asynchrony.ahead_share,
         on_policy_fill=on_policy_fill(config),

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 from benchmarks.simulator.fit import FittedRun, FittedWorkload, as_issued
-from sluice.cli.simulate.command import result_as_json
-from sluice.cli.terminal import print_table
 from sluice.report.run_record import RunRecord
 from sluice.simulate.recorder import SimulationRecorder
-from sluice.simulate.result import SimulationResult, simulate
+from sluice.simulate.result import simulate
 from sluice.simulate.settings import SimulationSettings
-from sluice.simulate.strategies import simulate_fill_times
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +48,12 @@ class TwinFigure:
         return self.difference if self.is_share else self.relative_error or 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Twin:
-    """A run's figures beside its simulation's; the simulation, and its times to fill a batch."""
-
-    figures: dict[str, TwinFigure]
-    result: SimulationResult
-    fill: SimulationResult
-
-
-def twin(
-    fitted: FittedRun,
-    settings: SimulationSettings,
-    on_step: Callable[[int], None] | None = None,
-) -> Twin:
-    """Simulate a run and set its figures beside the real ones.
+def twin(fitted: FittedRun, settings: SimulationSettings) -> dict[str, TwinFigure]:
+    """Simulate a run; return its figures beside the real ones, by name.
 
     Args:
         fitted: the run.
-        settings: the run's rules with the fitted fleet and trainer, and as many steps.
-        on_step: called after each step, of two simulations: the second finds the times to fill.
+        settings: the run's rules with the fitted fleet and trainer, and at most as many steps.
 
     Raises:
         BatchUnfillableError: the workload is hopeless.
@@ -82,41 +61,16 @@ def twin(
     settings, recorder = as_issued(settings), SimulationRecorder()
     trainer = replace(settings.trainer, recorded_s=_training_times(fitted.record))
     settings = replace(settings, trainer=trainer)
-    workload = FittedWorkload(fitted.groups, settings.seed)
-    result = simulate(settings, workload, recorder, on_step)
-    workload = FittedWorkload(fitted.groups, settings.seed)
-    fill = simulate_fill_times(settings, workload, on_step)
-    real = _real(fitted.record, settings)
+    result = simulate(settings, FittedWorkload(fitted.groups, settings.seed), recorder)
     simulated = {**_times(recorder, settings), "waste": result.gen_per_trained}
-    figures = {name: TwinFigure(name, value, simulated[name]) for name, value in real.items()}
-    return Twin(figures, result, fill)
+    real = _real(fitted.record, settings)
+    return {name: TwinFigure(name, value, simulated[name]) for name, value in real.items()}
 
 
-def print_twin(console: Console, title: str, found: Twin) -> None:
-    """Print a run's figures beside its simulation's."""
-    columns = ("figure", "run", "simulated", "difference", "relative error")
-    rows = []
-    for figure in found.figures.values():
-        if figure.is_share:
-            values = (f"{figure.real:.1%}", f"{figure.simulated:.1%}")
-            difference = f"{100 * figure.difference:+.1f} points"
-        else:
-            values = (f"{figure.real:.3f}", f"{figure.simulated:.3f}")
-            difference = f"{figure.difference:+.3f}"
-        relative = "" if figure.relative_error is None else f"{figure.relative_error:+.1%}"
-        rows.append((figure.name.replace("_", " "), *values, difference, relative))
-    print_table(console, title, columns, rows, right=columns[1:])
-    console.print(
-        "difference: simulated less run, in points of idle shares; relative error: that over the "
-        "run's figure",
-        soft_wrap=True,
-    )
-
-
-def twin_as_json(found: Twin) -> dict[str, object]:
-    """Return figures by name, and the simulation."""
+def twin_as_json(figures: Mapping[str, TwinFigure]) -> dict[str, object]:
+    """Return the error of each figure by name, and all values."""
     return {
-        "twin_error": {name: figure.error for name, figure in found.figures.items()},
+        "twin_error": {name: figure.error for name, figure in figures.items()},
         "figures": [
             {
                 **asdict(figure),
@@ -124,9 +78,8 @@ def twin_as_json(found: Twin) -> dict[str, object]:
                 "difference": figure.difference,
                 "relative_error": figure.relative_error,
             }
-            for figure in found.figures.values()
+            for figure in figures.values()
         ],
-        "simulated": result_as_json(found.result, found.fill),
     }
 
 

@@ -75,19 +75,12 @@ def main(arguments: Sequence[str]) -> int:
         epilog="example: python -m benchmarks.sync --replicas 1 --repeats 5",
     )
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=16, help="6.5 MB of weights each")
     parser.add_argument("--repeats", type=int, default=25, help="of every timed transfer")
-    parser.add_argument("--pretrain", type=int, default=60, help="steps before any measured rate")
-    parser.add_argument("--warm-up", type=int, default=30, help="steps at each rate")
-    parser.add_argument("--steps", type=int, default=5, help="steps measured at each rate")
-    parser.add_argument("--bucket-mb", type=int, default=WeightsConfig().bucket_mb)
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    ratios = bytes_ratios(
-        RATES, pretrain=parsed.pretrain, warm_up=parsed.warm_up, measured=parsed.steps
-    )
+    ratios = bytes_ratios(RATES)
     print_line(f"bytes of an update over all bytes: {ratios}")
-    with _fleet(parsed.replicas, parsed.layers, parsed.bucket_mb) as fleet:
+    with _fleet(parsed.replicas) as fleet:
         print_line(f"{fleet.weights.plan.total_bytes / 1e6:.0f} MB to {parsed.replicas} replicas")
         figures = measure(fleet, parsed.repeats)
     return print_report({"bytes_ratio": ratios, **figures})
@@ -140,14 +133,14 @@ def _join(fleet: Fleet) -> float:
 
 
 @contextmanager
-def _fleet(replicas: int, layers: int, bucket_mb: int) -> Iterator[Fleet]:
+def _fleet(replicas: int) -> Iterator[Fleet]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         LlamaConfig(
             vocab_size=4096,
             hidden_size=512,
             intermediate_size=1408,
-            num_hidden_layers=layers,
+            num_hidden_layers=16,
             num_attention_heads=8,
             num_key_value_heads=8,
             max_position_embeddings=2048,
@@ -162,7 +155,7 @@ def _fleet(replicas: int, layers: int, bucket_mb: int) -> Iterator[Fleet]:
         layouts = [peer.answer()["layout"] for peer in peers]
         specs = [msgspec.convert(spec, TensorSpec) for spec in layouts[0]]
         specs = [TensorSpec(spec.name, "bfloat16", spec.shape) for spec in specs]
-        yield stack.enter_context(closing(Fleet(peers, specs, bucket_mb)))
+        yield stack.enter_context(closing(Fleet(peers, specs, WeightsConfig().bucket_mb)))
         if dist.is_initialized():
             dist.destroy_process_group()
 

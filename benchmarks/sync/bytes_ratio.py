@@ -15,42 +15,37 @@ from sluice.weights.delta import encode_change
 from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer, tensor_specs
 
 _PRETRAIN_LR = 1e-3
+_PRETRAIN_STEPS, _WARM_UP_STEPS, _MEASURED_STEPS = 60, 30, 5
 _BYTES = 256
 
 
-def bytes_ratios(
-    rates: Sequence[float], *, pretrain: int, warm_up: int, measured: int
-) -> dict[str, float]:
+def bytes_ratios(rates: Sequence[float]) -> dict[str, float]:
     """Median bytes of an update over bytes of all weights, by learning rate.
 
     A Llama of a few million parameters learns to predict the bytes of this project's documentation
-    for `pretrain` steps at a high rate. From there, for each rate: a new AdamW (PyTorch's defaults)
-    on float32 weights, `warm_up` steps so that its moments are those of a run under way, then
-    `measured` steps whose weights, rounded to bfloat16, are compared with those before.
+    for 60 steps at a high rate. From there, for each rate: a new AdamW (PyTorch's defaults) on
+    float32 weights, 30 steps so that its moments are those of a run under way, then 5 steps whose
+    weights, rounded to bfloat16, are compared with those before.
     """
     torch.manual_seed(0)
     model = _model()
     text = _text()
-    _train(model, text, _PRETRAIN_LR, pretrain)
+    _train(model, text, _PRETRAIN_LR, _PRETRAIN_STEPS)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ratios = {}
     for rate in rates:
         model.load_state_dict(start)
-        ratios[f"{rate:.0e}".replace("e-0", "e-")] = median(
-            _updates(model, text, rate, warm_up, measured)
-        )
+        ratios[f"{rate:.0e}".replace("e-0", "e-")] = median(_updates(model, text, rate))
     return ratios
 
 
-def _updates(
-    model: LlamaForCausalLM, text: torch.Tensor, rate: float, warm_up: int, measured: int
-) -> Iterator[float]:
+def _updates(model: LlamaForCausalLM, text: torch.Tensor, rate: float) -> Iterator[float]:
     bucket_bytes = WeightsConfig().bucket_mb << 20
     plan = plan_transfer(tensor_specs(model.named_parameters(), torch.bfloat16), bucket_bytes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    _train(model, text, rate, warm_up, optimizer)
+    _train(model, text, rate, _WARM_UP_STEPS, optimizer)
     before = _rounded(plan, model)
-    for _ in range(measured):
+    for _ in range(_MEASURED_STEPS):
         _train(model, text, rate, 1, optimizer)
         after = _rounded(plan, model)
         yield _change_bytes(plan, before, after) / plan.total_bytes

@@ -8,7 +8,7 @@ import random
 import threading
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,18 +63,14 @@ def spent_since(now: TelemetryAccount, before: TelemetryAccount) -> dict[str, fl
 
 
 @contextmanager
-def scraped_run(run_dir: Path, is_wanted: Callable[[], bool]) -> Iterator[Sequence[str]]:
+def scraped_run(run_dir: Path) -> Iterator[Sequence[str]]:
     """Read every process of a run every `INTERVAL_S` seconds, plus or minus half of that.
-
-    Args:
-        run_dir: the run's folder.
-        is_wanted: called before each time.
 
     Yields:
         The overrides with which the processes serve metrics.
     """
     over = threading.Event()
-    scraping = threading.Thread(target=_scrape, args=(run_dir, is_wanted, over), daemon=True)
+    scraping = threading.Thread(target=_scrape, args=(run_dir, over), daemon=True)
     scraping.start()
     try:
         yield [
@@ -85,10 +81,10 @@ def scraped_run(run_dir: Path, is_wanted: Callable[[], bool]) -> Iterator[Sequen
         scraping.join()
 
 
-def _scrape(run_dir: Path, is_wanted: Callable[[], bool], over: threading.Event) -> None:
+def _scrape(run_dir: Path, over: threading.Event) -> None:
     # At random, so that scrapes do not fall in step with what is measured.
     while not over.wait(random.uniform(0.5, 1.5) * INTERVAL_S):
-        for _ in _pages(run_dir) if is_wanted() else ():
+        for _ in _pages(run_dir):
             pass
 
 

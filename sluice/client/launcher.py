@@ -23,9 +23,11 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedProcess:
-    """A process of a run; `is_draining`: it leaves."""
+    """A process of a run; `pid` is 0 while it waits for its restart, `is_draining`: it leaves."""
 
     name: str
+    pid: int
+    restarts: int
     is_draining: bool
 
 
@@ -72,4 +74,7 @@ class Launcher:
             peer=_PEER,
             phase="asking for its processes",
         )
-        return tuple(LaunchedProcess(each.name, each.draining) for each in answer.services)
+        return tuple(
+            LaunchedProcess(each.name, each.pid, each.restarts, each.draining)
+            for each in answer.services
+        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import yaml
 
 from tests.support.documents import blocks
 from tests.support.source_tree import ROOT
 from tools.docs_site.fetch_mermaid import SHA256
-from tools.docs_site.hooks import MERMAID_ON_SITE, expanded_nav, nav_pages
+from tools.docs_site.hooks import MERMAID_ON_SITE, NavItem, expanded_nav
 
 DOCS = ROOT / "docs"
 TEXT = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -21,6 +22,16 @@ class _Settings(yaml.SafeLoader):
 
 _Settings.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
 SETTINGS = yaml.load(TEXT, _Settings)
+
+
+def nav_pages(nav: Sequence[NavItem]) -> list[str]:
+    """Return all pages of an expanded nav, in order."""
+    found: list[str] = []
+    for item in nav:
+        values = [item] if isinstance(item, str) else list(item.values())
+        for value in values:
+            found += [value] if isinstance(value, str) else nav_pages(value)
+    return found
 
 
 def test_every_page_is_in_the_nav_once_and_every_entry_is_a_page() -> None:

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from rich.console import Console
-from rich.table import Table
 
+from sluice.client.launcher import LaunchedProcess
 from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
@@ -40,15 +39,14 @@ from tools.launched_run import (
     SHORT_DEADLINES,
     SIZES,
     LaunchedRun,
-    Process,
     launched_run,
     prepare_run,
 )
 from tools.phases import PhaseError, say
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
-_START_S, _STEP_S, _END_S, _NEWS_S, _POLL_S = 240.0, 120.0, 20.0, 5.0, 0.2
-_NUM_QUESTIONS = 1000
+_START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
+_NUM_QUESTIONS, _NUM_EXAMPLES = 1000, 3
 _WINDOW_S = {"tiny": 4.0, "stretch": 10.0}
 
 
@@ -148,33 +146,15 @@ async def _go(
     say(f"step {observer.last_step}: {calm_s:g} s of calm")
     await asyncio.sleep(calm_s)
     faults_s = time.monotonic()
-    async with _beside(_print_news(observer, injector, faults_s)):
-        await injector.follow(schedule)
-        before = len(observer.steps_s)
-        try:
-            await injector.set_replicas(REPLICAS)
-            await run.until(
-                "a step after all faults", lambda: len(observer.steps_s) > before, _STEP_S
-            )
-            await asyncio.sleep(quiet_s)
-        except (PhaseError, SluiceError) as error:
-            failure = str(error)
+    await injector.follow(schedule)
+    before = len(observer.steps_s)
+    try:
+        await injector.set_replicas(REPLICAS)
+        await run.until("a step after all faults", lambda: len(observer.steps_s) > before, _STEP_S)
+        await asyncio.sleep(quiet_s)
+    except (PhaseError, SluiceError) as error:
+        failure = str(error)
     return Times(began_s, faults_s, time.monotonic()), failure
-
-
-async def _print_news(observer: Observer, injector: Injector, from_s: float) -> None:
-    """Print each fault as it comes, and where the run stands."""
-    num_printed, news_s = 0, 0.0
-    while True:
-        for one in injector.done[num_printed:]:
-            effect = f"not possible: {one.skipped}" if one.skipped else one.target
-            say(f"{one.at_s - from_s:7.1f} s  {one.fault.kind}: {effect}")
-        num_printed, now_s = len(injector.done), time.monotonic()
-        if now_s - news_s > _NEWS_S:
-            step, serving = observer.last_step, observer.serving
-            say(f"{now_s - from_s:7.1f} s  step {step}, {serving} replicas serve")
-            news_s = now_s
-        await asyncio.sleep(_POLL_S)
 
 
 async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> None:
@@ -189,7 +169,7 @@ async def _keep_far(injector: Injector, plugged: Cable, config_file: Path) -> No
     log = config_file.parent / f"{FAR}.log"
     while True:
         with started(command, log, environment, ends_within_s=_END_S) as process:
-            injector.far = Process(FAR, process.pid, 0, is_draining=False)
+            injector.far = LaunchedProcess(FAR, process.pid, 0, is_draining=False)
             try:
                 await asyncio.to_thread(process.wait)
             finally:
@@ -213,7 +193,7 @@ def _report(
     times: Times,
     options: argparse.Namespace,
 ) -> dict[str, object]:
-    """Judge the run; print tables; return the report without the run's end."""
+    """Judge the run; print what is wrong; return the report without the run's end."""
     run_dir, last_step = Path(config.sluice.run_dir), observer.last_step
     dumps = verdict.read_dumps(folder / "dumps")
     surviving = verdict.surviving_steps(dumps, observer.restarts, last_step)
@@ -230,7 +210,10 @@ def _report(
     full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)
     recoveries = _recoveries(observer, injector, times.end_s, full_rate, _WINDOW_S[options.size])
     known = [seconds for _, seconds in recoveries if seconds is not None]
-    _print_tables(recoveries, lost, doubled, differing, late)
+    _say_found("prompts lost", [f"{name}: {why}" for name, why in lost.items()])
+    _say_found("prompts trained twice", [f"{name}: {why}" for name, why in doubled.items()])
+    _say_found("digests that differ", [f"version {version}" for version in differing])
+    _say_found("waits past their deadline", late)
     return {
         "minutes": options.minutes,
         "seed": options.seed,
@@ -287,27 +270,10 @@ def _skipped(injector: Injector) -> dict[str, str]:
     return {kind: f"{len(why)} times: {why[0]}" for kind, why in sorted(reasons.items())}
 
 
-def _print_tables(
-    recoveries: Sequence[tuple[str, float | None]],
-    lost: dict[str, str],
-    doubled: dict[str, str],
-    differing: Sequence[int],
-    late: Sequence[str],
-) -> None:
-    """Print faults by kind with recoveries, then what has to be zero, with examples."""
-    console = Console(stderr=True)
-    faults = Table("fault", "injected", "s to 95 % (median)", "worst", "not seen before the end")
-    for row in verdict.recoveries_by_kind(recoveries):
-        faults.add_row(*row)
-    zeros = Table("has to be 0", "found", "examples")
-    for name, found in (
-        ("prompts lost", [f"{prompt_id}: {why}" for prompt_id, why in lost.items()]),
-        ("prompts trained twice", [f"{prompt_id}: {why}" for prompt_id, why in doubled.items()]),
-        ("digests that differ", [f"version {version}" for version in differing]),
-        ("waits past their deadline", late),
-    ):
-        zeros.add_row(name, str(len(found)), "; ".join(found[:3]))
-    console.print(faults, zeros)
+def _say_found(what: str, examples: Sequence[str]) -> None:
+    """Print what has to be nothing and is not, with examples."""
+    if examples:
+        say(f"FOUND {len(examples)} {what}: {'; '.join(examples[:_NUM_EXAMPLES])}")
 
 
 @asynccontextmanager

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sluice.client.launcher import Launcher
+from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.errors import SluiceError
 from sluice.launch.servicer import launcher_of
 from tools.chaos.cable import Cable
-from tools.launched_run import LaunchedRun, Process
+from tools.launched_run import LaunchedRun
+from tools.phases import say
 
 FAR = "rollout-far"
 # Cards in the deck, and seconds that the fault lasts, from and to.
@@ -86,11 +87,10 @@ def make_schedule(seed: int, seconds: float, interval_s: float) -> tuple[Fault, 
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """The effect of a fault: when (monotonic), what it hit, or why it could not be injected."""
+    """When a fault was injected (monotonic), or why it could not be."""
 
     fault: Fault
     at_s: float
-    target: str
     skipped: str = ""
 
 
@@ -112,7 +112,7 @@ class Injector:
 
     run: LaunchedRun
     cable: Cable | str
-    far: Process | None = None
+    far: LaunchedProcess | None = None
     done: list[Injected] = field(default_factory=list)
     stopped: list[tuple[str, float, float]] = field(default_factory=list)
 
@@ -126,7 +126,9 @@ class Injector:
                     target, why = await self._inject(fault, tasks), ""
                 except (_Impossible, SluiceError, ProcessLookupError) as error:
                     target, why = "", str(error) or "the process had just ended"
-                self.done.append(Injected(fault, time.monotonic(), target, why))
+                self.done.append(Injected(fault, time.monotonic(), why))
+                effect = f"not possible: {why}" if why else target
+                say(f"{fault.at_s:7.1f} s  {fault.kind}: {effect}")
 
     async def set_replicas(self, count: int) -> str:
         """Scale as `sluice scale` does; return the names of replicas that start or leave."""
@@ -167,12 +169,12 @@ class Injector:
             case _:
                 return await self.set_replicas(len(local) + (1 if action == "join" else -1))
 
-    def _stop(self, chosen: Process, seconds: float, tasks: asyncio.TaskGroup) -> str:
+    def _stop(self, chosen: LaunchedProcess, seconds: float, tasks: asyncio.TaskGroup) -> str:
         os.kill(chosen.pid, signal.SIGSTOP)
         tasks.create_task(self._resume(chosen, seconds), name=f"{chosen.name} resumes")
         return chosen.name
 
-    async def _resume(self, process: Process, seconds: float) -> None:
+    async def _resume(self, process: LaunchedProcess, seconds: float) -> None:
         from_s = time.monotonic()
         # A process that ends meanwhile must not be taken for another one with its id.
         handle = os.pidfd_open(process.pid)
@@ -207,7 +209,7 @@ class Injector:
             cable.is_cut, cable.delay_s = False, 0.0
 
 
-def _is_mortal(process: Process) -> bool:
+def _is_mortal(process: LaunchedProcess) -> bool:
     """Return whether it restarts when it is killed: not too often, or after a long life."""
     if process.restarts < _MOST_RESTARTS:
         return True
@@ -216,24 +218,24 @@ def _is_mortal(process: Process) -> bool:
     return up_s - ticks / os.sysconf("SC_CLK_TCK") > _LONG_LIFE_S
 
 
-def _chosen(fault: Fault, among: Sequence[Process]) -> Process:
+def _chosen(fault: Fault, among: Sequence[LaunchedProcess]) -> LaunchedProcess:
     if not among:
         raise _Impossible("no such process runs, or one more death would end the run")
     return among[int(fault.choice * len(among))]
 
 
-def _kill(process: Process) -> str:
+def _kill(process: LaunchedProcess) -> str:
     os.kill(process.pid, signal.SIGKILL)
     return process.name
 
 
-def _kill_all(core: Sequence[Process], replicas: Sequence[Process]) -> str:
+def _kill_all(core: Sequence[LaunchedProcess], replicas: Sequence[LaunchedProcess]) -> str:
     if sum(map(_is_mortal, core)) < len(_CORE):
         raise _Impossible("one more death in a row would end the run")
     return ", ".join(map(_kill, (*core, *filter(_is_mortal, replicas))))
 
 
-def _scorers(reward: Process | None) -> list[Process]:
+def _scorers(reward: LaunchedProcess | None) -> list[LaunchedProcess]:
     """Return the scorer processes of the reward service."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -243,7 +245,7 @@ def _scorers(reward: Process | None) -> list[Process]:
         except OSError:
             continue
         if reward and parent == reward.pid and b"services.reward.grading.process" in command:
-            found.append(Process("scorer", int(entry.name), 0, is_draining=False))
+            found.append(LaunchedProcess("scorer", int(entry.name), 0, is_draining=False))
     return sorted(found, key=lambda one: one.pid)
 
 

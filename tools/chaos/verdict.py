@@ -1,4 +1,4 @@
-"""What is left of a run under chaos: prompts, digests, waits, throughput; and the report.
+"""What is left of a run under chaos: prompts, digests, waits, throughput.
 
 The dumps of train batches (`trainer.rollout_data_dir`) show what was trained: a step that is
 trained again replaces its dump. The ledger shows the reward service's own view.
@@ -11,7 +11,6 @@ import math
 import re
 import sqlite3
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -229,16 +228,3 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 1)
-
-
-def recoveries_by_kind(
-    recoveries: Sequence[tuple[str, float | None]],
-) -> list[tuple[str, ...]]:
-    """Return rows of a table: kind, faults, median and worst seconds, faults without recovery."""
-    counts = Counter(kind for kind, _ in recoveries)
-    rows = []
-    for kind, count in sorted(counts.items()):
-        known = [seconds for one, seconds in recoveries if one == kind and seconds is not None]
-        figures = (str(percentile(known, share) or 0.0) if known else "-" for share in (0.5, 1.0))
-        rows.append((kind, str(count), *figures, str(count - len(known))))
-    return rows

@@ -2,7 +2,7 @@
 //
 //   node node_client.mjs PROTO_FOLDER FOLDER_OF_NODE_MODULES
 //
-// Input and output as of python_client.py. Replicas are those that the trainer says serve; a request
+// Input and output as of python_client.py. Replicas are those that the trainer reports as serving; a request
 // goes to the one with the smallest share of this client's own samples, a refused or broken one is
 // tried again with a growing wait, and a failure of another kind is reported with its kind.
 
@@ -116,9 +116,6 @@ async function answer(fleet, [number, messages], task, metadata) {
     if (firstS !== null) return;
     firstS = seconds(since);
     tell({ began: number });
-    if (task.vanish_after !== null && answered >= task.vanish_after) {
-      process.kill(process.pid, "SIGSTOP");
-    }
   };
   for (let retries = 0; ; retries += 1) {
     let address = null;
@@ -127,7 +124,6 @@ async function answer(fleet, [number, messages], task, metadata) {
       const tokens = await attempt(fleet, address, request, deadline, metadata, onToken);
       const total = seconds(since);
       tell({ done: number, seconds: total, first_s: firstS ?? total, tokens, retries });
-      answered += 1;
       return;
     } catch (error) {
       if (address) fleet.failed(address);
@@ -144,7 +140,6 @@ async function answer(fleet, [number, messages], task, metadata) {
 
 const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
 const task = JSON.parse((await lines.next()).value);
-let answered = 0;
 const metadata = new grpc.Metadata();
 metadata.set("sluice-client", task.name);
 const fleet = new Fleet(task.trainer);

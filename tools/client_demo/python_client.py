@@ -1,18 +1,15 @@
 """A client of the demo in Python, through the SDK: `python -m tools.client_demo.python_client`.
 
 Its first line of input is its task (a JSON object: run, name, concurrency, max_tokens, deadline_s,
-vanish_after, prompts); it answers ``{"ready": true}`` and begins with the second line. Then it
-prints a line for each prompt's first token (``began``), end (``done``) or failure (``failed``). A
-client that is to vanish stops itself when a prompt has begun after `vanish_after` answers, and the
-demo kills it there. The client in Node follows the same rules.
+prompts); it answers ``{"ready": true}`` and begins with the second line. Then it prints a line for
+each prompt's first token (``began``), end (``done``, with seconds, first_s, tokens and retries) or
+failure (``failed``). The client in Node follows the same rules.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 import time
 from collections import deque
@@ -39,11 +36,6 @@ def _notify(**what: object) -> None:
     sys.stdout.flush()
 
 
-def _perhaps_stop(task: dict[str, Any]) -> None:
-    if task["vanish_after"] is not None and task["answered"] >= task["vanish_after"]:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
 async def _one(client: AsyncClient, number: int, turns: Turns, task: dict[str, Any]) -> None:
     options = GenerateOptions(
         sampling=Sampling(max_tokens=task["max_tokens"], seed=number),
@@ -58,7 +50,6 @@ async def _one(client: AsyncClient, number: int, turns: Turns, task: dict[str, A
             elif isinstance(event, SampleDelta) and first_s is None:
                 first_s = time.monotonic() - began_s
                 _notify(began=number)
-                _perhaps_stop(task)
             elif isinstance(event, SampleFinished):
                 seconds = time.monotonic() - began_s
                 _notify(
@@ -68,7 +59,6 @@ async def _one(client: AsyncClient, number: int, turns: Turns, task: dict[str, A
                     tokens=event.rollout.num_tokens,
                     retries=retries,
                 )
-                task["answered"] += 1
 
 
 async def _work(
@@ -85,7 +75,6 @@ async def _work(
 async def main() -> None:
     """Ask all prompts, `concurrency` of them at a time."""
     task: dict[str, Any] = json.loads(await asyncio.to_thread(sys.stdin.readline))
-    task["answered"] = 0
     policy = RetryPolicy(patience_s=task["deadline_s"])
     async with AsyncClient.connect(task["run"], name=task["name"], policy=policy) as client:
         await client.replicas()

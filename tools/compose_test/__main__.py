@@ -1,9 +1,8 @@
-"""Run the loop in containers on this machine; `make compose-test`, `make compose-quickstart`.
+"""Run the loop in containers on this machine; `make compose-test`.
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
 (replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`,
-`strangers_told` (by a secured run), `page_told` (by its live page, HTTP status without and with a
-token), `scraped` (by Prometheus, null without one) and more. Exit
+`page_answers` (by a secured run's live page, HTTP status without and with a token) and more. Exit
 code 0: all is as it has to be; or there is no Docker engine and SLUICE_SKIP_WITHOUT_DOCKER=1 allows
 that. Needs Python and Docker, and no package.
 """
@@ -22,22 +21,10 @@ from pathlib import Path
 from tools.commands import CommandError, free_port
 from tools.compose_test.base_image import NoBaseImageError
 from tools.compose_test.engine import NoEngineError, engine
-from tools.compose_test.images import (
-    BASE_IMAGE,
-    build,
-    check_reward_image,
-    rebuild,
-    remove_images,
-)
-from tools.compose_test.overlays import (
-    PROMETHEUS_STAND_IN,
-    OverlayRun,
-    prometheus_stand_in,
-    remove_stand_in,
-)
+from tools.compose_test.images import build, check_reward_image, remove_images
+from tools.compose_test.overlays import SERVICES, WANTED_ANSWERS, page_answers
 from tools.compose_test.project import TAG, Project
-from tools.compose_test.run_record import read_metrics
-from tools.compose_test.scenario import RUN, Scenario
+from tools.compose_test.scenario import Scenario
 from tools.phases import PhaseError, Phases, conclude, say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +38,7 @@ _COUNTS, _KILLED = (3, 1, 4), ("rollout", "reward", "trainer")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the test, or the quickstart."""
+    """Run the test; return the exit code."""
     options = _parse(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has them ignored
         signal.signal(number, signal.default_int_handler)  # containers are taken down all the same
@@ -66,28 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             if os.environ.get(SKIP_VARIABLE) == "1":
                 return conclude({"skipped": str(error)}, [])
             return conclude({"error": str(error)}, [str(error)])
-        work = _quickstart if options.quickstart else _test
-        return work(options, phases, scratch)
-
-
-def _quickstart(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
-    """Show the run to its end; containers and volume stay, for a look."""
-    try:
-        project = Project(ROOT, "sluice", {})
-        build(project, phases)
-        code = project.follow("up", "--no-build")
-        file = scratch / "metrics.jsonl"
-        project.copy_out(f"{RUN}/metrics.jsonl", file)
-    except _FAILURES as error:
-        say(f"failed: {error}")
-        return 1
-    accuracy = read_metrics(file).accuracy
-    say(f"held-out accuracy: {accuracy}")
-    say(f"to take it down, with the model: {project.client} down -v")
-    failed = [s.service for s in project.containers().values() if s.exit_code != 0]
-    for service in failed:
-        say(f"FAILED: {service}; see {project.client} logs {service}")
-    return code if code else int(bool(failed) or accuracy is None)
+        return _test(options, phases, scratch)
 
 
 def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
@@ -104,32 +70,23 @@ def _test(options: argparse.Namespace, phases: Phases, scratch: Path) -> int:
         name = f"sluice-test-{os.getpid()}"
         project = Project(ROOT, name, variables, [_network(scratch / "main.yaml", _SUBNET)])
         build(project, phases)
-        if not options.only_overlays:
-            rebuild(project, phases)
-            check_reward_image()
-            scenario = Scenario(project, phases, options.patience)
-            try:
-                with _taken_down(project, phases, keep=options.keep):
-                    _drive(scenario)
-            finally:
-                report |= scenario.outcome.report()
-            problems += scenario.outcome.problems(_KILLED, _COUNTS)
+        check_reward_image()
+        scenario = Scenario(project, phases, options.patience)
+        try:
+            with _taken_down(project, phases, keep=options.keep):
+                _drive(scenario)
+        finally:
+            report |= scenario.outcome.report()
+        problems += scenario.outcome.problems()
         network = _network(scratch / "overlays.yaml", _OVERLAYS_SUBNET)
-        project, overlays = _overlay_run(phases, variables, network, options.patience)
-        with _taken_down(project, phases, keep=options.keep):
-            overlays.run()
-        problems += overlays.problems()
-        report |= {
-            "strangers_told": overlays.answers,
-            "page_told": overlays.page_answers,
-            "scraped": overlays.targets,
-        }
+        report["page_answers"] = answers = _run_overlays(phases, variables, network, options)
+        if answers != WANTED_ANSWERS:
+            problems.append(f"the page answered {answers}, wanted: {WANTED_ANSWERS}")
     except _FAILURES as error:
         problems.append(str(error))
     finally:
         if not options.keep:
             remove_images()
-            remove_stand_in()
     return conclude(report, problems)
 
 
@@ -156,23 +113,19 @@ def _taken_down(project: Project, phases: Phases, *, keep: bool) -> Iterator[Non
                 project.down()
 
 
-def _overlay_run(
-    phases: Phases, variables: dict[str, str], network: Path, patience_s: float
-) -> tuple[Project, OverlayRun]:
-    has_prometheus = prometheus_stand_in(BASE_IMAGE)
-    page_port, prometheus_port = free_port(), free_port() if has_prometheus else None
-    say("Prometheus: " + ("this machine's own" if has_prometheus else "none here, so it is left"))
-    further = {"SLUICE_DASHBOARD_PORT": str(page_port)}
-    if has_prometheus:
-        further["SLUICE_PROMETHEUS_IMAGE"] = PROMETHEUS_STAND_IN
-        further["SLUICE_PROMETHEUS_PORT"] = str(prometheus_port)
+def _run_overlays(
+    phases: Phases, variables: dict[str, str], network: Path, options: argparse.Namespace
+) -> tuple[int, ...]:
+    """Train a step with the overlays; return what the page answers."""
+    port = free_port()
     files = [ROOT / f"compose.{name}.yaml" for name in ("secure", "dashboard", "observability")]
     name = f"sluice-overlays-{os.getpid()}"
-    project = Project(ROOT, name, variables | further, [*files, network])
-    scenario = Scenario(project, phases, patience_s, "overlays: ")
-    return project, OverlayRun(
-        project, phases, scenario, page_port=page_port, prometheus_port=prometheus_port
-    )
+    variables = variables | {"SLUICE_DASHBOARD_PORT": str(port)}
+    project = Project(ROOT, name, variables, [*files, network])
+    with _taken_down(project, phases, keep=options.keep):
+        Scenario(project, phases, options.patience, "overlays: ").start(2, *SERVICES)
+        with phases.phase("overlays: the page requires a token"):
+            return page_answers(project, port)
 
 
 def _drive(scenario: Scenario) -> None:
@@ -190,10 +143,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m tools.compose_test",
         description="Trains in containers, scales and kills them, and checks what is left.",
         epilog="example: python -m tools.compose_test --steps 80",
-    )
-    parser.add_argument("--quickstart", action="store_true", help="only train, and show it")
-    parser.add_argument(
-        "--only-overlays", action="store_true", help="only a secured run, its page and Prometheus"
     )
     parser.add_argument("--steps", type=int, default=80, help="of training")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for each wait")

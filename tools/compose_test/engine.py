@@ -1,6 +1,6 @@
 """A Docker engine: the one that runs, or one that is started for the time of a test.
 
-Packages are installed only where the caller says so, since that changes the machine.
+It installs packages only if the caller allows it, since that changes the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def engine(log: Path) -> Iterator[str]:
         log: of an engine that is started here.
 
     Raises:
-        NoEngineError: there is none, and none can be started; the message says why.
+        NoEngineError: there is none, and none can be started; the message has the reason.
     """
     if _answers():
         yield "the one that runs here"

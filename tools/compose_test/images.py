@@ -1,12 +1,10 @@
-"""The two images: built, built again after a change of source, and checked."""
+"""The two images: built and checked."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tools.commands import CommandError, output_of, succeeds
@@ -16,8 +14,6 @@ from tools.phases import Phases, say
 
 BASE_IMAGE = "python:3.11-slim"
 _IMAGES = ("sluice", "sluice-reward")
-# Of the wheel and of what is installed from it: the last two of the Dockerfile.
-_SOURCE_LAYERS = 2
 _BUILD_S, _LOOK_S, _REMOVE_S = 3600.0, 60.0, 300.0
 _WITHOUT_TORCH = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is not None)"
 
@@ -34,25 +30,6 @@ def build(project: Project, phases: Phases) -> None:
         project.run("build", timeout_s=_BUILD_S)
 
 
-def rebuild(project: Project, phases: Phases) -> None:
-    """Build again with a source file more; packages have to come from the layers that are there.
-
-    Raises:
-        CommandError: it failed, or more than the last layers are others.
-    """
-    before = {name: _layers(name) for name in _IMAGES}
-    with phases.phase("build after a change of source"), _changed_source(project.folder):
-        project.run("build", timeout_s=_BUILD_S)
-    after = {name: _layers(name) for name in _IMAGES}
-    if any(after[name][0] == before[name][0] for name in _IMAGES):
-        raise CommandError("a change of source came into no image, or into one only")
-    # By number: their tags are the second ones' by now.
-    succeeds("docker", "image", "rm", *(before[name][0] for name in _IMAGES), timeout_s=_REMOVE_S)
-    for name in _IMAGES:
-        if after[name][1:-_SOURCE_LAYERS] != before[name][1:-_SOURCE_LAYERS]:
-            raise CommandError(f"{name}: a change of source renewed layers of packages")
-
-
 def check_reward_image() -> None:
     """Check that the reward service's image holds no torch; raise CommandError if it does."""
     run = ("docker", "run", "--rm", "--entrypoint", "python", f"sluice-reward:{TAG}")
@@ -66,24 +43,6 @@ def remove_images() -> None:
     """Remove images of this test; layers stay for the next build, until `docker builder prune`."""
     names = [f"{name}:{TAG}" for name in _IMAGES]
     succeeds("docker", "image", "rm", *names, timeout_s=_REMOVE_S)
-
-
-def _layers(name: str) -> list[str]:
-    """Return an image's id, then its layers."""
-    form = "{{.Id}} {{range .RootFS.Layers}}{{.}} {{end}}"
-    command = ("docker", "image", "inspect", "--format", form, f"{name}:{TAG}")
-    return output_of(*command, timeout_s=_LOOK_S).split()
-
-
-@contextmanager
-def _changed_source(folder: Path) -> Iterator[None]:
-    """Add a file that was not there before to the package that both images hold."""
-    added = folder / "sluice" / "added_by_compose_test.py"
-    added.write_text('"""A change of source."""\n', encoding="utf-8")
-    try:
-        yield
-    finally:
-        added.unlink(missing_ok=True)
 
 
 def _cpu_torch(root: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class Project:
     ) -> None:
         self.folder, self.name = folder, name
         self._client = _client()
-        self.client = " ".join(self._client)
         files = [str(folder / "compose.yaml"), *map(str, overlays)]
         self._files = [word for file in files for word in ("-f", file)]
         self._environment = {
@@ -83,15 +81,6 @@ class Project:
             environment=self._environment,
             folder=self.folder,
         )
-
-    def follow(self, *arguments: str) -> int:
-        """Run a command with its output passed on; return the exit code."""
-        return subprocess.run(
-            [*self._client, *self._files, *arguments],
-            env={**os.environ, **self._environment},
-            cwd=self.folder,
-            check=False,
-        ).returncode
 
     def containers(self, service: str | None = None) -> dict[str, ContainerState]:
         """Return state by id of all containers of a service, or of all services."""

@@ -8,18 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-_ENDS = (
-    "trained",
-    "filtered_all_right",
-    "filtered_all_wrong",
-    "filtered_uniform",
-    "dropped_stale",
-    "dropped_failed",
-    "dropped_surplus",
-    "skipped",
-    "pending",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
@@ -44,12 +32,6 @@ def read_metrics(file: Path) -> RunRecord:
         tuple(int(row.get("rollout/replicas") or 0) for row in steps),
         found[-1] if found else None,
     )
-
-
-def prompts_lost(accounts: Mapping[str, float]) -> int:
-    """Return the number of submitted prompts without any end, by accounts.json."""
-    explained = sum(accounts.get(name, 0.0) for name in _ENDS)
-    return int(accounts.get("prompts_lost", 0.0) or accounts.get("submitted", 0.0) - explained)
 
 
 def _accuracy(row: Mapping[str, float | None]) -> float | None:

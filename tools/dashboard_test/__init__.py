@@ -1,1 +1,1 @@
-"""Use the live page of a run that trains, in a real browser; `make dashboard-test`."""
+"""Open the live page of a run that trains in a real browser; `make dashboard-test`."""

@@ -1,139 +1,211 @@
-"""Use the live page of a training run in headless Chromium; `make dashboard-test`.
+"""Open the live page of a training run in headless Chromium; `make dashboard-test`.
 
 The last line printed is one JSON object: `passed`, `phases` (seconds by name), `problems`. Exit
-code 0: all is as it has to be; or there is no browser and SLUICE_SKIP_WITHOUT_CHROMIUM=1 allows it.
-Needs Playwright beside Python; the run is started with the Python of `--python`.
+code 0: nothing is wrong; or there is no browser and SLUICE_SKIP_WITHOUT_CHROMIUM=1 allows it.
+Needs Playwright beside Python; the Python of `--python` starts the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from tools.commands import NoProgramError
-from tools.dashboard_test.chromium import chromium, launch_arguments
-from tools.dashboard_test.click_through import ClickThrough
-from tools.dashboard_test.page_watch import PageWatch
-from tools.dashboard_test.training import Training
-from tools.phases import Phases, conclude, say
+from tools.commands import NoProgramError, ensure_programs
+from tools.dashboard_test.training import HOSTILE, HOSTILE_PROMPT, Training
+from tools.phases import PhaseError, Phases, conclude, say, until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import ConsoleMessage, Page
 
 SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_CHROMIUM"
+_CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _TOKEN = "a-token-of-the-browser-test-alone"
-_SAMPLES = 8  # of the quickstart's groups
-_VIEW = {"width": 1280, "height": 800}
+_VIEW, _NARROW = {"width": 1280, "height": 800}, {"width": 400, "height": 800}
+_NUM_CHARTS, _WAIT_S = 8, 120.0
+_STEP = 'Number(document.getElementById("fact-step").textContent.split(" ")[0].replace(",", ""))'
+_CHARTS = f"document.querySelectorAll('.chart canvas').length >= {_NUM_CHARTS}"
+_ROWS = "document.querySelectorAll('#sample-table button.open').length"
+_OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the test."""
     options, phases = _parse(arguments), Phases()
     try:
-        path = chromium()
+        browser = chromium()
     except NoProgramError as error:
         say(f"NO BROWSER: {error}")
         if os.environ.get(SKIP_VARIABLE) == "1":
             return conclude({"phases": {}, "skipped": str(error)}, [])
         return conclude({"phases": {}}, [str(error)])
+    problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="sluice-dashboard-") as scratch:
         log = options.pictures / "run.log"
         try:
             with Training(options.python, Path(scratch) / "run", log, options.steps) as training:
-                problems = _use(training, path, options, phases)
+                _use(training, browser, options, phases, problems)
         except Exception as error:  # noqa: BLE001 - Playwright's errors are reported like ours
-            problems = [f"{type(error).__name__}: {error}"]
+            problems.append(f"{type(error).__name__}: {error}")
     return conclude({"phases": phases.seconds}, problems)
 
 
-def _use(training: Training, path: str, options: argparse.Namespace, phases: Phases) -> list[str]:
+def _use(
+    training: Training,
+    browser: str,
+    options: argparse.Namespace,
+    phases: Phases,
+    problems: list[str],
+) -> None:
     with phases.phase("start of the run"):
         url = training.url(options.patience)
-    problems: list[str] = []
-    with _page(path) as page:
-        watch = PageWatch(page)
-        try:
-            page.goto(url)
-            _while_it_trains(ClickThrough(page, options.pictures), training, phases)
-        except Exception:
-            page.screenshot(path=str(options.pictures / "failure.png"))
-            raise
-        finally:
-            watch.check_layout()
-            problems += watch.problems
-            say(f"{watch.num_requests} requests, {len(watch.problems)} problems: {watch.problems}")
+    with _page(browser, url, problems, options.pictures / "running.png") as page:
+        with phases.phase("the page while it trains"):
+            see_the_run(page)
+        with phases.phase("every panel has data"):
+            see_the_panels(page)
+        with phases.phase("a search"):
+            training.add_hostile_group()
+            find_a_hostile_group(page)
+        with phases.phase("a narrow window"):
+            page.set_viewport_size(_NARROW)
+            _until(page, f"{_OVERFLOW} <= 0")
     with phases.phase("end of the run"):
         training.wait(options.patience)
-    with _page(path) as page:
-        watch = PageWatch(page)
-        page.goto(training.report.as_uri())
-        with phases.phase("the exported page"):
-            ClickThrough(page, options.pictures).read_the_report()
-        problems += watch.problems
-    with training.page_afterwards(options.patience) as url, _page(path) as page:
-        watch = PageWatch(page)
-        page.goto(url)
-        _afterwards(ClickThrough(page, options.pictures), page, phases)
-        problems += watch.problems
-    with training.page_afterwards(options.patience, _TOKEN) as url, _page(path) as page:
-        watch = PageWatch(page, expected="401 (Unauthorized)")
-        page.goto(url)
-        with phases.phase("a token"):
-            ClickThrough(page, options.pictures).show_a_token(_TOKEN)
-        problems += watch.problems
-    return problems
-
-
-def _while_it_trains(user: ClickThrough, training: Training, phases: Phases) -> None:
-    with phases.phase("first look"):
-        user.see_the_run()
-    training.add_hostile_group()
-    for name, act in (
-        ("a step is done", user.see_a_step_done),
-        ("charts", user.see_the_charts),
-        ("all wrong", user.find_all_wrong_groups),
-        ("search", user.find_a_text),
-        ("hostile response", user.read_a_hostile_group),
-        ("open a group", lambda: user.read_a_group(_SAMPLES)),
-        ("keyboard alone", user.use_the_keyboard_alone),
+    report = options.pictures / "report.png"
+    with (
+        phases.phase("the exported page"),
+        _page(browser, training.report.as_uri(), problems, report) as page,
     ):
-        with phases.phase(name):
-            act()
-    user.picture("running")
+        _until(page, _CHARTS)
+        _until(page, f"{_ROWS} >= 1")
+    refused, shown = "401 (Unauthorized)", options.pictures / "finished.png"
+    with (
+        phases.phase("a token"),
+        training.page_with_token(_TOKEN, options.patience) as url,
+        _page(browser, url, problems, shown, expected=refused) as page,
+    ):
+        show_a_token(page, _TOKEN)
 
 
-def _afterwards(user: ClickThrough, page: Page, phases: Phases) -> None:
-    with phases.phase("the page afterwards"):
-        user.see_the_end()
-    with phases.phase("pictures"):
-        user.picture("overview")
-        user.picture("accounting", "#accounting")
-        page.emulate_media(color_scheme="dark")
-        user.picture("overview-dark")
+def see_the_run(page: Page) -> None:
+    """Check that the first lines are filled, and that the step rises without a reload."""
+    _until(page, "document.getElementById('verdict').dataset.verdict !== 'loading'")
+    _until(page, f"{_STEP} > 0")
+    before = int(page.evaluate(_STEP))
+    _until(page, f"{_STEP} > {before}")
+    facts = ("phase", "step", "accuracy", "reward", "tokens", "wait")
+    if empty := [name for name in facts if page.locator(f"#fact-{name}").inner_text() == "-"]:
+        raise PhaseError(f"the first lines show nothing for: {', '.join(empty)}")
+
+
+def see_the_panels(page: Page) -> None:
+    """Check that charts, accounting, fleet and samples show something."""
+    _until(page, _CHARTS)
+    _until(page, f"document.querySelectorAll('.chart .plot[aria-label]').length >= {_NUM_CHARTS}")
+    _until(page, "document.querySelectorAll('#accounts table').length >= 3")
+    _until(page, "document.querySelectorAll('#fleet-table tbody tr').length >= 1")
+    _until(page, f"{_ROWS} >= 1")
+
+
+def find_a_hostile_group(page: Page) -> None:
+    """Search for a group whose responses hold markup; check that the page shows it as text."""
+    page.get_by_label("Text of prompt or response").fill("FOLLOWED by a hostile")
+    page.get_by_role("button", name="Find").click()
+    _until(page, f"{_ROWS} === 1")
+    if HOSTILE_PROMPT not in page.locator("#sample-table tbody").inner_text():
+        raise PhaseError("the search found something else")
+    page.locator("#sample-table button.open").first.click()
+    page.locator("#group pre.response").first.wait_for()
+    shown = page.locator("#group pre.response").all_inner_texts()
+    if shown != [HOSTILE] * 2 or page.locator("#group img, #group script").count():
+        raise PhaseError(f"the page changed the response: {shown}")
+
+
+def show_a_token(page: Page, token: str) -> None:
+    """Check that a wrong token shows nothing of the run, and the right one all of it."""
+    page.get_by_label("Token", exact=True).fill("another-token-of-many-characters")
+    page.keyboard.press("Enter")
+    page.get_by_text("This token is not one of the run's.").wait_for()
+    if page.locator("#run").is_visible():
+        raise PhaseError("the page shows the run without a token")
+    page.get_by_label("Token", exact=True).fill(token)
+    page.get_by_role("button", name="Show the run").click()
+    page.wait_for_selector('#verdict[data-verdict="finished"]')
+    page.wait_for_selector("#sample-table button.open")
 
 
 @contextmanager
-def _page(path: str) -> Iterator[Page]:
+def _page(
+    browser: str, url: str, problems: list[str], picture: Path, expected: str = ""
+) -> Iterator[Page]:
+    """Open a page; note requests to other hosts, errors of scripts and messages of the console.
+
+    Args:
+        browser: the path of a Chromium.
+        url: of the page.
+        problems: gets what must never happen.
+        picture: a screenshot at the end of the block, also of a failure.
+        expected: a message of the console with this text is no problem.
+    """
     from playwright.sync_api import sync_playwright
 
+    def note_message(message: ConsoleMessage) -> None:
+        is_expected = expected and expected in message.text
+        if message.type in {"error", "warning"} and not is_expected:
+            problems.append(f"console: {message.text}")
+
+    def note_request(target: str) -> None:
+        # An exported page is a file, and may request nothing else.
+        if urlsplit(target).hostname != "127.0.0.1" and target != url:
+            problems.append(f"request to elsewhere: {target}")
+
+    # In containers Chromium needs these: no sandbox as root, and a small /dev/shm.
+    flags = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=launch_arguments())
+        process = playwright.chromium.launch(executable_path=browser, args=flags)
         try:
-            yield browser.new_page(viewport=_VIEW, reduced_motion="reduce")
+            page = process.new_page(viewport=_VIEW, reduced_motion="reduce")
+            page.set_default_timeout(1000 * _WAIT_S)
+            page.on("request", lambda request: note_request(request.url))
+            page.on("console", note_message)
+            page.on("pageerror", lambda error: problems.append(f"script error: {error}"))
+            page.goto(url)
+            try:
+                yield page
+            finally:
+                page.screenshot(path=str(picture))
         finally:
-            browser.close()
+            process.close()
+
+
+def _until(page: Page, condition: str) -> None:
+    """Poll from outside: the page's policy forbids Playwright's own wait, which evaluates text."""
+    until(condition, lambda: bool(page.evaluate(condition)), timeout_s=_WAIT_S)
+
+
+def chromium() -> str:
+    """Return the path of one; install Debian's package only if SLUICE_INSTALL_CHROMIUM=1.
+
+    Raises:
+        NoProgramError: there is none.
+    """
+    if not any(map(shutil.which, _CHROMIUMS)):
+        ensure_programs(("chromium",), ("chromium",), "SLUICE_INSTALL_CHROMIUM")
+    return next(path for name in _CHROMIUMS if (path := shutil.which(name)))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.dashboard_test",
-        description="Uses the live page of a training run in headless Chromium.",
+        description="Opens the live page of a training run in headless Chromium.",
         epilog="example: python -m tools.dashboard_test --python .venv/bin/python",
     )
     parser.add_argument("--python", default=sys.executable, help="with the project's packages")

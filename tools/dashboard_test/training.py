@@ -84,23 +84,13 @@ class Training:
             raise PhaseError(f"the run ended with exit code {code}; see {self._log}")
 
     @contextmanager
-    def page_afterwards(self, timeout_s: float, token: str | None = None) -> Iterator[str]:
+    def page_with_token(self, token: str, timeout_s: float) -> Iterator[str]:
         """Run `sluice dashboard` on the run's folder within the block; yield its address.
 
         Args:
+            token: one that the page requires from here on.
             timeout_s: seconds to wait for the address.
-            token: a token that the page requires from here on.
         """
-        if token is not None:
-            self._configure(token)
-        with self._started("dashboard", str(self.run_dir)) as process:
-            until("sluice dashboard", self._url_file.is_file, timeout_s=timeout_s)
-            yield self._url_file.read_text(encoding="utf-8").strip()
-        if process.returncode != 0:
-            raise PhaseError(f"sluice dashboard ended with exit code {process.returncode}")
-
-    def _configure(self, token: str) -> None:
-        """Add a file with the token to the run's configuration."""
         secret = self.run_dir / "page.token"
         secret.touch(mode=0o600)
         secret.write_text(f"{token}\n", encoding="utf-8")
@@ -110,6 +100,11 @@ class Training:
             raise PhaseError(f"{file} does not hold {_NO_TOKENS!r} exactly once")
         named = f"token_file: {json.dumps(str(secret.absolute()))}"
         file.write_text(text.replace(_NO_TOKENS, named), encoding="utf-8")
+        with self._started("dashboard", str(self.run_dir)) as process:
+            until("sluice dashboard", self._url_file.is_file, timeout_s=timeout_s)
+            yield self._url_file.read_text(encoding="utf-8").strip()
+        if process.returncode != 0:
+            raise PhaseError(f"sluice dashboard ended with exit code {process.returncode}")
 
     def _started(self, *arguments: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
         command = (self._python, "-m", "sluice.cli.main", *arguments)

@@ -71,16 +71,6 @@ def _expanded(item: NavItem, docs: Path) -> NavItem:
     return {title: value if isinstance(value, str) else expanded_nav(value, docs)}
 
 
-def nav_pages(nav: Sequence[NavItem]) -> list[str]:
-    """Return all pages of an expanded nav, in order."""
-    found: list[str] = []
-    for item in nav:
-        values = [item] if isinstance(item, str) else list(item.values())
-        for value in values:
-            found += [value] if isinstance(value, str) else nav_pages(value)
-    return found
-
-
 def with_site_links(markdown: str, source: str, repository_url: str) -> str:
     """Return a page's text with mended links out of docs/; blocks of code stay as they are.
 

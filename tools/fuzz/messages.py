@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.struct_pb2 import Struct
 
-from tools.fuzz.nasty_images import small_png
-from tools.fuzz.nasty_values import nasty_scalar, nasty_text
+from tools.fuzz.nasty_values import nasty_scalar, nasty_text, small_png
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -1,10 +1,7 @@
-"""The values that the chart is rendered with: its own, the examples', the page's, and corners."""
+"""The values that the chart is rendered with: its own, the examples', and corners."""
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +11,6 @@ Values = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "sluice"
 EXAMPLES = CHART.parent / "examples"
-PAGE = ROOT / "docs" / "deployment" / "kubernetes.md"
-_CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_OPTIONS_WITH_VALUE = ("-n", "--namespace")
-_FLAGS = ("--install", "--create-namespace", "--wait")
-# Lists and quoted signs, which no command of the page needs.
-_UNSUPPORTED = re.compile(r"[\\{}\[\]]")
-_WHOLE = re.compile(r"-?[1-9][0-9]*|0")
-_WORDS: dict[str, object] = {"true": True, "false": False, "null": None}
 
 _EVERYTHING_OFF: Values = {
     "networkPolicy": {"enabled": False},
@@ -90,13 +79,9 @@ _EVERYTHING_ON: Values = {
 # Values that Helm must refuse, and the field that its message must name.
 REFUSED: tuple[tuple[str, Values], ...] = (
     ("rollout/replicas", {"rollout": {"replicas": "two"}}),
-    ("rollout/replicas", {"rollout": {"replicas": -1}}),
     ("replica", {"rollout": {"replica": 2}}),
     ("rollout/maxUnavailable", {"rollout": {"maxUnavailable": 0}}),
-    ("rollout/maxUnavailable", {"rollout": {"maxUnavailable": "0%"}}),
-    ("rollout/maxUnavailable", {"rollout": {"maxUnavailable": "00%"}}),
     ("trainer/backoffLimit", {"trainer": {"backoffLimit": -1}}),
-    ("replicas", {"replicas": 2}),
     ("devices/kind", {"devices": {"kind": "tpu"}}),
     ("gpus", {"trainer": {"gpus": 2}}),
     ("trainer/ranks", {"trainer": {"ranks": 0}}),
@@ -110,7 +95,6 @@ REFUSED: tuple[tuple[str, Values], ...] = (
     ("run/settings/0", {"run": {"settings": ["--restart"]}}),
     ("security/files/key", {"security": {"files": {"key": "../key"}}}),
     ("networkPolicy/transferPorts/first", {"networkPolicy": {"transferPorts": {"first": 0}}}),
-    ("shutdownGraceSeconds", {"shutdownGraceSeconds": "long"}),
     ("metrics/podMonitor/interval", {"metrics": {"podMonitor": {"interval": "often"}}}),
     ("fullnameOverride", {"fullnameOverride": "Sluice"}),
     ("image/pullPolicy", {"image": {"pullPolicy": "Sometimes"}}),
@@ -140,8 +124,6 @@ REFUSED: tuple[tuple[str, Values], ...] = (
         {"run": {"settings": ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"]}},
     ),
     ("metrics.podMonitor.enabled", {"metrics": {"podMonitor": {"enabled": True}}}),
-    ("metrics.prometheusRule.enabled", {"metrics": {"prometheusRule": {"enabled": True}}}),
-    ("metrics.dashboards.enabled", {"metrics": {"dashboards": {"enabled": True}}}),
 )
 
 
@@ -156,66 +138,4 @@ def value_sets() -> dict[str, Values]:
         "everything-on": _EVERYTHING_ON,
         "job-of-another-cluster": _JOB_OF_ANOTHER_CLUSTER,
     }
-    return {"defaults": {}, **examples, **documented_values(), **corners}
-
-
-def documented_values(page: Path = PAGE) -> dict[str, Values]:
-    """Return the values of each `helm install` and `helm upgrade` that the page quotes.
-
-    Raises:
-        ValueError: a command has an option that this module does not read.
-    """
-    found = enumerate(_commands(page.read_text(encoding="utf-8")), start=1)
-    return {f"documented-{number}": values_of(words) for number, words in found}
-
-
-def _commands(text: str) -> Iterator[list[str]]:
-    for block in _CONSOLE.findall(text):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if words[:1] == ["helm"] and words[1:2] in (["install"], ["upgrade"]):
-                yield words[2:]
-
-
-def values_of(words: list[str]) -> Values:
-    """Return what one command sets: `--set-string` above `--set`, both above files."""
-    values: Values = {}
-    given: dict[str, list[str]] = {"-f": [], "--set": [], "--set-string": []}
-    rest = iter(words)
-    for word in rest:
-        if word in given:
-            given[word].append(next(rest))
-        elif word in _OPTIONS_WITH_VALUE:
-            next(rest)
-        elif word.startswith("-") and word not in _FLAGS:
-            raise ValueError(f"{word}: this test cannot read it; read it as Helm does")
-    for file in given["-f"]:
-        _merge(values, yaml.safe_load((ROOT / file).read_text(encoding="utf-8")))
-    for option in ("--set", "--set-string"):
-        for pair in (one for text in given[option] for one in text.split(",")):
-            key, _, text = pair.partition("=")
-            if _UNSUPPORTED.search(pair):
-                raise ValueError(f"{option} {pair}: this test cannot read it; read it as Helm does")
-            _merge(values, _nested(key, typed(text) if option == "--set" else text))
-    return values
-
-
-def typed(text: str) -> object:
-    """Return a value of `--set`: whole numbers and three words are no text."""
-    if text in _WORDS:
-        return _WORDS[text]
-    return int(text) if _WHOLE.fullmatch(text) else text
-
-
-def _nested(key: str, value: object) -> Values:
-    first, _, below = key.partition(".")
-    return {first: _nested(below, value) if below else value}
-
-
-def _merge(lower: Values, upper: Values) -> None:
-    for key, value in upper.items():
-        below = lower.get(key)
-        if isinstance(value, dict) and isinstance(below, dict):
-            _merge(below, value)
-        else:
-            lower[key] = value
+    return {"defaults": {}, **examples, **corners}

@@ -132,10 +132,6 @@ def _scrape(server: PrometheusServer, phases: Phases, found: dict[str, object]) 
         _until("a recorded rate", lambda: (server.value(rate) or 0.0) > 0.0)
     with phases.phase("dashboards"):
         _query_dashboards(server, found)
-    found["trained_tokens"] = server.value(trained)
-    found["steps"] = server.value("sluice_trainer_steps_total")
-    found["wanted_replicas"] = server.value("sluice_rollout_demand_replicas")
-    found["series"] = server.value('count({__name__=~"sluice_.*"})')
 
 
 def _query_dashboards(server: PrometheusServer, found: dict[str, object]) -> None:
@@ -144,7 +140,6 @@ def _query_dashboards(server: PrometheusServer, found: dict[str, object]) -> Non
     panels = [panel for file in files for panel in json.loads(file.read_text("utf-8"))["panels"]]
     targets = [target for panel in panels for target in panel.get("targets", ())]
     empty = [target["expr"].replace("$run", _RUN) for target in targets]
-    found["dashboard_queries"] = len(empty)
 
     def unanswered() -> list[str]:
         for query in list(empty):
@@ -168,7 +163,6 @@ def _stop_a_replica(
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
             _until("an alert", lambda: server.value(down) is not None)
-            found["alert"] = [labels["instance"] for labels, _ in server.query(_DOWN_FIRES)]
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
     with phases.phase("the alert ends"):

@@ -38,15 +38,10 @@ def main(arguments: Sequence[str]) -> int:
     report: dict[str, object] = {"phases": phases.seconds}
     problems: list[str] = []
     try:
-        if options.only != "job":
-            problems += _train(folder, processes, phases, options, report)
-        if options.only != "training":
-            problems += _submit(folder, processes, phases, options.patience, report)
+        problems += _train(folder, processes, phases, options, report)
+        problems += _submit(folder, processes, phases, options.patience, report)
     finally:
-        if options.keep:
-            say(f"files: {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return conclude(report, problems)
 
 
@@ -110,8 +105,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for each wait")
-    parser.add_argument("--only", choices=("training", "job"), help="one half of the test")
-    parser.add_argument("--keep", action="store_true", help="leave the folder of run and cluster")
     return parser.parse_args(arguments)
 
 

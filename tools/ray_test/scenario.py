@@ -35,8 +35,6 @@ FROM_NODES = (
 )
 # Trainer and reward service stay on the head, so that each other node may be lost.
 PLACES = ("trainer=head:1", "reward=head:1", "rollout=NPU:1")
-_COUNTS = (2, 3, 1)
-_KILLED = ("replica", "actor", "trainer", "node")
 _POLL_S, _GONE_S, _END_S, _SCALE_S = 0.5, 60.0, 600.0, 300.0
 _TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "sluice.rollout.replicas=1")
 # The run has to outlast what is done to it, on any machine; then it may end quickly.
@@ -68,12 +66,8 @@ class Outcome:
     left_by_killed_driver: dict[int, str] = field(default_factory=dict)
 
     def problems(self, steps: int) -> list[str]:
-        """Return what is not as it has to be."""
+        """Return what is wrong at the end; a scaling or a kill that fails raises before."""
         found = []
-        if tuple(self.scaled) != _COUNTS:
-            found.append(f"replica counts seen: {self.scaled}, wanted: {list(_COUNTS)}")
-        if missing := [name for name in _KILLED if name not in self.recovered]:
-            found.append(f"killed and not back: {', '.join(missing)}")
         if self.steps != steps or self.exit_code != 0:
             found.append(f"step {self.steps} of {steps}, exit code {self.exit_code}")
         if len(set(self.nodes)) < 2:
@@ -124,8 +118,7 @@ class Scenario:
                 await self._served(run, 2)
             self.outcome.scaled.append(2)
             self.outcome.nodes = [node for _, node in (await _serving(run)).values()]
-            await self._lose_process(run, "replica", lambda pid: pid)
-            await self._lose_process(run, "actor", self._cluster.actor_worker_of)
+            await self._lose_actor(run)
             await self._lose_trainer(run)
             await self._scale(run, 3)
             await self._lose_node(run)
@@ -153,21 +146,20 @@ class Scenario:
         with launched_run(config, file, options, self._cluster.environment) as run:
             yield run
 
-    async def _lose_process(
-        self, run: LaunchedRun, what: str, killed_for: Callable[[int], int]
-    ) -> None:
-        with self._phases.phase(f"kill {what}"):
+    async def _lose_actor(self, run: LaunchedRun) -> None:
+        """Kill the actor of a replica: its service ends with it, and both start again."""
+        with self._phases.phase("kill actor"):
             name, (before, _) = next(iter((await _serving(run)).items()))
-            send(killed_for(before), signal.SIGKILL)
+            send(self._cluster.actor_worker_of(before), signal.SIGKILL)
 
             async def is_back() -> bool:
                 return (await _serving(run)).get(name, (before, ""))[0] != before
 
             await self._until(run, f"{name} serving again", is_back)
             if before in self._processes.running():
-                raise PhaseError(f"{name}: process {before} has outlived its {what}")
+                raise PhaseError(f"{name}: process {before} has outlived its actor")
             await self._served(run, 2)
-        self.outcome.recovered.append(what)
+        self.outcome.recovered.append("actor")
 
     async def _lose_trainer(self, run: LaunchedRun) -> None:
         with self._phases.phase("kill trainer"):

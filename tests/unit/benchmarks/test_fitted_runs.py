@@ -34,36 +34,28 @@ def recorded(folder: Path, *, has_filter: bool) -> None:
     (folder / "config.yaml").write_text(config, encoding="utf-8")
 
 
-def test_a_run_is_set_beside_its_simulation_and_asked_what_another_fleet_would_do(
+def test_a_run_is_set_beside_its_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(tmp_path, has_filter=True)
-    main(tmp_path, as_json=True)
-    found = json.loads(capsys.readouterr().out)
+    assert main([str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["twin_error"]) == {"step_time", "trainer_idle", "fleet_idle", "waste"}
     assert all(abs(error) < 0.1 for error in found["twin_error"].values())
-    with pytest.raises(ConfigError, match=r"its own simulation.*ask with --compare"):
-        main(tmp_path, replicas=4)
-    main(tmp_path, replicas=8, compare_all=True, steps=3, as_json=True)
-    compared = json.loads(capsys.readouterr().out)
-    assert compared["stream"]["num_steps"] == 2
 
 
 def test_the_twin_of_a_run_without_a_filter_throws_no_group_away(tmp_path: Path) -> None:
     recorded(tmp_path, has_filter=False)
-    fitted = fitted_simulation(tmp_path, None, 0)
-    found = twin(fitted.run, fitted.settings)
-    accounts = found.result.accounts
-    assert accounts["filtered_all_right"] == accounts["filtered_all_wrong"] == 0.0
-    assert abs(found.figures["waste"].error) < 0.05
-    assert abs(found.figures["step_time"].error) < 0.05
+    found = twin(*fitted_simulation(tmp_path))
+    assert abs(found["waste"].error) < 0.05
+    assert abs(found["step_time"].error) < 0.05
 
 
 def test_a_record_with_filtered_groups_is_no_run_without_a_filter(tmp_path: Path) -> None:
     recorded(tmp_path, has_filter=True)
     (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"enable = false, but groups\.jsonl .*filtered_all_"):
-        fitted_simulation(tmp_path, None, 0)
+        fitted_simulation(tmp_path)
 
 
 def test_a_run_that_left_samples_out_answers_nothing(tmp_path: Path) -> None:
@@ -72,10 +64,10 @@ def test_a_run_that_left_samples_out_answers_nothing(tmp_path: Path) -> None:
     text = file.read_text(encoding="utf-8").replace('"probes": 0', '"probes": 2')
     file.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=r"probes: 2.* stream or rounds"):
-        fitted_simulation(tmp_path, None, 0)
+        fitted_simulation(tmp_path)
 
 
 def test_the_twin_gives_up_where_the_run_would_have(tmp_path: Path) -> None:
     recorded(tmp_path, has_filter=True)
-    floor = fitted_simulation(tmp_path, None, 0).settings.yield_floor
+    floor = fitted_simulation(tmp_path)[1].yield_floor
     assert (floor.min_yield, floor.num_groups) == (0.05, 30)

@@ -59,10 +59,10 @@ def test_a_fitted_simulation_repeats_the_run_it_was_fitted_to(
     assert fitted.trainer.handover_s == pytest.approx(handover_s)
     step_s = twin_settings.fleet.step_s(24)
     assert step_s == pytest.approx(FLEET.step_s(24), rel=0.15)
-    assert abs(found.figures["step_time"].error) < 0.04
-    assert abs(found.figures["waste"].error) < 0.05
-    assert abs(found.figures["trainer_idle"].error) < 0.03
-    assert abs(found.figures["fleet_idle"].error) < 0.06
+    assert abs(found["step_time"].error) < 0.04
+    assert abs(found["waste"].error) < 0.05
+    assert abs(found["trainer_idle"].error) < 0.03
+    assert abs(found["fleet_idle"].error) < 0.06
 
 
 @pytest.mark.parametrize("num_steps", [60, 10])
@@ -80,9 +80,9 @@ def test_a_slow_first_step_is_left_out_of_both_sides_and_the_others_are_in_both(
     found = twin(fitted, replace(twin_settings, num_steps=num_steps))
 
     mean_s = sum(recorded_s[1:num_steps]) / (num_steps - 1)
-    assert mean_s < found.figures["step_time"].real < mean_s + 40.0  # it waits for some batches
-    assert abs(found.figures["step_time"].error) < 0.02
-    assert abs(found.figures["trainer_idle"].error) < 0.02
+    assert mean_s < found["step_time"].real < mean_s + 40.0  # it waits for some batches
+    assert abs(found["step_time"].error) < 0.02
+    assert abs(found["trainer_idle"].error) < 0.02
 
 
 def handover_of_a_changed_record(folder: Path, change: Callable[[list[Row]], None]) -> float:

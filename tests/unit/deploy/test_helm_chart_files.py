@@ -10,7 +10,7 @@ import yaml
 from sluice.cli.run.certificates import certs
 from sluice.launch.network_layout import COMPUTE_IMAGE, REWARD_IMAGE
 from sluice.telemetry.metric_names import instrument
-from tools.helm_test.value_sets import CHART, ROOT, documented_values
+from tools.helm_test.value_sets import CHART, ROOT
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 
@@ -27,9 +27,3 @@ def test_names_are_those_of_the_rest_of_the_project(tmp_path: Path) -> None:
     certs(out=tmp_path / "certs", host=None, days=1, force=False)
     made = {file.name for file in (tmp_path / "certs").iterdir()}
     assert set(VALUES["security"]["files"].values()) <= made
-
-
-def test_the_commands_of_the_page_set_values_that_the_chart_has() -> None:
-    documented = documented_values()
-    assert documented
-    assert all(values.keys() <= VALUES.keys() for values in documented.values())
