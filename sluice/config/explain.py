@@ -44,7 +44,7 @@ def explain_key(path: str) -> Entry:
     if found is None:
         if is_known(asked):
             raise ConfigError(
-                f"{path} is a section; ask for a key below it: {', '.join(keys_below(proper))}"
+                f"{path} is a section; name a key below it: {', '.join(keys_below(proper))}"
             )
         raise ConfigError(unknown_key(asked).text)
     return found.entry

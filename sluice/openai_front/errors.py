@@ -72,7 +72,7 @@ def error_answer(error: SluiceError) -> ErrorAnswer:
 
 CROSS_SITE = ErrorAnswer(
     403,
-    "a page in a browser sent this, and the server asks for no key; start the server with one",
+    "a page in a browser sent this, and the server requires no key; start the server with one",
     "invalid_request_error",
 )
 DEFECT = ErrorAnswer(500, "the server failed; its log has the reason", "server_error")

@@ -151,7 +151,7 @@ class ClientQuota:
             QUOTA_REFUSALS.add(self._key)
             raise InvalidRequestError(
                 f"client {client!r}: {amount} {self._unit} were requested at once; {self._key} "
-                f"allows {self._most}: ask for fewer, or raise it"
+                f"allows {self._most}: request fewer, or raise it"
             )
         if before + amount > self._most:
             QUOTA_REFUSALS.add(self._key)

@@ -45,7 +45,7 @@ def energy_baselines(returns: torch.Tensor, weights: torch.Tensor, groups: Group
 
 
 def lone_tail(lengths: torch.Tensor, groups: Groups, width: int) -> torch.Tensor:
-    """Mark positions of a group's single longest row beyond its second longest; bool [rows, width]."""
+    """Mark a group's single longest row beyond its second longest; bool [rows, width]."""
     order = torch.argsort(lengths, descending=True, stable=True)
     order = order[torch.argsort(groups.of_row[order], stable=True)]
     several = groups.sizes > 1

@@ -101,7 +101,7 @@ class OutcomePolicy:
     def __post_init__(self) -> None:
         for kind, rule in self.rules.items():
             if kind not in RESPONDED and rule.action not in FINAL_ACTIONS:
-                raise ValueError(f"{kind}: {rule.action} asks for a response, and there is none")
+                raise ValueError(f"{kind}: {rule.action} needs a response, and there is none")
 
     def rule(self, kind: FailureKind) -> OutcomeRule:
         """Return the rule for failures of a kind."""

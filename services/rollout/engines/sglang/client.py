@@ -195,8 +195,8 @@ class SglangClient:
             _close(_sockets() - sockets)
             kind = ConfigError if isinstance(error, ValueError | TypeError) else EngineError
             raise kind(
-                f"SGLang {self.version} did not start: {error}; what its processes said stands "
-                "above; look at actor_rollout_ref.rollout and its engine_kwargs.sglang"
+                f"SGLang {self.version} did not start: {error}; see the output of its processes "
+                "above; check actor_rollout_ref.rollout and its engine_kwargs.sglang"
             ) from error
         self._processes = _children_since(before)
         self._sockets = _sockets() - sockets

@@ -92,9 +92,9 @@ def _revert_weight_conversion() -> _Revert:
         return cast("_Revert", loading.revert_weight_conversion)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            "transformers has no core_model_loading.revert_weight_conversion, by which vLLM's "
-            "workers get weights by their checkpoint's names; install transformers 5.19, with "
-            "which this adapter was run"
+            "transformers has no core_model_loading.revert_weight_conversion, which gives "
+            "vLLM's workers weights by their checkpoint's names; install transformers 5.19 (this "
+            "adapter was run with it)"
         ) from error
 
 

@@ -25,10 +25,10 @@ from sluice.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_V1_REMEDY = f"set {_RUNNER_VARIABLE}=0, with which vLLM takes its model runner V1"
+_V1_REMEDY = f"set {_RUNNER_VARIABLE}=0, so that vLLM uses its model runner V1"
 _VERSION_REMEDY = (
-    "install vLLM 0.32, with which this adapter was run, or another of 0.23 to 0.33, for which it "
-    "was written"
+    "install vLLM 0.32 (this adapter was run with it) or another version from 0.23 to 0.33 (it was "
+    "written for these)"
 )
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"
 _LOADER_ARGUMENTS = ["self", "model", "model_config"]
