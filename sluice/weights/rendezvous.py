@@ -338,7 +338,7 @@ class EpochStore(Store):
     def compare_set(  # torch passes bytes where its stubs declare str
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Write a key if it holds the expected value; a missing key counts as empty.
+        """Write a key if it has the expected value, or is missing and the expected value is empty.
 
         Returns:
             its value afterwards; the expected value if the key is still missing.

@@ -178,7 +178,7 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 
 class _BodyWithImages(_Body, frozen=True, array_like=True):
     """The content of a prompt with images: the digests of the images, in order; they
-    are stored separately. Prompts without images have a `_Body`, as before there were images.
+    are stored separately. Prompts without images have a `_Body`, as in older files.
     """
 
     images: tuple[bytes, ...] = ()
