@@ -28,7 +28,7 @@ class PromptTooLongError(InvalidRequestError):
 
     @classmethod
     def of(cls, num_tokens: int, limit: int) -> PromptTooLongError:
-        """The error with its numbers and remedies."""
+        """Return the error with its numbers and remedies."""
         return cls(
             f"prompt: {num_tokens} tokens exceed data.max_prompt_length={limit}; shorten it, raise "
             "the limit, set data.truncation to left, right or middle, or leave such prompts out "
@@ -64,8 +64,8 @@ class DeadlineError(SluiceError):
     """A wait ran out.
 
     Args:
-        peer: who was waited for.
-        phase: what was waited for.
+        peer: the peer that did not answer.
+        phase: the purpose of the wait.
         seconds: how long.
     """
 
@@ -108,7 +108,7 @@ class CheckpointError(SluiceError):
 
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    """All errors of a group and of the groups in it, in order."""
+    """Return all errors of a group and of the groups in it, in order."""
     found: list[BaseException] = []
     for error in group.exceptions:
         found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]

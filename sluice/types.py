@@ -21,7 +21,7 @@ TokenIds = npt.NDArray[np.uint32]
 Logprobs = npt.NDArray[np.float32]
 
 IMAGE_MARK = "<image>"
-"""Stands in a message's text where an image belongs."""
+"""Marks the place of an image in a message's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ChatMessage:
 
 
 class PromptOrigin(StrEnum):
-    """Who put a prompt into the loop."""
+    """The origin of a prompt."""
 
     DATASET = "dataset"
     CLIENT = "client"
@@ -84,9 +84,9 @@ class VersionSpan:
 class SamplingParams:
     """How to draw tokens. The behaviour logprob is taken of the distribution these define.
 
-    `top_p` = 1 and `top_k` = -1 mean off; `temperature` = 0 is greedy (logprobs are then those of
-    temperature 1). `seed` fixes sample *i*'s randomness independently of batching.
-    A sample ends with the token that completes one of the strings in `stop`; its text ends before.
+    `top_p` = 1 and `top_k` = -1 mean off; `temperature` = 0 is greedy (logprobs are then computed
+    at temperature 1). `seed` fixes sample *i*'s randomness independently of batching. A sample ends
+    with the token that completes one of the strings in `stop`; its text ends before.
     """
 
     temperature: float
@@ -132,7 +132,7 @@ class Turn:
 class Rollout:
     """One sample: its turns, in order. Today every sample has exactly one.
 
-    The properties that read a single turn are those of a single-turn sample's response.
+    The properties that read a single turn describe a single-turn sample's response.
 
     Raises:
         ValueError: the number of turns is not one.
@@ -310,8 +310,8 @@ class PromptEnd(StrEnum):
     """How an accepted prompt ended (invariant 1): exactly one of these, or it is pending.
 
     ``DROPPED_SURPLUS`` is a kept group beyond the batch, which only the strategy `rounds` discards.
-    ``SKIPPED`` is a data-set prompt for which nothing was generated, because its earlier attempts
-    promise too little.
+    ``SKIPPED`` is a data-set prompt that got no samples, because its earlier attempts promise too
+    little.
     """
 
     TRAINED = "trained"
@@ -340,9 +340,10 @@ class TrainGroup:
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """Where the data-set stream stands: every draw below `low_water` ended, and those listed.
+    """The progress of the data-set stream.
 
-    `ended_above` are positions >= `low_water` that ended too. Resuming issues all others.
+    Every position below `low_water` ended; `ended_above` are positions >= `low_water` that ended
+    too. Resuming issues all others.
     """
 
     low_water: int
@@ -371,12 +372,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class TransferCertificates:
-    """Certificates in PEM with which a process reaches, or serves, a rendezvous store by TLS.
+    """Certificates in PEM of a process that reaches, or serves, a rendezvous store by TLS.
 
     `authority` checks the other end's certificate; none: the system's authorities do. A member
     need not have a `certificate` and its `key`, a server must.
-    `asks_certificate`: the server asks members for one. `server_name`: the name that the server's
-    certificate carries; none: the address that members connect to.
+    `asks_certificate`: the server requires a certificate of members. `server_name`: the name that
+    the server's certificate carries; none: the address that members connect to.
     """
 
     authority: bytes | None

@@ -266,7 +266,7 @@ class RewardLoop:
         scorers: SampleScorer,
         check_data_source: Callable[[str], None],
     ) -> None:
-        """Build what clients and the trainer call beside the loop."""
+        """Build the handlers of calls that do not go through the loop."""
         limits = config.sluice.limits
         self.submissions = Submissions(
             self.ledger,
@@ -301,9 +301,9 @@ class RewardLoop:
     def statistics(self) -> dict[str, float]:
         """Return counters since the start, and ``reward/prompts_lost``, which only a defect raises.
 
-        ``reward/groups_acknowledged`` counts what trainers have acknowledged since the ledger
-        began; a trainer may compare what was added since its own start with its count.
-        ``reward/tokens/pending`` and the uses beside it add up to ``reward/tokens/received``.
+        ``reward/groups_acknowledged`` counts the groups that trainers have acknowledged since the
+        ledger began; a trainer may compare what was added since its own start with its count.
+        ``reward/tokens/pending`` and the other uses add up to ``reward/tokens/received``.
         """
         pending = sum(group.tokens.num_received for group in self.groups)
         lost = prompts_lost(self.ledger, self.groups, self.source.num_waiting)

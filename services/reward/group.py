@@ -1,4 +1,4 @@
-"""One group: its state, its attempt and what came of it; the table of all groups; their events.
+"""One group: its state, its attempt and its result; the table of all groups; their events.
 
 A `Group` exists from the acceptance of a prompt until the prompt ends, through all of its attempts.
 Each event of its life is one method of `GroupTable`, which changes, in this order: the ledger, the
@@ -23,7 +23,7 @@ forgotten  waiting, leased                    ended       the row will be issued
 Failure rules: the ledger alone may refuse an event (a used id, a value without an encoding); then
 the group is as it was and no observer hears of it. An event that the table does not allow is a
 defect and raises `IllegalTransitionError` before anything changes. Observers are called in the
-event loop, in the order in which they were added; they must be quick, change no group and not fail.
+event loop, in the order of their registration; they must be quick, change no group and not fail.
 An error of an observer is a defect: it fails the call or the task that made the event, and later
 observers miss the event. A task that fails ends the service.
 """
@@ -170,7 +170,7 @@ class Group:
     its tokens, and the loop sets its task and why it is cancelled.
 
     Attributes:
-        prompt: what is answered.
+        prompt: the prompt that the samples answer.
         state: see the table above.
         num_preemptions: attempts in a row that were preempted.
         ending: how the prompt ended.
@@ -269,8 +269,8 @@ class GroupEvent:
     """One event in the life of a group, after the group has changed.
 
     Attributes:
-        kind: what happened.
-        group: to whom; of ``REQUEUED`` and ``ENDED`` with the attempt that is over.
+        kind: the kind of event.
+        group: the group; for ``REQUEUED`` and ``ENDED`` with the attempt that is over.
         before: its state before.
         graded: of ``GRADED``: the samples and their outcomes.
         num_greedy_tokens: of ``GENERATED``: the length of the greedy response.
@@ -300,7 +300,7 @@ class GroupTable:
         ledger: the durable part; its pending prompts wait, or are leased.
         ages: for the staleness rules.
 
-    Attributes, which only this class writes but for `policy_version`:
+    Attributes, written by this class alone, except `policy_version`:
         counts: groups by state.
         policy_version: the version announced; ``None`` before the first, and while a trainer takes
             over.
@@ -543,7 +543,7 @@ class GroupTable:
             )
 
     def _move(self, group: Group, event: EventKind, after: GroupState) -> GroupState:
-        """Change the state and what is derived from it; return the state before."""
+        """Change the state and the values derived from it; return the old state."""
         self._check(group, event, after)
         before, group.state = group.state, after
         if before is after:

@@ -65,8 +65,8 @@ class FleetFacts:
     """The loop at one moment, as far as demand depends on it.
 
     Attributes:
-        num_batches: batches that were formed so far.
-        is_starved: whether the trainer waits for a batch and generation is what is missing.
+        num_batches: batches formed so far.
+        is_starved: whether the trainer waits for a batch that lacks generated groups.
         slots_in_use: slots of the fleet with a sequence.
         num_slots: all of them.
         num_replicas: announced replicas.

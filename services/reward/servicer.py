@@ -48,7 +48,7 @@ from sluice.types import ChatMessage, Failed, Scored
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 ANSWER_MARGIN_S = 0.5
-"""An error that names what was waited for has to arrive before the caller's deadline."""
+"""An error that names the cause of the wait must arrive before the caller's deadline."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

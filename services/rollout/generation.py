@@ -50,7 +50,7 @@ class StreamedText:
         return stable
 
     def rest_of(self, text: str) -> str:
-        """Return what was not sent yet of the whole text of a finished response."""
+        """Return the unsent rest of the whole text of a finished response."""
         return text[self._num_sent :]
 
 
@@ -64,7 +64,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvent:
-    """What is sent together.
+    """The parts of a response that are sent together.
 
     Attributes:
         new_tokens: tokens that the caller has not seen yet. A sample that is sent whole repeats its
@@ -147,7 +147,7 @@ class GenerationRunner:
         Args:
             request: the samples to generate.
             partials: the whole earlier part of samples that are continued.
-            options: what is sent when.
+            options: which parts are sent, and when.
             send: takes each event; its pace slows the sending, never the engine.
 
         Raises:

@@ -74,7 +74,7 @@ class PromptEncoder:
             messages: the turns. With images, ``<image>`` in their texts stands for one.
             images: encoded files in the order of these. Each takes as many tokens as the model
                 reads it by, which count like any others.
-            template_kwargs: override those of the encoder.
+            template_kwargs: override the encoder's.
             add_special_tokens: add those that the tokenizer begins or ends texts with, although the
                 template writes its own.
 

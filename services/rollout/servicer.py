@@ -111,7 +111,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             it, and for clients, only the model's context is a limit.
         quota: samples in a client's running calls; ``None``: any number.
         tokens: name clients; without them clients name themselves.
-        max_client_priority: highest priority that clients may ask for.
+        max_client_priority: highest priority that clients may request.
         images: limits of images; by default the usual ones.
     """
 
@@ -330,7 +330,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
 
     Args:
         engine: the engine.
-        certificates: with which the trainer's rendezvous store is reached; none: without TLS.
+        certificates: for the connection to the trainer's rendezvous store; none: without TLS.
     """
 
     def __init__(self, engine: Engine, certificates: TransferCertificates | None = None) -> None:
@@ -376,7 +376,7 @@ class WeightSyncServicer(weights_pb2_grpc.WeightSyncServiceServicer):
     async def AbortUpdate(
         self, request: weights.AbortUpdateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> weights.AbortUpdateResponse:
-        """Discard what is staged."""
+        """Discard the staged weights."""
         check_fields(request)
         await self._engine.abort_update(request.epoch, request.reason)
         return weights.AbortUpdateResponse(policy_version=self._engine.load().version)

@@ -176,7 +176,7 @@ async def _lead(config: RunConfig) -> None:
 
 
 def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> TrainerMetrics:
-    """Return state and fleet at the beginning of the run, with the counters beside them."""
+    """Return state and fleet at the beginning of the run, with the counters."""
     trainer, service = config.trainer, config.sluice.trainer
     logger.info(
         "%s / %s: %d steps", trainer.project_name, trainer.experiment_name, trained.total_steps

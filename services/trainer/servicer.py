@@ -38,7 +38,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     Args:
         heartbeat_interval_s: seconds between a replica's heartbeats.
-        ttl_s: seconds without a heartbeat after which a replica is dropped.
+        ttl_s: seconds without a heartbeat until a replica is dropped.
     """
 
     def __init__(

@@ -81,8 +81,8 @@ def start_point(
 def sampling_notice(config: RunConfig) -> str | None:
     """Return a warning if top-p or top-k truncates sampling in training, else None.
 
-    Behavior logprobs are those of the truncated distribution, in which the remaining tokens share
-    all probability. The trainer computes logprobs over the whole vocabulary, which are lower.
+    Behavior logprobs belong to the truncated distribution: the remaining tokens share all
+    probability. The trainer computes logprobs over the whole vocabulary, which are lower.
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     cuts = [f"top_p = {rollout.top_p:g}"] if rollout.top_p < 1.0 else []

@@ -54,7 +54,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     """Return ``perf/cpu_memory_used_gb`` and, for accelerators, ``perf/max_memory_*_gb``, in GiB.
 
     Args:
-        device: rank 0's; the peaks are those of this process since its start.
+        device: rank 0's device; the peaks cover this process since its start.
     """
     host = CpuDevice().memory_info()
     metrics = {"perf/cpu_memory_used_gb": (host.total_bytes - host.free_bytes) / _GIB}

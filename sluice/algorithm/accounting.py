@@ -35,7 +35,7 @@ class ReplicaCounters:
     """Counters of one replica's process since its start, or sums of them over replicas.
 
     Engines fill it, heartbeats and status calls carry it field by field, and the run's accounts
-    add it up. Field names are those of the protos, so a new counter needs a field here and in
+    add it up. Fields have the names of the protos, so a new counter needs a field here and in
     the protos, a value in the engines, and its use.
 
     Attributes:

@@ -53,7 +53,7 @@ def batch_rows(batch: TrainBatch, advantages: FloatRows) -> BatchRows:
 def batch_metrics(
     rows: BatchRows, *, max_prompt_tokens: int, max_response_tokens: int
 ) -> dict[str, float]:
-    """Metrics that depend on the batch alone.
+    """Return metrics that depend on the batch alone.
 
     ``critic/score`` and ``critic/rewards`` both contain the overlong penalty (they differ by a KL
     term in the reward, which is not used here) and, like ``response_length_non_aborted``, count

@@ -21,7 +21,7 @@ took 31 ms of CPU in such blocks against 60 ms in one pass of autograd. At 8,192
 everything fits in cache, computing the softmax twice costs 7 ms against 5 ms."""
 
 DEVICE_BLOCK_ELEMENTS = 1 << 26
-"""256 MB of float32: enough work for a kernel, little beside the logits."""
+"""256 MB of float32: enough work for a kernel, little compared with the logits."""
 
 
 def logprobs_from_logits(
@@ -57,7 +57,7 @@ def logprobs_and_entropy(
     *,
     chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`logprobs_from_logits`, and the entropies without a gradient, by one softmax.
+    """Return `logprobs_from_logits`, and the entropies without a gradient, by one softmax.
 
     Args:
         logits: float [tokens, vocab], finite.

@@ -10,7 +10,7 @@ SCHEDULES = ("constant", "cosine", "linear", "inverse_square_root")
 
 
 def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int) -> int:
-    """`warmup_steps` if positive, else the share `warmup_ratio` of the run (verl's rule)."""
+    """Return `warmup_steps` if positive, else the share `warmup_ratio` of the run (verl's rule)."""
     return warmup_steps if warmup_steps > 0 else int(warmup_ratio * total_steps)
 
 

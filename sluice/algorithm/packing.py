@@ -238,7 +238,7 @@ def piece_tokens(rows: Sequence[RowSize], piece: GroupPiece) -> int:
 def piece_workload(rows: Sequence[RowSize], piece: GroupPiece) -> int:
     """Return the cost of a piece; for a single row `workload` of its length.
 
-    A response token attends to prompt and response, hence ``(P + R)**2 - P**2`` a row on top of
+    A response token attends to prompt and response, so a row costs ``(P + R)**2 - P**2`` on top of
     the prompt's own ``P**2``.
     """
     prompt_tokens = rows[piece.row_indices[0]].prompt_tokens

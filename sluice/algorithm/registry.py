@@ -122,7 +122,7 @@ SILENT_AT_ZERO_ADVANTAGE = frozenset(
         "bypass_mode",
     }
 )
-"""Losses to which a row adds nothing, value and gradient, where its advantages are 0.
+"""Losses that get neither value nor gradient from a row whose advantages are 0.
 
 Of the others ``dro`` and ``kl_cov`` have a term without the advantage, ``clip_cov`` and ``kl_cov``
 choose tokens by comparing all of them, and ``adpo`` compares the rows of a group.

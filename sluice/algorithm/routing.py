@@ -71,7 +71,7 @@ class ReplicaRequirement:
 class _SameSlots:
     """Replicas with as many slots as each other, by outstanding sequences, then by order.
 
-    An entry is of use while its count is the member's; a change of the count adds another.
+    An entry is valid while its count is the member's; a change of the count adds another.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -260,7 +260,7 @@ class FleetUse:
 
     Attributes:
         observed_s: seconds observed.
-        starved_s: those in which the trainer waited for a batch and generation was missing.
+        starved_s: seconds that the trainer waited for a batch that lacked generated groups.
         slot_seconds: slots in use, added up over them.
     """
 
@@ -273,7 +273,7 @@ def slots_needed(use: FleetUse, num_slots: int) -> float:
     """Return the slots that would keep the trainer fed, from 0 to `MOST_GROWTH` times `num_slots`.
 
     The work of the last batches is known: slots in use, added up over time. The trainer took them
-    in the observed time, less the time in which it waited for generation; had it never waited, the
+    in the observed time, less the time that it waited for generation; had it never waited, the
     same work would have been needed in the remaining time. So
 
         slots = HEADROOM * used slot seconds / (observed seconds - starved seconds)

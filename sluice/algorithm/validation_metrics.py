@@ -37,8 +37,8 @@ def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
     responses to a prompt have. Names are ``val-core/{source}/{variable}/{metric}`` for the mean,
     best and maj at the largest N of ``acc`` (of ``reward`` where there is no ``acc``), and
     ``val-aux/...`` for all others. A response without a prediction votes too, as in verl
-    (`verl/trainer/ppo/metric_utils.py`, `calc_maj_val`); a data source none of whose responses
-    has one has no maj.
+    (`verl/trainer/ppo/metric_utils.py`, `calc_maj_val`); a data source without any prediction has
+    no maj.
     """
     by_source: dict[str, dict[str, dict[str, list[float]]]] = {}
     voting = {p.data_source for p in prompts if any(s.prediction is not None for s in p.scores)}
@@ -59,7 +59,7 @@ def validation_metrics(prompts: Sequence[ValidationPrompt]) -> dict[str, float]:
 
 
 def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> dict[str, float]:
-    """All metrics of one variable over the responses to one prompt.
+    """Return all metrics of one variable over the responses to one prompt.
 
     Args:
         values: float64 [N].
@@ -88,7 +88,7 @@ def prompt_metrics(values: Values, predictions: Sequence[str | None] | None) -> 
 
 
 def bootstrap_sizes(num_responses: int) -> tuple[int, ...]:
-    """Powers of two from 2 below `num_responses`, and `num_responses` itself."""
+    """Return powers of two from 2 below `num_responses`, and `num_responses` itself."""
     powers = (1 << exponent for exponent in range(1, num_responses.bit_length()))
     return (*(power for power in powers if power < num_responses), num_responses)
 
@@ -109,7 +109,7 @@ def majority_values(
 ) -> Values:
     """Value of the most frequent prediction of each draw, float64 [draws].
 
-    Among equally frequent predictions the one sampled first wins. Its value is that of its first
+    Among equally frequent predictions the one sampled first wins. It takes the value of its first
     member sampled (members of one prediction may differ in reward through their length).
     """
     numbers = {prediction: number for number, prediction in enumerate(predictions)}
@@ -137,5 +137,5 @@ def _section(variable: str, name: str, variables: Mapping[str, Mapping[str, obje
 
 
 def _responses(name: str) -> int:
-    """The N or k in a metric's name, such as ``best@4/mean``."""
+    """Return the N or k in a metric's name, such as ``best@4/mean``."""
     return int(name.split("@")[1].split("/")[0])

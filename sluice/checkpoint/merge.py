@@ -39,7 +39,7 @@ class MergeOptions:
 
     Args:
         dtype: of the weights; ``keep`` leaves them as saved.
-        is_value_model: the model has a value head (a critic), whatever its configuration says.
+        is_value_model: the model has a value head (a critic), even if its configuration names none.
         tie_word_embeddings: leave out ``lm_head.weight``, which must equal the input embedding.
         trust_remote_code: run model code that ships with the checkpoint.
     """

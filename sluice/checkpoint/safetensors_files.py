@@ -76,7 +76,7 @@ def copy_weights(
         on_tensor: called with (tensors done, tensors in all).
 
     Raises:
-        CheckpointError: a file is damaged, or what is to be dropped differs from the embedding.
+        CheckpointError: a file is damaged, or the tensor to drop differs from the embedding.
     """
     where = tensor_names(source)
     if dropped & where.keys():

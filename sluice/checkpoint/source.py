@@ -52,7 +52,7 @@ def find_source(directory: Path, role: str = "actor") -> CheckpointSource:
     folder = directory / role if (directory / role).is_dir() else directory
     _refuse_megatron(folder)
     huggingface = folder / HUGGINGFACE_FOLDER
-    for candidate in (huggingface, folder):  # verl's hf_model lies beside its shards
+    for candidate in (huggingface, folder):  # verl's hf_model is next to its shards
         if any(candidate.glob("*.safetensors")):
             return CheckpointSource(folder, candidate, CheckpointFormat.HUGGING_FACE)
     if any(SHARD_NAME.fullmatch(file.name) for file in folder.iterdir()):

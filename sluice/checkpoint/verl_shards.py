@@ -1,7 +1,7 @@
 """verl's FSDP checkpoints: one torch file a rank, joined into whole tensors and written as a model.
 
-``model_world_size_W_rank_R.pt`` maps parameter names to DTensors (or, for what is not sharded,
-tensors). Under hybrid sharding every group of ranks holds all shards; the first group is read.
+``model_world_size_W_rank_R.pt`` maps parameter names to DTensors (or to tensors, where they are not
+sharded). Under hybrid sharding every group of ranks holds all shards; the first group is read.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _joined(placement: object, local: Sequence[Tensor], name: str) -> Tensor:
 def _local(part: Tensor, name: str) -> Tensor:
     if not isinstance(part, DTensor):
         raise CheckpointError(f"{name}: a DTensor on one rank and none on another")
-    return part._local_tensor  # to_local() would ask for the process group of the run
+    return part._local_tensor  # to_local() would require the process group of the run
 
 
 def _num_shards(folder: Path, state: Mapping[str, Tensor], world_size: int) -> int:
@@ -248,8 +248,8 @@ def assemble_model(
         on_tensor: called with (tensors done, tensors in all).
 
     Raises:
-        CheckpointError: a shard is missing or damaged, or the weights are not those of the model
-            that the configuration describes.
+        CheckpointError: a shard is missing or damaged, or the weights do not fit the model that the
+            configuration describes.
     """
     transformers_logging.disable_progress_bar()
     model = _empty_model(target, trust_remote_code=trust_remote_code)

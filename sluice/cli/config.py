@@ -245,7 +245,7 @@ def print_report(console: Console, report: CheckReport, broken: Sequence[Problem
 
 
 def print_problems(console: Console, problems: Sequence[Problem]) -> None:
-    """Print what was found, by severity."""
+    """Print the findings by severity."""
     for severity, (heading, style) in _HEADINGS.items():
         found = [one for one in problems if one.severity is severity]
         if not found:

@@ -241,7 +241,7 @@ def inspection_as_json(file: str, columns: list[str], found: Inspection) -> dict
 
 
 def print_prepared(console: Console, output: str, made: Prepared) -> None:
-    """Print what was written and what was left out."""
+    """Print the numbers of rows written and left out."""
     left_out = [
         *([f"{made.num_duplicates} duplicates"] if made.num_duplicates else []),
         *([f"{made.num_bad} unusable rows"] if made.num_bad else []),

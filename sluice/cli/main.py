@@ -38,7 +38,7 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-# In the docstrings of commands a backspace (\b) keeps click from re-wrapping what follows.
+# In the docstrings of commands a backspace (\b) keeps click from re-wrapping the text below.
 
 
 @commands.callback()

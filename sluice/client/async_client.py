@@ -101,7 +101,7 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, options: GenerateOptions = _DEFAULT_OPTIONS
     ) -> Generation:
-        """Sample responses and wait for all of them. Errors are those of `stream`."""
+        """Sample responses and wait for all of them. Raises the errors of `stream`."""
         prompt_token_ids: TokenIds | None = None
         rollouts: list[Rollout] = []
         run = self._generation.run(prompt, options, every_token=False)

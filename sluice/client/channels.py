@@ -1,4 +1,4 @@
-"""The channels of one client, and the name under which quotas count it."""
+"""The channels of one client, and its name for quotas."""
 
 from __future__ import annotations
 

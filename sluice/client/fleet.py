@@ -54,16 +54,17 @@ def choose_replica(
     The load is the samples that have a slot or wait for one. Of equal replicas the first is chosen.
 
     Args:
-        replicas: those that serve.
+        replicas: the serving replicas.
         under_way: samples of this client, by address.
-        counted_in_load: those of them that the reported loads include.
+        counted_in_load: samples of `under_way` that the reported loads include.
         avoided: addresses that failed a moment ago; they come last.
         full: addresses that refused this request for lack of capacity, in the order of their
             refusals. All others come before them.
     """
 
     def rank(each: FleetReplica) -> tuple[bool, int, float]:
-        # The reported load includes this client's samples of that time. Count those of now instead.
+        # The reported load includes this client's samples of that time. Count the present ones
+        # instead.
         of_others = max(each.slots_busy - counted_in_load.get(each.address, 0), 0)
         load = (of_others + under_way.get(each.address, 0)) / max(each.slots, 1)
         turn = full.index(each.address) + 1 if each.address in full else 0

@@ -178,7 +178,7 @@ class GenerationProgress:
             sample.grown.adopt(ended)
             return
         del self._open[ended.sample_index]
-        # Deltas may lack text, such as that of a character which two replicas share.
+        # Deltas may lack text, such as a character that two replicas share.
         if self._every_token and ended.text.startswith(sample.sent_text):
             rest = ended.text[len(sample.sent_text) :]
             yield from [_text_alone(ended, rest)] if rest else []

@@ -92,7 +92,7 @@ class Sampling:
         temperature: divides the logits, in [0, 100]; 0 is greedy.
         top_p: nucleus mass in (0, 1]; 1 is off.
         top_k: highest-probability tokens kept; -1 is off.
-        max_tokens: longest response; 0: what the model's context leaves.
+        max_tokens: longest response; 0: the rest of the model's context.
         seed: fixes the samples as long as the weights are the same; None: a random one.
         stop_token_ids: further tokens that end a response.
         ignore_eos: the model's own end tokens do not end it.

@@ -85,7 +85,7 @@ def address_of_run(run: Path, environment: Mapping[str, str] = os.environ) -> Ru
 
     Args:
         run: the run's folder (`sluice.run_dir`), or its configuration file.
-        environment: its certificates and token come before those of the run.
+        environment: its certificates and token come before the run's.
 
     Raises:
         ConfigError: nothing was started from there, or the credentials cannot be used.

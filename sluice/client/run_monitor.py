@@ -56,7 +56,7 @@ class AwaitedPeer:
 class RunSnapshot:
     """The state of a run at one moment.
 
-    `metrics` are those of the last finished step. `accounts` is the run's accounting by the names
+    `metrics` come from the last finished step. `accounts` is the run's accounting by the names
     of `accounts.json`, at most some seconds old; empty before it was first taken.
     """
 

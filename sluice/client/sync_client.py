@@ -29,8 +29,9 @@ _CLOSE_S = 5.0
 class Client:
     """`AsyncClient` for synchronous programs. Use it as a context manager, from any thread.
 
-    Arguments and errors are those of `AsyncClient`. Closing an iterator ends its call, and so does
-    leaving a ``for`` over it, as soon as Python collects it; `contextlib.closing` does so at once.
+    Takes the arguments and raises the errors of `AsyncClient`. Closing an iterator ends its call,
+    and so does leaving a ``for`` over it, as soon as Python collects it; `contextlib.closing` does
+    so at once.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def explain(services: Sequence[ServiceWaits]) -> Explanation:
     """Find the service that holds up the others.
 
     A service that refuses the caller comes first: nothing is known of the services behind it.
-    Otherwise it is the silent service to which most waits lead, and if all answer, the end of the
+    Otherwise it is the silent service that most waits lead to, and if all answer, the end of the
     chain of the longest waits.
 
     Args:
@@ -63,7 +63,7 @@ def explain(services: Sequence[ServiceWaits]) -> Explanation:
 
 
 def _targets(peer: str, by_name: Mapping[str, ServiceWaits]) -> tuple[str, ...]:
-    """Return the services that the peer of a wait stands for; none if it is not a service."""
+    """Return the services that the peer of a wait means; none if it is not a service."""
     if peer in by_name:
         return (peer,)
     if peer == FLEET:

@@ -1,6 +1,6 @@
 """The bounds of single fields of requests, in one table.
 
-docs/hostile-input.md lists them for users. Rules that combine several fields are beside the code
+docs/hostile-input.md lists them for users. Rules that combine several fields are next to the code
 that decodes the message.
 """
 

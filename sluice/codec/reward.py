@@ -183,7 +183,7 @@ def check_prompt(request: reward.SubmitPromptsRequest, max_turns: int) -> None:
 
 
 def check_score(request: reward.ScoreRequest) -> None:
-    """Check names of data sources, by which the service keeps statistics."""
+    """Check names of data sources; the service keeps statistics by them."""
     for index, item in enumerate(request.items):
         check_fields(item, f"items[{index}].")
 

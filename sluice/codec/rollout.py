@@ -216,7 +216,7 @@ def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:
 
 
 def check_client_priority(request: rollout.GenerateRequest, most: int) -> None:
-    """Raise InvalidRequestError if a client asks for more priority than clients may."""
+    """Raise InvalidRequestError if a client requests a higher priority than clients may."""
     if request.priority > most:
         raise InvalidRequestError(
             f"priority: {request.priority}; clients may ask for {most} at most: send that or less, "

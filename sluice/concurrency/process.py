@@ -179,7 +179,7 @@ def exit_status(name: str, run: Callable[[], object]) -> int:
     """Run a program's body; return 0 when it returns, 1 after errors of ours, which are printed.
 
     Args:
-        name: stands before each message.
+        name: prefix of each message.
         run: the body.
     """
     try:

@@ -105,14 +105,14 @@ class OwnerThread:
                 return
             try:
                 job()
-            except Exception:  # noqa: BLE001 - a thread's boundary: nobody waits for the last call
+            except Exception:  # noqa: BLE001 - a thread's boundary: nothing waits for the last call
                 _log.warning("%s: its last call failed", self._thread.name, exc_info=True)
             # A finished job must not keep its object's memory alive while the thread is idle.
             del job
 
 
 _retired: dict[threading.Thread, float] = {}
-"""Threads on their way out, with the time by which each must be gone."""
+"""Ending threads, each with its deadline."""
 
 
 def wait_for_retired_threads(timeout_s: float) -> int:
@@ -178,13 +178,13 @@ class WriteError(Exception):
 
 
 class BoundedWriter(Generic[_ItemT]):
-    """A bounded queue, and the thread that writes what is in it, in batches.
+    """A bounded queue, and the thread that writes its items in batches.
 
     `put` never waits: it drops and counts items that find no space, and logs the first one. An
     outage is logged when it begins and when it ends, once each.
 
     Args:
-        noun: what is written, in the plural, for the log.
+        noun: name of the items, in the plural, for the log.
         destination: where it goes, for the log.
         write: writes one batch; called in the thread. Its errors cost the batch, no more.
         most: items that may wait; with `size` the sum of their sizes. One item always may.

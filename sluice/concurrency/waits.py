@@ -1,4 +1,4 @@
-"""The waits of this process at the moment: for whom, for what, since when.
+"""The present waits of this process: peer, purpose, start.
 
 Tasks and threads register each wait while it lasts; status calls and the watchdog read the
 registry. Registering and removing are one operation on a dict each, which the interpreter does not

@@ -82,7 +82,7 @@ class WorkState:
         progress: a value that differs whenever something moved.
         has_work: whether something should move; false for a paused or idle process.
         patience_s: seconds that the current wait may last by its own deadline, which ends it.
-        waits: those that only the service knows, beside the registry's.
+        waits: waits that only the service knows, in addition to the registry's.
     """
 
     progress: object
@@ -102,12 +102,12 @@ class StallVerdict(StrEnum):
 class StallJudge:
     """Judges from beats, which come as long as the event loop runs, whether work stands still.
 
-    Time counts only while this process runs: it is not blamed for time in which a signal stopped it
-    or its machine slept. The event loop calls `beat`; one other thread calls everything else.
+    Time counts only while this process runs: time that a signal stopped it or that its machine
+    slept does not count. The event loop calls `beat`; one other thread calls everything else.
 
     Args:
         stall_s: seconds without progress that are reported; ``None``: none are.
-        give_up_s: seconds without progress after which there is no hope; ``None``: there always is.
+        give_up_s: seconds without progress until the process is given up; ``None``: it never is.
         interval_s: seconds between two looks, and between two beats.
     """
 
@@ -147,7 +147,7 @@ class StallJudge:
 
     @property
     def still_at_work_s(self) -> float | None:
-        """Return the same, or ``None`` while there is nothing to do."""
+        """Return `still_s`, or ``None`` while there is nothing to do."""
         seen = self._seen
         return self.still_s if seen is not None and seen[1].has_work else None
 
@@ -200,8 +200,8 @@ class CpuDeadline:
         cpu_s: the limit, in CPU seconds of all threads together.
 
     Args:
-        seconds: wall-clock time that a block may last at least, however many threads (up to
-            `MOST_CPUS`) use the CPU beside it; the limit is this times the CPUs.
+        seconds: wall-clock time that a block may last at least, with any number of other threads
+            (up to `MOST_CPUS`) on the CPU; the limit is this times the CPUs.
         stacks_file: where stacks are added; ``None``, or one that cannot be written: nowhere.
     """
 

@@ -2,7 +2,7 @@
 
 `schema` holds the typed keys and `run` the root of them; `catalogue` what becomes of every key,
 verl's included; `loading` turns a file and overrides into a `RunConfig`; `rules` and `memory` find
-what is wrong with one, as `problems.Problem`; `explain` and `check` are the two reports. In: a YAML
-file and overrides. Out: one frozen `RunConfig`, or one error that names everything wrong with it.
-Importing it loads no torch.
+its faults, as `problems.Problem`; `explain` and `check` are the two reports. In: a YAML file and
+overrides. Out: one frozen `RunConfig`, or one error that names everything wrong with it. Importing
+it loads no torch.
 """

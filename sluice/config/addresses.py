@@ -25,7 +25,7 @@ def join_host_port(host: str, port: int) -> str:
 def split_host_port(address: str) -> tuple[str, int | None]:
     """Return the host, without brackets, and the port; None where there is none.
 
-    Takes names, addresses of IPv4 and IPv6, the latter in brackets if a port follows.
+    Takes names, addresses of IPv4 and IPv6; IPv6 addresses stand in brackets if a port follows.
 
     Raises:
         ConfigError: `address` is none of these.
@@ -69,7 +69,7 @@ def _refused(address: str) -> ConfigError:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` stands for addresses of this machine alone."""
+    """Return whether `host` means addresses of this machine alone."""
     try:
         found = socket.getaddrinfo(bare_host(host), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -102,7 +102,7 @@ def peer_address(endpoint: EndpointConfig, path: str) -> str:
     """Return host:port of a peer that listens elsewhere.
 
     Raises:
-        ConfigError: no port is set, neither in `advertise` nor beside it, or `advertise` is no
+        ConfigError: no port is set, neither in `advertise` nor separately, or `advertise` is no
             address.
     """
     host, advertised_port = split_host_port(endpoint.advertise or endpoint.host)

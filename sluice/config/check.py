@@ -46,7 +46,7 @@ _KEEPS_LONE_REWARDS = frozenset(
 
 
 def launch_notes(config: RunConfig, as_set: SettingsTree) -> list[Problem]:
-    """Return what is worth knowing at the start of a run; `as_set`: the keys that were set."""
+    """Return the notes for the start of a run; `as_set`: the keys that were set."""
     return [*notices(as_set), *remarks(config)]
 
 
@@ -143,8 +143,8 @@ class CheckReport:
 
     Attributes:
         problems: all broken rules.
-        notes: what is set but not simply honoured, and what settings mean together.
-        keys: what becomes of every key that was set, by its spelling as written.
+        notes: settings with another effect than their own, and effects of settings together.
+        keys: the treatment of every key that was set, by its spelling as written.
         quantities: the numbers that follow from the batch sizes.
         memory: `None` where the model's shape is not known.
     """

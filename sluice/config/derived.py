@@ -30,7 +30,7 @@ def max_row_tokens(data: DataConfig) -> int:
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Return the context length of the engines, tokens; by default that of the longest sample."""
+    """Return the context length of the engines, tokens; by default the longest sample's."""
     return config.actor_rollout_ref.rollout.max_model_len or max_row_tokens(config.data)
 
 
@@ -81,7 +81,7 @@ def on_policy_fill(config: RunConfig) -> OnPolicyFill:
 def samples_repeat(config: RunConfig) -> bool:
     """Return whether the engine samples the same tokens whatever else runs.
 
-    Engines other than ``torch`` do so only if `batch_invariant` asks for it.
+    Engines other than ``torch`` do so only if `batch_invariant` is set.
     """
     is_torch = config.actor_rollout_ref.rollout.name == "torch"
     return batch_invariant(config) if is_torch else bool(config.sluice.rollout.batch_invariant)

@@ -44,7 +44,7 @@ def explain_key(path: str) -> Entry:
     if found is None:
         if is_known(asked):
             raise ConfigError(
-                f"{path} is a section; ask for a key below it: {', '.join(keys_below(proper))}"
+                f"{path} is a section; name a key below it: {', '.join(keys_below(proper))}"
             )
         raise ConfigError(unknown_key(asked).text)
     return found.entry
@@ -68,7 +68,7 @@ def key_statuses(settings: SettingsTree) -> dict[str, KeyStatus]:
 def notices(settings: SettingsTree) -> list[Problem]:
     """Return a note for every key that was set and that is mapped or has no effect.
 
-    There is none for values that ask for what happens anyway. The rule's name is the status.
+    There is none for values that change nothing. The rule's name is the status.
     """
     found = (_notice(settings, path, value) for path, value in settings.leaves())
     return [notice for notice in found if notice is not None]
@@ -116,7 +116,7 @@ def _status(found: FoundKey, path: KeyPath, value: object, settings: SettingsTre
 
 
 def _is_silent(entry: Entry, path: KeyPath, value: object) -> bool:
-    """Return whether the value of a key asks for what happens anyway, as null always does."""
+    """Return whether the value of a key changes nothing, as null always."""
     if value is None:
         return True
     if entry.path != ".".join(path):

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, or worth knowing about it: one type for every rule."""
+"""Problems of a configuration and notes on it: one type for every rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One sentence about a configuration: the key, its value, what is wrong, and the remedy.
+    """One sentence about a configuration: the key, its value, the fault, and the remedy.
 
     Attributes:
         key: as the user wrote it, where there is a spelling of the user's; empty where the

@@ -134,7 +134,7 @@ class RunAtRest:
 
     Attributes:
         name: the name of the run's folder.
-        total_steps: steps that the configuration asks for; ``None``: it depends on the data set.
+        total_steps: steps in the configuration; ``None``: it depends on the data set.
         final_accounts: the accounting of a run that reached its end; empty otherwise.
     """
 

@@ -43,7 +43,7 @@ class RunData:
         self._is_behind = True
 
     def read(self) -> bool:
-        """Read what is new in the files for a bounded time; return whether more is there already.
+        """Read new content of the files for a bounded time; return whether more is there already.
 
         Raises:
             OSError: a folder or file cannot be read.

@@ -88,7 +88,7 @@ class IndexEntry:
 
     @property
     def cursor(self) -> Cursor:
-        """The position after which the next group follows."""
+        """The position before the next group."""
         return Cursor(self.lines.step, self.ordinal)
 
 

@@ -71,7 +71,7 @@ class GroupLines(msgspec.Struct, frozen=True):
 
     Args:
         offset, length: its bytes in the file; several lines of a dump.
-        step: the step that trained it, or for which it was sampled; for a validation the version.
+        step: the step that trained it, or else its intended step; for a validation the version.
         outcome: its outcome as the page names it.
         num_responses: the number of its responses.
         mean_score: the mean over scored responses; NaN without any.
@@ -202,7 +202,7 @@ def outcome_of(kind: SampleSource, group: SampledGroup) -> ShownOutcome:
 
 
 def step_of(group: SampledGroup) -> int:
-    """Return the step that trained the group, or for which it was sampled."""
+    """Return the step that trained the group, or else its intended step."""
     return group.version + 1 if group.step is None else group.step
 
 

@@ -80,7 +80,7 @@ def write_report(run_dir: Path, file: Path) -> None:
 
 
 def _tokens(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSource | None:
-    """Return the tokens that the page requires: those of the configuration.
+    """Return the tokens that the page requires, from the configuration.
 
     SLUICE_TOKEN is not one of them: the page shows it to the run's services.
 

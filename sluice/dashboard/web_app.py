@@ -146,7 +146,7 @@ class DashboardPage:
         return _json(request, found)
 
     async def _asked(self, question: Callable[[], _AnswerT]) -> _AnswerT:
-        """Return the answer to a question after what is new in the run's folder was read."""
+        """Return the answer to a question, after new content of the run's folder was read."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._answer_of, question)
 

@@ -68,7 +68,7 @@ def read_image(field: str, source: ImageSource, folder: Path, max_bytes: int) ->
         max_bytes: a larger file is not read.
 
     Raises:
-        DataError: names the file and what is wrong with it.
+        DataError: names the file and its fault.
     """
     if isinstance(source, bytes):
         return source

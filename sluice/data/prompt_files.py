@@ -57,7 +57,7 @@ def open_prompt_files(
     """Check every file's columns and list its blocks. Keep no row.
 
     Args:
-        paths: ``.parquet``, ``.json`` or ``.jsonl`` files; the latter have one object a line.
+        paths: ``.parquet``, ``.json`` or ``.jsonl`` files; ``.jsonl`` files have one object a line.
         columns: what to read.
         config_key: the key that names them, for errors.
 

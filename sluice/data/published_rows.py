@@ -1,7 +1,7 @@
 """Rows of published data sets, converted into verl's format.
 
 Prompts and ground truths follow verl's preparation, so that scores compare. Where verl has no
-wording, or a long one, ours asks for the form that the scorer reads; `instruction` replaces it.
+wording, or a long one, ours requests the form that the scorer reads; `instruction` replaces it.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class ArrowSlab(Slab):
         with_images = columns.images in self.batch.schema.names
         for row, truth in enumerate(truths):
             part = slice(offsets[row], offsets[row + 1])
-            # Images of one row at a time: those of all rows may be large.
+            # Images of one row at a time: together they may be large.
             found = self.batch.column(columns.images)[row].as_py() if with_images else None
             yield digest_of(roles[part], contents[part], truth, usable_images(found))
 
@@ -319,7 +319,7 @@ class RawRow:
 
 
 def check_raw_file(path: Path) -> list[str]:
-    """Return the columns of a file; those of the first row for JSON lines.
+    """Return the columns of a file; for JSON lines, of the first row.
 
     Raises:
         DataError: there is no such file, it is empty, damaged or of another format.

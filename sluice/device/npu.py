@@ -1,4 +1,4 @@
-"""A Huawei Ascend NPU. The only file that loads torch_npu, and only when an NPU is asked for.
+"""A Huawei Ascend NPU. The only file that loads torch_npu, and only when an NPU is requested.
 
 Importing torch_npu without CANN fails in more than one way (``ImportError`` for its own
 libraries, ``OSError`` for the driver's, ``RuntimeError`` from torch's autoloading of backends).

@@ -23,7 +23,7 @@ def select_device(name: str | None = None) -> Device:
 
     Args:
         name: ``auto``, ``cpu``, ``cuda``, ``cuda:N``, ``npu`` or ``npu:N``; N counts the visible
-            devices from 0. Without N it is the first, or that of LOCAL_RANK (`local_index`).
+            devices from 0. Without N it is the first, or the device of LOCAL_RANK (`local_index`).
 
     Raises:
         ConfigError: the name is unknown, or the device cannot be used here.

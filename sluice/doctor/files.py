@@ -56,7 +56,7 @@ def check_model(examined: Examined) -> Iterator[Finding]:
 
 
 def model_findings(key: str, path: str) -> Iterator[Finding]:
-    """Yield what is missing, cut short or left over from another download."""
+    """Yield files that are missing, cut short or left over from another download."""
     why = "trainer and replicas refuse to start"
     broken = list(model_problems(path, key))
     if broken:
@@ -194,7 +194,7 @@ def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
 
 
 def check_disk(examined: Examined) -> Iterator[Finding]:
-    """Check the run's folder, and that of checkpoints."""
+    """Check the run's folder and the checkpoints' folder."""
     config = examined.config
     key = "trainer.default_local_dir" if config.trainer.default_local_dir else "sluice.run_dir"
     size = checkpoint_bytes(config, examined.shape) if config.trainer.save_freq > 0 else 0
@@ -266,5 +266,5 @@ def checkpoints_kept(config: RunConfig) -> int | None:
         saves = -(-steps // config.trainer.save_freq)
     if keep is None:
         return saves
-    # The oldest one goes when the newest is whole.
+    # The oldest one is removed when the newest is complete.
     return keep + 1 if saves is None else min(keep + 1, saves)

@@ -194,7 +194,7 @@ def check_npus(examined: Examined) -> Iterator[Finding]:
 
 
 def npu_findings(host: AscendHost, demand: AscendDemand, *, has_package: bool) -> Iterator[Finding]:
-    """Yield those of `ascend_findings`; none is a problem if the run needs no NPU."""
+    """Yield the findings of `ascend_findings`; none is a problem if the run needs no NPU."""
     is_wanted = demand.num_devices > 0
     if not (is_wanted or has_package or host.num_devices):
         yield fine("there is no NPU, and the run needs none")

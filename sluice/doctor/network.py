@@ -76,7 +76,7 @@ def network_findings(
 
 
 def chosen(name: str, value: str, interfaces: Sequence[str]) -> list[str]:
-    """Return the interfaces that a variable's value stands for, as its library reads it."""
+    """Return the interfaces that a variable's value names, as its library reads it."""
     if name in _TAKE_NAMES:
         return [one for one in interfaces if one in value.split(",")]
     is_exact = value.removeprefix("^").startswith("=")

@@ -39,7 +39,7 @@ class Requirement:
 
     @property
     def defect(self) -> str:
-        """What is wrong with the installed version; empty if nothing is."""
+        """The fault of the installed version; empty if there is none."""
         if self.installed is None:
             return f"{self.name} is not installed"
         if is_older(self.installed, self.oldest):
@@ -48,7 +48,7 @@ class Requirement:
 
 
 def requirements(extra: str = "") -> Iterator[Requirement]:
-    """Yield the packages of an extra, from sluice's metadata; by default those of every process."""
+    """Yield the packages of an extra, from sluice's metadata; by default every process's."""
     for line in importlib.metadata.requires("sluice") or ():
         found = _REQUIREMENT.fullmatch(line)
         if found is None:
@@ -191,7 +191,7 @@ def engine_finding(name: str, installed: str | None) -> Finding:
 
 TORCH_DEADLINE_S = 120.0
 _PROBE_S = 110.0
-# torch's own message tells a missing driver from one that is too old.
+# torch's own message distinguishes a missing driver from an old one.
 _PROBE = """
 import json, torch
 reason = ""
@@ -280,9 +280,9 @@ def build_finding(
 
     Args:
         torch: name and version.
-        build: what it can use.
+        build: the devices that it can use.
         num_devices: NVIDIA GPUs whose device file is there.
-        keys: device keys of the run that ask for a GPU.
+        keys: device keys of the run that require a GPU.
         may_use_gpu: whether a process of the run takes a GPU if there is one.
     """
     kind = f"CUDA {build.cuda}" if build.cuda else "ROCm" if build.is_rocm else "the CPU"

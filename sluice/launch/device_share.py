@@ -26,11 +26,11 @@ class DeviceShare:
     devices_per_replica: int
 
     def of_rank(self, rank: int) -> tuple[str, ...]:
-        """Return those of a trainer rank; fewer than it takes if there are no more."""
+        """Return a trainer rank's threads; fewer than it takes if there are no more."""
         return self._slice(rank, 1) if self.trainer_ranks else ()
 
     def of_replica(self, index: int) -> tuple[str, ...]:
-        """Return those of a replica; fewer than it takes if there are no more."""
+        """Return a replica's threads; fewer than it takes if there are no more."""
         each = self.devices_per_replica
         return self._slice(self.trainer_ranks + index * each, each)
 

@@ -53,9 +53,9 @@ SERVICE_PORTS: dict[Kind, ServicePorts] = {
     "rollout": ServicePorts(7001, 7101, 7201),
     "reward": ServicePorts(7002, 7102, 7202),
 }
-# Of the live page, which a process beside the trainer's rank 0 can serve.
+# The live page's port; a process next to the trainer's rank 0 can serve the page.
 DASHBOARD_PORT = 8080
-_EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; who may call is up to tokens
+_EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; tokens restrict the callers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class ContainerLayout:
     """One service as a container runs it.
 
     Args:
-        kind: which service; also the name under which the others find it.
-        image: what it runs.
+        kind: the service; also its name for the other services.
+        image: the container image.
         entrypoint: program of the image; it keeps the service's process and restarts it.
         arguments: of that program.
         health: a command inside the container; code 0 while the service serves.
@@ -90,7 +90,7 @@ class ContainerLayout:
 
 
 def container_layout(kind: Kind, shutdown_grace_s: float = 15.0) -> ContainerLayout:
-    """Return how a service runs as a container, in Compose and in Kubernetes alike.
+    """Return how a service runs as a container, in Compose and in Kubernetes.
 
     Args:
         kind: of the service.
@@ -124,7 +124,7 @@ def engine_grace_s(shutdown_grace_s: float) -> int:
 def network_settings() -> Iterator[str]:
     """Yield overrides (``key=value``) of a run whose services are found by their kinds' names.
 
-    A replica's name stands for all of them: each one advertises an address of its own instead. The
+    A replica's name means all of them: each one advertises an address of its own instead. The
     launcher starts the replicas, so none are the local launcher's.
     """
     for kind, place in SERVICE_PORTS.items():

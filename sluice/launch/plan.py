@@ -93,7 +93,7 @@ class LaunchPlan:
     """A run before its start.
 
     Args:
-        config: with the addresses at which its services are found.
+        config: with the addresses of its services.
         specs: its processes, in the order of their start.
         make_replica: the specification of the replica with a number.
         host: starts processes.

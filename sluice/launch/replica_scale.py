@@ -81,7 +81,7 @@ class ReplicaScale:
     has_fixed_port: bool = False
 
     def set(self, wanted: int) -> ScaleChange:
-        """Start or drain until `wanted` are left; return what was begun.
+        """Start or drain replicas until `wanted` are left; return the changes begun.
 
         Raises:
             InvalidRequestError: a number that a run cannot have.

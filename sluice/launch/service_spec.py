@@ -28,7 +28,7 @@ _TRIES = 32
 _ANY_PORT = 9  # nothing is sent
 _RETRY_S = 1.0
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Not the interpreter's own generator, which runs seed to be repeatable: two would choose alike.
+# Not the interpreter's own generator, which runs seed to be repeatable: two would choose the same.
 _random = random.SystemRandom()
 
 

@@ -112,7 +112,7 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
 async def launch_service(run_dir: Path, scale: ReplicaScale) -> AsyncIterator[LauncherAddress]:
     """Serve on a free port of the loopback interface while the block runs; yield the address.
 
-    The address stands in the run's folder meanwhile, with a new secret for each start. Its bearer
+    The run's folder holds the address meanwhile, with a new secret for each start. Its bearer
     may call the launcher, and nothing else. The launcher accepts no token of the run, so that
     callers send it none.
 

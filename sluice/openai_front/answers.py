@@ -31,10 +31,10 @@ JsonObject = dict[str, object]
 
 
 async def generate_choices(client: AsyncClient, asked: ParsedRequest, sink: Sink) -> None:
-    """Sample all choices. Give each event to `sink`, those of one choice in order.
+    """Sample all choices. Give each event to `sink`, the events of one choice in order.
 
     A sample's index is its position in the answer, because its randomness depends on it: the same
-    prompt twice gets what it would get with twice the `n`. Each call asks for as many samples as a
+    prompt twice gets what it would get with twice the `n`. Each call requests as many samples as a
     run accepts.
 
     Raises:
@@ -76,7 +76,7 @@ class _AnswerToken(NamedTuple):
 class _Choice:
     text: str = ""
     num_tokens: int = 0
-    tokens: list[_AnswerToken] = field(default_factory=list)  # only if the request asks for them
+    tokens: list[_AnswerToken] = field(default_factory=list)  # only if the request wants them
     reason: str | None = None
 
 

@@ -46,7 +46,7 @@ class ErrorAnswer:
 
 
 class RefusedError(InvalidRequestError):
-    """A request that names an unknown thing, or asks for something that is not offered."""
+    """A request that names an unknown thing, or requests a feature that is not offered."""
 
     def __init__(
         self, message: str, param: str, *, status: int = 400, code: str | None = None
@@ -62,7 +62,7 @@ def error_answer(error: SluiceError) -> ErrorAnswer:
             error.status, str(error), "invalid_request_error", error.code, error.param
         )
     cause = error.__cause__
-    # A deadline that passed while all replicas were full: what is missing is capacity.
+    # A deadline passed while all replicas were full: capacity is missing.
     judged = cause if isinstance(cause, ExhaustedError) else error
     for kind, status, name, code in _STATUS:
         if isinstance(judged, kind):
@@ -72,7 +72,7 @@ def error_answer(error: SluiceError) -> ErrorAnswer:
 
 CROSS_SITE = ErrorAnswer(
     403,
-    "a page in a browser sent this, and the server asks for no key; start the server with one",
+    "a page in a browser sent this, and the server requires no key; start the server with one",
     "invalid_request_error",
 )
 DEFECT = ErrorAnswer(500, "the server failed; its log has the reason", "server_error")

@@ -55,7 +55,7 @@ _END = b"data: [DONE]\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 KEYLESS = "HTTP callers"
-"""The common name of all callers of a front that asks for no key."""
+"""The common name of all callers of a front that requires no key."""
 _DIGEST_BYTES = 8
 
 
@@ -137,7 +137,7 @@ class OpenAIFront:
 
     Args:
         client: of the run whose replicas generate.
-        settings: what is served, and to which callers.
+        settings: the served models and the permitted callers.
     """
 
     def __init__(self, client: AsyncClient, settings: FrontSettings) -> None:

@@ -54,12 +54,12 @@ SHAPES_SETTINGS = PrepareSettings(
         wrong_step_rate=0.7,
     ),
 )
-"""Those of `shapes`. Its answers have one step: the model starts right three times in ten."""
+"""Settings of `shapes`. Its answers have one step: the model starts right three times in ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """The progress of the preparation; `loss` is that of the warm start, in nats per token.
+    """The progress of the preparation; `loss` is the warm start's, in nats per token.
 
     ``reused`` comes once and alone; otherwise ``data`` once, then ``warm-start`` at every step.
     """
@@ -74,7 +74,7 @@ class PrepareProgress:
 class QuickstartFacts:
     """Figures of the files.
 
-    The longest prompt and worked answer are those of a sample of dialogues.
+    The longest prompt and worked answer come from a sample of dialogues.
     `warm_start_excess_loss` is the mean over the last tenth of the steps, in nats per token.
     """
 

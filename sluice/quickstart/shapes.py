@@ -118,7 +118,7 @@ def draw_scene(rng: random.Random) -> Scene:
 
 
 def draw_question(rng: random.Random, scene: Scene) -> ShapeQuestion:
-    """Ask for the number of shapes or for their colour."""
+    """Return a question about the number of shapes or their colour."""
     if rng.random() < 0.5:
         colours = [str(colour) for colour in Colour]
         return _question(scene, "Which colour?", str(scene.colour), colours)

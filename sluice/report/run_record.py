@@ -89,7 +89,7 @@ def read_progress(run_dir: Path) -> RunRecord:
 
 
 def _rows(file: Path) -> list[Row]:
-    # The trainer is still writing what follows the last newline.
+    # The trainer is still writing the text after the last newline.
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]
     rows = []
     for number, line in enumerate(lines, 1):

@@ -155,7 +155,7 @@ class AccountPart:
 
 @dataclass(frozen=True, slots=True)
 class AccountView:
-    """One account: `parts` by size, without those of less than 0.05 %.
+    """One account: `parts` by size, without parts of less than 0.05 %.
 
     `total`, amounts and `residual` are tokens, or seconds of the trainer or of all replicas,
     `age_s` seconds ago.

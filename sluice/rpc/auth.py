@@ -111,7 +111,7 @@ def _refusal(code: grpc.StatusCode, details: str) -> Any:
     async def refuse(_requests: Any, context: Any) -> None:
         await context.abort(code, details, ((CLASS_KEY, AccessDeniedError.__name__),))
 
-    # A stream handler without deserializers fits unary and streaming callers alike.
+    # A stream handler without deserializers fits both unary and streaming callers.
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
@@ -146,12 +146,12 @@ class ClientQuota:
             yield
             return
         before = self.in_use(client)
-        # Waiting never frees so many, so this is no matter of retries.
+        # Waiting never frees so many, so a retry cannot help.
         if amount > self._most:
             QUOTA_REFUSALS.add(self._key)
             raise InvalidRequestError(
                 f"client {client!r}: {amount} {self._unit} were requested at once; {self._key} "
-                f"allows {self._most}: ask for fewer, or raise it"
+                f"allows {self._most}: request fewer, or raise it"
             )
         if before + amount > self._most:
             QUOTA_REFUSALS.add(self._key)

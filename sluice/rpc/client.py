@@ -116,7 +116,7 @@ def open_channel(
     Args:
         address: host:port of the peer.
         max_message_bytes: largest message either way.
-        credentials: what the peer is shown: a certificate, and in each call a token.
+        credentials: shown to the peer: a certificate, and in each call a token.
         metadata: returns what each call sends besides, such as the caller's name.
     """
     options: list[tuple[str, int | str]] = [
@@ -225,9 +225,9 @@ async def stream_call(
 ) -> AsyncGenerator[ResponseT, None]:
     """Call a server-streaming method and yield its messages. Leaving early cancels the call.
 
-    Consume it inside `contextlib.aclosing`. Arguments and errors are those of `unary_call`, but a
-    stream of requests needs a `name`, and `traceparent` (W3C) replaces the present span as the
-    caller's. Streams are never retried.
+    Consume it inside `contextlib.aclosing`. Takes the arguments and raises the errors of
+    `unary_call`, but a stream of requests needs a `name`, and `traceparent` (W3C) replaces the
+    present span as the caller's. Streams are never retried.
     """
     name = name or policy_key(cast("Message", request))
     seconds = CALL_POLICIES[name].deadline_s if deadline_s is None else deadline_s

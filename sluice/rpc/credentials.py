@@ -53,7 +53,7 @@ class CertificateEnds:
         self.by_file: Mapping[str, datetime] = {}
 
     def note(self, certificate: bytes | None, authority: bytes | None) -> None:
-        """Replace what was noted before, and warn of what ends soon.
+        """Replace the earlier notes, and warn of certificates that end soon.
 
         Args:
             certificate, authority: PEM; None: there is none.

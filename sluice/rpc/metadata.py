@@ -22,7 +22,7 @@ AUTHORIZATION = "authorization"
 CLIENT_KEY = "sluice-client"
 """Metadata key of the name that a client gives itself."""
 SERVICE_KEY = "sluice-service"
-"""Metadata key under which a service of the run gives its name."""
+"""Metadata key for the name of a service of the run."""
 TRACEPARENT = "traceparent"
 """Metadata key of the trace context, as W3C names the header."""
 MAX_NAME_LENGTH = 128
@@ -62,7 +62,7 @@ def caller_name(metadata: Any, tokens: TokenSource | None, peer: str) -> str | N
 
     A token of the role client identifies its holder, so that no client gets more by changing its
     name. Without tokens, and for services, the name under `CLIENT_KEY` counts. Without tokens, all
-    calls of one host without a name count for one client, except those of a service, which has a
+    calls of one host without a name count for one client, except a service's calls, which carry a
     name under `SERVICE_KEY`.
 
     Args:

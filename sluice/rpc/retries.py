@@ -56,9 +56,9 @@ class RetryPolicy:
     Args:
         first_s: pause before the second try, seconds. It doubles before each further try.
         most_s: longest such pause.
-        patience_s: how long failures in a row may last. Any progress starts the count again. A
-            call with a deadline is sent to a full service until the deadline, whatever the
-            patience. 0: nothing is retried.
+        patience_s: how long failures in a row may last. Any progress starts the count again. A call
+            with a deadline is sent to a full service until the deadline, for any patience. 0:
+            nothing is retried.
         stall_s: seconds without tokens, and without a sign that the engine generates for others,
             after which another replica continues.
     """

@@ -158,6 +158,6 @@ def _bind(server: grpc.aio.Server, host: str, port: int, credentials: Credential
 def _interceptors(credentials: Credentials) -> tuple[grpc.aio.ServerInterceptor, ...]:
     if (tokens := credentials.tokens) is None:
         return (ErrorInterceptor(),)
-    # The token comes first: without one, not even an error shows what is served.
+    # The token comes first: without one, not even an error shows which methods exist.
     admission = TokenInterceptor(tokens)
     return (admission, ErrorInterceptor(admission.open_call_check))

@@ -40,7 +40,7 @@ _REMEDY_BY_SIGN = (
         f"its certificate is not one that we trust; check {_KEY}.ca_file here and the dates of "
         f"{_KEY}.cert_file there",
     ),
-    ("WRONG_VERSION_NUMBER", f"it speaks no TLS; set {_KEY}.tls alike on both sides"),
+    ("WRONG_VERSION_NUMBER", f"it speaks no TLS; set {_KEY}.tls to the same value on both sides"),
     ("andshake failed", f"TLS fails; compare {_KEY} of both sides"),
 )
 _CLOSED = ("Socket closed", "Connection reset")

@@ -1,6 +1,6 @@
 """A certificate authority for development, and the certificates that it signs, as PEM.
 
-The profile is that of RFC 5280: version 3, key identifiers, a critical basic constraint, and the
+The profile follows RFC 5280: version 3, key identifiers, a critical basic constraint, and the
 purposes of section 4.2.1.12, so that a client's certificate cannot pass for a server's.
 """
 

@@ -14,7 +14,7 @@ from sluice.types import ReplicaInfo
 
 
 class EventQueue:
-    """Actions by time; those of one time in the order they were planned."""
+    """Actions by time; actions of one time in the order of planning."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -55,9 +55,7 @@ class SimulatedReplica:
 
     def __init__(self, settings: FleetSettings) -> None:
         self._settings = settings
-        self._running: list[
-            tuple[float, int, SimulatedSample]
-        ] = []  # by the clock at which they end
+        self._running: list[tuple[float, int, SimulatedSample]] = []  # by the clock at their end
         self._waiting: deque[SimulatedSample] = deque()
         self._num_started = self._num_running = 0
         self._clock = self._updated_s = self._stalled_until_s = 0.0
@@ -213,7 +211,7 @@ class SimulatedFleet:
     def ask(self, group: SimulatedGroup, num_samples: int) -> None:
         """Request the next `num_samples` samples of a group."""
         group.num_needed += num_samples
-        # Of one group the earlier request, that of fewer samples, is served first.
+        # Of one group the earlier request, which has fewer samples, is served first.
         heappush(self._waiting, (group.position, group.num_needed, num_samples, group))
         self._num_waiting += num_samples
         self.serve()

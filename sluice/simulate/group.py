@@ -40,9 +40,9 @@ class SimulatedGroup:
 
     Args:
         position: in the data set, over all epochs; the order of issue as well.
-        prompt: what it is about.
+        prompt: its prompt.
         issued_version: announced when it was first issued.
-        attempt: what the strategy decided; replaced by what it decides after the first samples.
+        attempt: the strategy's decision; replaced by its decision after the first samples.
         samples: chosen in advance.
         num_needed: samples that were requested, or will be when a replica has capacity.
         num_asked: samples at replicas so far.
@@ -52,7 +52,7 @@ class SimulatedGroup:
         replicas: where it has been, in order.
         start_version: of its oldest sample; ``None`` until a replica starts it.
         num_restarts: how often it was cancelled.
-        admitted_as: what was decided when its prompt was issued.
+        admitted_as: the decision when its prompt was issued.
     """
 
     position: int

@@ -49,7 +49,7 @@ class _Preemptions:
         return name in self._reserved
 
     def preempted(self, name: str) -> None:
-        """Record that a group was cancelled for want of a slot, and will start again."""
+        """Record that a group was cancelled for lack of a slot, and will start again."""
         self._times[name] = self._times.get(name, 0) + 1
         self._reserved.discard(name)
 
@@ -199,7 +199,7 @@ class SimulatedLoop:
     """One run.
 
     Args:
-        settings: what is simulated.
+        settings: the fleet, the trainer and the rules.
         workload: the data set and its answers.
         recorder: counts.
         on_step: gets the number of batches leased.
@@ -305,7 +305,7 @@ class SimulatedLoop:
             self._issue(self._feed.waiting())
 
     def _issue(self, again: SimulatedGroup | None) -> None:
-        """Issue the next prompt, or that of a group that begins again."""
+        """Issue the next prompt, or the prompt of a group that begins again."""
         if again is None:
             position = self._feed.next_position(self._version, self._events.now)
         else:
@@ -456,7 +456,7 @@ class SimulatedLoop:
     # ------------------------------------------------------------------------------ the trainer
 
     def _form(self) -> None:
-        """Lease a batch to the trainer if it asks for one and the rules allow."""
+        """Lease a batch to the trainer if it waits for one and the rules allow."""
         if self._asked_s is None:
             return
         if not self._strategy.may_form(self._load(0)):

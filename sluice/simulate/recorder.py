@@ -99,7 +99,7 @@ class SimulationRecorder:
         self.num_hard.append(sum(group.prompt.is_hard for group in groups))
 
     def filtered(self, group: SimulatedGroup, now: float) -> None:
-        """Record a group whose grades are all the same."""
+        """Record a group whose grades are all equal."""
         self.issues[group.position].is_mixed = False
         is_right = group.num_right > 0
         self.ended(group, TokenCause.ALL_RIGHT if is_right else TokenCause.ALL_WRONG, now)

@@ -1,8 +1,8 @@
 """The figures of a simulation.
 
 All but `accounts`, `num_kept_discarded` and what counts violations are taken from the lease of the
-last batch of the warm-up to the lease of the last batch. What is carried over from batch to batch
-is the same at both ends, so it cancels out.
+last batch of the warm-up to the lease of the last batch. The groups carried over from batch to
+batch are the same at both ends, so they cancel out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sluice.simulate.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What one strategy makes of a fleet and a workload.
+    """The result of one strategy on a fleet and a workload.
 
     Args:
         strategy: its name.
@@ -87,7 +87,7 @@ def simulate(
     """Simulate one run.
 
     Args:
-        settings: what is simulated.
+        settings: the fleet, the trainer and the rules.
         workload: the data set and its answers.
         recorder: counts; give one to look at it afterwards.
         on_step: gets the number of batches leased so far.

@@ -1,4 +1,4 @@
-"""What is simulated: the fleet, the trainer, the rules of the loop."""
+"""The settings of a simulation: the fleet, the trainer, the rules of the loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_STEPS = 240
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """Replicas, all alike.
+    """Identical replicas.
 
     Args:
         num_replicas: how many.
@@ -83,7 +83,7 @@ class TrainerSettings:
 
 
 IDEAL_TRAINER = TrainerSettings(0.0, 0.0, 0.0, 0.0)
-"""A trainer that takes no time: what is left is the time to fill batches."""
+"""A trainer that takes no time: a step lasts as long as a batch takes to fill."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Compared:
         result: with the trainer as it is.
         fill: with a trainer that takes no time; its steps are the times to fill a batch.
         fill_speedup: time that ``rounds`` takes to fill a batch over the time of this strategy.
-        gen_ratio: `gen_per_trained` over that of ``rounds``.
+        gen_ratio: `gen_per_trained` over the value of ``rounds``.
         step_speedup: seconds of a step of ``rounds`` over those of this strategy.
         hard_share_ratio: `hard_share` over that of ``stream``.
     """

@@ -183,7 +183,7 @@ class DescribedWorkload:
 
 
 def _pass_rates(description: WorkloadDescription, draws: np.random.Generator) -> Floats:
-    """Return those of all prompts: [num_prompts]."""
+    """Return the values of all prompts: [num_prompts]."""
     kinds, num_prompts = description.pass_rates, description.num_prompts
     weights = np.array([kind.weight for kind in kinds])
     chosen = draws.choice(len(kinds), size=num_prompts, p=weights / weights.sum())

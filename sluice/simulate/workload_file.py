@@ -20,7 +20,7 @@ def read_workload(file: Path) -> WorkloadDescription:
 
     Raises:
         ConfigError: the file cannot be read, or fields are wrong: all of them are named, each with
-            its value and what was expected.
+            its value and the expected one.
     """
     source = f"--workload {file}"
     try:

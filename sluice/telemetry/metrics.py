@@ -88,7 +88,7 @@ class Histogram:
         self._total += value
 
     def reading(self) -> InstrumentReading:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         bounds = (*self._bounds, math.inf)
         cumulative = tuple(zip(bounds, accumulate(self._counts), strict=True))
         return reading(self._name, Distribution(cumulative, self._total))

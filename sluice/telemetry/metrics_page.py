@@ -116,7 +116,7 @@ class MetricsPage:
 
 
 class _Collector:
-    """Turns readings into prometheus_client's families, in the order in which they come."""
+    """Turns readings into prometheus_client's families, in their order."""
 
     def __init__(self, read: Callable[[], Iterable[InstrumentReading]]) -> None:
         self._read = read
@@ -189,7 +189,7 @@ FOLDER = "metrics_targets"
 
 
 def forget_targets(run_dir: Path) -> None:
-    """Remove all targets: a run begins, and those of an earlier run are gone."""
+    """Remove all targets: a run begins, and an earlier run's targets are gone."""
     for file in (run_dir / FOLDER).glob("*.json"):
         file.unlink(missing_ok=True)
 

@@ -120,7 +120,7 @@ class OtelSpan(RecordedSpan):
 
 
 class OtelRecorder:
-    """The SDK's tracer. `sluice.telemetry.tracing` decides before which traces are recorded.
+    """The SDK's tracer. `sluice.telemetry.tracing` chooses the recorded traces before that.
 
     Args:
         resource: attributes of this process; ``OTEL_RESOURCE_ATTRIBUTES`` adds others.

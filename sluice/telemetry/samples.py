@@ -209,7 +209,7 @@ class DumpedSample:
         output: the response's text.
         gts: the ground truth.
         score: the row's score.
-        extras: further columns, such as the scorer's; those named like verl's own are left out.
+        extras: further columns, such as the scorer's; columns named like verl's own are left out.
     """
 
     input: str

@@ -129,7 +129,8 @@ def new_id(bits: int) -> int:
 def is_chosen(trace_id: int, ratio: float) -> bool:
     """Return whether a trace is among the share `ratio` that is recorded.
 
-    Every process chooses alike: by the lower 64 bits, as OpenTelemetry's ``TraceIdRatioBased``.
+    Every process makes the same choice, by the lower 64 bits, as OpenTelemetry's
+    ``TraceIdRatioBased``.
     """
     return (trace_id & (1 << SPAN_BITS) - 1) < round(ratio * (1 << SPAN_BITS))
 
@@ -344,7 +345,7 @@ class Tracer:
             name: what was timed.
             began: its beginning.
             attributes: of it.
-            error: what went wrong; ``None``: nothing did.
+            error: the failure; ``None``: a success.
         """
         span = self.child(parent, name, attributes, began=began)
         span.fail(error)

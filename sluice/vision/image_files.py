@@ -77,7 +77,7 @@ def _bare_png(data: bytes) -> bytes:
 
 
 def _bare_jpeg(data: bytes) -> bytes:
-    """Keep everything behind the first scan's header: decoders skip what is no table or scan."""
+    """Keep everything behind the first scan's header: decoders skip all but tables and scans."""
     kept = [data[:2]]
     end = 2
     for segment in jpeg_segments(data):

@@ -19,7 +19,7 @@ MOST_PIXELS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """Limits on images; bytes are those of the encoded files.
+    """Limits on images; bytes count the encoded files.
 
     Attributes:
         max_images: images in one prompt.

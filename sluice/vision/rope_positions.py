@@ -1,8 +1,8 @@
 """Positions of tokens for rotary embeddings with three axes: time, height and width.
 
-Text has equal positions on all three axes. An image's tokens share one time; their height and
-width are those of their patch, counted from the image's start. Text after an image continues
-behind the largest position in it (M-RoPE: Wang et al., "Qwen2-VL", 2024, section 2.1).
+Text has equal positions on all three axes. An image's tokens share one time; they take height and
+width from their patch, counted from the image's start. Text after an image continues behind the
+largest position in it (M-RoPE: Wang et al., "Qwen2-VL", 2024, section 2.1).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class RopePositions:
 
     Attributes:
         prompt: [3, prompt tokens] int64: time, height, width.
-        shift: token t after the prompt stands at ``t + shift`` on all axes; 0 or below.
+        shift: token t after the prompt has position ``t + shift`` on all axes; 0 or below.
     """
 
     prompt: npt.NDArray[np.int64]
     shift: int
 
     def extended(self, num_tokens: int) -> npt.NDArray[np.int64]:
-        """Return positions [3, num_tokens]: a part of the prompt, or all of it and what follows."""
+        """Return positions [3, num_tokens]: a part of the prompt, or all of it and more."""
         known = self.prompt.shape[1]
         behind = np.arange(known, num_tokens, dtype=np.int64) + self.shift
         return np.concatenate(
@@ -65,7 +65,7 @@ def find_images(
 
     Raises:
         InvalidRequestError: the prompt holds more or fewer of them than `grids` need, or other
-            tokens stand between those of one image.
+            tokens interrupt an image's.
     """
     found = np.flatnonzero(token_ids == image_token_id)
     wanted = sum(grid.num_tokens for grid in grids)

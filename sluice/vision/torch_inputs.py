@@ -39,7 +39,7 @@ def encode_images(
     Args:
         model: a vision-language model.
         pixel_values: [patches, numbers a patch] float32, on the model's device.
-        grid_thw: [images, 3] int64, alike.
+        grid_thw: [images, 3] int64, on the model's device.
     """
     base: Any = model.base_model
     output = base.get_image_features(pixel_values, grid_thw, return_dict=True)
@@ -86,7 +86,7 @@ def forward_with_images(
 
 
 def text_attention(model_type: str, families: frozenset[str], name: str) -> str | dict[str, str]:
-    """Return the setting by which the language model alone computes attention as `name`."""
+    """Return the setting that makes the language model alone compute attention as `name`."""
     if model_type not in families:
         return name
     return {"text_config": name, "vision_config": "sdpa"}

@@ -22,7 +22,7 @@ class VisionShape:
 
     Attributes:
         model_type: one of `FAMILIES`.
-        image_token_id: stands in a prompt for each merged patch of an image.
+        image_token_id: represents a merged patch of an image in a prompt.
         merge_size: patches that become one token, along each side.
     """
 

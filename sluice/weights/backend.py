@@ -36,8 +36,8 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> bool:
         """Raise ``RuntimeError`` if it failed; return at once when it is completed.
 
-        After `timeout` Gloo's also raises, and leaves the collective as it is; those of other
-        backends then give the collective up.
+        After `timeout` Gloo's also raises, and leaves the collective as it is; other backends then
+        give the collective up.
         """
         ...
 
@@ -176,8 +176,8 @@ def _await(work: Work, timeout: timedelta) -> None:
 def wait_a_little(work: Work, backend: str) -> None:
     """Wait some milliseconds at most for a collective; report neither its end nor its error.
 
-    The call returns at once when a collective of Gloo ends. It only polls those of other backends,
-    because their wait with a timeout gives the collective up.
+    The call returns at once when a collective of Gloo ends. It only polls collectives of other
+    backends, because their wait with a timeout gives the collective up.
     """
     if backend != "gloo":
         time.sleep(_GROUP_POLL_S)

@@ -1,7 +1,7 @@
 """The change of one bucket of weights in few bytes, bit for bit.
 
-A bucket's stretches of elements of one size are cut into blocks of `BLOCK_ELEMENTS`, so that memory
-beside the code stays small. A block is a header, the gaps between changed elements, their steps,
+A bucket's stretches of elements of one size are cut into blocks of `BLOCK_ELEMENTS`, so that the
+code needs little extra memory. A block is a header, the gaps between changed elements, their steps,
 and the values whose step does not fit a byte. A block that would be longer than its plain bytes
 holds these instead, so a code is never much longer than its bucket.
 
@@ -172,7 +172,7 @@ def max_code_bytes(plan: TransferPlan, bucket: Bucket) -> int:
 
 
 def encode_change(plan: TransferPlan, bucket: Bucket, old: ByteArray, new: ByteArray) -> ByteArray:
-    """Return the code from which `apply_change` makes `new` out of `old`.
+    """Return the code that `apply_change` needs to turn `old` into `new`.
 
     Args:
         old: uint8 ``[bucket.num_bytes]``, aligned to 16 bytes.

@@ -1,4 +1,4 @@
-"""Digests of weights, by which two processes prove that they hold the same model.
+"""Digests of weights: with them two processes prove that they hold the same model.
 
 A tensor's digest is XXH3-128 (the xxHash project's, seed 0, canonical big-endian bytes) over a
 header (name, dtype and shape as compact JSON, behind its length as a u64) and the tensor's bytes in

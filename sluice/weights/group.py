@@ -42,7 +42,7 @@ _GRACE_S = 1.0
 
 
 class TransferGroup:
-    """One epoch's process group, in which rank 0 sends.
+    """One epoch's process group; rank 0 sends.
 
     Any thread may call `form`, `run` and `abandon`. Only a call that `run` executes, in the group's
     owner thread, may call `post` and `settle`.
@@ -65,7 +65,7 @@ class TransferGroup:
 
     @property
     def peers(self) -> str:
-        """Return the other members, for errors: a failed collective names nobody."""
+        """Return the other members, for errors: a failed collective names no member."""
         others = [name for rank, name in sorted(self._names.items()) if rank != self.spec.rank]
         return ", ".join(others)
 

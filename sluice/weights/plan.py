@@ -152,7 +152,7 @@ def tensor_specs(
 
 
 def hiding_bucket_bytes(tensors: Sequence[TensorSpec], most: int) -> int:
-    """Return the bucket size with which work on one bucket overlaps the transfer of the next.
+    """Return the bucket size that lets work on one bucket overlap the transfer of the next.
 
     It is a quarter of all weights, so that collectives overlap and little is left to do when the
     last bucket has arrived, but not so small that starting collectives costs the time it saves.

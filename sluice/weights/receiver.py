@@ -3,7 +3,8 @@
 Input: the spec of an epoch, then versions. Output: each version complete in staging memory, proven
 by the sender's digest; nothing here touches live weights. `join` waits for the other members,
 `stage` for each collective; completion, the epoch's timeout, `abort` or a new `join` end these
-waits. After a failure the epoch is over and what was staged is dropped; the replica still serves.
+waits. After a failure the epoch is over and the staged weights are dropped; the replica still
+serves.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class WeightReceiver:
     def keep(self, staged: StagedWeights, *, lent: bool = False) -> None:
         """Take back the staging memory of a version that serves from now on.
 
-        Nobody may write to its tensors again. If later updates may build on it, or if it is `lent`
+        No code may write to its tensors again. If later updates may build on it, or if it is `lent`
         to a model that computes from it, the receiver holds the version until the next call; then
         its memory is spare.
         """
@@ -213,7 +214,7 @@ class WeightReceiver:
         phase = f"receiving version {version} in epoch {group.spec.epoch}"
         started = time.monotonic()
         # Local until it is complete: after a failure the abandoned operation may still write into
-        # this memory, so nobody uses it again.
+        # this memory, so it is never used again.
         buffer = self._take_memory(plan)
         stop = threading.Event()
 

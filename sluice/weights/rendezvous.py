@@ -1,4 +1,4 @@
-"""The keys under which the members of one epoch find each other: a gRPC server at the sender, and
+"""The keys that let the members of one epoch find each other: a gRPC server at the sender, and
 each member's connection to it, a store for torch's process groups.
 
 The server lives as long as the sender and holds the keys of one epoch, the newest. It answers only
@@ -98,7 +98,7 @@ class RendezvousStore:
         self._server.start()
 
     def begin(self, epoch: int, store_key: bytes = b"") -> None:
-        """Forget the keys of earlier epochs and hold those of this one.
+        """Forget the keys of earlier epochs and hold the keys of this one.
 
         Args:
             store_key: the epoch's secret, unknown to members of earlier epochs. With an empty one
@@ -186,7 +186,7 @@ class _Keys(services.RendezvousServiceServicer):
             self._num_bytes = 0
 
     def is_member(self, store_key: bytes) -> bool:
-        """Return whether the secret is that of the present epoch."""
+        """Return whether this is the secret of the present epoch."""
         with self._lock:
             return self._epoch is not None and hmac.compare_digest(store_key, self._store_key)
 
@@ -338,10 +338,10 @@ class EpochStore(Store):
     def compare_set(  # torch passes bytes where its stubs declare str
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Write a key if it holds what is expected, or is missing and that is empty.
+        """Write a key if it has the expected value, or is missing and the expected value is empty.
 
         Returns:
-            what it holds then; what was expected if it is still missing.
+            its value afterwards; the expected value if the key is still missing.
         """
         request = messages.PutKeyRequest(
             **self._member,

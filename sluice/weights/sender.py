@@ -45,7 +45,7 @@ from sluice.weights.transfer import (
 class BroadcastReport:
     """One version that was sent. Every receiver must report `digest`; bytes count padding.
 
-    `sent_bytes` are those of the buckets, or of their changes; `dense_bytes` those of all weights.
+    `sent_bytes` counts the buckets, or their changes; `dense_bytes` counts all weights.
     """
 
     version: int
@@ -61,7 +61,7 @@ def broadcast_deadline_s(
     """Return the seconds that all collectives of one version may take together.
 
     Args:
-        tensors: what is sent, tied weights once.
+        tensors: the tensors to send, tied weights once.
         bucket_bytes: of the `WeightSender`.
         timeout_s: for each collective.
     """
@@ -75,7 +75,7 @@ class WeightSender:
 
     Args:
         device: where collectives run; decides the backend.
-        bucket_bytes: largest collective, a multiple of 64; few weights go in smaller ones.
+        bucket_bytes: largest collective, a multiple of 64; small models use smaller ones.
         timeout_s: for each formation and each collective.
         host: the address that members connect to.
         port: where the rendezvous store listens; 0 lets the operating system choose.

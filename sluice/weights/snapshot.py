@@ -41,7 +41,7 @@ class SnapshotBuffers:
     """
 
     def __init__(self, tensors: Iterable[TensorSpec]) -> None:
-        # The layout in memory is that of the wire, which does not depend on the size of buckets.
+        # Memory has the layout of the wire, which does not depend on the size of buckets.
         plan = plan_transfer(tuple(tensors), MIN_BUCKET_BYTES)
         self._slots = (_SnapshotSlot(WeightBuffer(plan)), _SnapshotSlot(WeightBuffer(plan)))
         self._newest: _SnapshotSlot | None = None
@@ -117,7 +117,7 @@ class SnapshotBuffers:
             self._released.notify_all()
 
     def _back_slot(self, timeout_s: float) -> _SnapshotSlot:
-        """Return the slot that is not the newest, once nobody reads it; hide it from readers."""
+        """Return the slot that is not the newest, once it has no reader; hide it from readers."""
         deadline = time.monotonic() + timeout_s
         with self._released:
             slot = self._slots[1] if self._newest is self._slots[0] else self._slots[0]

@@ -50,7 +50,7 @@ def encode_update(
     Memory: the code, which is at most about `WORTHWHILE_SHARE` of the weights.
 
     Args:
-        plan: of the wire; its tensors are those of both buffers, in their order.
+        plan: of the wire; both buffers hold its tensors, in its order.
         base: version and digest of `old`.
         old: the weights that every receiver holds.
         new: the weights that they will hold.
@@ -71,7 +71,7 @@ def encode_update(
 
 
 class ChangeSendingPort:
-    """The sender's port for changes; the digest is that of the new weights."""
+    """The sender's port for changes; the digest covers the new weights."""
 
     def __init__(self, update: SparseUpdate, new: WeightBuffer, device: torch.device) -> None:
         self._update = update
@@ -89,13 +89,13 @@ class ChangeReceivingPort:
     """The receiver's port for changes, which it applies to a copy of the base in staging memory.
 
     Args:
-        staging: memory for the new weights; its plan is that of the wire.
+        staging: memory for the new weights; its plan is the plan of the wire.
         base: the same tensors of the base; only read.
         sizes: bytes of each bucket's changes.
         phase: for errors.
 
     Raises:
-        ValueError: the sizes are not those of any changes under this plan.
+        ValueError: no changes under this plan have these sizes.
     """
 
     def __init__(

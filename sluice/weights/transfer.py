@@ -91,8 +91,8 @@ def header_bytes(plan: TransferPlan) -> int:
 class Trailer:
     """The last collective of a version: what the sender sent.
 
-    `total_bytes` counts the stream; `digests` are those of the tensors, in the order of the plan.
-    Its own check sum distinguishes a damaged trailer from damaged weights.
+    `total_bytes` counts the stream; `digests` holds the digests of the tensors, in the order of the
+    plan. Its own check sum distinguishes a damaged trailer from damaged weights.
     """
 
     version: int
@@ -147,7 +147,7 @@ def _check_sum(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_CHECK_BYTES).digest()
 
 
-_NUM_FRAMING_COLLECTIVES = 2  # header and trailer, beside the buckets
+_NUM_FRAMING_COLLECTIVES = 2  # header and trailer, in addition to the buckets
 
 _IN_FLIGHT = 2
 

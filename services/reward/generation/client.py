@@ -160,5 +160,5 @@ def _decode(message: rollout_pb2.GenerateResponse, peer: str) -> GenerateEvent:
             message.engine_tokens if message.HasField("engine_tokens") else None,
         )
     except InvalidRequestError as error:
-        # Ours to report as the replica's fault: the request was not what is invalid.
+        # Report it as the replica's fault: the request is valid.
         raise PeerError(peer, PHASE, f"it sent what cannot be decoded: {error}") from error

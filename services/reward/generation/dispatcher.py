@@ -60,7 +60,7 @@ class GroupDispatcher:
         client: how replicas are called.
         queue: assigns capacity on replicas.
         max_attempts: failures after which a group is given up.
-        leave_out_overlong: whether a row that is too long is left out, or an error of the data.
+        leave_out_overlong: leave out a row that is too long; otherwise it is an error of the data.
         rules: see above.
     """
 
@@ -106,7 +106,7 @@ class GroupDispatcher:
         Raises:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
                 too many attempts failed (and the request does not go without what is missing), or
-                no sample of the group finished before it was over.
+                the group ended before any of its samples finished.
             DataError: a row is too long, and such rows are not to be left out.
         """
         collected, budget = CollectedGroup(request, on_sample), request.budget
@@ -180,7 +180,7 @@ class GroupDispatcher:
         return None
 
     def _may_be_too_small(self, reservation: Reservation, samples: int) -> bool:
-        """Return whether a replica may have refused for want of slots, where another has more.
+        """Return whether a replica may have refused for lack of slots that another one has.
 
         If the replica with most slots refuses, the prompt is at fault, or fits nowhere.
         """
@@ -245,7 +245,7 @@ class GroupDispatcher:
         num_before = request.tokens.num_received
         try:
             arrival = collected.take(event, reservation.member.announced.info.name)
-        finally:  # what is of no use was received, too
+        finally:  # unused tokens were received, too
             self.num_received[request.purpose] += request.tokens.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
@@ -274,7 +274,7 @@ class GroupDispatcher:
         return StreamEnd.SLOW if self._queue.has_capacity_beside(watch.member, wanted) else None
 
     def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedGroup) -> str | None:
-        """Settle what follows from a stream's end. Return why it counts as a failure."""
+        """Handle the end of a stream; return why it counts as a failure."""
         prompt_id, name = collected.request.prompt.prompt_id, watch.member.announced.info.name
         state = watch.state(_now())
         if end is StreamEnd.GROUP_OVER:
@@ -367,7 +367,7 @@ def _now() -> float:
 
 
 def end_early(collected: CollectedGroup) -> None:
-    """End a group that has used its time or its tokens, as it stands.
+    """End a group that has used its time or its tokens, with the samples it has.
 
     Raises:
         GroupFailedError: no sample of it has finished.
@@ -401,7 +401,7 @@ def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> N
 
 
 GATHER_S = 0.5
-"""Seconds after the first broken stream of a replica in which the others are counted with it."""
+"""Broken streams of a replica within these seconds count as one failure."""
 
 
 class BrokenStreams:

@@ -120,10 +120,10 @@ class GroupTokens:
     """What replicas sent for one group in one attempt, counted where it is received.
 
     Attributes:
-        replicas: those that got a request, by name, in the order of their first request.
+        replicas: replicas that got a request, by name, in the order of their first request.
         num_samples: samples that were requested from a replica.
-        num_received: response tokens, each once, however often a sample was broken off and in how
-            many messages it came.
+        num_received: response tokens, each once, even if a sample was interrupted or came in
+            several messages.
         num_thrown_away: those that no sample holds any more, since the sample started again instead
             of continuing from them.
         num_replaced: tokens of samples without a grade for which others were generated.
@@ -148,7 +148,7 @@ class GroupRequest:
 
     A sample does not depend on the others of its request: its randomness depends on the seed and
     its index alone. So a group may be generated in parts, each by its own request. The parts share
-    `budget`, which bounds the group, and `tokens`, which counts what is received for it.
+    `budget`, which bounds the group, and `tokens`, which counts its received tokens.
 
     With `allows_missing` the samples that no replica could generate are left out, unless none
     remains.
@@ -228,7 +228,7 @@ class GroupFailedError(SluiceError):
 
     Args:
         message: what happened.
-        kind: that of all its samples, where it is known.
+        kind: the failure kind of all its samples, where it is known.
     """
 
     def __init__(self, message: str, kind: FailureKind | None = None) -> None:

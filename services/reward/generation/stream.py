@@ -32,7 +32,7 @@ class Arrival:
     Attributes:
         new_tokens: tokens that were not known before, by sample index.
         ended: samples that the stream has ended, aborted ones included.
-        num_finished: those of them that are complete.
+        num_finished: ended samples that are complete.
     """
 
     new_tokens: dict[int, int]
@@ -42,7 +42,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class CollectedGroup:
-    """The samples of one request so far, whichever replicas their tokens come from.
+    """The samples of one request so far; their tokens may come from several replicas.
 
     It also keeps the request's `GroupBudget` and `GroupTokens` up to date.
 
@@ -96,12 +96,12 @@ class CollectedGroup:
         return Arrival(new_tokens, ended, sum(index in self._rollouts for index in ended))
 
     def _count_received(self, event: GenerateEvent) -> dict[int, int]:
-        """Count the tokens that did not come before, whether or not they are of use."""
+        """Count the tokens that are new, used or not."""
         new_tokens: dict[int, int] = {}
         for delta in event.deltas:
             size = int(delta.token_ids.size)
             new_tokens[delta.sample_index] = new_tokens.get(delta.sample_index, 0) + size
-        for rollout in event.rollouts:  # a whole sample repeats what came of it before
+        for rollout in event.rollouts:  # a whole sample repeats its earlier tokens
             index = rollout.sample_index
             known = self._rollouts.get(index) or self._growing.get(index)
             beyond = rollout.num_tokens - (known.num_tokens if known else 0)
@@ -194,11 +194,11 @@ class StreamEnd(StrEnum):
 class StreamWatch:
     """Ends a stream that stalls or loses its replica, or whose group is over.
 
-    It waits for nothing itself: it moves the deadline of the scope in which the stream is read, at
-    each `reschedule`.
+    It waits for nothing itself: each `reschedule` moves the deadline of the scope that reads the
+    stream.
 
     Args:
-        scope: in which the stream is read.
+        scope: the scope that reads the stream.
         member: its replica.
         rules: when a stream is given up.
         budget: its group's.
@@ -220,7 +220,7 @@ class StreamWatch:
         self.reschedule()
 
     def reschedule(self) -> None:
-        """Set the end of the scope by what is known now: pace, budget and replica."""
+        """Set the end of the scope from the present pace, budget and replica."""
         if self._scope.expired():
             return
         if self.member.removed:

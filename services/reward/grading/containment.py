@@ -25,8 +25,8 @@ ProcessKey = tuple[int, int]
 """A process's id and its start in ticks, which distinguishes it from a later one with this id."""
 
 NUM_EMPTY_LOOKS, EMPTY_FOR_S = 5, 0.2
-"""Looks without a find, and their time, after which no process is left: one that replaces itself by
-a fork again and again can be missed by one look."""
+"""Looks in a row that find nothing, and their seconds, after which all processes count as gone: one
+look can miss a process that replaces itself by a fork again and again."""
 NUM_GLANCES, NUM_NEWEST = 10, 3
 """Per look: glances at the newest process ids, and how many of them each takes in. Measured with a
 process that replaces itself 1000 times a second: listing all processes and reading each finds it
@@ -99,7 +99,7 @@ def _kill(is_sought: Callable[[str], bool]) -> int:
 
 
 def _stopped(pids: Iterable[str], is_sought: Callable[[str], bool]) -> list[str]:
-    """Stop those of `pids` that are sought, each at once, so that none forks before its turn."""
+    """Stop the sought processes of `pids`, each at once, so that none forks before its turn."""
     found = []
     for pid in pids:
         if (mark := _mark_of(pid)) and is_sought(mark):

@@ -54,7 +54,7 @@ class OverlongShaping:
     log: bool
 
     def penalty(self, num_response_tokens: int) -> float:
-        """Return what is added to the score, <= 0."""
+        """Return the penalty to add to the score, <= 0."""
         return overlong_penalty(
             num_response_tokens,
             max_response_tokens=self.max_response_tokens,
@@ -205,7 +205,7 @@ class ScoreRequests:
     async def score(
         self, items: Sequence[ScorerInput], client: str | None = None
     ) -> list[Scored | Failed]:
-        """Return one outcome per item, in small requests between those of training.
+        """Return one outcome per item, in small requests between the requests of training.
 
         Args:
             items: what to grade.

@@ -4,8 +4,8 @@ Frames are a 4-byte little-endian length and a msgpack body. The service sends o
 then `ScoreRequest`s; the process answers `SetupReply`, then one `ScoreReply` per request, with the
 request's number: an answer that belongs to no request is a fault, never a score.
 
-Beside the pipes both map one small page, in which the process notes which item of the request it
-works on and since when: after a hang or a crash the service knows which item caused it.
+Both also map one small page. There the process notes which item of the request it works on, and
+since when: after a hang or a crash the service knows which item caused it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IDLE = -1
 
 
 class ScorerSetup(msgspec.Struct, frozen=True, array_like=True):
-    """First message to a process: what scores, and within which limits.
+    """First message to a process: the scorer and its limits.
 
     The custom function if `custom_path` is set, else the reward model if there is one, else the
     built-in scorers by data source, `routes` first.
@@ -98,7 +98,7 @@ class Progress(NamedTuple):
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return a message as it goes through the pipe."""
+    """Return a message in the form that the pipe carries."""
     body = msgspec.msgpack.encode(message)
     return FRAME_HEADER.pack(len(body)) + body
 

@@ -117,7 +117,7 @@ class ScorerPool:
         self.num_replaced = 0
         """Processes ended for what they did, since the start."""
         self.num_ended_idle = 0
-        """Those of them that used CPU while they had nothing to score."""
+        """Processes that used CPU while they had nothing to score."""
 
     async def start(self) -> None:
         """Start every process, so that a scorer that cannot be loaded is known at once.

@@ -1,8 +1,8 @@
 """The process that runs scorers, so that a hang, a crash or a leak ends with it.
 
 `worker` starts it as ``python -m services.reward.grading.process PARENT_PID PAGE_FD``. It reads
-requests from standard input and answers on standard output; whatever the scorer prints goes to
-standard error. It ends when its input ends or its parent dies. It imports no gRPC.
+requests from standard input and answers on standard output; the scorer's own prints go to standard
+error. It ends when its input ends or its parent dies. It imports no gRPC.
 
 It bounds its own address space, open files, CPU time and output. The wall clock is watched from
 outside, because a scorer that hangs in C code cannot be interrupted from within.
@@ -227,7 +227,7 @@ class ProcessLimit:
     """Lets this process start `MAX_MORE_PROCESSES` more than its user has.
 
     The system counts the threads of the whole user, which a machine's other jobs add to, so the
-    limit follows them. It does not count those of root.
+    limit follows them. It does not count root's processes.
 
     Args:
         count: threads of the user; 0 where they cannot be counted, which limits nothing.

@@ -39,7 +39,7 @@ from sluice.types import FailureKind
 PEER = "scorer process"
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
-# The folder that holds the package `services`, whichever folder the service was started from.
+# The folder that holds the package `services`; the service may have been started elsewhere.
 _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
 
 
@@ -158,7 +158,7 @@ class ScorerWorker:
                 ) from None
 
     def _time_left(self) -> float:
-        """Return the time left to the item in work, within that of all items and one more."""
+        """Return the time left to the item in work, at most the time left to all items plus one."""
         progress = self._progress()
         started_at = progress.started_at if progress else self._sent_at
         ends_at = min(
@@ -229,7 +229,7 @@ async def start_worker(
 def _environment(mark: str) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     path = [str(_PACKAGE_ROOT), *([inherited] if inherited else [])]
-    # One thread each: there are as many processes as the configuration asks for.
+    # One thread each: the configuration sets the number of processes.
     own = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", MARK_VARIABLE: mark}
     # A reward function is to have no key to the run's services.
     return {name: value for name, value in os.environ.items() if not _is_secret(name)} | own

@@ -135,7 +135,7 @@ class TrainBatches:
         Raises:
             DataExhaustedError: the data set has ended before the batch was full.
             BatchUnfillableError: none can be formed any more.
-            DeadlineError: not within `seconds`; names what is waited for.
+            DeadlineError: not within `seconds`; names the cause of the wait.
             SluiceError: what stopped the loop.
         """
         self._num_asking += 1
@@ -232,7 +232,7 @@ class TrainBatches:
             self._groups[prompt_id].cancel(reason)
 
     def _next_version(self) -> int:
-        """Return the version after that of the newest lease; 0 without one.
+        """Return the newest lease's version plus one; 0 without a lease.
 
         A version is the number of train batches before it, so the batches in training are those
         from the announced version up to here.
@@ -243,8 +243,8 @@ class TrainBatches:
     def _leased_again(self, version: int) -> TrainBatch | None:
         """Return the leased batch, if it was formed for `version` by this service.
 
-        Another one is void. Its groups wait for another batch; those of an earlier service have no
-        samples any more, so their prompts wait to start again.
+        Another one is void. Its groups wait for another batch; an earlier service's groups have
+        lost their samples, so their prompts wait to start again.
         """
         lease = self._ledger.open_lease
         if lease is None:

@@ -164,7 +164,7 @@ class Pipeline:
         self._changes.notify()
 
     def awaited(self) -> list[tuple[Blocker, float]]:
-        """Return what is waited for, and for how many seconds it has been, by the kind of wait."""
+        """Return the cause of the wait and its seconds so far, by the kind of wait."""
         lease, source, counts = self._ledger.open_lease, self._source, self._groups.counts
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
@@ -241,7 +241,7 @@ class Pipeline:
     async def _take_over(
         self, trainer: str, version: int, resume_from: DataProgress | None
     ) -> None:
-        """Begin with a trainer, perhaps from an older policy: what is pending is generated again.
+        """Begin with a trainer, perhaps from an older policy: pending groups are generated again.
 
         The trainer that the ledger knows continues: only this service has restarted.
         """
@@ -251,7 +251,7 @@ class Pipeline:
             self._trainer = trainer
             return
         await self._end_what_runs()
-        if self._trainer is None:  # the trainer knows where an earlier service's data set stands
+        if self._trainer is None:  # the trainer knows the data position of an earlier service
             self._groups.forget_data()
             self._source.forget_data()
         self._give_back_kept(resume_from)
@@ -282,7 +282,7 @@ class Pipeline:
         self._strategy.batch_formed()  # waves of the batch under way count no more
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
-        """Kept and leased prompts wait again, but for those the resumed policy was trained on."""
+        """Requeue kept and leased prompts, except those the resumed policy was trained on."""
         leased = self.batches.void_lease()
         kept = self._groups.in_state(GroupState.KEPT)
         for group in sorted([*leased, *kept], key=lambda group: group.prompt.sequence):

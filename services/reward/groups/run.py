@@ -6,7 +6,7 @@ as soon as two of the first differ, or when all have come and the strategy conti
 have the prompt's rank, so a group that continues is served before one that starts. The samples are
 those that one request for all of them would give. The greedy response, where one is needed, comes
 with the last request. All requests share one budget of time and tokens; a group that has used it
-ends as it stands.
+ends with the samples it has.
 
 A sample without a score is scored again by the grader, generated again here, or left out, as the
 policy decides (`sluice.algorithm.groups.filter`); a group is trained on its scored samples if
@@ -203,7 +203,7 @@ class GroupRun:
             tasks.create_task(watch.run(), name=grading)
             sampled = await self._generated(group, indexes, on_sample=watch.finished)
             watch.over()
-        # What remains are samples that were aborted.
+        # The remaining samples were aborted.
         return await self._graded(group, sampled, known=watch.outcomes)
 
     def _after_probes(self, group: Group, probes: GradedGroup) -> Judgement | None:
@@ -330,7 +330,7 @@ class GroupRun:
 
 
 def joined(first: GradedGroup, rest: GradedGroup) -> GradedGroup:
-    """Return one group of all samples in their order; of two with the same index that of `rest`."""
+    """Return one group of all samples in their order; `rest` replaces samples of `first`."""
     pairs = {
         rollout.sample_index: (rollout, outcome)
         for part in (first, rest)

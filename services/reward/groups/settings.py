@@ -33,7 +33,7 @@ class PipelineSettings:
     """Settings of the groups and batches of a run.
 
     With `greedy` one more response to each prompt is generated, as a baseline. `needs` defines
-    which groups are of use. `probe_samples` of a group are generated before the rest is decided
+    which groups can be trained. `probe_samples` of a group are generated before the rest is decided
     about; ``None``: all at once. `epoch_rows` is the size of the data set, 0 without one.
     """
 

@@ -207,7 +207,7 @@ def _note_failure(prompt: Prompt, failed: Failed, tokens: GroupTokens) -> None:
 
 
 MAX_FAILED_SHARE = 0.1
-"""Beyond this share of failed samples the means would be those of another set of prompts."""
+"""Largest share of failed samples: beyond it the means would describe another set of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ class ValidationRun:
     def add(
         self, position: int, prompt: ValidatedPrompt, example: ValidationExample | None
     ) -> None:
-        """Note a prompt; of the examples those of the lowest positions stay."""
+        """Note a prompt; keep the examples of the lowest positions."""
         self._prompts[position] = prompt
         if example is not None:
             self._examples[position] = example

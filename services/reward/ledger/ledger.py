@@ -1,8 +1,8 @@
 """The ledger: accepted prompts, how they ended, the open lease, strikes and the data progress.
 
 Invariant 1: an accepted prompt is pending until it ends in exactly one `PromptEnd`; submitted =
-ended + pending at every instant. Where a pending prompt stands is not written: what it holds dies
-with the process (`services.reward.group`). A prompt read back from a file waits again or is leased.
+ended + pending at every instant. The state of a pending prompt is not written: its samples die with
+the process (`services.reward.group`). A prompt read back from a file waits again or is leased.
 
 The ledger answers from memory. With a file it also hands every change to a writer thread, which
 commits the changes in their order. A caller that must not be wrong about what survives waits for
@@ -247,8 +247,8 @@ class PromptLedger:
         """Accept a prompt.
 
         Raises:
-            InvalidRequestError: its id is that of a pending prompt or of one of the clients' that
-                ended last, or a client's prompt cannot be encoded.
+            InvalidRequestError: a pending prompt or a recently ended prompt of a client has this
+                id, or a client's prompt cannot be encoded.
         """
         is_written = self._writer is not None
         body = self._body(prompt) if is_written or prompt.origin is PromptOrigin.CLIENT else None
@@ -344,7 +344,7 @@ class PromptLedger:
     # ----------------------------------------------------------------------------------- data set
 
     def progress(self, also_ended: Iterable[int] = ()) -> DataProgress:
-        """Return which data-set positions ended, with those of `also_ended`."""
+        """Return which data-set positions ended, `also_ended` included."""
         ended = self._ended_above | set(also_ended)
         low_water = self._low_water
         while low_water in ended:
@@ -356,7 +356,7 @@ class PromptLedger:
         """Take `progress` for what ended so far, as after a trainer's resume.
 
         Returns:
-            where the data set continues: past what ended and what is pending here.
+            where the data set continues: past ended positions and positions pending here.
         """
         self._low_water = progress.low_water
         self._ended_above = set(progress.ended_above)
@@ -417,7 +417,7 @@ class PromptLedger:
         self._write((_FORGET_LEASE, ()))
 
     def acknowledge(self) -> None:
-        """Close the open lease, all of whose prompts have ended as trained.
+        """Close the open lease; all its prompts have ended as trained.
 
         Their ends reach the file first: a process that dies in between finds the lease open.
         """
@@ -510,7 +510,7 @@ def _accepted(prompt: Prompt, body: bytes) -> list[Statement]:
 
 
 def _client_image_bytes(prompt: Prompt) -> int:
-    """Count the bytes of a client's images; the data set's are bounded by what is under way."""
+    """Count the bytes of a client's images; running groups bound the data set's images."""
     if prompt.origin is not PromptOrigin.CLIENT:
         return 0
     return sum(map(len, prompt.images))

@@ -1,6 +1,6 @@
 """The content of a ledger, and its file `<run_dir>/reward/ledger.sqlite`: tables, format, opening.
 
-WAL mode, and every commit is synchronous: what was committed survives the machine. One reward
+WAL mode, and every commit is synchronous: it survives a crash of the machine. One reward
 service at a time holds the file, by an exclusive lock that ends with its process.
 """
 
@@ -166,8 +166,8 @@ _DIGEST_BYTES = 16
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a prompt. MessagePack, in which `extra_info` also travels to the scorers: a
-    prompt read back is graded as the one that was written."""
+    """The content of a prompt. MessagePack, as `extra_info` also travels to the scorers: a
+    prompt read back gets the same grade."""
 
     messages: tuple[tuple[str, str], ...]
     data_source: str
@@ -177,8 +177,9 @@ class _Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _BodyWithImages(_Body, frozen=True, array_like=True):
-    """The content of a prompt with images: the digests of the images, in order, which are stored
-    beside it. Prompts without images have a `_Body`, as before there were images."""
+    """The content of a prompt with images: the digests of the images, in order; they
+    are stored separately. Prompts without images have a `_Body`, as in older files.
+    """
 
     images: tuple[bytes, ...] = ()
 
@@ -210,7 +211,8 @@ class LedgerContent:
 
     `ended` are the clients' prompts that ended last, oldest first; `acknowledged` the batches that
     were acknowledged last, oldest first; `num_acknowledged` counts groups of all of them; `trainer`
-    is the instance that announced itself last; `strikes` are those of prompts by `prompt_key`.
+    is the instance that announced itself last; `strikes` holds the strikes of prompts, by
+    `prompt_key`.
     """
 
     next_sequence: int = 0
@@ -276,7 +278,7 @@ def decode_prompt(
 
 
 def body_digest(body: bytes) -> bytes:
-    """Return BLAKE2b of a body or an image, 16 bytes, to recognise what is sent again."""
+    """Return BLAKE2b of a body or an image, 16 bytes, to recognise content that is sent again."""
     return blake2b(body, digest_size=_DIGEST_BYTES).digest()
 
 

@@ -8,9 +8,9 @@ On shutdown: `close` writes what is left.
 
 The file holds a prefix of the changes at every moment, since one thread writes them in order.
 
-`concurrency.threads.BoundedWriter` does not fit: it drops what does not fit or cannot be written,
-and nobody can wait for an item. Here a change blocks its caller rather than getting lost, callers
-wait for the commit of their change, and a failed write is final.
+`concurrency.threads.BoundedWriter` does not fit: it drops items that do not fit or cannot be
+written, and no caller can wait for an item. Here a change blocks its caller rather than getting
+lost, callers wait for the commit of their change, and a failed write is final.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class IssuedRow:
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """The settings that decide which row stands at a position.
+    """The settings that decide which row a position holds.
 
     Every epoch uses the same `max_samples` rows: a random choice if `choose_at_random` (``None``:
     if shuffled), else the first ones. ``None`` uses all rows.

@@ -40,7 +40,7 @@ _LINGER_S = 0.2
 _MOST_LINES, _LINES_AT_ONCE, _SAMPLES_AT_ONCE = 100_000, 1000, 100
 MOST_WAITING_BYTES = 128 << 20
 _REMEDY = "free the disk or the folder"
-_ID_LENGTH = 8  # of a few starts in a file; it stands in each line
+_ID_LENGTH = 8  # of a few starts in a file; each line holds it
 
 
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
         end: how it ended, a `PromptEnd`.
         right: graded samples that were right.
         scored: graded samples.
-        tokens: response lengths in the order of samples; of what was graded, scored or not.
+        tokens: response lengths in the order of samples; all graded samples, scored or not.
         version: policy version announced when it started.
         oldest_version: oldest version that sampled a token; null if nothing was graded.
         started_s: when it started, seconds since the service's start.
@@ -86,8 +86,8 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
 class GroupLog:
     """An observer that writes a line for each group that ended.
 
-    A batch ends all its groups at once, before any of them can be written, so the bound on samples
-    that wait is on bytes of text: those of the batch in memory, unless they are shortened.
+    A batch ends all its groups at once, before any of them can be written, so the bound on waiting
+    samples counts bytes of text: one batch in memory, unless its texts are shortened.
 
     Args:
         path: the file lines are appended to; ``None``: no lines are written.

@@ -1,11 +1,11 @@
 """Count what happens to prompts, samples and tokens, since the start and between two batches.
 
 A token is pending from its arrival until its group ends; then it is assigned, once, to what became
-of it. The dispatcher counts what is received, group by group and in all, so
+of it. The dispatcher counts received tokens, group by group and in all, so
 
     received = sum over all uses + pending
 
-checks the assignment, and the replicas' own counts check what was received.
+checks the assignment, and the replicas' own counts check the received tokens.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def uses_of_group(
 
     Args:
         use: of its graded samples, and of its greedy response.
-        tokens: what was received for it.
-        graded: its samples; ``None``: they were never all there, and what was not thrown away is
-            of one use.
+        tokens: the tokens received for it.
+        graded: its samples; ``None``: the group was never complete; all tokens that were not thrown
+            away have one use.
     """
     if graded is None:
         lost, replaced = tokens.num_thrown_away, tokens.num_replaced
@@ -145,7 +145,7 @@ def uses_of_group(
         else:
             found[TokenUse.FAILED] += rollout.num_tokens
     found[TokenUse.FAILED] += tokens.num_replaced
-    # What is in no sample of the group came in attempts at a sample that another one replaced.
+    # Tokens in no sample of the group belong to samples that another attempt replaced.
     found[TokenUse.ABORTED] += max(0, tokens.num_received - found.total())
     return found
 
@@ -176,9 +176,9 @@ class GroupStatistics:
     """An observer that counts.
 
     Args:
-        received: response tokens received since the start, by what they are for.
-        round_size: groups that ``train/num_gen_batches`` counts as one round: those of a wave, or
-            of a train batch where there are no waves.
+        received: response tokens received since the start, by their purpose.
+        round_size: groups that ``train/num_gen_batches`` counts as one round: the groups of a wave,
+            or of a train batch where there are no waves.
         scorer_seconds: seconds the scorers have worked so far.
 
     Attributes:

@@ -52,7 +52,7 @@ def trace_key(run_dir: Path, *, is_first: bool) -> bytes:
 
 @dataclass(slots=True)
 class _PromptSpans:
-    """A recorded prompt: its span, and those of what it waits for."""
+    """A recorded prompt: its span, and the spans of its waits."""
 
     prompt: RecordedSpan
     stages: dict[SpanName, Span] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class PromptTraces:
                 spans.finish(SpanName.ADMIT, SpanName.WAIT)
 
     def _accepted(self, prompt: Prompt) -> None:
-        """Begin the trace; a client's prompt continues that of the present call."""
+        """Begin the trace; a client's prompt continues the trace of the present call."""
         is_client = prompt.origin is PromptOrigin.CLIENT
         span = self._tracer.trace(
             SpanName.PROMPT,

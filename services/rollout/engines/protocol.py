@@ -116,7 +116,7 @@ class UnsentTokens:
     """What became of the tokens that an engine sampled for calls.
 
     Used from the event loop only. `generation.GenerationRunner` alone counts: tokens as it sends
-    them, and what is left of a call's sampled tokens when the call ends.
+    them, and a call's unsent sampled tokens when the call ends.
 
     Attributes:
         services: tokens for services of the run.
@@ -254,7 +254,7 @@ class Engine(Protocol):
         With `every_token` false a sample's tokens come in few chunks, at the latest when it
         finishes; with `partial_interval_s` unfinished samples get a chunk about that often too.
         Closing the iterator, or cancelling its consumer, aborts the samples and frees their slots
-        before the next decode step. What was yielded is complete up to its last token, and can be
+        before the next decode step. The yielded part is complete up to its last token, and can be
         continued (`GenerationRequest.partials`); the rest is lost. At the end `request.tokens` has
         the number of all sampled tokens.
 
@@ -296,5 +296,5 @@ class Engine(Protocol):
         ...
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard what is staged and leave the group. Idempotent."""
+        """Discard the staged weights and leave the group. Idempotent."""
         ...

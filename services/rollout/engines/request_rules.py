@@ -63,7 +63,7 @@ def check_capacity(request: GenerationRequest, under_way: int, slots: int, max_q
         raise InvalidRequestError(
             f"request {request.request_id}: {samples} samples; the engine takes {slots} in slots "
             f"(actor_rollout_ref.rollout.max_num_seqs) and {max_queued} waiting "
-            "(sluice.rollout.max_queued): ask for fewer at once, or raise one of these"
+            "(sluice.rollout.max_queued): request fewer at once, or raise one of these"
         )
     if under_way + samples > slots + max_queued:
         raise ExhaustedError(

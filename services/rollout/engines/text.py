@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
 
     Each token is decoded together with the few since the last whole character, not with the whole
     response: how a token reads depends on its neighbours only. The settled text depends on the
-    response's tokens, not on the pieces in which they came.
+    response's tokens, not on how they were split into pieces.
 
     Args:
         decode: of the model's tokenizer.
@@ -127,7 +127,7 @@ class StopStringWatch:
         self._stops = tuple(stops)
         self._text = IncrementalDetokenizer(decode)
         self._kept = max(map(len, stops)) - 1
-        self._tail = ""  # the end of the text, in which a stop string may have begun
+        self._tail = ""  # the end of the text, where a stop string may have begun
 
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Take more tokens.

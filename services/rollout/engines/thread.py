@@ -73,7 +73,7 @@ class LoopThread:
         try:
             self._home.call_soon_threadsafe(_run_all, callbacks)
         except RuntimeError:
-            return  # the service's event loop is closed: nobody waits for the callbacks
+            return  # the service's event loop is closed: nothing waits for the callbacks
 
     async def stop(self) -> None:
         """End the thread; nothing may run in it.

@@ -395,7 +395,7 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         """Return the images of a request for its run; ``None`` if it has none."""
 
     async def _end(self, thread: LoopThread, core: CoreT, run: EngineRun) -> None:
-        """Abort what is left of a request, and wait until the core has: then `sampled` is final."""
+        """Abort the rest of a request, and wait until the core has: then `sampled` is final."""
         if run.stream.has_ended or self._thread is not thread:
             return
         thread.begin(core.cancel(run))
@@ -486,7 +486,7 @@ class InboxEngine(ThreadedEngine[CoreT]):
         return await _received(inbox, inbox.stage(epoch, version), f"staging version {version}")
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard what is staged and leave the group. Idempotent."""
+        """Discard the staged weights and leave the group. Idempotent."""
         inbox = self._weights()
         if epoch == inbox.epoch:
             inbox.leave(reason)

@@ -28,7 +28,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """Where a model keeps a tensor, and in which dtype."""
+    """Where a model keeps a tensor, and its dtype there."""
 
     device: torch.device
     dtype: torch.dtype
@@ -43,7 +43,7 @@ NO_PLACES: Mapping[str, TensorPlacement] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedElements:
-    """Where a tensor differs from the one before, and what is there.
+    """The positions where a tensor differs from its predecessor, and the values there.
 
     Attributes:
         positions: int64 ``[changed]``, in the flattened tensor; on the model's device.
@@ -73,7 +73,7 @@ class LiveWeights:
     """The parameters of one model, used in the thread that computes with them.
 
     Create it after the model's decoder, which may replace parameters. The first tied tensor of the
-    layout stands for the others, which point to the same memory.
+    layout represents the others, which point to the same memory.
     """
 
     def __init__(self, language_model: CausalLM) -> None:
@@ -228,7 +228,7 @@ class WeightInbox:
         return NewWeights(received.tensors, changes, received.base.digest)
 
     def staged(self, epoch: int | None, version: int, digest: str) -> NewWeights:
-        """Return what was staged under that epoch, version and digest.
+        """Return the weights staged under that epoch, version and digest.
 
         Raises:
             WeightSyncError: the epoch is not joined, nothing is staged, or something else.
@@ -261,7 +261,7 @@ class WeightInbox:
         self._receiver.keep(staged.received, lent=lent)
 
     def leave(self, reason: str) -> None:
-        """Discard what is staged and leave the epoch, if any; return at once."""
+        """Discard the staged weights and leave the epoch, if any; return at once."""
         self.epoch = self._staged = None
         self._receiver.abort(reason)
 

@@ -144,8 +144,8 @@ class SyncCounts:
         Args:
             to: ``fleet`` or ``newcomers``.
             sent_bytes: bytes of the broadcast, counted once for all replicas.
-            whole_bytes: bytes of all weights; more than `sent_bytes` if only changes were sent.
-            stall_s: longest time in which one of the replicas sampled no token.
+            whole_bytes: bytes of all weights; exceeds `sent_bytes` if only changes were sent.
+            stall_s: longest time that a replica sampled no token.
         """
         self.updates[to] += 1
         self.whole_bytes += whole_bytes

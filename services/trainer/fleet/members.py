@@ -56,7 +56,7 @@ class EngineProgress:
         if not self.is_stalled:
             if has_progress or not sign.has_work:
                 return EngineProgress(sign, now_s)
-            # Tokens and turns stay those of the beginning of the stall.
+            # Tokens and turns keep their values from the beginning of the stall.
             return replace(self, is_stalled=now_s - self.since_s > stall_s)
         answers = sign.turns > self.sign.turns or sign.turns == 0
         if has_progress or (answers and not sign.has_work):
@@ -104,7 +104,7 @@ class Fleet:
     """All known replicas.
 
     Args:
-        layout_digest: replicas whose weights have other names, dtypes or shapes are refused.
+        layout_digest: a replica with other names, dtypes or shapes of weights is refused.
         ttl_s: seconds without a heartbeat after which a replica is dropped.
         stall_s: seconds with work and without a token after which a replica is stalled.
     """

@@ -38,9 +38,9 @@ _JOINT_ATTEMPTS = 3  # each in a new epoch with the members that are left: no ca
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """A published version. `stall_s` is the longest time in which a replica sampled no token.
+    """A published version. `stall_s` is the longest time that a replica sampled no token.
 
-    `sent_bytes` are those of the broadcast that arrived, `dense_bytes` those of all weights. Both
+    `sent_bytes` counts the broadcast that arrived, `dense_bytes` all weights. Both
     are 0 if the version was sent to each replica alone.
     """
 

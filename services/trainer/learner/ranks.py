@@ -42,7 +42,7 @@ LATE_REMEDY = (
     "see the other ranks' logs; raise sluice.trainer.command_timeout_s if one of them was only slow"
 )
 SHARD_DIM, COPY_DIM = "shard", "copy"
-"""Dimensions of the mesh over which a model is sharded."""
+"""Dimensions of the mesh that shards a model."""
 
 # Texts in the errors of torch's backends.
 _GLOO = "gloo"

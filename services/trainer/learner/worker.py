@@ -170,7 +170,7 @@ class Learner:
     def named_weights(self) -> NamedTensors:
         """Yield the policy's weights by parameter name, tied ones once, without copying.
 
-        Those of a sharded policy are DTensors with the shapes of the whole tensors.
+        A sharded policy's tensors are DTensors with the shapes of the whole tensors.
         """
         for name, parameter in self._policy.parameters.items():
             yield name, parameter.detach()
@@ -197,7 +197,7 @@ class Learner:
     def save(self, directory: Path, whole: OpenTensorSet | None = None) -> None:
         """Write model, tokenizer, optimizer and random state into `directory` (``actor/``).
 
-        A critic goes into ``critic/`` beside it. Call on rank 0 only.
+        A critic is saved in ``critic/`` in the same folder. Call on rank 0 only.
 
         Args:
             directory: new or empty.

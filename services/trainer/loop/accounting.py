@@ -1,7 +1,7 @@
 """Account for every prompt, token and second of the run, from counters of replicas and the reward
 service.
 
-The peers cannot all be asked at the same moment. So the fleet is asked between two answers of the
+The peers cannot all be asked at the same moment. So the fleet is read between two answers of the
 reward service (`TokenReading`). If a peer does not answer, the token counts of the last complete
 reading stay, with their age.
 
@@ -57,7 +57,7 @@ def acknowledged_groups(accounts: Mapping[str, float]) -> float:
 def settled_accounts(
     accounts: Mapping[str, float], *, groups_trained: int, acknowledged_before: float
 ) -> dict[str, float]:
-    """Return the reward service's accounts with the trainer's own count beside them.
+    """Return the reward service's accounts and the trainer's own count.
 
     Args:
         accounts: from `RewardClient.accounts`.
@@ -66,7 +66,7 @@ def settled_accounts(
 
     Returns:
         `accounts` with ``groups_trained``, ``groups_acknowledged`` (the reward service's count of
-        groups that this trainer has trained) and ``prompts_lost``. The latter is a sum: prompts
+        groups that this trainer has trained) and ``prompts_lost``, a sum: prompts
         that the reward service has lost, prompts that neither ended nor are pending, and the
         difference between the two counts of groups. It is 0 if nothing is missing.
     """

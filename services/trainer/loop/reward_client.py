@@ -138,7 +138,7 @@ class RewardClient:
             PeerError: the answer is no batch.
             PeerDefectError: the service answered several times in a row that it is broken.
             DeadlineError: nothing moved for `batch_timeout_s`, or none of the batch's images came
-                for as long. The error says what the service waits for.
+                for as long. The error names the cause of the service's wait.
         """
         request = reward.TakeBatchRequest(step=step, policy_version=version)
         phase = f"taking the batch of step {step}"

@@ -122,7 +122,7 @@ class RunState:
         """Pause the run after the current step.
 
         Args:
-            lease_s: seconds after which this pause ends, unless the call is repeated. None: it
+            lease_s: seconds until this pause ends, unless the call is repeated. None: it
                 lasts until `resume`, and a later lease of this holder does not shorten it.
             holder: the name of the holder; empty: the operator.
         """

@@ -12,7 +12,7 @@ Waits for: replicas (before the first step), a batch, the learner, the weight tr
     loop awaits it before it publishes the next version.
 Unblocked by: a registration; the reward service's answer or its deadline; the learner's thread;
     the transfer's deadlines. During the waits for replicas and for a batch the loop obeys `Stop`,
-    `Pause` and `SaveCheckpoint`; after an interrupted wait it asks for the same batch again.
+    `Pause` and `SaveCheckpoint`; after an interrupted wait it requests the same batch again.
 Produces: one policy version per step (version = finished steps), metrics, checkpoints.
 On failure: the error ends the run with exit code 1; the last checkpoint stands. A validation that
     fails is recorded and the run continues; if it was the last one, the run fails at its end.
@@ -142,7 +142,7 @@ class TrainLoop:
         """Run from the first announcement to the last checkpoint.
 
         Raises:
-            ExceptionGroup: holds the error that ended the run, or that of its last validation.
+            ExceptionGroup: holds the error that ended the run, or the error of its last validation.
         """
         async with asyncio.TaskGroup() as tasks:
             await self._under_control(

@@ -31,7 +31,7 @@ class MlflowSink:
     def __init__(self, target: SinkTarget) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            # MLflow asks for this confirmation before it uses plain files instead of a database.
+            # MLflow requires this confirmation before it uses plain files instead of a database.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = (target.run_dir.absolute() / "mlruns").as_uri()
         self._client = MlflowClient(tracking_uri=uri)

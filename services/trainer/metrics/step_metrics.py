@@ -124,7 +124,7 @@ def _speed(batch: TrainBatch, times: StepTimes, ranks: int) -> dict[str, float]:
 
 
 def _epoch(batch: TrainBatch, dataset_rows: int) -> dict[str, float]:
-    """Return the epoch, from 0, of the last row before which every row has ended."""
+    """Return the epoch, from 0, of the last row whose predecessors have all ended."""
     if not dataset_rows:
         return {}
     return {"training/epoch": float(max(batch.progress.low_water - 1, 0) // dataset_rows)}

@@ -24,7 +24,7 @@ class SwanlabSink:
     """One experiment in the project, in the mode of ``SWANLAB_MODE``.
 
     Without that variable and without a key, SwanLab writes offline to ``<run dir>/swanlog`` (or
-    ``SWANLAB_LOG_DIR``), for ``swanlab sync``. It never asks for a login.
+    ``SWANLAB_LOG_DIR``), for ``swanlab sync``. It never prompts for a login.
     """
 
     def __init__(self, target: SinkTarget) -> None:

@@ -28,8 +28,8 @@ _HOST = "https://api.wandb.ai"
 class WandbSink:
     """One run in the project.
 
-    It never asks for a login: without ``WANDB_MODE`` and without a key, wandb writes offline below
-    the run's folder, for ``wandb sync``.
+    It never prompts for a login: without ``WANDB_MODE`` and without a key, wandb writes offline
+    below the run's folder, for ``wandb sync``.
     """
 
     def __init__(self, target: SinkTarget) -> None:

@@ -45,7 +45,7 @@ def energy_baselines(returns: torch.Tensor, weights: torch.Tensor, groups: Group
 
 
 def lone_tail(lengths: torch.Tensor, groups: Groups, width: int) -> torch.Tensor:
-    """Positions of a group's single longest row beyond its second longest; bool [rows, width]."""
+    """Mark a group's single longest row beyond its second longest; bool [rows, width]."""
     order = torch.argsort(lengths, descending=True, stable=True)
     order = order[torch.argsort(groups.of_row[order], stable=True)]
     several = groups.sizes > 1
@@ -70,7 +70,7 @@ _NAME = "tir_optimal_token_baseline"
 
 @torch.no_grad()
 def tir_optimal_token_baseline(inputs: AdvantageInputs, settings: AdvantageSettings) -> Advantages:
-    """`optimal_token_baseline` on rows from which unmasked positions were taken out.
+    """Compute `optimal_token_baseline` on rows without their unmasked positions.
 
     The k-th token that the policy chose is compared with the k-th of the group's other rows,
     wherever observations stand. Needs `group_index`, `old_logprobs` and `sum_pi_squared`.

@@ -48,7 +48,7 @@ class KlController:
         type: ``fixed`` or ``adaptive``.
         coef: coefficient of the penalty in the next batch.
         target_kl: divergence a token to be reached, > 0.
-        horizon: rows over which a clipped error of 1 would double the coefficient, > 0.
+        horizon: number of rows that double the coefficient at a clipped error of 1, > 0.
 
     Raises:
         ConfigError: unknown type, or a bound of the adaptive controller is broken.

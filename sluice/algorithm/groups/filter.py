@@ -52,12 +52,12 @@ STRIKING_KINDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OutcomeRule:
-    """What is done about failures of one kind.
+    """The rule for failures of one kind.
 
     Args:
         action: at first.
         max_attempts: how often the sample is scored (or generated) in all, if `action` repeats it.
-        then: what is done after the last attempt; a final action.
+        then: the action after the last attempt; a final one.
 
     Raises:
         ValueError: `max_attempts` is below 1, or `then` is not final.
@@ -73,11 +73,11 @@ class OutcomeRule:
 
     @property
     def final(self) -> OutcomeAction:
-        """What is done once nothing is repeated any more."""
+        """The action once nothing is repeated any more."""
         return self.action if self.action in FINAL_ACTIONS else self.then
 
     def after(self, attempts: int) -> OutcomeAction:
-        """Return what is done about a sample that failed at each of `attempts` >= 1 attempts."""
+        """Return the action for a sample that failed at each of `attempts` >= 1 attempts."""
         return self.final if attempts >= self.max_attempts else self.action
 
 
@@ -101,7 +101,7 @@ class OutcomePolicy:
     def __post_init__(self) -> None:
         for kind, rule in self.rules.items():
             if kind not in RESPONDED and rule.action not in FINAL_ACTIONS:
-                raise ValueError(f"{kind}: {rule.action} asks for a response, and there is none")
+                raise ValueError(f"{kind}: {rule.action} needs a response, and there is none")
 
     def rule(self, kind: FailureKind) -> OutcomeRule:
         """Return the rule for failures of a kind."""
@@ -133,7 +133,7 @@ def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> 
     Args:
         outcomes: of the group's samples.
         engine_answered: whether a replica answered with an error of its engine. If none did,
-            replicas were lost or stood still, which says nothing about the prompt.
+            replicas were lost or stalled, which shows nothing about the prompt.
     """
     kinds = STRIKING_KINDS if engine_answered else STRIKING_KINDS - {FailureKind.ENGINE_ERROR}
     return next((o for o in outcomes if isinstance(o, Failed) and o.kind in kinds), None)
@@ -232,7 +232,7 @@ def is_right(scored: Scored) -> bool | None:
 
 LEAST_SHARE = 0.5
 LEAST_SAMPLES = 2
-_SHARE_DIGITS = 9  # 0.56 * 25 is 14.000000000000002, and asks for 14 samples
+_SHARE_DIGITS = 9  # 0.56 * 25 is 14.000000000000002, and requires 14 samples
 
 
 def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHARE) -> int:
@@ -244,7 +244,7 @@ def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHA
     Args:
         n: samples generated for a prompt, >= 1.
         whole_groups: no sample may be missing, because the loss compares all samples of a group.
-        least_share: share of the samples, in [`LEAST_SHARE`, 1]; a run may ask for more than half.
+        least_share: share of the samples, in [`LEAST_SHARE`, 1]; a run may require more than half.
     """
     if whole_groups:
         return n
@@ -327,7 +327,7 @@ def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
     try:
         return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
     except ConfigError:
-        return False  # the judgement of the whole group names what is missing
+        return False  # the judgement of the whole group names the missing samples
 
 
 def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:
@@ -343,7 +343,7 @@ def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:
 
 
 def _failure(graded: GradedGroup, needs: GroupNeeds) -> str:
-    """Return why a group is of no use, whatever its scores are; empty if it is of use."""
+    """Return why no scores could make a group trainable; empty if they could."""
     num_samples, num_scored = len(graded.outcomes), len(graded.scored)
     if (decisive := needs.policy.decisive(graded.outcomes)) is not None:
         rule = f"sluice.reward.outcomes.{decisive.kind} costs the group"

@@ -1,4 +1,4 @@
-"""Decide when a train batch is formed, and from which groups (bounded staleness).
+"""Decide when a train batch is formed, and choose its groups (bounded staleness).
 
 *Reservations.* A group is preempted when a batch is full without it: it is cancelled, and the next
 policy generates samples for its prompt. Where an on-policy batch is filled on average
@@ -68,7 +68,7 @@ def may_form_batch(
     kept_bound: Callable[[int], float] = float,
     reserved: RunningByVersion = _NONE,
 ) -> BatchDecision:
-    """Decide whether the batch for `version` is formed now, and from which groups.
+    """Decide whether the batch for `version` is formed now, and choose its groups.
 
     A kept group newer than `version` is neither chosen nor dropped: its policy is published but
     not announced yet. Costs O(versions), and O(groups) of the versions that something is decided
@@ -320,7 +320,7 @@ class _ByVersion:
 
 
 RESERVE_AFTER = 3
-"""Preemptions in a row after which a group reserves a slot."""
+"""After this many preemptions in a row a group reserves a slot."""
 
 RESERVED_SHARE = 1 / 8
 """Share of a batch's slots that may be reserved at a time; at least one slot."""

@@ -1,11 +1,11 @@
 """Decide which streams and groups are given up, from times that the caller passes.
 
-A *stream* is one replica's answer to one request for samples of a group. It is stalled when nothing
-comes of it, slow when its samples grow much slower than those of other replicas; either way its
-samples continue elsewhere. A *group* is over when it has used its time or its tokens; what is
-unfinished then ends as it stands.
+A *stream* is one replica's answer to one request for samples of a group. It is stalled when it
+sends nothing, slow when its samples grow much slower than other replicas' samples; either way its
+samples continue elsewhere. A *group* is over when it has used its time or its tokens; unfinished
+samples then end with the tokens they have.
 
-Times are seconds of any clock that never goes back; rates are tokens a second and running sample.
+Times are seconds of any monotonic clock; rates are tokens a second and running sample.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 # A rate is the mean of at least so many arrivals of tokens, and over so long.
 LEAST_ARRIVALS = 4
 LEAST_OBSERVED_S = 1.0
-# Share of the newest rate in a replica's; the rest is what was known before.
+# Share of the newest rate in a replica's; the rest is its earlier rate.
 NEWEST_SHARE = 0.2
 
 
@@ -38,7 +38,7 @@ class StragglerRules:
     group_token_budget: int | None = None
 
     def stalled_at(self, pace: StreamPace) -> float | None:
-        """Return when a stream is stalled, unless something comes of it before."""
+        """Return when a stream is stalled, unless it sends something before."""
         return None if self.stall_timeout_s is None else pace.last_progress + self.stall_timeout_s
 
     def is_slow(self, rate: float | None, others: float | None) -> bool:

@@ -147,7 +147,7 @@ class AdpoTerms:
 def adpo_metrics(
     scores: GroupScores, terms: AdpoTerms, regulariser: torch.Tensor
 ) -> Mapping[str, MetricMean]:
-    """verlm's metrics; standard deviations are those of the micro-batch, weighed by its rows.
+    """verlm's metrics; standard deviations cover the micro-batch, weighed by its rows.
 
     ``adpo/effective_alpha`` is left out: it belongs to a variant that is not supported.
     """

@@ -18,7 +18,7 @@ def bypass_objective(
 
     ``ppo_clip``: `vanilla_objective` of p / p_rollout; its clip bounds that ratio already, so
     weights are not applied. ``reinforce``: ``-w A log p`` with w the corrector's weight of
-    p / p_rollout, 1 without. Rejected tokens are left out; denominators stay those of `counts`.
+    p / p_rollout, 1 without. Rejected tokens are left out; denominators still come from `counts`.
     Weights in `inputs` compare other policies and are ignored. verl's rollout correction, bypass
     mode.
 

@@ -140,8 +140,8 @@ class MetricMean:
     """A mean kept as `total` and `count`.
 
     Add both over micro-batches and ranks, then divide: the exact mean over the mini-batch,
-    however it was cut. (verl averages the means of micro-batches, which depends on the cut; for
-    one micro-batch both are the same.)
+    however it was cut. (verl averages the means of micro-batches, which depends on the cut; for one
+    micro-batch both are equal.)
     """
 
     total: torch.Tensor  # 0-d, detached

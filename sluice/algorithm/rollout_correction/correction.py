@@ -125,7 +125,7 @@ def rollout_correction(
 
 
 def normalized_weights(weights: torch.Tensor, batch_statistics: Statistics) -> torch.Tensor:
-    """The weights with mean 1 over the batch, where `rollout_is_batch_normalize` asks for it.
+    """Scale the weights to mean 1 over the batch if `rollout_is_batch_normalize` is set.
 
     Args:
         weights: of a `RolloutCorrection`, [tokens].

@@ -1,4 +1,4 @@
-"""Rejection of tokens and rows on which trainer and engine diverge too far (verl's rollout_rs)."""
+"""Rejection of tokens and rows where trainer and engine diverge too far (verl's rollout_rs)."""
 
 from __future__ import annotations
 

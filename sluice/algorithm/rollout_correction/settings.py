@@ -44,7 +44,7 @@ class RejectionRule:
     Args:
         option: one of `REJECTION_OPTIONS`.
         lower: in the unit of the statistic, -inf where the option has no lower bound.
-        upper: the same; for k1 both are logarithms of the configured ratios.
+        upper: in the same unit; for k1 both are logarithms of the configured ratios.
     """
 
     option: str

@@ -16,8 +16,8 @@ import torch
 class TokenRows:
     """Which row each token belongs to; only rows with tokens are numbered.
 
-    A row without tokens has no ratio. verl counts it as ratio 0 and perplexity 1, which tells
-    nothing of the policies.
+    A row without tokens has no ratio. verl counts it as ratio 0 and perplexity 1, which shows
+    nothing about the policies.
 
     Args:
         of_token: int64 [tokens], values in ``0..rows - 1``.
@@ -59,7 +59,7 @@ WEIGHT_EPSILON = 1e-8
 
 
 class Reading(StrEnum):
-    """What is read off the moments of some numbers."""
+    """The statistics that follow from the moments of some numbers."""
 
     MEAN = "mean"
     MAX = "max"
@@ -145,7 +145,7 @@ def statistics_to_vector(statistics: Statistics) -> list[float]:
 
 
 def statistics_from_vector(like: Statistics, vector: Sequence[float]) -> dict[str, Statistic]:
-    """Undo `statistics_to_vector`; names and readings are those of `like`."""
+    """Undo `statistics_to_vector`; take names and readings from `like`."""
     return {
         name: Statistic(Moments(*vector[5 * i : 5 * i + 5]), one.reading)
         for i, (name, one) in enumerate(like.items())
@@ -182,7 +182,7 @@ class ProbsDiffSums:
     def of_tokens(
         cls, old_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor
     ) -> ProbsDiffSums:
-        """Sums over the tokens of a micro-batch; both tensors are [tokens]."""
+        """Return sums over the tokens of a micro-batch; both tensors are [tokens]."""
         if old_logprobs.numel() == 0:
             return cls()
         p = old_logprobs.detach().cpu().double().exp()
@@ -201,7 +201,7 @@ class ProbsDiffSums:
         return astuple(self)
 
     def merge(self, other: ProbsDiffSums) -> ProbsDiffSums:
-        """Sums over the tokens of both."""
+        """Return sums over the tokens of both."""
         added = [a + b for a, b in zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)]
         return ProbsDiffSums.from_vector([*added, max(self.max_d, other.max_d)])
 
@@ -209,7 +209,7 @@ class ProbsDiffSums:
         """Validity, maximum, mean and unbiased std of d, and the correlation of p and q.
 
         No tokens: only ``training/rollout_probs_diff_valid``, 0. Std needs two tokens, the
-        correlation needs p and q to vary; what is undefined is left out.
+        correlation needs p and q to vary; undefined ones are left out.
         """
         n = self.num_tokens
         if n == 0.0:

@@ -1,6 +1,6 @@
 """Importance weights of the trainer's policy against the one that drew the tokens.
 
-Truncation bounds the variance (TIS; Ionides 2008), a band drops what is implausible (IcePop).
+Truncation bounds the variance (TIS; Ionides 2008), a band drops implausible tokens (IcePop).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def importance_weights(
     Args:
         log_ratio: float32 [tokens], trainer's logprob less the engine's.
         rows: of the tokens.
-        level: ``token`` or ``sequence``; the latter gives all tokens of a row one weight.
+        level: ``token``, or ``sequence`` for one weight on all tokens of a row.
         bounds: truncation or band.
 
     Raises:

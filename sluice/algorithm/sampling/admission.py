@@ -10,8 +10,8 @@ less those leased to the trainer already. Groups start while
 over: batches take the oldest groups first, so every group counted above has a slot in time. That
 bound is used at S = 0 where a run has to repeat; it means at most ``B - kept - in flight`` new
 groups. A prompt then starts only if all before it, were they all kept, would leave a batch
-unfilled; hence the prompts issued for a batch are the shortest run of the stream that yields B kept
-groups, whatever the timing, and none is left over.
+unfilled. So, for any timing, the prompts issued for a batch are the shortest run of the stream that
+yields B kept groups, and none is left over.
 
 *As many as are expected to be needed.* The trivial bound waits for the longest answers several
 times over, each time for fewer groups. Where an on-policy run need not repeat, so many groups run
@@ -25,8 +25,8 @@ early are not typical of those still running (short answers are more often all r
 why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
 if even those are full, `staleness.expired_groups` names the groups to cancel while they run.
 
-*No older than wanted.* All slots but those of one batch are for groups that will be trained by a
-later policy than the one that sampled them. Where at most A of them are wanted, groups start while
+*No older than wanted.* All slots except one batch's are for groups that will be trained by a later
+policy than the one that sampled them. Where at most A of them are wanted, groups start while
 
     kept + mean of how many of those in flight will be kept < B + A - in training
 
@@ -125,7 +125,8 @@ def groups_to_admit(  # noqa: PLR0913 - the loop, as far as it matters
         estimate: the yield seen so far; ignored at S = 0 unless `fills_on_average`.
         max_in_flight: absolute bound from the fleet's capacity: more would only age in a queue.
         num_ahead: A, how many kept groups beyond a batch are wanted; ``None``: as many as fit.
-        fills_on_average: at S = 0, start what is expected to be needed, not only what is certain.
+        fills_on_average: at S = 0, start the groups expected to be needed, not only those certain
+            to be needed.
     """
     filled = num_in_training + num_kept
     capacity = (max_staleness + 1) * train_batch_size - filled
@@ -174,7 +175,7 @@ def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) 
 
 
 DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
-"""Those of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
+"""The values of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
 REMEDY = (
     "choose prompts the policy solves sometimes, draw more samples (actor_rollout_ref.rollout.n), "
     "or lower min_yield (raise max_num_gen_batches if that was given)"

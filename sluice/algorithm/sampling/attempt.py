@@ -1,4 +1,4 @@
-"""One attempt at a prompt: what earlier attempts showed, what was decided, how it ended."""
+"""One attempt at a prompt: the evidence of earlier attempts, the decision, the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PromptHistory:
 
 @dataclass(frozen=True, slots=True)
 class RememberedAttempt:
-    """One attempt that has ended: what is added to a history, whatever was added meanwhile.
+    """One attempt that has ended: its addition to a history, which may have grown meanwhile.
 
     `num_scored` samples were graded, `num_right` of them right, with `mean_tokens` tokens each in
     the mean; `version` was announced at the end.
@@ -77,7 +77,7 @@ class Attempt:
         sequence: its number in the order of issue.
         history: of its earlier attempts, where a strategy remembers them.
         first_samples: samples to generate first; 0: the prompt is skipped.
-        admission_probability: with which it is not skipped, by its history; in (0, 1].
+        admission_probability: the probability that it is not skipped, by its history; in (0, 1].
         probability: with which it came this far, the choice about its rest included; in (0, 1].
         side, value: of the choice it passed, for the coverage guard; of two choices those of the
             harder one, its value times the other's probability.

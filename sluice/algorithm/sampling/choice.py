@@ -32,7 +32,7 @@ def plain_price(population: Weights, samples_per_group: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Stakes:
-    """What may still come of an attempt, in samples."""
+    """The possible results of an attempt, in samples."""
 
     cost: float
     gain: float
@@ -106,7 +106,7 @@ def saved_by_probes(
 def _uniform_probes(
     weights: Weights, probe_samples: int, samples_per_group: int
 ) -> Iterator[tuple[float, Stakes]]:
-    """Yield how likely all probes are right, and what is then at stake; then the same for wrong."""
+    """Yield the probability that all probes are right, and the stake then; next for all wrong."""
     for num_right, chance in (
         (probe_samples, all_right_probability(weights, probe_samples)),
         (0, all_wrong_probability(weights, probe_samples)),
@@ -143,7 +143,7 @@ class Knowledge:
         return cls(belief, guard, population, plain_price(population, samples_per_group))
 
     def after(self, ends: list[AttemptEnd], samples_per_group: int) -> Knowledge:
-        """Return what is known once these groups have ended."""
+        """Return the evidence once these groups have ended."""
         guard = self.guard
         seen = []
         for end in ends:
@@ -225,7 +225,7 @@ def choose_rest(
     if value >= 1.0:
         return attempt
     side = Side.EASY if num_right else Side.HARD
-    # Exploration bounds what comes of both choices, or a group might stand for a hundred others.
+    # Exploration bounds the product of both choices, or a group might represent a hundred others.
     least = min(1.0, rules.exploration / attempt.probability)
     probability = max(least, knowledge.guard.probability(side, value))
     is_admitted = _uniform(rules.seed, attempt, "rest") < probability

@@ -1,17 +1,17 @@
 """Keeps hard prompts among the trained ones as frequent as plain drawing would (coverage guard).
 
 Prompts and groups that are not worth their tokens are started all the same with a probability that
-is known. So each kept group stands for ``1 / probability`` groups of plain drawing (Horvitz and
+is known. So each kept group represents ``1 / probability`` groups of plain drawing (Horvitz and
 Thompson 1952), which gives an unbiased estimate of the share h of hard prompts that plain drawing
 would train. Kept groups fall into four classes: *sure* ones that met no such choice, *plain* ones
 that are worth their tokens but less likely hard than kept groups are on average, and those that
 passed a choice on the *easy* or on the *hard* side.
 
 The easy side is started as rarely as allowed, with e = exploration; the plain one with s; the hard
-side with ``w * worth``, so that what is hopeless for certain is started less often than what is
-merely hard. With plain drawing the classes would number M, P, E and W groups, Mh, Ph, Eh and Wh of
-them hard, and W' and Wh' be those of the hard side weighted by their worth. The share of hard ones
-is t if
+side with ``w * worth``, so that surely hopeless prompts are started less often than merely hard
+ones. With plain drawing the classes would number M, P, E and W groups, Mh, Ph, Eh and Wh of them
+hard, and W' and Wh' be W and Wh weighted by their worth. The share of hard ones is t
+if
 
     Mh + s Ph + e Eh + w Wh' = t (M + s P + e E + w W')
 
@@ -29,23 +29,23 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 DECAY_PER_GROUP = 0.998
-"""Weight of the past at each kept group: shares are those of about 500 groups."""
+"""Weight of the past at each kept group: shares cover about 500 groups."""
 
 AIM = 1.05
-"""Share of hard prompts to keep, over that of plain drawing. Prompts become easier, and what is
-known of them is older than the group: some that seem hard are hard no more."""
+"""Share of hard prompts to keep, over plain drawing's share. Prompts become easier, and
+the evidence on them is older than the group: some that seem hard are hard no more."""
 
 MOST = 1.08
-"""Largest share of hard prompts that is left alone, over that of plain drawing."""
+"""Largest share of hard prompts that is left alone, over plain drawing's share."""
 
 MOST_HARD_FACTOR = 0.4
-"""Largest w at which the plain side is still started in full."""
+"""Largest w that still starts the plain side in full."""
 
 LEAST_PLAIN = 0.3
-"""Least probability with which a prompt on the plain side is started."""
+"""Least probability of starting a prompt on the plain side."""
 
 GAIN = 2.0
-_LEAST_KEPT = 32.0  # groups, below which nothing is said about shares
+_LEAST_KEPT = 32.0  # with fewer groups the shares are unknown
 
 
 class Side(StrEnum):
@@ -91,8 +91,8 @@ class CoverageGuard:
 
     Args:
         exploration: least probability of a draw that is not worth its tokens.
-        is_on: off: what is too easy or too hard is started with `exploration`, all else always,
-            whatever that does to the shares.
+        is_on: off: prompts that are too easy or too hard are started with `exploration`, all others
+            always, regardless of the shares.
     """
 
     exploration: float
@@ -109,7 +109,7 @@ class CoverageGuard:
             hardness: probability that its prompt is hard, given all its samples.
             worth: of the choice it passed, as given to `probability`, times the probability of any
                 other that it passed.
-            probability: with which it was started.
+            probability: the probability of its start.
         """
         classes = {other: counted.decayed() for other, counted in self.classes.items()}
         classes[side] = classes[side].plus(hardness, value, probability)
@@ -133,12 +133,12 @@ class CoverageGuard:
         return self.share / self.plain_share if self.plain_share else 1.0
 
     def probability(self, side: Side, value: float = 1.0) -> float:
-        """With which a draw is made, in (0, 1]; 1 for `Side.SURE`.
+        """Return the probability of a draw, in (0, 1]; 1 for `Side.SURE`.
 
         Args:
             side: of the choice.
-            worth: what is expected to be trained, times the price, over what is expected to be
-                started; asked of the hard side only, where it is in [0, 1].
+            value: the choice's worth, used on the hard side only: expected trained samples, times
+                the price, over expected started samples; in [0, 1].
         """
         if side is Side.SURE or (side is Side.PLAIN and not self.is_on):
             return 1.0

@@ -1,4 +1,4 @@
-"""In which order prompts start: those that are expected to take long, early in a version's time.
+"""The order of prompts: those that are expected to take long start early in a version's time.
 
 A group started under version v has to end before the batch of v + S is formed, or that batch waits
 for it. So what starts late in the time between two announcements should be short. Of the prompts
@@ -7,8 +7,8 @@ shortest. Expected is what the prompt's earlier attempts took, in tokens, times 
 groups have lately taken for each of their mean tokens (their longest sample and the wait for a
 slot included).
 
-No prompt waits for long: one that was skipped for two announcements goes first. At S = 0 the order
-stays that of issue, and a run repeats.
+No prompt waits for long: one that was skipped for two announcements goes first. At S = 0 prompts
+keep the order of issue, and a run repeats.
 
 State without I/O; the reward service and the simulator drive the same object, each with its clock.
 """
@@ -28,7 +28,7 @@ _STEPS_PER_OCTAVE, _LENGTH_STEPS = 8, 240  # up to 2^30 tokens
 
 @dataclass(slots=True)
 class _Average:
-    """A mean in which recent values weigh more; `kept` is the weight of the past."""
+    """A mean that weighs recent values more; `kept` is the weight of the past."""
 
     kept: float
     value: float | None = None
@@ -114,7 +114,7 @@ class AdmissionOrder:
 
         Args:
             version: announced now.
-            tokens_in_time: see `FinishForecast`; ``None``: in the order in which they came.
+            tokens_in_time: see `FinishForecast`; ``None``: in their order of arrival.
 
         Raises:
             IndexError: no prompt is in line.
@@ -131,7 +131,7 @@ class AdmissionOrder:
             in_time = self._filled & ((2 << _length_step(tokens_in_time)) - 1)
             shortest = self._filled & -self._filled
             step = (in_time or shortest).bit_length() - 1
-        # The first of the line is the first of those alike, too.
+        # The first of the line also comes first among equals.
         alike = self._alike[step]
         sequence = alike.popleft()
         if not alike:

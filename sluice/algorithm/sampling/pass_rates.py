@@ -1,4 +1,4 @@
-"""What is believed of prompts' pass rates: a distribution over a grid, learnt as groups end.
+"""The belief about prompts' pass rates: a distribution over a grid, learnt as groups end.
 
 The population's distribution is the prior of every prompt; a prompt's own samples, of earlier
 attempts and of this one, make its posterior (answers are independent given the pass rate p, so the
@@ -32,15 +32,15 @@ GRID: Weights = 1.0 / (1.0 + np.exp(-_LOGITS))
 
 _LOG_RIGHT, _LOG_WRONG = np.log(GRID), np.log1p(-GRID)
 _STEP = _LOGITS[1] - _LOGITS[0]
-# A point stands for its cell, and a part of the cell may be hard.
+# A point represents its cell, and a part of the cell may be hard.
 _HARD = np.clip((np.log(HARD_BELOW / (1.0 - HARD_BELOW)) - _LOGITS) / _STEP + 0.5, 0.0, 1.0)
-# U-shaped, as pass rates are: log odds between those of "almost never" and "almost always".
+# U-shaped, as pass rates are: log odds from "almost never" to "almost always".
 _PRIOR = np.full(GRID.size, 1.0 / GRID.size)
 
 
 @dataclass(frozen=True, slots=True)
 class GradeCounts:
-    """Graded samples of one prompt. Counts may be fractions: what is old counts less."""
+    """Graded samples of one prompt. Counts may be fractions: old evidence counts less."""
 
     num_right: float = 0.0
     num_wrong: float = 0.0
@@ -74,7 +74,7 @@ class PassRateBelief:
 
         Args:
             seen: evidence on each group's prompt, and how many prompts of the population the group
-                stands for (the inverse of the probability that it was started).
+                represents (the inverse of the probability that it was started).
         """
         if not seen:
             return self

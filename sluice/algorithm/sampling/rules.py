@@ -52,9 +52,10 @@ class SamplingRules:
         gen_batch_size: prompts of a wave; ``rounds`` only.
         max_num_gen_batches: waves after which an unfilled batch is an error, 0 or less for
             unlimited; ``rounds`` only.
-        probe_samples: samples of a group generated first, below n; strategies with probes only.
-        exploration: least probability, above 0, with which a prompt or a group that is not worth
-            its tokens is started all the same.
+        probe_samples: number of a group's samples to generate first, below n; strategies with
+            probes only.
+        exploration: least probability, above 0, of starting a prompt or a group that is not worth
+            its tokens.
         coverage_guard: keep the share of hard prompts among the kept ones what it is without
             probes and memory.
         seed: decides the draws of `exploration`.

@@ -1,7 +1,7 @@
 """A strategy at work: how many groups to start, which, and how many samples of each.
 
-State without a clock or I/O; the reward service and the simulator drive the same object. What ended
-groups teach is taken in when a version is announced, in the order of issue: so decisions do not
+State without a clock or I/O; the reward service and the simulator drive the same object. Evidence
+of ended groups is added when a version is announced, in the order of issue: so decisions do not
 depend on which of two groups ended first, and a synchronous run whose batches are filled exactly
 repeats.
 """

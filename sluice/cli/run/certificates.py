@@ -116,7 +116,7 @@ def _contents(hosts: list[str], days: int) -> dict[str, bytes]:
     service = authority.service(tuple(dict.fromkeys((*LOCAL_NAMES, *hosts))), days)
     client = authority.client(days)
     for_service, for_client = (secrets.token_urlsafe(_TOKEN_BYTES) for _ in range(2))
-    # The order in which they are replaced: see `write_certificates`.
+    # For the order of replacement see `write_certificates`.
     return {
         "client.pem": client.certificate,
         "ca.pem": authority.itself.certificate,

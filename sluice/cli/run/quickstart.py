@@ -1,4 +1,4 @@
-"""`sluice quickstart`: make a model and data, train, and report what was learned."""
+"""`sluice quickstart`: make a model and data, train, and report the result."""
 
 from __future__ import annotations
 

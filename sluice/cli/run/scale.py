@@ -87,7 +87,7 @@ def _as_text(change: Scaling) -> str:
 
 
 async def _outstanding(launcher: Launcher, monitor: RunMonitor) -> list[str]:
-    """Return what is not done yet, also of other commands' changes.
+    """Return the unfinished changes, also those of other commands.
 
     That is draining replicas that have not left, and other replicas that do not serve yet.
     """

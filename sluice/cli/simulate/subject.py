@@ -42,7 +42,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is simulated.
+    """The subject of a simulation.
 
     Args:
         name: of the workload, for titles.

@@ -51,7 +51,7 @@ class AccuracyTail:
 
 
 def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> RenderableType:
-    """Render a snapshot; `accuracy` is that of the last validation."""
+    """Render a snapshot; `accuracy` comes from the last validation."""
     parts: list[RenderableType] = [_head(snapshot), _numbers(snapshot, accuracy)]
     if snapshot.replicas:
         parts.append(_fleet(snapshot.replicas))

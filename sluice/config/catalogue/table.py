@@ -128,10 +128,10 @@ class Entry:
 
     Attributes:
         path: dotted, in sluice's spelling.
-        status: what becomes of the value.
+        status: how sluice treats the value.
         row_meaning: as the row has it; empty for a key of the schema.
         annotation: the type of the value.
-        default: the value of a key that nobody set, as YAML reads it.
+        default: the value of a key that is not set, as YAML reads it.
         in_schema: whether the typed schema holds the value; any other is checked and dropped.
         instead: for MAPPED the conversion, for NOT_APPLICABLE what happens instead, for REFUSED
             why; it ends a sentence that starts with the key.
@@ -182,7 +182,7 @@ class Entry:
         return self.refuse.reason if self.refuse and self.refuse.meets(value) else ""
 
     def caveat_of(self, value: object) -> str:
-        """Return why the value does not do what it asks for; empty if it does."""
+        """Return why the value lacks its full effect; empty if it has it."""
         return self.caveat.reason if self.caveat and self.caveat.meets(value) else ""
 
 
@@ -205,7 +205,7 @@ def catalogue() -> dict[str, Entry]:
 
 
 def section_of(path: str) -> str:
-    """Return the prefix in `SECTIONS` under which a key is listed."""
+    """Return the prefix in `SECTIONS` that lists a key."""
     return next(prefix for prefix in SECTIONS if not prefix or f"{path}.".startswith(f"{prefix}."))
 
 
@@ -263,7 +263,7 @@ def _entry(path: str, row: _Row, section: _CatalogueSection | None = None) -> En
         default=default,
         in_schema=in_schema,
         instead=row.mapped or row.refused or no_effect,
-        # A target that starts with a dot stands beside the key.
+        # A target that starts with a dot is in the key's own section.
         targets=tuple(f"{path.rpartition('.')[0]}{t}" if t[0] == "." else t for t in row.sets),
         verl_default=row.verl or None,
         unit=row.unit or (_unit(path) if in_schema else ""),
@@ -289,7 +289,7 @@ def _effect(effect: str, engines: list[str]) -> str:
 
 
 def _type(row: _Row) -> object:
-    """Return the type of a key outside the schema: as written, else that of its default."""
+    """Return the type of a key outside the schema: as written, else the type of its default."""
     if row.block:
         return object
     if row.type:

@@ -75,7 +75,7 @@ WORDS: dict[str, Callable[[object], object]] = {
 """Keys whose values have other words in verl, with the function that translates them."""
 
 NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_function.name")
-"""Keys whose null in verl asks for the default."""
+"""Keys whose null means the default in verl."""
 
 
 def translate_words(tree: SettingsTree) -> None:
@@ -115,7 +115,7 @@ class _Settings:
         return None if value is UNSET else value
 
     def number(self, key: str) -> float:
-        """Return the number that counts: what was set, else the default."""
+        """Return the effective number: as set, else the default."""
         value = self.given(key)
         if value is None:
             value = value_at(self.defaults, key.split("."), UNSET)
@@ -250,7 +250,7 @@ def _group_scale(settings: _Settings) -> None:
 
 
 def _adpo(settings: _Settings) -> None:
-    """Set both the estimator and the loss of ADPO where one of them asks for it."""
+    """Set both the estimator and the loss to ADPO where one of them is."""
     pair = ("algorithm.adv_estimator", f"{_ACTOR}.policy_loss.loss_mode")
     if "adpo" in map(settings.given, pair):
         for key in pair:
@@ -260,8 +260,8 @@ def _adpo(settings: _Settings) -> None:
 def _correction(settings: _Settings) -> None:
     """Correct for samples of older policies by what the loss reads.
 
-    A null that the user wrote is kept and refused later, so that nobody loses the correction
-    unawares.
+    A null that the user wrote is kept and refused later, so that no run loses the correction
+    unnoticed.
     """
     weights, behavior = f"{_CORRECTION}.rollout_is", f"{_ACTOR}.use_rollout_log_probs"
     loss = settings.given(f"{_ACTOR}.policy_loss.loss_mode")

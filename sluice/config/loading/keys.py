@@ -26,7 +26,7 @@ class FoundKey:
     """A key that takes a value.
 
     Attributes:
-        entry: its row in the catalogue, or that of the free-form key or block it stands below.
+        entry: its row in the catalogue, or the row of the free-form key or block that contains it.
         annotation: the type of the value; `object` below free-form keys and in blocks.
         in_schema: whether the typed schema holds the value.
     """
@@ -99,7 +99,7 @@ def canonical(path: KeyPath) -> KeyPath:
 
 
 def full_form(path: KeyPath) -> KeyPath:
-    """Return the key that a section given as one value stands for; other paths as they are."""
+    """Return the key that a section given as one value means; other paths unchanged."""
     short = short_forms().get(".".join(path))
     return tuple(short.split(".")) if short else path
 
@@ -130,7 +130,7 @@ def refers_to(value: object, path: KeyPath) -> bool:
 
 
 def other_spellings(key: str) -> tuple[str, ...]:
-    """Return the other dotted paths under which the key in sluice's spelling is accepted."""
+    """Return the other accepted dotted paths of the key in sluice's spelling."""
     found = []
     for other, prefix in spellings().items():
         if f"{key}.".startswith(f"{prefix}."):
@@ -146,7 +146,7 @@ def nearest_keys(path: KeyPath) -> tuple[str, ...]:
     """Return up to three known keys that were probably meant, likeliest first.
 
     A path that only lacks its first parts (`rollout.n`) comes first; then a path with one part
-    misspelt; then names beside it, the same name elsewhere, and paths that look alike.
+    misspelt; then names in its section, the same name elsewhere, and similar paths.
     """
     wanted, leaf = ".".join(path), path[-1]
     known = all_names()
@@ -179,7 +179,7 @@ def _repaired(path: KeyPath) -> tuple[str, ...]:
 
 
 def _closest(word: str, names: list[str]) -> list[str]:
-    """Return the names most like `word`, without those that are clearly less alike."""
+    """Return the names most like `word`, without clearly less similar ones."""
     near = difflib.get_close_matches(word, names, cutoff=0.7)
     likeness = [difflib.SequenceMatcher(None, name, word).ratio() for name in near]
     return [name for name, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.1]
@@ -196,14 +196,14 @@ def _first_wrong(path: KeyPath) -> int:
 
 
 def keys_below(parents: KeyPath) -> list[str]:
-    """Return the names directly below a section, those of other spellings included."""
+    """Return the names directly below a section, other spellings included."""
     prefix = "".join(f"{name}." for name in parents)
     below = (key[len(prefix) :] for key in all_names() if key.startswith(prefix))
     return list(dict.fromkeys(key.partition(".")[0] for key in below))
 
 
 def unknown_key(path: KeyPath, where: str = "") -> Problem:
-    """Return the problem of a key that does not exist, with what was probably meant.
+    """Return the problem of a key that does not exist, with the probably intended key.
 
     `where`: file and line, for overrides that stand in a file.
     """

@@ -104,8 +104,8 @@ def _schema_part(settings: SettingsTree) -> dict[str, object]:
 class KeySettings:
     """Values by dotted key: from the typed configuration, as the user set them, or the default.
 
-    The typed configuration lacks keys that mean nothing to sluice, such as Megatron's sizes; verl's
-    rules and the memory estimate need them all the same.
+    The typed configuration lacks keys that mean nothing to sluice, such as Megatron's sizes; but
+    verl's rules and the memory estimate need them.
     """
 
     def __init__(self, config: RunConfig, as_set: Mapping[str, object] | None = None) -> None:

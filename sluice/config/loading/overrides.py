@@ -34,7 +34,7 @@ _SHELL_WORDS = ("python", "python3", "export", "set", "torchrun", "ray", "bash")
 
 
 class OverrideMode(StrEnum):
-    """What the sign before the key asks for."""
+    """The meaning of the sign before the key."""
 
     SET = ""
     ADD = "+"
@@ -182,7 +182,7 @@ def apply_overrides(
     itself does not know the key by that name.
 
     Raises:
-        ConfigError: unknown keys (all of them are named), or a value that stands already.
+        ConfigError: unknown keys (all of them are named), or a value that is already set.
     """
     raise_problems([problem for o in overrides for problem in _unknown(o)], "overrides")
     for override in overrides:

@@ -26,9 +26,9 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
     """Return a copy of `tree` without references.
 
     A value that is one reference takes the other value with its type; a reference inside a longer
-    string is written out. ``${.a}`` starts beside the key itself, ``${..a}`` one section above;
-    ``${oc.select:a.b,c}`` is c where a.b is unknown or unset. Keys the tree does not set are looked
-    up in `defaults`, then in the catalogue.
+    string is written out. ``${.a}`` starts in the section of the key itself, ``${..a}`` one section
+    above; ``${oc.select:a.b,c}`` is c where a.b is unknown or unset. Keys the tree does not set are
+    looked up in `defaults`, then in the catalogue.
 
     Raises:
         ConfigError: a reference to an unknown key, to itself in a circle, or to a resolver such as

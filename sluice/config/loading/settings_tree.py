@@ -51,7 +51,7 @@ class SettingsTree:
         return value_at(self.values, key.split("."), UNSET)
 
     def written(self, path: KeyPath) -> str:
-        """Return the spelling by which the key at `path`, or one above it, was set."""
+        """Return the spelling that set the key at `path`, or one above it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.spelled:
                 return ".".join((*self.spelled[path[:length]], *path[length:]))

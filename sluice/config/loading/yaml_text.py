@@ -99,7 +99,7 @@ def parse_override_value(text: str, source: str) -> object:
     """Return the value on the right of an override.
 
     Lists, mappings and quoted strings (those that start with a bracket or a quote) are YAML flow
-    values; anything else is one word, taken as it stands, so that `#` and `: ` have no meaning.
+    values; anything else is one word, taken literally, so that `#` and `: ` have no meaning.
     Nothing at all is the empty string.
     """
     if text == "":

@@ -151,7 +151,7 @@ def _streaming(_: RunConfig, layout: TrainingLayout) -> tuple[TrainingLayout, st
 def _colocated_fit(
     shape: ModelShape, layout: TrainingLayout, engine: RolloutLayout, device: float
 ) -> Iterator[Problem]:
-    """Yield whether verl's engine fits on a device on which the trainer's state stays."""
+    """Yield whether verl's engine fits on a device that keeps the trainer's state."""
     idle = training_memory(shape, layout).idle
     capacity = (device - idle) / device
     if engine.utilization <= capacity:

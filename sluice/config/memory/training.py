@@ -209,7 +209,7 @@ def _layer_activations(shape: ModelShape, layout: TrainingLayout) -> float:
 
 
 def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
-    """Return the bytes that all layers keep, and those of the layer at work.
+    """Return the bytes that all layers keep, and the bytes of the layer at work.
 
     The first pipeline stage keeps as many micro-batches as there are stages (1F1B), so pipeline
     parallelism does not lower the sum (Korthikanti et al., section 4.2.3).

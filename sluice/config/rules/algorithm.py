@@ -47,7 +47,7 @@ def _gradients(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield (
             f"{ACTOR}.calculate_entropy = true",
             "actor/entropy_loss would lack the skipped samples",
-            "calculate_entropy=false; actor/entropy is reported all the same",
+            "calculate_entropy=false; actor/entropy is still reported",
         )
     if actor.use_kl_loss:
         yield f"{ACTOR}.use_kl_loss = true", has_gradient, "use_kl_loss=false"

@@ -77,9 +77,9 @@ def all_problems(
     """Return every broken rule: errors of sluice's, and warnings where only verl would refuse.
 
     Args:
-        settings: the keys as the user set them, those of verl's alone included.
+        settings: the keys as the user set them, including keys that only verl has.
         shape: the model's; without it rules about heads and experts are left out.
-        files: whether the paths that the configuration names must exist.
+        files: require that the paths in the configuration exist.
     """
     run = verl_run(config, settings)
     found = [*verl_problems(run), *engine_problems(run)]

@@ -53,7 +53,7 @@ def _engine(run: VerlRun) -> Iterator[Problem]:
 
 
 def _one_engine(run: VerlRun) -> Iterator[Problem]:
-    """Yield sizes for which one engine of vLLM or SGLang is not enough: it is a whole replica."""
+    """Yield sizes that one engine of vLLM or SGLang cannot serve: it is a whole replica."""
     engine = run.engine
     if engine.name in {"vllm", "sglang"} and engine.dp > 1:
         yield verl_problem(

@@ -173,6 +173,6 @@ def _token_problems(security: SecurityConfig, *, for_server: bool) -> Iterator[P
         yield Problem(
             TOKEN_KEY,
             security.token_file,
-            ": its first token is a client's, with which services cannot call each other",
+            ": its first token is a client's, so services cannot call each other",
             "put a token of the role service first",
         )

@@ -1,4 +1,4 @@
-"""`critic.*`: the value model of PPO. What is null follows the actor."""
+"""`critic.*`: the value model of PPO. Keys that are null follow the actor."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 from sluice.config.schema.section import Section
 
 FILE_FIELDS = ("ca_file", "cert_file", "key_file", "token_file")
-# An empty text is a variable that nobody filled in; it must not switch protection off.
+# An empty text is a variable that was left unset; it must not switch protection off.
 _Given = Annotated[str, Meta(min_length=1)]
 
 

@@ -1,8 +1,8 @@
 """The part of a service that belongs to its node.
 
-A specification is made where the run is launched. The Python that runs it, the address for its
-peers, the variables of its devices and the paths that it opens are those of its node, which a host
-process there reports to the launcher.
+A specification is made where the run is launched. Its node determines the Python that runs it, the
+address for its peers, the variables of its devices and the paths that it opens; a host process
+there reports them to the launcher.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ServicePlan:
 
     Args:
         kind: of the service.
-        config_file: by which path the service reads its configuration.
+        config_file: the service's path to its configuration.
         config_text: the configuration, for nodes that do not see that file.
         mark_file: a file of the run's folder, which only nodes that share the folder see.
         version: of this package where the run is launched.
@@ -93,10 +93,10 @@ class NodeFacts:
     """A node as one service finds it.
 
     Args:
-        address: by which peers reach it.
+        address: the address for peers.
         python: the program that runs the service.
         environment: variables that its devices need.
-        problems: why the service cannot run there; each names what is missing.
+        problems: why the service cannot run there; each names the missing thing.
     """
 
     address: str

@@ -123,7 +123,7 @@ class SharedConfig:
 
     Args:
         config: with addresses of trainer and reward service.
-        file: by which path every node reads it.
+        file: its path on every node.
         mark: a file of the run's folder, which only nodes that share the folder see.
         variables: of the launcher that its services need too.
     """
@@ -145,7 +145,7 @@ class PlacedServices:
     Args:
         cluster: gives them resources.
         plan_of: the plan of a service that is added while the run is active.
-        patience_s: seconds in which the first processes must be placed, and a host must answer.
+        patience_s: seconds for the placement of the first processes, and for a host's answer.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class PlacedServices:
                 )
 
     async def node_of(self, name: str, num_ports: int) -> NodePlace:
-        """Return the node on which a service will run.
+        """Return the node that will run a service.
 
         Raises:
             ConfigError: its host cannot be started there.
@@ -245,7 +245,7 @@ class PlacedServices:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     def release(self, name: str) -> None:
-        """Give a service's resources back; those of its group's other members go with them."""
+        """Give a service's resources back, together with its group's."""
         placed = self._placements.pop(name, None)
         if placed is not None and not any(
             other.plan.name == placed.plan.name for other in self._placements.values()

@@ -74,11 +74,11 @@ def accelerator(device: str | None, cluster: Resources) -> str | None:
 
 
 def plans(config: RunConfig, cluster: Resources, extra: Demands) -> tuple[PlacementPlan, ...]:
-    """Return the groups of a run, in the order in which its processes start.
+    """Return the groups of a run, in the order of its processes' start.
 
     Args:
         config: of the run.
-        cluster: resources of all nodes, for device keys that take what is there.
+        cluster: resources of all nodes, for device keys that take the available device.
         extra: resources that each process of a kind takes too, or in place of the same ones.
     """
     replicas = range(config.sluice.rollout.replicas)
@@ -148,7 +148,7 @@ def parse_demands(given: Iterable[str]) -> dict[Kind, dict[str, float]]:
 
 
 def shortage(plan: PlacementPlan, nodes: Sequence[NodeCapacity]) -> str:
-    """Return which resource a group that cannot be placed lacks, and on which node."""
+    """Return the resource that keeps a group from being placed, and the node that lacks it."""
     wanted = max(plan.bundles, key=lambda bundle: sum(bundle.values()))
     apart = len(plan.bundles) if plan.strategy == "STRICT_SPREAD" else 1
     node_capacities = [_missing(wanted, node) for node in nodes]
@@ -239,7 +239,7 @@ class Cluster(Protocol):
     """Nodes, and groups of resources that are reserved on them."""
 
     def resources(self) -> Resources:
-        """Return those of all live nodes together."""
+        """Return the resources of all live nodes together."""
         ...
 
     def nodes(self) -> Sequence[NodeCapacity]:

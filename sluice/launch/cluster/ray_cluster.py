@@ -197,7 +197,7 @@ def ray_cluster(address: str) -> Iterator[RayCluster]:
         raise ConfigError(
             f"Ray: no cluster answers at {address!r} ({_first_line(error)}); start one with "
             "deploy/ray/start_node.sh on each machine and run this on one of them; a cluster that "
-            "asks for a token (RAY_AUTH_MODE=token) needs the same one here (RAY_AUTH_TOKEN)"
+            "requires a token (RAY_AUTH_MODE=token) needs the same one here (RAY_AUTH_TOKEN)"
         ) from error
     try:
         yield RayCluster()

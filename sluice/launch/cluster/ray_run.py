@@ -40,8 +40,8 @@ class RayOptions:
 
     Args:
         address: of its head, or `auto`.
-        extra: resources that each process of a kind takes besides its devices and threads.
-        patience_s: seconds in which the run must be placed.
+        extra: resources that each process of a kind takes in addition to its devices and threads.
+        patience_s: seconds for the placement of the run.
     """
 
     address: str = "auto"

@@ -54,7 +54,7 @@ class Child(ABC):
         """Send SIGTERM to the process alone: it ends its children, in its own order."""
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and to what is left of its group, ended or not."""
+        """Send SIGKILL to the process and to the rest of its group, ended or not."""
         self._killed_s = self._killed_s or time.monotonic()
         self._send_kill()
 

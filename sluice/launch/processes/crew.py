@@ -77,7 +77,7 @@ class CrewEnd:
         """The exit that the others followed from.
 
         A rank that loses another one may notice it and fail before the lost one's exit is seen, so
-        a process that a signal ended goes before one that reported an error.
+        a process that a signal ended comes before one that reported an error.
         """
         own = [each for each in self.exits if not each.was_asked] or list(self.exits)
         done = [each for each in own if each.spec.ends_run and each.code == 0]

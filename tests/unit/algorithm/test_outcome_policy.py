@@ -85,7 +85,7 @@ def test_a_group_is_dropped_for_a_kind_that_costs_it(rule: OutcomeRule) -> None:
 @pytest.mark.parametrize("kind", sorted(set(FailureKind) - RESPONDED))
 @pytest.mark.parametrize("action", [AGAIN, ANEW])
 def test_what_has_no_response_is_not_tried_again(kind: FailureKind, action: OutcomeAction) -> None:
-    with pytest.raises(ValueError, match=f"{kind}: {action} asks for a response"):
+    with pytest.raises(ValueError, match=f"{kind}: {action} needs a response"):
         OutcomePolicy({kind: OutcomeRule(action, 2)})
 
 

@@ -64,7 +64,7 @@ def test_every_key_explains_itself_under_each_of_its_spellings() -> None:
     ("asked", "answer"),
     [
         ("data.promt_key", r"did you mean data.prompt_key\?"),
-        ("algorithm.kl_ctrl", "is a section; ask for a key below it: type, kl_coef"),
+        ("algorithm.kl_ctrl", "is a section; name a key below it: type, kl_coef"),
         ("nothing", "the root knows data, actor_rollout_ref"),
     ],
 )

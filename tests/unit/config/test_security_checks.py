@@ -138,7 +138,7 @@ def test_services_present_a_services_token(tmp_path: Path) -> None:
     tokens = tmp_path / "clients"
     tokens.write_text(f"client {CLIENT_TOKEN}\n{SERVICE_TOKEN}")
     (reported,) = problems(tmp_path, token_file=str(tokens))
-    assert "its first token is a client's, with which services cannot call each other" in reported
+    assert "its first token is a client's, so services cannot call each other" in reported
     given = {**write_security(tmp_path), "token_file": str(tokens)}
     assert client_problems(SecurityConfig(**given)) == []
 

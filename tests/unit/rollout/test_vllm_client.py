@@ -251,7 +251,7 @@ def test_a_version_without_what_weight_updates_need_is_refused_by_name(
 ) -> None:
     install(engine, _NewSampling, _NewPrompt)
     with pytest.raises(
-        ConfigError, match=rf"vLLM 0\.99 has no {missing}; install 0\.32, .* 0\.23 to 0\.33"
+        ConfigError, match=rf"vLLM 0\.99 has no {missing}; install 0\.32 .* 0\.23 to 0\.33"
     ):
         VllmClient({})
 

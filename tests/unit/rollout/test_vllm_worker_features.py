@@ -147,7 +147,7 @@ def _without(runner: Any, name: str) -> Any:
 def test_a_worker_that_lacks_something_is_refused_by_its_name(runner: Any, missing: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"has no {missing}, which .* need; install vLLM 0\.32, .* 0\.23 to 0\.33",
+        match=rf"has no {missing}, which .* need; install vLLM 0\.32 .* 0\.23 to 0\.33",
     ) as refused:
         WorkerFeatures(_worker(runner))
     assert _VARIABLE not in str(refused.value), "V1 is what there is already"

@@ -23,7 +23,7 @@ class HttpFault(Exception):
     """No usable answer came.
 
     Args:
-        detail: what came instead, with the peer's address.
+        detail: the answer that came instead, with the peer's address.
         temporary: whether the same request may succeed later.
     """
 

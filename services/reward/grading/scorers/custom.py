@@ -36,8 +36,8 @@ class CustomScorer:
     closed with the scorer, at the latest when the process ends.
 
     Args:
-        function: what the user's file defines.
-        kwargs: further arguments; they win over those of the call.
+        function: the function that the user's file defines.
+        kwargs: further arguments; they win over the arguments of the call.
     """
 
     def __init__(self, function: Callable[..., object], kwargs: Mapping[str, object]) -> None:

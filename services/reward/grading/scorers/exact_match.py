@@ -22,7 +22,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def compute_score(solution: str, ground_truth: str) -> float:
-    """1 if right, else 0; 0.25 if right among more than ten answer tags (guessing).
+    """Return 1 if right, else 0; 0.25 if right among more than ten answer tags (guessing).
 
     Args:
         solution: the response's text.
@@ -54,7 +54,7 @@ def last_tagged(text: str) -> str | None:
 
 
 def normalize(text: str) -> str:
-    """`text` in lower case without punctuation, articles and surplus spaces."""
+    """Return `text` in lower case without punctuation, articles and surplus spaces."""
     without_punctuation = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLE.sub(" ", without_punctuation).split())
 

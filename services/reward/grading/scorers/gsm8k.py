@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 def compute_score(
     solution: str, ground_truth: str, *, method: Method = "strict", format_score: float = 0.0
 ) -> float:
-    """1 if right; `format_score` if a number was found but is wrong; 0 if none was found.
+    """Return 1 if right; `format_score` if a number was found but is wrong; 0 if none was found.
 
     Args:
         solution: the response's text; only its last 300 characters count.

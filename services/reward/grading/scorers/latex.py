@@ -16,7 +16,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def braced(text: str, start: int) -> str | None:
-    """Return what stands between the brace at `start` and its partner; ``None`` if it has none."""
+    """Return the text between the brace at `start` and its partner; ``None`` if it has none."""
     depth = 0
     for end in range(start, len(text)):
         depth += (text[end] == "{") - (text[end] == "}")

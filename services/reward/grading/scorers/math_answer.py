@@ -1,9 +1,9 @@
-"""Whether two final answers mean the same (stands in for mathruler's grader, without SymPy).
+"""Whether two final answers mean the same (replaces mathruler's grader, without SymPy).
 
 The rules, in order: one LaTeX normal form; one plain text (case, units, ``$`` and ``%`` aside); a
-tuple or interval agrees element by element; two plain fractions must be spelled alike, reduced;
-an integer agrees with an integer only; all else is compared by value, at three points if there are
-unknowns.
+tuple or interval agrees element by element; two plain fractions must be equal as written, once
+reduced; an integer agrees with an integer only; all else is compared by value, at three points if
+there are unknowns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 
 
 def same_value(answer: str, reference: str) -> bool:
-    """Whether `answer` is right. Never raises; an endless answer is only right word for word."""
+    """Return whether `answer` is right. Never raises; an endless answer must match literally."""
     if max(len(answer), len(reference)) > MAX_ANSWER_CHARS:
         return answer == reference
     if _spelled(answer) == _spelled(reference):

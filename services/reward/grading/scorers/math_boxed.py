@@ -14,7 +14,7 @@ _SPACED = "\\boxed "
 
 
 def compute_score(solution: str, ground_truth: str) -> float:
-    """1 if right, else 0."""
+    """Return 1 if right, else 0."""
     answer = boxed_answer(solution)
     return float(answer is not None and same_answer(answer, ground_truth))
 

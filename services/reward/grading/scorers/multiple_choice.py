@@ -12,7 +12,7 @@ CHOICES = "ABCDEFG"
 
 
 def compute_score(solution: str, ground_truth: str) -> float:
-    """1 if exactly the reference's letters are chosen, else 0; without a box 0.
+    """Return 1 if exactly the reference's letters are chosen, else 0; without a box 0.
 
     Raises:
         DataError: the reference holds no letter; a box without letters would be right.

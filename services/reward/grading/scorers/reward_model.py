@@ -134,7 +134,7 @@ def filled(template: str, values: Mapping[str, object]) -> str:
         key = name.removeprefix(_EXTRA_INFO)
         if not isinstance(extra_info, Mapping) or key not in extra_info:
             raise DataError(
-                f"{KEY}.prompt_template asks for {{{name}}}, which the row lacks; add it to the "
+                f"{KEY}.prompt_template uses {{{name}}}, which the row lacks; add it to the "
                 "data or take it out of the template"
             )
         return str(extra_info[key])

@@ -1,6 +1,6 @@
 """Mathematical equivalence by the package math-verify (optional; the only file that loads it).
 
-Stands in for verl's prime_math on the Numina sources, and grades any source routed to it.
+Replaces verl's prime_math on the Numina sources, and grades any source routed to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_installed(purpose: str) -> None:
 
 
 def compute_score(solution: str, ground_truth: str) -> float:
-    r"""1 if the answer found in `solution` equals the reference ``\boxed{ground_truth}``, else 0.
+    r"""Return 1 if the answer found in `solution` equals ``\boxed{ground_truth}``, else 0.
 
     Raises:
         DataError: math-verify is not installed.

@@ -1,4 +1,4 @@
-"""Decode shapes under which a row's logits are the same to the bit whatever the other rows hold.
+"""Decode shapes that keep a row's logits identical to the bit for any contents of the other rows.
 
 Floating-point sums depend on the order of their terms, and matrix kernels choose it by the shape
 of the whole batch. So decoding is confined to a few shapes (rows, attention length), and each is
@@ -77,7 +77,7 @@ def prove_shapes(
         )
     seconds = time.perf_counter() - started
     widths, lengths = _grid(slots, 1), _grid(max_model_len, _LENGTH_QUANTUM)
-    # The time of one proof tells what the whole grid would take.
+    # The time of one proof predicts the time of the whole grid.
     if dtype is not torch.float32 or seconds * len(widths) * len(lengths) > _BUDGET_S:
         return DecodeShapes((slots,), (max_model_len,))
     trials = _TRIALS[dtype]
@@ -94,7 +94,7 @@ class _Proof:
 
     def __init__(self, decoder: Decoder, slots: int, max_model_len: int, vocab_size: int) -> None:
         self._decoder = decoder
-        # Few contents, repeated over the rows: the same one must give its bits wherever it stands.
+        # Few contents, repeated over the rows: equal contents must give equal bits in every row.
         contents = min(_CONTENTS, slots)
         generator = np.random.default_rng(_SEED)
         self._tokens = generator.integers(0, vocab_size, (contents, max_model_len))

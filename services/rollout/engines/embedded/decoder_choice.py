@@ -42,7 +42,7 @@ def choose_decoder(
     Raises:
         ConfigError: none fits a model that reads images; recomputing would read them at each step.
     """
-    # The order of candidates is that of their speed.
+    # Candidates are in the order of their speed.
     _scramble(model)
     probe = _Probe(model, min(_TOKENS, max_model_len), min(2, slots))
     for candidate in candidates:
@@ -79,7 +79,7 @@ def choose_decoder(
 
 
 def _scramble(model: PreTrainedModel) -> None:
-    """Set weights under which every part of the model shows: initial ones have zeros and ones."""
+    """Set weights that make every part of the model visible: initial ones have zeros and ones."""
     generator = torch.Generator(model.device).manual_seed(_SEED)
     with torch.inference_mode():
         for parameter in model.parameters():

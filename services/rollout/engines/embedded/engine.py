@@ -240,9 +240,9 @@ class TorchCore(EngineCore[TorchRun]):
         events.call_soon(self._turn)
 
     def _gathers(self) -> bool:
-        """Let an idle engine wait for requests that come together, as those of a train batch do.
+        """Let an idle engine wait for requests that come together, as for a train batch.
 
-        Steps and prefills of a few rows take nearly as long as those of many, and would take the
+        Steps and prefills of a few rows take nearly as long as steps of many, and would take the
         processor from the event loop that brings the other requests.
         """
         may_wait = self._num_gathered < self.loop.queued < self.loop.slots

@@ -195,8 +195,8 @@ class SglangClient:
             _close(_sockets() - sockets)
             kind = ConfigError if isinstance(error, ValueError | TypeError) else EngineError
             raise kind(
-                f"SGLang {self.version} did not start: {error}; what its processes said stands "
-                "above; look at actor_rollout_ref.rollout and its engine_kwargs.sglang"
+                f"SGLang {self.version} did not start: {error}; see the output of its processes "
+                "above; check actor_rollout_ref.rollout and its engine_kwargs.sglang"
             ) from error
         self._processes = _children_since(before)
         self._sockets = _sockets() - sockets
@@ -238,7 +238,7 @@ class SglangClient:
         Args:
             request_id: differs from that of every other running sample; none begins another.
             prompt: token ids.
-            salt: prompts with different ones share nothing in the prefix cache.
+            salt: prompts with different salts share nothing in the prefix cache.
             choice: how to sample.
             priority: higher ones go first; 0 is the usual one.
 
@@ -282,7 +282,10 @@ class SglangClient:
         await self._settled()
 
     async def _settled(self) -> None:
-        """Wait until consumers have taken what came: SGLang would merge it with later tokens."""
+        """Wait until consumers have taken the tokens so far.
+
+        SGLang would merge them with later ones.
+        """
         for _ in range(_SETTLING_TURNS):
             states = self._manager.rid_to_state.values()
             if not any(state.out_list and not state.abort_sent for state in states):

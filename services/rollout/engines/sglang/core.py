@@ -205,7 +205,7 @@ def _check_context(settings: SglangSettings) -> None:
             settings.model_path, trust_remote_code=settings.trust_remote_code
         ).get_text_config()
     except (OSError, ValueError):
-        return  # `build_causal_lm` reports what is wrong with the folder
+        return  # `build_causal_lm` reports the folder's faults
     scaling = getattr(config, "rope_parameters", None) or {}
     reach = getattr(config, "max_position_embeddings", None)
     if reach is not None and settings.max_model_len > reach * float(scaling.get("factor") or 1):

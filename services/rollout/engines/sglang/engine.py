@@ -192,7 +192,7 @@ class SglangEngine(InboxEngine[SglangCore]):
         return stall_s
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard what is staged and leave the group. Idempotent."""
+        """Discard the staged weights and leave the group. Idempotent."""
         if epoch == self._weights().epoch:
             self._drop_handover()
         await super().abort_update(epoch, reason)

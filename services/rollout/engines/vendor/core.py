@@ -2,7 +2,7 @@
 
 Consumes: coroutines begun by the service's event loop. Produces: chunks, posted as they come.
 Waits for: the vendor's processes, each call with a deadline.
-On failure: if one sample fails, its request fails. After a swap that failed half-way nobody knows
+On failure: if one sample fails, its request fails. After a swap that failed half-way it is unknown
     which weights would sample the next token; after one that cannot resume, nothing is sampled.
     Then everything that runs fails, and the engine stays broken.
 On shutdown: what runs is aborted and delivered, then the vendor's processes end.

@@ -294,7 +294,7 @@ class VllmClient:
 
         Args:
             mode: ``keep``, ``abort`` or ``wait`` for what runs.
-            clear_cache: recompute the cache of what is kept, and forget shared prompts.
+            clear_cache: recompute the cache of kept requests, and forget shared prompts.
 
         Raises:
             EngineError: vLLM failed, or did not answer in time; ``wait`` may take any time.
@@ -365,8 +365,8 @@ def _features(async_llm: Any, sampling: Any) -> VllmFeatures:
         missing = ["pause_generation(mode)"]
     if missing:
         raise ConfigError(
-            f"vLLM {version} has no {', '.join(missing)}; install 0.32, with which this adapter "
-            "was run, or another of 0.23 to 0.33, for which it was written"
+            f"vLLM {version} has no {', '.join(missing)}; install 0.32 (this adapter was run "
+            "with it) or another version from 0.23 to 0.33 (it was written for these)"
         )
     inputs: Any = importlib.import_module("vllm.inputs")
     prompt = getattr(getattr(inputs, "TokensPrompt", None), "__annotations__", {})

@@ -177,7 +177,7 @@ class VllmCore(VendorCore):
         return await self.workers.heartbeat(timeout_s)
 
     async def swap(self, version: int, digest: str) -> float:
-        """Make the model compute with what is staged; return the seconds without a token.
+        """Make the model compute with the staged weights; return the seconds without a token.
 
         Raises:
             WeightSyncError: something else is staged, or nothing; the old weights stay.

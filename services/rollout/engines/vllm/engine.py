@@ -96,7 +96,7 @@ class VllmEngine(ThreadedEngine[VllmCore]):
         return await self._completed(thread.begin(core.swap(version, digest)))
 
     async def abort_update(self, epoch: int, reason: str) -> None:
-        """Discard what is staged and leave the group. Idempotent."""
+        """Discard the staged weights and leave the group. Idempotent."""
         if epoch == self._epoch:
             self._epoch = None
             thread, core = self._in_thread()

@@ -60,7 +60,7 @@ def ascend_environment(given: Mapping[str, str]) -> dict[str, str]:
     if given.get(_NZ_VARIABLE, "0") != "0":
         raise ConfigError(
             f"{_NZ_VARIABLE}={given[_NZ_VARIABLE]}: vllm-ascend would keep weights in the NPU's "
-            "own format (FRACTAL_NZ), into which new weights cannot be copied; set it to 0"
+            "own format (FRACTAL_NZ), which new weights cannot be copied into; set it to 0"
         )
     plugins = given.get(_PLUGINS_VARIABLE)
     if plugins is not None and "ascend" not in plugins.split(","):

@@ -92,9 +92,9 @@ def _revert_weight_conversion() -> _Revert:
         return cast("_Revert", loading.revert_weight_conversion)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            "transformers has no core_model_loading.revert_weight_conversion, by which vLLM's "
-            "workers get weights by their checkpoint's names; install transformers 5.19, with "
-            "which this adapter was run"
+            "transformers has no core_model_loading.revert_weight_conversion, which gives "
+            "vLLM's workers weights by their checkpoint's names; install transformers 5.19 (this "
+            "adapter was run with it)"
         ) from error
 
 
@@ -137,7 +137,8 @@ class WeightWorker:
         """Prepare for weights; `begin` is a `WorkerBegin`, JSON.
 
         Returns:
-            Nothing; or `error` and `kind`, for example if this vLLM lacks what is needed.
+            Nothing; or `error` and `kind`, for example if this vLLM lacks a feature that sluice
+            needs.
         """
         reported = msgspec.json.decode(begin, type=WorkerBegin)
         return _answered(lambda: _begin(self, reported))
@@ -191,7 +192,7 @@ class WeightWorker:
         return _answered(lambda: inbox.staged(inbox.epoch, version, digest))
 
     def sluice_apply(self, version: int, digest: str) -> Outcome:
-        """Make the model compute with what is staged; call it only while nothing is sampled.
+        """Make the model compute with the staged weights; call it only while nothing is sampled.
 
         Returns:
             `seconds`; or `error` and `kind`, with `broken` if the model is a mixture of versions.
@@ -214,7 +215,7 @@ class WeightWorker:
         return {"seconds": time.perf_counter() - started}
 
     def sluice_abort(self, reason: str) -> None:
-        """Discard what is staged and leave the epoch."""
+        """Discard the staged weights and leave the epoch."""
         _inbox(self).leave(reason)
 
     def sluice_close(self) -> None:
@@ -258,7 +259,7 @@ def _answered(call: Callable[[], object]) -> Outcome:
 
 
 def _failure(error: BaseException) -> Outcome:
-    """Return an error in the form in which it crosses to the engine's process."""
+    """Return an error in the form that crosses to the engine's process."""
     if isinstance(error, SluiceError):
         return {"error": str(error), "kind": type(error).__name__}
     return {"error": repr(error), "kind": WeightSyncError.__name__}
@@ -270,7 +271,7 @@ def _loading_on(device: torch.device | None) -> AbstractContextManager[object]:
 
 
 def _await(device: torch.device | None) -> None:
-    """Wait until an NPU has copied what is staged: the next version overwrites that memory."""
+    """Wait until an NPU has copied the staged weights: the next version overwrites that memory."""
     if _is_npu(device):
         torch.get_device_module(device).synchronize()
 

@@ -25,10 +25,10 @@ from sluice.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
-_V1_REMEDY = f"set {_RUNNER_VARIABLE}=0, with which vLLM takes its model runner V1"
+_V1_REMEDY = f"set {_RUNNER_VARIABLE}=0, so that vLLM uses its model runner V1"
 _VERSION_REMEDY = (
-    "install vLLM 0.32, with which this adapter was run, or another of 0.23 to 0.33, for which it "
-    "was written"
+    "install vLLM 0.32 (this adapter was run with it) or another version from 0.23 to 0.33 (it was "
+    "written for these)"
 )
 _LOADER = "vllm.model_executor.model_loader.dummy_loader"
 _LOADER_ARGUMENTS = ["self", "model", "model_config"]
@@ -102,7 +102,7 @@ def runner_environment(given: Mapping[str, str]) -> dict[str, str]:
         given: the environment.
 
     Raises:
-        ConfigError: it asks for V2 all the same.
+        ConfigError: the environment requires V2.
     """
     try:
         scheduler: Any = importlib.import_module(_SCHEDULER).Scheduler
@@ -171,7 +171,7 @@ def _packed_layers(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _expert_methods(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the methods by which layers of experts compute on the CPU."""
+    """Yield the methods that compute layers of experts on the CPU."""
     return (
         _method(module)
         for module in model.modules()
@@ -200,7 +200,7 @@ def _takes(function: Callable[..., object], name: str) -> bool:
 
 
 def _current_config(worker: Any) -> AbstractContextManager[object]:
-    """Enter vLLM's configuration, which some layers ask for when their weights are processed.
+    """Enter vLLM's configuration: some layers need it when their weights are processed.
 
     The runner's own method does not; the worker's does, from 0.27 on.
     """

@@ -5,7 +5,7 @@ loader cuts out the worker's share when the model takes it.
 
 Consumes: answers of each worker, by rank. Produces: one outcome for the replica.
 Waits for: the workers' threads, by polling.
-Unblocked by: answers; a failure of one worker, after which all leave the group.
+Unblocked by: answers; a failure of one worker: then all leave the group.
 On failure: the error names the worker, if there are several. If only some workers applied a
     version, the model is a mixture, which is an EngineError.
 """
@@ -107,7 +107,7 @@ class VllmWorkers:
         phase = f"staging version {version}"
         outcomes = await self._outcomes(await self._call("sluice_stage", version), phase)
         staged = [msgspec.convert(one, StagedVersion) for one in outcomes]
-        # Each worker proved its own copy; only together they prove that all have the same.
+        # Each worker proved its own copy; only together they prove that all copies are equal.
         digests = [one.digest for one in staged]
         if len(set(digests)) != 1:
             await self.abort("the workers' digests differ")
@@ -146,7 +146,7 @@ class VllmWorkers:
         _check(answers, f"committing version {version}")
 
     async def apply(self, version: int, digest: str) -> None:
-        """Make the model compute with what is staged; call it only while nothing is sampled.
+        """Make the model compute with the staged weights; call it only while nothing is sampled.
 
         Raises:
             WeightSyncError: no worker has it; the old weights stay.
@@ -164,7 +164,7 @@ class VllmWorkers:
         _check(answers, phase)
 
     async def abort(self, reason: str) -> None:
-        """Discard what is staged and leave the group."""
+        """Discard the staged weights and leave the group."""
         await self._call("sluice_abort", reason)
 
     async def close(self) -> None:

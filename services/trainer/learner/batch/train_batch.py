@@ -165,7 +165,7 @@ def split_batch(
     order = np.arange(len(groups))
     if cut.shuffle_seed is not None:
         order = np.random.default_rng([cut.shuffle_seed, step]).permutation(len(groups))
-    # Rows keep their indices in the whole batch, by which tables find their tokens.
+    # Rows keep their indices in the whole batch: tables find their tokens by them.
     ends = list(accumulate(len(group.rollouts) for group in groups))
     numbers = [range(end - len(g.rollouts), end) for g, end in zip(groups, ends, strict=True)]
     return [

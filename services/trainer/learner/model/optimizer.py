@@ -94,7 +94,7 @@ class ShardedGradients:
     def norm(self) -> float:
         """Return the norm: float32 on each rank, float64 over ranks, each shard counted once."""
         squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._local()]
-        # Every rank adds the same numbers in the same order, so all ranks clip alike.
+        # Every rank adds the same numbers in the same order, so all ranks clip by the same factor.
         own = float(sum(squares)) if squares else 0.0
         gathered = self._parallel.all_gather([own], "summing the gradients' norms")
         return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)

@@ -169,7 +169,7 @@ class EvenPasses:
         self._left = 0
 
     def begin(self, own: int) -> None:
-        """Prepare for `own` passes: either without gradients, or those of one optimizer step."""
+        """Prepare for `own` passes: without gradients, or the passes of one optimizer step."""
         # `_left` counts down to the pass that sums gradients; the busiest rank sets the number.
         self._own = own
         self._left = 0 if self._shards is None else self._most(own)

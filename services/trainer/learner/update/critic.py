@@ -198,8 +198,8 @@ class Critic:
 def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
     """Return ``critic/values/*`` and ``critic/vf_explained_var`` over the tokens of `mask`.
 
-    The latter is ``1 - var(returns - values) / (var(returns) + 1e-5)`` with unbiased variances, as
-    in verl (`verl/trainer/ppo/metric_utils.py`). Empty for fewer than two tokens.
+    The explained variance is ``1 - var(returns - values) / (var(returns) + 1e-5)`` with unbiased
+    variances, as in verl (`verl/trainer/ppo/metric_utils.py`). Empty for fewer than two tokens.
     """
     predicted, target = values[mask].double(), returns[mask].double()
     if predicted.numel() < 2:

@@ -113,7 +113,7 @@ class LossTerms:
     ) -> tuple[TotalLoss, PolicyObjective]:
         """Return this micro-batch's share of the mini-batch's loss, and the policy's part.
 
-        Rejected tokens are left out, but the denominators remain those of `counts`.
+        Rejected tokens are left out, but the denominators still come from `counts`.
         """
         inputs = prepared.loss_inputs(outputs.logprobs, seed=seed)
         kept = prepared.kept
@@ -142,7 +142,7 @@ class LossTerms:
     def correct(self, prepared: PreparedMicroBatch) -> Statistics | None:
         """Set weights and rejections from old and behavior logprobs; return the statistics.
 
-        ``None``: both logprobs are the same, or the loss itself corrects.
+        ``None``: the two logprobs are equal, or the loss itself corrects.
         """
         settings = self._settings
         if settings.old_is_behavior:
@@ -191,7 +191,7 @@ def _kept(values: Tensor | None, kept: Tensor | None) -> Tensor | None:
 
 
 class UpdateSums:
-    """Sums of one train batch on this rank; `metrics` adds those of all ranks.
+    """Sums of one train batch on this rank; `metrics` adds the metrics of all ranks.
 
     Args:
         means: names of the means that the policy loss reports. They are known before the first

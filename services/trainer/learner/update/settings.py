@@ -44,7 +44,7 @@ class UpdateSettings:
 
     @property
     def temperature(self) -> float:
-        """Return the sampling temperature, by which logits are divided."""
+        """Return the sampling temperature; logits are divided by it."""
         return self.config.actor_rollout_ref.rollout.temperature
 
     @property
