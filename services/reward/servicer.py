@@ -28,6 +28,7 @@ from sluice.codec.messages import (
 )
 from sluice.codec.reward import (
     PROMPT_END_TO_PROTO,
+    check_announcement,
     check_prompt,
     check_score,
     extra_info_of,
@@ -145,7 +146,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.AnnouncePolicyRequest, context: Context
     ) -> reward.AnnouncePolicyResponse:
         """Take on a version and its fleet."""
-        check_fields(request)
+        check_announcement(request)
         await self._loop.pipeline.announce(
             request.trainer_instance_id,
             request.policy_version,

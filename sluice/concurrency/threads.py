@@ -255,9 +255,15 @@ class BoundedWriter(Generic[_ItemT]):
             )
         self._drop(1)
 
-    def close(self, timeout_s: float) -> None:
-        """Write what waits, for `timeout_s` seconds at most, and end the thread."""
+    def close(self, timeout_s: float, *, last: _ItemT | None = None) -> None:
+        """Write what waits, for `timeout_s` seconds at most, and end the thread.
+
+        The item `last` is written after all others; the bound of the queue does not hold for it.
+        """
         ends_s = time.monotonic() + timeout_s
+        if last is not None:
+            with self._lock:
+                self._items.append((last, 0))
         self._is_closing = True
         self._wake.set()
         # Half of the time: a write that hangs is broken off early enough to see it end.
@@ -281,10 +287,12 @@ class BoundedWriter(Generic[_ItemT]):
         while not self._is_closing:
             self._wake.wait(self._interval_s)
             self._wake.clear()
-            self._drain()
+            if not self._drain():
+                return
         self._drain()
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Write all items; return ``False`` to give up, after a failure while closing."""
         while self._items:
             with self._lock:
                 taken = [self._items.popleft() for _ in range(min(self._batch, len(self._items)))]
@@ -295,9 +303,10 @@ class BoundedWriter(Generic[_ItemT]):
             except Exception as error:  # noqa: BLE001 - the thread outlives whatever a write raises
                 self._failed(batch, error)
                 if self._is_closing:
-                    return
+                    return False
             else:
                 self._succeeded(batch)
+        return True
 
     def _succeeded(self, batch: Sequence[_ItemT]) -> None:
         self.num_written += len(batch)

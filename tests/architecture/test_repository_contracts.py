@@ -77,6 +77,24 @@ def test_every_service_reports_health_and_reflection_under_its_name(
     ), f"no server is given the name {service.full_name}"
 
 
+def test_every_check_of_a_message_has_a_caller() -> None:
+    codec = python_files("sluice/codec")
+    names = {
+        node.name
+        for path in codec
+        for node in syntax_tree(path).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
+    }
+    called = {
+        node.func.id
+        for path in python_files("sluice", "services")
+        for node in ast.walk(syntax_tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert names
+    assert names - called == set()
+
+
 def test_the_ci_script_runs_make_test_and_nothing_else() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from sluice.api.common.v1 import common_pb2
 from sluice.api.reward.v1 import reward_pb2
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_process import failed_start, reward_process, turn
@@ -175,6 +176,25 @@ async def test_clients_get_receipts_then_outcomes_and_duplicates_are_refused(
     assert outcomes["b"].end == reward_pb2.PROMPT_END_FILTERED_ALL_WRONG
     assert not outcomes["b"].HasField("step")
     assert status.prompts_submitted == 3
+
+
+async def test_an_announcement_is_checked_before_anything_of_it_is_used(
+    configure: Callable[..., Path],
+) -> None:
+    replica = common_pb2.Replica(name="a", instance_id="a-1", address="127.0.0.1:1", slots=1)
+    progress = common_pb2.DataProgress(low_water=8, ended_above=[9, 9])
+    requests = {
+        r"replicas\[0\]": {"replicas": [common_pb2.Replica(name="a")]},
+        "replicas": {"replicas": [replica, replica]},
+        "resume_from.ended_above: 9 after 9": {"resume_from": progress},
+    }
+    async with reward_process(configure(mixed(8))) as service:
+        for words, fields in requests.items():
+            request = reward_pb2.AnnouncePolicyRequest(trainer_instance_id="t", **fields)
+            with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
+                await service.stub.AnnouncePolicy(request, timeout=10)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await service.status()
 
 
 async def test_prompts_of_a_client_that_vanished_are_trained_on(

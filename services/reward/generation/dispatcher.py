@@ -113,7 +113,7 @@ class GroupDispatcher:
         failures: list[str] = []
         while (missing := collected.missing) and not budget.check(_now()):
             partials = collected.partials()
-            budget.note_version(collected, collected.oldest_version())
+            collected.note_version()
             reservation = await self._reserved(request, len(missing))
             if reservation is None:
                 break
@@ -241,7 +241,7 @@ class GroupDispatcher:
             prompt_token_ids, version = event.started
             request.budget.started(prompt_token_ids, now)
             watch.pace.accepted(now)
-            request.budget.note_version(collected, collected.oldest_version(or_version=version))
+            collected.note_version(or_version=version)
         num_before = request.tokens.num_received
         try:
             arrival = collected.take(event, reservation.member.announced.info.name)

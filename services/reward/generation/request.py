@@ -69,7 +69,7 @@ class GroupBudget:
     is_over: bool = False
     engine_answered: bool = False
     engine_errors: dict[int, str] = field(default_factory=dict)
-    _versions: dict[object, int | None] = field(default_factory=dict)
+    _versions: dict[int, int | None] = field(default_factory=dict)  # by part
     _observers: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -90,7 +90,12 @@ class GroupBudget:
             self.first_start, self.prompt_token_ids = now, prompt_token_ids
             self._notify()
 
-    def note_version(self, part: object, version: int | None) -> None:
+    def new_part(self) -> int:
+        """Return a number for a part of the group, such as the samples of one request."""
+        self._versions[len(self._versions)] = None
+        return len(self._versions) - 1
+
+    def note_version(self, part: int, version: int | None) -> None:
         """Note the oldest version of a part of the group; ``None``: the part holds no token."""
         self._versions[part] = version
         self.on_start(min((v for v in self._versions.values() if v is not None), default=None))

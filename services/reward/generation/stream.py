@@ -59,6 +59,16 @@ class CollectedGroup:
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _requested: set[int] = field(default_factory=set)
+    _part: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A number: a budget that held this object would keep its samples alive in a cycle.
+        self._part = self.request.budget.new_part()
+
+    def note_version(self, *, or_version: int | None = None) -> None:
+        """Note the oldest version among its tokens and `or_version` in the group's budget."""
+        version = self.oldest_version(or_version=or_version)
+        self.request.budget.note_version(self._part, version)
 
     @property
     def missing(self) -> tuple[int, ...]:

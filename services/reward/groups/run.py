@@ -107,7 +107,15 @@ class GroupRun:
 
     async def run(self, group: Group) -> None:
         """Run one attempt, to its judgement."""
-        group.budget = GroupBudget(self._dispatcher.rules, partial(self._note_start, group))
+        budget = GroupBudget(self._dispatcher.rules, partial(self._note_start, group))
+        group.budget = budget
+        try:
+            await self._run(group)
+        finally:
+            # Else group and budget hold each other, and samples live until a full collection.
+            budget.on_start = _ignore_version
+
+    async def _run(self, group: Group) -> None:
         try:
             graded, verdict = await self._judged(group)
         except OverlongPromptError as error:
@@ -396,3 +404,7 @@ class ProbeWatch:
         scores = [o for o in self.outcomes.values() if isinstance(o, Scored)]
         if samples_differ(scores, self._metric):
             self.differs.set()
+
+
+def _ignore_version(_version: int | None) -> None:
+    """Ignore the oldest version of an attempt that is over."""

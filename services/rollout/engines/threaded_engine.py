@@ -30,6 +30,7 @@ from services.rollout.engines.request_rules import ImageTurn, check_capacity, ch
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.thread import ChunkStream, LoopThread
 from services.rollout.engines.weight_inbox import NO_PLACES, TensorPlacement, WeightInbox
+from sluice.concurrency.deadlines import deadline
 from sluice.concurrency.waits import waiting_for
 from sluice.device.select import transfer_device
 from sluice.errors import EngineError, NotReadyError
@@ -300,7 +301,7 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         if thread is None or core is None:
             return
         try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            async with deadline(_CLOSE_TIMEOUT_S, peer=f"{self._name} engine", phase="ending"):
                 await thread.call(core.close(), "ending")
         finally:
             try:
@@ -493,10 +494,12 @@ class InboxEngine(ThreadedEngine[CoreT]):
 
 
 async def _received(inbox: WeightInbox, result: Future[_T], phase: str) -> _T:
+    epoch = inbox.epoch
     try:
         with waiting_for("trainer", phase):
             return await asyncio.wrap_future(result)
     except asyncio.CancelledError:
         # The inbox's thread cannot be interrupted; without the group its call fails soon.
-        inbox.leave(f"the call was cancelled while {phase}")
+        if inbox.epoch == epoch:  # else the next epoch has begun, and left this one
+            inbox.leave(f"the call was cancelled while {phase}")
         raise

@@ -147,8 +147,7 @@ class BackgroundSink:
 
     def close(self) -> None:
         """Wait for queued writes, then close the sink; give up after `close_timeout_s`."""
-        self._writer.put(lambda: self.opening.result().close())
-        self._writer.close(self._close_timeout_s)
+        self._writer.close(self._close_timeout_s, last=lambda: self.opening.result().close())
 
     def _open(self) -> None:
         try:

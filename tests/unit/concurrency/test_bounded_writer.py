@@ -166,3 +166,36 @@ def test_with_sizes_the_bound_is_on_their_sum_and_one_item_always_waits() -> Non
     writer.close(WAIT_S)
     assert destination.batches == [[1], [99]]
     assert writer.num_dropped == 2
+
+
+def test_the_last_item_is_written_after_all_others_though_the_queue_is_full() -> None:
+    opened = threading.Event()
+    destination = Destination(before=lambda: opened.wait(WAIT_S))
+    writer = BoundedWriter[int](
+        "lines", "somewhere", destination.write, most=2, batch=1, interval_s=0.001
+    )
+    writer.put(1)
+    assert destination.arrived.acquire(timeout=WAIT_S)  # being written
+    for item in (2, 3, 4):
+        writer.put(item)
+    opened.set()
+    writer.close(WAIT_S, last=9)
+    assert destination.batches == [[1], [2], [3], [9]]
+
+
+def test_a_write_that_fails_while_closing_is_the_last_one() -> None:
+    closing = threading.Event()
+
+    def fail() -> None:
+        closing.wait(WAIT_S)
+        raise OSError
+
+    destination = Destination(before=fail)
+    writer = BoundedWriter[int](
+        "lines", "somewhere", destination.write, most=9, batch=1, interval_s=0.001,
+        break_off=closing.set,
+    )  # fmt: skip
+    for item in (1, 2, 3):
+        writer.put(item)
+    writer.close(0.2)
+    assert writer.num_dropped == 1

@@ -242,7 +242,7 @@ async def test_a_prompt_has_started_when_the_older_of_the_two_has(
     reported: list[int | None] = []
 
     def start(request: GroupRequest) -> None:
-        part = request.sample_indexes
+        part = request.budget.new_part()
         request.budget.note_version(part, None)
         request.budget.note_version(part, greedy if is_greedy(request) else samples)
 

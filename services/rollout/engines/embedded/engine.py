@@ -155,8 +155,11 @@ class TorchCore(EngineCore[TorchRun]):
         if self._broken is not None:
             run.stream.end(self._broken)
             return
-        with self._between_steps():
-            self.loop.submit(run)
+        try:
+            with self._between_steps():
+                self.loop.submit(run)
+        except SluiceError as error:  # nothing else waits for this call
+            run.stream.end(EngineError(str(error)))
 
     async def cancel(self, run: TorchRun) -> None:
         """Free the rows of a request before the next step, and end its stream."""
