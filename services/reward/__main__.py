@@ -117,7 +117,7 @@ async def _until_stopped(loop: RewardLoop, stop: asyncio.Event, ledger: PromptLe
 
 
 async def _watch(ledger: PromptLedger) -> None:
-    """End the service when the ledger cannot be written: it could not keep its promises."""
+    """End the service when the ledger cannot be written: it can accept no prompt then."""
     if ledger.has_file:
         raise await ledger.failure()
 

@@ -98,23 +98,21 @@ class IllegalTransitionError(AssertionError):
 
 
 class Discard(StrEnum):
-    """Why the tokens of an attempt are lost: too old for any batch, no slot in a full one, a failed
-    group, or another trainer's policy."""
+    """Why the tokens of an attempt are lost."""
 
-    STALE = "stale"
-    PREEMPTED = "withdrawn"
+    STALE = "stale"  # no slot is left in any batch before the group is too old
+    PREEMPTED = "withdrawn"  # its batch was full
     FAILED = "failed"
-    TAKEN_OVER = "taken_over"
+    TAKEN_OVER = "taken_over"  # another trainer's policy sampled them
 
 
 class CancelReason(StrEnum):
-    """Why the task of a group is cancelled: the first three start the prompt again, the last ends
-    it as stale."""
+    """Why the task of a group is cancelled."""
 
-    TAKEN_OVER = "taken_over"
-    PREEMPTED = "preempted"
-    NO_SLOT = "no_slot"
-    TOO_OLD = "too_old"
+    TAKEN_OVER = "taken_over"  # another trainer begins; the prompt starts again
+    PREEMPTED = "preempted"  # its batch is full; the prompt starts again
+    NO_SLOT = "no_slot"  # kept groups take every slot; the prompt starts again
+    TOO_OLD = "too_old"  # the prompt ends as stale
 
 
 class EndCause(StrEnum):

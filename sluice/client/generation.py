@@ -54,6 +54,7 @@ _PHASE = "generating"
 # A call without a deadline of the caller ends after a week.
 _LONGEST_S = 604_800.0
 _PEER = "the fleet"
+_NO_TOKEN_IDS = "token ids must be unsigned integers of 32 bits"
 
 
 @dataclass(slots=True, eq=False)
@@ -227,13 +228,13 @@ def _token_ids(prompt: Prompt) -> TokenIds:
     try:
         ids = np.asarray(prompt)
     except (OverflowError, ValueError, TypeError) as error:
-        raise InvalidRequestError(f"prompt: not token ids of 32 bits: {error}") from error
+        raise InvalidRequestError(f"prompt: {_NO_TOKEN_IDS}: {error}") from error
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         found = f"{ids.ndim} dimensions of {ids.dtype}"
-        raise InvalidRequestError(f"prompt: not token ids of 32 bits: {found}")
+        raise InvalidRequestError(f"prompt: {_NO_TOKEN_IDS}: {found}")
     if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.uint32).max):
         found = f"they are in {ids.min()}..{ids.max()}"
-        raise InvalidRequestError(f"prompt: not token ids of 32 bits: {found}")
+        raise InvalidRequestError(f"prompt: {_NO_TOKEN_IDS}: {found}")
     return ids.astype(np.uint32)
 
 

@@ -33,7 +33,7 @@ def check_name(field: str, value: str, *, may_be_empty: bool = False) -> None:
     check_text(field, value, MAX_NAME_BYTES)
     if not value.isprintable():
         raise InvalidRequestError(
-            f"{field}: {shortened(value)} holds characters that cannot be shown; leave them out"
+            f"{field}: {shortened(value)} contains unprintable characters; remove them"
         )
 
 

@@ -66,6 +66,6 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
     def supports_bfloat16(self) -> bool:
-        """Return whether it does; below compute capability 8.0 torch emulates it."""
+        """Return whether the GPU supports it; below compute capability 8.0 torch emulates it."""
         with torch.cuda.device(self._index):
             return bool(torch.cuda.is_bf16_supported())

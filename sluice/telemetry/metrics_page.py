@@ -195,7 +195,7 @@ def forget_targets(run_dir: Path) -> None:
 
 
 def forget_target(run_dir: Path, name: str) -> None:
-    """Remove the target of a process that left as requested: it is not down."""
+    """Remove the target of a process that was shut down on request: it must not count as down."""
     with suppress(OSError):
         _file_of(run_dir, name).unlink()
 

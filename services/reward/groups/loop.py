@@ -184,7 +184,7 @@ class Pipeline:
         return [(wait, now - since[wait.key]) for wait in found]
 
     async def _learn(self) -> None:
-        """Take in what ended groups taught, before a prompt starts under the next version."""
+        """Update the memory of prompts from ended groups, before another version starts."""
         attempts = self._strategy.new_version()
         if self._memory is None or not attempts or not self._memory_is_writable:
             return

@@ -191,10 +191,10 @@ class CommitResult:
 class PauseMode(StrEnum):
     """What becomes of samples that hold a slot when the engine pauses.
 
-    KEEP: they continue later where they were. RECOMPUTE: they do, with recomputed caches, and no
-    later sample uses an earlier prompt's cache. ABORT: they end as aborted with what they have, and
-    so do those that wait for a slot. DRAIN: they finish first; those that wait for a slot keep
-    waiting, even if others of their group have one.
+    KEEP: they continue later where they were. RECOMPUTE: they continue after their KV caches have
+    been recomputed, and no later sample uses an earlier prompt's cache. ABORT: they end as aborted
+    with the tokens they have; samples that wait for a slot end, too. DRAIN: they finish first;
+    samples that wait for a slot keep waiting, even if others of their group have one.
     """
 
     KEEP = "keep"

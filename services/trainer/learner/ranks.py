@@ -176,8 +176,10 @@ def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
 
 
 class DataParallel:
-    """Ranks that train different rows of one batch. This class is the only rank of a run, which has
-    nothing to exchange; `TorchDistributed` connects several.
+    """Ranks that train different rows of one batch.
+
+    This base class is a run with one rank: every collective is a no-op. `TorchDistributed` connects
+    several ranks.
 
     Every method is collective: all ranks call it in the same order. `phase` names the moment in
     errors.

@@ -13,11 +13,11 @@ groups. A prompt then starts only if all before it, were they all kept, would le
 unfilled. So, for any timing, the prompts issued for a batch are the shortest run of the stream that
 yields B kept groups, and none is left over.
 
-*As many as are expected to be needed.* The trivial bound waits for the longest answers several
-times over, each time for fewer groups. Where an on-policy run need not repeat, so many groups run
-that those kept of them fill the batch on average: ``(B - kept) / mean yield``. When it is full, the
-ones still running are preempted and generated again by the next policy (`expired_groups`):
-tokens are lost, never a kept group.
+*As many as are expected to be needed.* With the trivial bound a batch fills in several
+rounds, and each round waits for its slowest sample. Where an on-policy run need not repeat,
+``(B - kept) / mean yield`` groups run: those that are kept fill the batch on average. When it is
+full, the groups still running are preempted and generated again by the next policy
+(`expired_groups`): tokens are lost, never a kept group.
 
 At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered. The bound is then
 ``mean + z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end

@@ -173,7 +173,7 @@ class SamplingStrategy:
         version: int,
         seconds: float,
     ) -> None:
-        """Note that a group was kept or filtered, as one that was stopped; not if it failed.
+        """Note a group that was kept, filtered, or stopped after its probes. Not for failed groups.
 
         Args:
             attempt: as `after_probes` returned it, if it continued.

@@ -1,4 +1,4 @@
-"""verl's own rules about batch and parallel sizes, all at once, each with a value that would do.
+"""Report all violations of verl's rules about batch and parallel sizes, each with a valid value.
 
 verl checks some of them when it reads the configuration and others only inside a worker, minutes
 later. The order is verl's.

@@ -228,7 +228,7 @@ class HostCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one process of a run is: its group, which gives back its resources as a whole."""
+    """The place of one process of a run: a placement group, which is released as a unit."""
 
     name: str
     plan: PlacementPlan

@@ -2,9 +2,9 @@
 
 Consumes: coroutines begun by the service's event loop. Produces: chunks, posted as they come.
 Waits for: the vendor's processes, each call with a deadline.
-On failure: if one sample fails, its request fails. After a swap that failed half-way it is unknown
-    which weights would sample the next token; after one that cannot resume, nothing is sampled.
-    Then everything that runs fails, and the engine stays broken.
+On failure: if one sample fails, its request fails. If a swap fails half-way, the weights that would
+    sample the next token are unknown; if it cannot resume, nothing is sampled. In both cases every
+    running request fails, and the engine stays broken.
 On shutdown: what runs is aborted and delivered, then the vendor's processes end.
 """
 

@@ -2,8 +2,9 @@
 
     split -> old logprobs, reference, values -> advantages -> critic steps -> policy steps
 
-Passes run on packed micro-batches of this rank's rows. Advantages need the whole batch, so results
-of passes are gathered into tables [rows, W] and the estimate is spread over micro-batches again.
+Passes run on packed micro-batches of this rank's rows. Advantages need the whole batch:
+the results of all passes are gathered over ranks into tables [rows, W], the advantages are computed
+there, and each micro-batch takes its rows.
 """
 
 from __future__ import annotations
