@@ -1,5 +1,8 @@
-"""LaTeX answers: the content of ``\boxed{...}``, and one normal form (the MATH data set's
+r"""LaTeX answers: the content of ``\boxed{...}``, and one normal form (the MATH data set's
 normalisation; verl's strip_string).
+
+The normal form is purely textual: ``0.5``, ``1/2`` and ``\frac12`` become ``\frac{1}{2}``, but
+``0.25`` stays.
 """
 
 from __future__ import annotations
@@ -24,10 +27,6 @@ def braced(text: str, start: int) -> str | None:
             return text[start + 1 : end]
     return None
 
-
-# One spelling for a LaTeX answer (the MATH data set's normalisation; verl's strip_string).
-#
-# Purely textual: ``0.5``, ``1/2`` and ``\frac12`` become ``\frac{1}{2}``, but ``0.25`` stays.
 
 _DRESS = (
     ("\n", ""),
