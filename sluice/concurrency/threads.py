@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from sluice.errors import DeadlineError, WeightSyncError
@@ -93,6 +94,7 @@ class OwnerThread:
             last_call: drops the last references to the object; may block.
             within_s: how long the thread may still take; exit waits no longer for it.
         """
+        _register_exit()
         _retired[self._thread] = time.monotonic() + within_s
         self._jobs.put(last_call)
         self._jobs.put(None)
@@ -121,10 +123,16 @@ def wait_for_retired_threads(timeout_s: float) -> int:
     threads = list(_retired)
     for thread in threads:
         thread.join(max(0.0, ends_s - time.monotonic()))
-    return sum(thread.is_alive() for thread in threads)
+    return sum(thread.is_alive() for thread in list(_retired))
 
 
-@atexit.register
+@cache
+def _register_exit() -> None:
+    # At the first retirement, not at import: handlers run in reverse order, and the threads must
+    # have ended before those of torch and multiprocessing take the runtime down.
+    atexit.register(_join_retired_threads)
+
+
 def _join_retired_threads() -> None:
     for thread, ends_s in list(_retired.items()):
         thread.join(max(0.0, ends_s - time.monotonic()))
@@ -232,7 +240,10 @@ class BoundedWriter(Generic[_ItemT]):
         self._thread.start()
 
     def put(self, item: _ItemT) -> None:
-        """Add one item, or drop it if the queue is full. Returns at once."""
+        """Add one item, or drop it if the queue is full or closed. Returns at once."""
+        if self._is_closing:
+            self._drop(1)
+            return
         size = 1 if self._size is None else self._size(item)
         with self._lock:
             num_items = len(self._items)
@@ -334,5 +345,6 @@ class BoundedWriter(Generic[_ItemT]):
         self._is_failing = True
 
     def _drop(self, number: int) -> None:
-        self.num_dropped += number
+        with self._lock:
+            self.num_dropped += number
         self._count(-number)

@@ -80,7 +80,8 @@ class LearnerThread:
             await self._run(self._leader.stop)
         except SluiceError as error:  # an earlier call has already raised the cause
             logger.info("the other ranks did not get the stop command: %s", error)
-        self._thread.retire(lambda: None, within_s=_END_S)
+        finally:
+            self._thread.retire(lambda: None, within_s=_END_S)
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         with waiting_for("learner thread", "ending its work"):
