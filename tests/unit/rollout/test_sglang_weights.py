@@ -31,6 +31,8 @@ from sluice.errors import NotReadyError, WeightSyncError
 class _Inbox:
     """Has whatever was staged last; its digest is the version in words."""
 
+    epoch = 1
+
     def __init__(self) -> None:
         self.version = 0
 
