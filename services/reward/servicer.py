@@ -86,7 +86,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def SubmitPrompts(  # type: ignore[override]
         self, request_iterator: AsyncIterator[reward.SubmitPromptsRequest], context: Context
     ) -> None:
-        """Send receipts at once, outcomes as prompts end."""
+        """Send a receipt when a prompt is in the ledger, and its outcome when it ends."""
         refusal: SluiceError | None = None
         submissions = self._loop.submissions
         client = caller_of(context, self._tokens)

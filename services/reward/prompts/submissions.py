@@ -1,4 +1,4 @@
-"""Take prompts from clients: send a receipt at once, and the outcome when the prompt ends.
+"""Take prompts from clients: send a receipt for each, and the outcome when the prompt ends.
 
 A receipt or an outcome is sent after the ledger has committed it. A client that disconnects loses
 no prompt. It may send the same prompt again, in another call or to a restarted service: the prompt
@@ -71,7 +71,7 @@ class SubmissionSession:
         self.num_open = 0
 
     def put(self, event: Receipt | PromptOutcome) -> None:
-        """Send an event once the ledger's changes so far are durable."""
+        """Queue an event; it is sent once the ledger's changes so far are durable."""
         change_number = self._ledger.noted() if self._ledger is not None else 0
         self._events.put_nowait((change_number, event))
         if self._events.qsize() >= MAX_UNSENT:

@@ -55,7 +55,8 @@ SAMPLE_OUTCOMES = (SCORED, *(kind.value for kind in FailureKind), STALE)
 class TokenUse(StrEnum):
     """What became of a token.
 
-    ``aborted``: of samples that were aborted, and of copies that another replica finished first;
+    ``aborted``: of aborted samples, and tokens that were thrown away when a sample started again on
+    another replica;
     ``failed``: of groups that failed, and of samples without a grade in any group, also of those
     that were generated again;
     ``withdrawn``: of groups that were preempted when a batch was full
