@@ -255,10 +255,14 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sample that could not be graded, with the reason."""
+    """A sample that could not be graded, with the reason.
+
+    `frames` are the last ones of the scorer's exception, for the log; they are never sent.
+    """
 
     kind: FailureKind
     detail: str
+    frames: tuple[str, ...] = field(default=(), compare=False)
 
 
 Outcome = Scored | Failed

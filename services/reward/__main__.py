@@ -15,7 +15,6 @@ from services.reward.generation.client import RolloutClient
 from services.reward.grading.pool import configured_scorer_pool
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.metrics import exported, watching
-from services.reward.prompts.dataset import prompt_images
 from services.reward.servicer import RewardServicer
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.concurrency.process import (
@@ -24,7 +23,7 @@ from sluice.concurrency.process import (
     exit_status,
     stop_on_signals,
 )
-from sluice.config.derived import message_mb
+from sluice.config.derived import message_mb, prompt_images
 from sluice.config.loading.loader import load_config
 from sluice.config.problems import raise_problems
 from sluice.config.rules.sampling import strategy_problems

@@ -31,7 +31,6 @@ from services.reward.groups.validation import Validator
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.dataset import (
     PromptStream,
-    prompt_images,
     training_files,
     training_stream,
     validation_files,
@@ -49,7 +48,7 @@ from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.algorithm.sampling.strategy import SamplingStrategy
-from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
+from sluice.config.derived import needs_greedy_baseline, needs_whole_groups, prompt_images
 from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
 from sluice.errors import NotReadyError

@@ -1,68 +1,79 @@
-"""Whether a custom reward function can be loaded, found out before anything expensive starts.
+"""Try what grades responses, before anything expensive starts.
 
-``python -m services.reward.scorer_check PATH NAME [REWARD_KWARGS_AS_JSON]`` ends with exit code 0,
-or with 1 and the reason on standard error: for launchers, which do not import services.
+``python -m services.reward.scorer_check`` reads a `ScorerTrial` from standard input, grades its
+rows in scorer processes under their limits, and writes a `TrialAnswer` for each row to standard
+output. It ends with 1 and the reason on standard error if the scorer cannot be loaded. Launchers,
+which do not import services, start it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
 
 import msgspec
 
-from services.reward.grading.messages import ScorerSetup
-from services.reward.grading.worker import START_TIMEOUT_S, start_worker
-from sluice.config.schema.reward import ScorerPoolConfig
-from sluice.errors import SluiceError
+from services.reward.grading.messages import ScorerInput
+from services.reward.grading.pool import running_scorer_pool
+from sluice.concurrency.process import exit_status
+from sluice.config.schema.reward import RewardConfig
+from sluice.types import Scored
 
-DEFAULT_NAME = "compute_score"
+# A row after this is not graded any more.
+ENOUGH_S = 20.0
 
 
-def check_custom_function(
-    path: str,
-    name: str = DEFAULT_NAME,
-    reward_kwargs: Mapping[str, object] | None = None,
-    *,
-    memory_mb: int | None = None,
-    timeout_s: float = START_TIMEOUT_S,
-) -> None:
-    """Load the function in a process of its own, under a scorer's limits, and end the process.
+class ScorerTrial(msgspec.Struct, frozen=True):
+    """The configured grading, and what to try it on; without rows it is only loaded."""
 
-    Args:
-        path: ``reward.custom_reward_function.path``.
-        name: the function's name.
-        reward_kwargs: its further arguments; only their names are checked.
-        memory_mb: ``reward.scorer_pool.memory_mb``; ``None``: its default.
-        timeout_s: wall-clock limit.
+    reward: RewardConfig
+    rows: list[ScorerInput] = []
+
+
+class TrialAnswer(msgspec.Struct, frozen=True):
+    """The outcome of a row: the score, or why there is none, with the last frames."""
+
+    score: float | None = None
+    failure: str = ""
+    frames: tuple[str, ...] = ()
+
+
+async def tried(reward: RewardConfig, rows: Sequence[ScorerInput]) -> list[TrialAnswer]:
+    """Return what becomes of the rows, or of the first of them if grading takes long.
 
     Raises:
         ConfigError: file, function or signature are wrong; names them and the Python error.
-        DeadlineError: loading takes longer than `timeout_s`.
+        DeadlineError: loading takes too long.
     """
-    pool = ScorerPoolConfig()
-    memory_bytes = (memory_mb or pool.memory_mb) * 2**20
-    setup = ScorerSetup(path, name, reward_kwargs or {}, pool.timeout_s, memory_bytes)
-    asyncio.run(_start_and_end(setup, timeout_s))
+    one_process = msgspec.structs.replace(reward.scorer_pool, num_workers=1)
+    began_s, answers = time.monotonic(), list[TrialAnswer]()
+    async with running_scorer_pool(
+        one_process, reward.custom_reward_function, reward.scorer_routes
+    ) as pool:
+        for row in rows:
+            if answers and time.monotonic() - began_s > ENOUGH_S:
+                break
+            (outcome,) = await pool.score([row])
+            if isinstance(outcome, Scored):
+                answers.append(TrialAnswer(outcome.score))
+            else:
+                failure = f"{outcome.kind}: {outcome.detail}"
+                answers.append(TrialAnswer(None, failure, outcome.frames))
+    return answers
 
 
-async def _start_and_end(setup: ScorerSetup, timeout_s: float) -> None:
-    worker = await start_worker(setup, timeout_s=timeout_s)
-    worker.kill()
-    await worker.wait_ended()
-
-
-def main(path: str, name: str = DEFAULT_NAME, reward_kwargs: str = "{}") -> int:
-    """Return the command. Returns the exit code."""
-    try:
-        kwargs = msgspec.json.decode(reward_kwargs, type=dict[str, object])
-        check_custom_function(path, name, kwargs)
-    except (SluiceError, msgspec.DecodeError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
+def main() -> None:
+    """Answer on standard output; nothing else gets there."""
+    trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ScorerTrial)
+    answer = os.dup(1)
+    os.dup2(2, 1)  # scorers print
+    content = msgspec.msgpack.encode(asyncio.run(tried(trial.reward, trial.rows)))
+    with os.fdopen(answer, "wb") as stream:
+        stream.write(content)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(exit_status("sluice", main))

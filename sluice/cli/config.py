@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import other_spellings
-from sluice.config.loading.loader import load_config, read_settings
+from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.loading.overrides import YAML_SUFFIXES
 from sluice.config.memory.report import MemoryReport
 from sluice.config.memory.rollout import GIB
@@ -28,6 +28,9 @@ from sluice.config.memory.shape import find_shape
 from sluice.config.memory.training import TrainingMemory
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
+from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
+from sluice.doctor.finding import examined_of
+from sluice.doctor.preflight import preflight
 
 _TRAINER_COLUMNS = (
     "trainer",
@@ -90,7 +93,11 @@ def check(
         typer.Option(help="all: what verl would refuse too; here: only what sluice cannot run."),
     ] = "all",
     files: Annotated[
-        bool, typer.Option("--files/--no-files", help="Whether files that are named must exist.")
+        bool,
+        typer.Option(
+            "--files/--no-files",
+            help="Whether to check files, the reward function, packages and devices here too.",
+        ),
     ] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -105,16 +112,18 @@ def check(
       sluice config check run.yaml trainer.n_gpus_per_node=16 --device-memory 80
     """
     file, overrides = _parts(arguments or [])
-    config = load_config(file, overrides)
+    run = read_run(file, overrides)
+    config = run.config
     shape = find_shape(config.actor_rollout_ref.model.path, model_config)
     report = check_report(
         config,
-        read_settings(file, overrides),
+        run.settings,
         shape=shape,
         device_gib=device_memory,
         dataset_rows=count_rows(config),
         files=files,
     )
+    report = with_preflight(report, run, files=files)
     broken = list(report.problems) if rules == "all" else errors(report.problems)
     if as_json:
         print_json(report_as_json(report, broken))
@@ -152,6 +161,22 @@ def explain(
         print_json(description_as_json(entry))
     else:
         print_description(output_console(), entry)
+
+
+def with_preflight(report: CheckReport, run: ReadRun, *, files: bool) -> CheckReport:
+    """Return the report with wrong keys and values and, with `files`, all of the preflight."""
+    broken = of_other_keys(report.problems, run.problems)
+    found: list[Problem] = []
+    if files:
+        broken = [one for one in broken if not is_elsewhere(one)]
+        found = preflight(examined_of(run), lambda check: check.examine is not check_configuration)
+    notes = [one for one in found if one.severity is Severity.NOTE]
+    wrong = [replace(one, rule="keys") for one in run.problems]
+    return replace(
+        report,
+        problems=(*wrong, *broken, *errors(found)),
+        notes=(*report.notes, *notes),
+    )
 
 
 def _parts(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -307,10 +332,10 @@ def _keys(keys: dict[str, KeyStatus]) -> str:
 
 def _verdict(broken: Sequence[Problem]) -> str:
     if not broken:
-        return "No rule is broken."
-    count = "1 rule is broken" if len(broken) == 1 else f"{len(broken)} rules are broken"
+        return "No problems found."
+    count = "1 problem found" if len(broken) == 1 else f"{len(broken)} problems found"
     overrides = _overrides(broken)
-    return f"{count}. To mend: {' '.join(overrides)}" if overrides else f"{count}."
+    return f"{count}. To fix: {' '.join(overrides)}" if overrides else f"{count}."
 
 
 def _print_memory(console: Console, memory: MemoryReport) -> None:

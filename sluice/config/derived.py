@@ -9,9 +9,13 @@ from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, Rollo
 from sluice.algorithm.sampling.rules import OnPolicyFill
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
+from sluice.data.prompt_rows import PromptColumns
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
+from sluice.vision.vision_shape import reads_images
 
 DEFAULT_MESSAGE_MB = 64
+# Engines whose adapter takes no images.
+_TEXT_ENGINES = frozenset({"sglang"})
 
 
 def world_size(config: RunConfig) -> int:
@@ -217,3 +221,24 @@ def needs_whole_groups(config: RunConfig) -> bool:
     """
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     return loss_mode in GROUP_LOSSES and not config.algorithm.rollout_correction.bypass_mode
+
+
+def prompt_images(config: RunConfig) -> ImageLimits | None:
+    """Return the limits of prompts' images; ``None`` if a part of the run reads text alone.
+
+    That part is the model, the engine or a critic. If this machine has no `config.json` of the
+    model, replicas refuse images that they cannot read.
+    """
+    if uses_critic(config) or config.actor_rollout_ref.rollout.name in _TEXT_ENGINES:
+        return None
+    if reads_images(config.actor_rollout_ref.model.path) is False:
+        return None
+    return image_limits(config)
+
+
+def prompt_columns(data: DataConfig, *, with_images: bool) -> PromptColumns:
+    """Return the columns to read; without images, rows that hold some are refused."""
+    images = data.image_key or None
+    if with_images:
+        return PromptColumns(data.prompt_key, data.reward_fn_key, images=images)
+    return PromptColumns(data.prompt_key, data.reward_fn_key, refused_images=images)

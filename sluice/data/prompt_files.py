@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sluice.data.prompt_rows import PromptColumns
+from sluice.data.prompt_rows import PromptColumns, images_refused
 from sluice.data.row_files import (
     JSON_SUFFIXES,
     PARQUET_SUFFIX,
@@ -62,7 +62,8 @@ def open_prompt_files(
         config_key: the key that names them, for errors.
 
     Raises:
-        DataError: a file is missing, empty, of another format, lacks a column, or none has rows.
+        DataError: a file is missing, empty, of another format, lacks a column, or holds images
+            that are refused; or none has rows.
     """
     blocks: list[RowBlock] = []
     num_rows = 0
@@ -71,7 +72,12 @@ def open_prompt_files(
         num_rows += sum(block.num_rows for block in found)
         blocks += found
     if num_rows == 0:
-        raise DataError(f"{config_key}: {', '.join(paths)} hold no rows; name a file with rows")
+        have = "has" if len(paths) == 1 else "have"
+        raise DataError(f"{config_key}: {', '.join(paths)} {have} no rows; name a file with rows")
+    if columns.refused_images is not None:
+        found_at = first_row_with_images(paths, columns.refused_images)
+        if found_at is not None:
+            raise images_refused(f"{config_key}: {found_at}", columns.refused_images)
     return PromptFiles(tuple(blocks), columns, num_rows)
 
 

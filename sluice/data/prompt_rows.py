@@ -67,11 +67,15 @@ def check_column_names(path: str, names: list[str], columns: PromptColumns) -> t
     for name in columns.needed:
         if name not in names:
             raise DataError(
-                f"{path}: no column '{name}' (found: {', '.join(names)}); add it, or name yours "
-                "with data.prompt_key or data.reward_fn_key; 'sluice data prepare' converts "
-                "published data sets"
+                f"{path}: no column '{name}' (found: {', '.join(names)}); add it"
+                f"{_renaming(name, columns)}; 'sluice data prepare' converts published data sets"
             )
     return columns.present(names)
+
+
+def _renaming(name: str, columns: PromptColumns) -> str:
+    keys = {columns.prompt: "data.prompt_key", columns.data_source: "data.reward_fn_key"}
+    return f", or name yours with {keys[name]}" if name in keys else ""
 
 
 def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple[str, ...]:
@@ -83,12 +87,13 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
     found = check_column_names(path, schema.names, columns)
     turns = schema.field(columns.prompt).type
     if not _is_list(turns) or not _has_text(turns.value_type, "role", "content"):
+        remedy = 'write [{"role": "user", "content": TEXT}] in each row'
         raise _wrong_type(
-            path, columns.prompt, turns, "a list of {role, content} structs of strings"
+            path, columns.prompt, turns, f"a list of {{role, content}} structs of strings; {remedy}"
         )
     source = schema.field(columns.data_source).type
     if not _is_text(source):
-        raise _wrong_type(path, columns.data_source, source, "a string")
+        raise _wrong_type(path, columns.data_source, source, "a string; convert it")
     reward_model = schema.field(columns.reward_model).type
     if not _has_text(reward_model, GROUND_TRUTH):
         raise _wrong_type(
@@ -101,7 +106,10 @@ def check_columns(path: str, schema: pa.Schema, columns: PromptColumns) -> tuple
         images = schema.field(columns.images).type
         if not _is_list(images) and not pa.types.is_null(images):
             raise _wrong_type(
-                path, str(columns.images), images, "a list of {bytes, path} structs or of paths"
+                path,
+                str(columns.images),
+                images,
+                "a list of {bytes, path} structs or of paths; convert it",
             )
     return found
 
@@ -192,7 +200,7 @@ def _bad_row(place: str, problem: str) -> DataError:
 
 
 def _wrong_type(path: str, column: str, kind: pa.DataType, wanted: str) -> DataError:
-    return DataError(f"{path}: column '{column}' is {kind}; it must be {wanted}")
+    return DataError(f"{path}: column '{column}' is {kind}, not {wanted}")
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -1,4 +1,4 @@
-"""Check the configuration: its rules here, its reward function, its certificates and tokens."""
+"""Check the configuration: its rules here, its certificates and tokens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sluice.config.problems import errors
+from sluice.config.problems import Problem, errors
 from sluice.config.rules.checks import all_problems
 from sluice.config.rules.files import MODEL_KEY
 from sluice.config.rules.security import SECURITY_KEY, exposed_secrets, run_security_problems
 from sluice.doctor.finding import Examined, Finding, fine, of_text, warning
 from sluice.doctor.network import has_remote_peers
-from sluice.errors import SluiceError
-from sluice.launch.plan import TIMEOUT_S, check_reward_function
 from sluice.security.certificates import SOON, ends_of_validity
 
 # Other checks look at these files themselves.
@@ -24,32 +22,26 @@ _ELSEWHERE = (
     "reward.custom_reward_function.path",
     "sluice.security",
 )
-REWARD_DEADLINE_S = TIMEOUT_S + 5.0
 _REFUSED = "the run refuses to start"
 
 
 def check_configuration(examined: Examined) -> Iterator[Finding]:
     """Check for rules of `sluice config check` that keep sluice from running."""
     broken = errors(all_problems(examined.config, examined.settings, shape=examined.shape))
-    reported = [one for one in broken if not one.text.startswith(_ELSEWHERE)]
-    yield from (of_text(one.text, _REFUSED) for one in reported)
+    reported = [*examined.wrong, *of_other_keys(broken, examined.wrong)]
+    yield from (of_text(one.text, _REFUSED) for one in reported if not is_elsewhere(one))
     if not reported:
         yield fine("no rule is broken")
 
 
-def check_reward(examined: Examined) -> Iterator[Finding]:
-    """Load the reward function in a separate process, under a scorer's limits."""
-    reward = examined.config.reward
-    function, model = reward.custom_reward_function, reward.reward_model
-    if function.path is None:
-        grader = f"the model at {model.base_url}" if model.enable else "built-in scorers"
-        yield fine(f"graded by {grader}")
-        return
-    try:
-        check_reward_function(reward)
-        yield fine(f"{function.path} defines {function.name}, and can be loaded")
-    except SluiceError as error:
-        yield of_text(str(error), _REFUSED)
+def of_other_keys(broken: Sequence[Problem], wrong: Sequence[Problem]) -> list[Problem]:
+    """Return the broken rules that mention no wrong key: in place of its value is the default."""
+    return [one for one in broken if not any(key.key in one.text for key in wrong)]
+
+
+def is_elsewhere(problem: Problem) -> bool:
+    """Return whether another check reports this one too."""
+    return problem.text.startswith(_ELSEWHERE)
 
 
 def check_security(examined: Examined) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sluice.doctor import configuration, files, machine, network, packages
+from sluice.doctor import configuration, files, machine, network, packages, prompts, reward
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem
 from sluice.errors import SluiceError
 
@@ -25,6 +25,8 @@ class Check:
         examine: gathers facts and judges them.
         needs_run: whether it has nothing to report without a run's configuration.
         deadline_s: seconds it may take.
+        before_start: whether a run does not start with a problem that it finds.
+        of_host: whether it looks at the host that processes run on.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Check:
     examine: Callable[[Examined], Iterable[Finding]]
     needs_run: bool = True
     deadline_s: float = 30.0
+    before_start: bool = False
+    of_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +102,42 @@ CHECKS: tuple[Check, ...] = (
     Check("npu", "NPUs, CANN and their variables", machine.check_npus, needs_run=False),
     Check("open-files", "the limit of open files", machine.check_open_files, needs_run=False),
     Check("network", "the networks of collectives", network.check_network, needs_run=False),
-    Check("configuration", "the configuration's rules", configuration.check_configuration),
-    Check("extras", "optional packages", packages.check_extras),
-    Check("gpus", "GPUs for every process", machine.check_gpus),
-    Check("engine", "the inference engine", packages.check_engine),
-    Check("model", "the model's folder", files.check_model, deadline_s=files.DEADLINE_S),
-    Check("data", "the files of prompts", files.check_data, deadline_s=files.DEADLINE_S),
+    Check(
+        "configuration",
+        "the configuration's rules",
+        configuration.check_configuration,
+        before_start=True,
+    ),
+    Check("extras", "optional packages", packages.check_extras, before_start=True, of_host=True),
+    Check("engine", "the inference engine", packages.check_engine, before_start=True, of_host=True),
+    Check("gpus", "GPUs for every process", machine.check_gpus, before_start=True, of_host=True),
+    Check(
+        "cores", "CPU cores for trainer ranks", machine.check_cores, before_start=True, of_host=True
+    ),
+    Check(
+        "model",
+        "the model's folder",
+        files.check_model,
+        deadline_s=files.DEADLINE_S,
+        before_start=True,
+    ),
+    Check(
+        "data",
+        "the files of prompts",
+        prompts.check_data,
+        deadline_s=prompts.DEADLINE_S,
+        before_start=True,
+    ),
     Check(
         "reward",
         "what grades responses",
-        configuration.check_reward,
-        deadline_s=configuration.REWARD_DEADLINE_S,
+        reward.check_reward,
+        deadline_s=reward.DEADLINE_S,
+        before_start=True,
     ),
     Check("memory", "the host's memory", machine.check_memory),
     Check("shared-memory", "shared memory (/dev/shm)", machine.check_shared_memory),
     Check("disk", "space for checkpoints", files.check_disk),
-    Check("ports", "fixed ports", network.check_ports),
-    Check("security", "certificates and tokens", configuration.check_security),
+    Check("ports", "fixed ports", network.check_ports, before_start=True, of_host=True),
+    Check("security", "certificates and tokens", configuration.check_security, before_start=True),
 )

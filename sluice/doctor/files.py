@@ -1,12 +1,10 @@
-"""Check the files of a run: its model, its prompts, and the disk space for what it writes."""
+"""Check the files of a run: its model, and the disk space for what it writes."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -15,9 +13,6 @@ from sluice.config.derived import checkpoint_folder, uses_critic
 from sluice.config.memory.shape import ModelShape
 from sluice.config.rules.files import MODEL_KEY, model_problems
 from sluice.config.run import RunConfig
-from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
-from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
-from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.doctor.finding import (
     GIB,
     Examined,
@@ -39,7 +34,6 @@ _NOT_LOADED = "the trainer ends while it loads the weights"
 RUN_BYTES = GIB
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STATES = 3  # weights and AdamW's two moments, each as large as the weights
-ROWS_LOOKED_AT = 256
 
 
 class _Index(msgspec.Struct):
@@ -126,71 +120,6 @@ def tensor_names(key: str, file: Path) -> set[str]:
             return set(weights.keys())
     except SafetensorError as error:
         raise DataError(f"{shown} is not whole ({error}); {_AGAIN}") from error
-
-
-def check_data(examined: Examined) -> Iterator[Finding]:
-    """Check columns of every file, and the first rows."""
-    data = examined.config.data
-    yield from _data_findings(examined.config, "data.train_files", data.train_files)
-    yield from _data_findings(examined.config, "data.val_files", data.val_files)
-
-
-def _data_findings(config: RunConfig, key: str, named: str | list[str] | None) -> Iterator[Finding]:
-    files = (named,) if isinstance(named, str) else tuple(named or ())
-    is_training = key == "data.train_files"
-    if not files:
-        consequence = "only clients' prompts are trained on" if is_training else "no validation"
-        yield fine(f"{key} is null: {consequence}")
-        return
-    columns = PromptColumns(config.data.prompt_key, config.data.reward_fn_key)
-    try:
-        opened = open_prompt_files(files, columns, config_key=key)
-        sources = Counter(row.data_source for row in first_rows(opened))
-    except DataError as error:
-        yield of_text(str(error), "the reward service refuses to start")
-        return
-    reward = config.reward
-    if reward.custom_reward_function.path is None and not reward.reward_model.enable:
-        yield from source_findings(key, sources, {**DEFAULT_ROUTES, **reward.scorer_routes})
-    batch = config.data.train_batch_size
-    if is_training and 0 < opened.num_rows < batch:
-        yield warning(
-            f"{key}: {opened.num_rows} rows are fewer than data.train_batch_size = {batch}",
-            "an epoch does not fill one batch, and filtering leaves less",
-            "lower data.train_batch_size, or raise trainer.total_epochs",
-        )
-    yield fine(f"{key}: {opened.num_rows} rows in {len(files)} file(s); {', '.join(sources)}")
-
-
-def source_findings(
-    key: str, sources: Mapping[str, int], routes: Mapping[str, str]
-) -> Iterator[Finding]:
-    """Yield a problem if no scorer grades a data source; `sources` counts the first rows."""
-    unknown = [name for name in sources if scorer_name(name, routes) is None]
-    if unknown:
-        yield problem(
-            f"{key}: no scorer is known for data source {unknown[0]!r} "
-            f"({sources[unknown[0]]} of the first {sum(sources.values())} rows)",
-            "its samples cannot be graded, so every group of it fails",
-            "set reward.custom_reward_function.path, or name a built-in scorer in "
-            f"reward.scorer_routes ({', '.join(sorted(set(routes.values())))})",
-        )
-
-
-def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
-    """Yield decoded rows: the first ones of the first file, and one of each other file.
-
-    Raises:
-        DataError: a row cannot be used.
-    """
-    reader, seen = SlabReader(), set[str]()
-    for block in files.blocks:
-        if block.path not in seen:
-            count = 1 if seen else ROWS_LOOKED_AT
-            seen.add(block.path)
-            for slab in islice(reader.read(block), 1):
-                for index in range(min(len(slab), count)):
-                    yield slab.decode(index, files.columns)
 
 
 def check_disk(examined: Examined) -> Iterator[Finding]:

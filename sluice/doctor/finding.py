@@ -9,8 +9,9 @@ from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
 
-from sluice.config.loading.loader import KeySettings, load_config, read_settings
+from sluice.config.loading.loader import KeySettings, ReadRun, read_run
 from sluice.config.memory.shape import ModelShape, find_shape
+from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
@@ -79,6 +80,7 @@ class Examined:
     Attributes:
         config: the configuration of the run; all defaults if the user named none.
         settings: the keys as the user set them.
+        wrong: unknown keys and wrong values, in place of which `config` has the defaults.
         has_run: whether the user named a run.
         environment: variables of the process that would start the run.
         read_shape: reads the files of the model, and waits as long as their file system does.
@@ -89,6 +91,7 @@ class Examined:
     has_run: bool
     environment: Mapping[str, str]
     read_shape: Callable[[], ModelShape | None]
+    wrong: Sequence[Problem] = ()
 
     @property
     def shape(self) -> ModelShape | None:
@@ -104,13 +107,21 @@ def examined_run(
     Raises:
         ConfigError: the configuration cannot be read.
     """
-    config = load_config(file, overrides)
+    run = read_run(file, overrides)
+    return examined_of(run, environment, has_run=file is not None or bool(overrides))
+
+
+def examined_of(
+    run: ReadRun, environment: Mapping[str, str] = os.environ, *, has_run: bool = True
+) -> Examined:
+    """Return this machine with a run whose configuration was read."""
     return Examined(
-        config,
-        KeySettings(config, read_settings(file, overrides).by_key()),
-        has_run=file is not None or bool(overrides),
+        run.config,
+        KeySettings(run.config, run.settings.by_key()),
+        has_run=has_run,
         environment=dict(environment),
-        read_shape=cache(partial(_shape, config.actor_rollout_ref.model.path)),
+        read_shape=cache(partial(_shape, run.config.actor_rollout_ref.model.path)),
+        wrong=run.problems,
     )
 
 

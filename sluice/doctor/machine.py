@@ -218,6 +218,27 @@ def check_gpus(examined: Examined) -> Iterator[Finding]:
     )
 
 
+def check_cores(examined: Examined) -> Iterator[Finding]:
+    """Compare trainer ranks on the CPU with its cores."""
+    ranks = examined.config.trainer.n_gpus_per_node
+    if _is_on_device(examined.config.trainer.device, examined):
+        yield fine("trainer ranks are on devices")
+    else:
+        yield cores_finding(ranks, len(os.sched_getaffinity(0)))
+
+
+def cores_finding(ranks: int, cores: int) -> Finding:
+    """Judge whether every trainer rank has a core."""
+    if ranks <= max(cores, 1):
+        return fine(f"{ranks} trainer rank(s) on {cores} CPU core(s)")
+    return warning(
+        f"trainer.n_gpus_per_node = {ranks}: no GPU is used, and {ranks} trainer ranks share "
+        f"{cores} CPU core(s)",
+        "each rank holds the whole run's collectives and a process of its own, and gains nothing",
+        f"set trainer.n_gpus_per_node={max(cores // 2, 1)}, or make GPUs visible",
+    )
+
+
 def gpu_finding(share: DeviceShare, replicas: int, *, collectives_on_device: bool) -> Finding:
     """Judge whether every process has its own GPU."""
     wanted, found = share.wanted(replicas), len(share.numbers)
@@ -225,7 +246,7 @@ def gpu_finding(share: DeviceShare, replicas: int, *, collectives_on_device: boo
         return fine("no process of the run takes a GPU of its own")
     if found >= wanted:
         return fine(f"{found} GPU(s) are visible, the run takes {wanted}")
-    report = problem if collectives_on_device else warning
+    report = problem if collectives_on_device or not found else warning
     return report(
         f"the run takes {wanted} GPUs ({share.trainer_ranks} trainer ranks, {replicas} "
         f"replicas of {share.devices_per_replica}), and {found} are visible",

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sluice.config.rules.checks import unknown_engine
 from sluice.config.run import RunConfig
 from sluice.device.ascend_environment import AUTOLOAD_VARIABLE
 from sluice.device.host import gpu_numbers
-from sluice.doctor.finding import Examined, Finding, fine, problem, warning
+from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)\s*>=\s*(?P<oldest>[\d.]+)\s*(?P<marker>;.*)?")
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
@@ -153,6 +154,10 @@ SUPPORTED: Mapping[str, Supported] = {
 
 def check_engine(examined: Examined) -> Iterator[Finding]:
     """Compare the engine's version with those that its adapter has run with; import nothing."""
+    unknown = list(unknown_engine(examined.config))
+    if unknown:
+        yield of_text(unknown[0].text, "replicas refuse to start")
+        return
     name = examined.config.actor_rollout_ref.rollout.name
     packages = SUPPORTED[name].packages if name in SUPPORTED else ()
     yield engine_finding(name, next(filter(None, map(installed_version, packages)), None))

@@ -1,10 +1,7 @@
-"""Before the start: load a reward function once, make paths absolute, plan the processes."""
+"""Before the start: make paths absolute, plan the processes."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,38 +10,12 @@ from typing import TypeVar
 import msgspec
 
 from sluice.config.run import RunConfig
-from sluice.config.schema.reward import RewardConfig
 from sluice.config.schema.section import Section
 from sluice.config.schema.security import FILE_FIELDS
-from sluice.errors import ConfigError, DeadlineError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
 from sluice.launch.service_spec import ServiceSpec, local_services, rollout_service
 
-COMMAND = ("-m", "services.reward.scorer_check")
 PartT = TypeVar("PartT", bound=Section)
-TIMEOUT_S = 90.0  # above the check's own deadline
-
-
-def check_reward_function(reward: RewardConfig) -> None:
-    """Load the configured function in a process of its own, under a scorer's limits.
-
-    Raises:
-        ConfigError: it cannot be loaded; names file, function and the Python error.
-        DeadlineError: loading does not end.
-    """
-    function = reward.custom_reward_function
-    if function.path is None:
-        return
-    kwargs = json.dumps(function.reward_kwargs)
-    command = [sys.executable, *COMMAND, function.path, function.name, kwargs]
-    try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineError("custom reward function", "loading it", TIMEOUT_S) from error
-    if ended.returncode != 0:
-        raise ConfigError(ended.stderr.strip().removeprefix("sluice: ERROR "))
 
 
 _PATHS = (

@@ -75,9 +75,10 @@ class ScorerNumber(msgspec.Struct, frozen=True, tag="number"):
 
 
 class ScorerRefusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Why the scorer gave no number."""
+    """Why the scorer gave no number; `frames` are the last ones of an exception, the last first."""
 
     detail: str
+    frames: tuple[str, ...] = ()
 
 
 ScorerAnswer = ScorerNumber | ScorerRefusal

@@ -363,5 +363,5 @@ def _unsendable(items: Sequence[ScorerInput]) -> dict[int, Scored | Failed]:
 
 def _outcome(answer: ScorerAnswer) -> Scored | Failed:
     if isinstance(answer, ScorerRefusal):
-        return Failed(FailureKind.UNSCORABLE, answer.detail)
+        return Failed(FailureKind.UNSCORABLE, answer.detail, answer.frames)
     return Scored(answer.score, answer.score, answer.metrics, answer.prediction)

@@ -29,6 +29,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from services.reward.grading.frames import frame_texts, place_of
 from services.reward.grading.messages import (
     FRAME_HEADER,
     PROGRESS_BYTES,
@@ -331,11 +332,19 @@ def _answer(scorer: ItemScorer, item: ScorerInput, index: int, page: mmap) -> Sc
     try:
         answer = answer_of(scorer(item))
     except Exception as error:  # noqa: BLE001  a scorer may raise anything; it is this item's fate
-        answer = refusal(f"{type(error).__name__}: {error}")
+        answer = _refusal_of(error)
     if os.getpid() != process:
         # The scorer forked and let the copy come back: it must not answer as well.
         os._exit(0)
     return answer
+
+
+def _refusal_of(error: Exception) -> ScorerRefusal:
+    """Return the exception with its place, which a long message does not push out."""
+    place = place_of(error)
+    text = f"{type(error).__name__}: {error}"[: MAX_DETAIL_CHARS - len(place)]
+    frames = tuple(map(_sendable, frame_texts(error)))
+    return ScorerRefusal(_sendable(f"{text}{place}"), frames)
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -15,22 +15,19 @@ from itertools import islice
 
 import numpy as np
 
-from sluice.config.derived import image_limits, uses_critic
-from sluice.config.run import RunConfig
+from sluice.config.derived import prompt_columns
 from sluice.config.schema.data import DataConfig, FileList
 from sluice.data.prompt_files import (
     PromptFiles,
     SlabReader,
-    first_row_with_images,
     open_prompt_files,
     without_duplicates,
 )
-from sluice.data.prompt_rows import PromptColumns, PromptRow, images_refused
+from sluice.data.prompt_rows import PromptRow
 from sluice.data.row_files import RowBlock, RowIndexes, Slab
 from sluice.types import DataProgress, Prompt, PromptOrigin
 from sluice.vision.image_files import images_of_row
 from sluice.vision.image_limits import ImageLimits
-from sluice.vision.vision_shape import reads_images
 
 UNSHUFFLED_WINDOW_ROWS = 1024
 
@@ -239,16 +236,8 @@ def _files(
     if not paths:
         return None
     names = [paths] if isinstance(paths, str) else paths
-    column = data.image_key or None
-    if images is not None:
-        columns = PromptColumns(data.prompt_key, data.reward_fn_key, images=column)
-        return open_prompt_files(names, columns, config_key=key)
-    columns = PromptColumns(data.prompt_key, data.reward_fn_key, refused_images=column)
-    files = open_prompt_files(names, columns, config_key=key)
-    with_images = first_row_with_images(names, data.image_key)
-    if with_images is not None:
-        raise images_refused(f"{key}: {with_images}", data.image_key)
-    return files
+    columns = prompt_columns(data, with_images=images is not None)
+    return open_prompt_files(names, columns, config_key=key)
 
 
 def _selection(files: PromptFiles, order: RowOrder) -> RowIndexes | None:
@@ -264,19 +253,3 @@ def _selection(files: PromptFiles, order: RowOrder) -> RowIndexes | None:
     else:
         chosen = np.arange(order.max_samples, dtype=np.int64)
     return chosen if files.kept is None else files.kept[chosen]
-
-
-_TEXT_ENGINES = frozenset({"sglang"})
-
-
-def prompt_images(config: RunConfig) -> ImageLimits | None:
-    """Return the limits of prompts' images; ``None`` if a part of the run reads text alone.
-
-    That part is the model, the engine or a critic. If this machine has no `config.json` of the
-    model, replicas refuse images that they cannot read.
-    """
-    if uses_critic(config) or config.actor_rollout_ref.rollout.name in _TEXT_ENGINES:
-        return None
-    if reads_images(config.actor_rollout_ref.model.path) is False:
-        return None
-    return image_limits(config)

@@ -27,6 +27,7 @@ from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import dump_config, write_config
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
+from sluice.doctor.reward import try_scorer
 from sluice.launch.container_settings import (
     DASHBOARD_VARIABLE,
     DEVICE_VARIABLE,
@@ -37,7 +38,6 @@ from sluice.launch.container_settings import (
     observed_settings,
 )
 from sluice.launch.network_layout import CONFIG_NAME, dashboard_settings, network_settings
-from sluice.launch.plan import check_reward_function
 from sluice.launch.shared_run import SharedRun
 from sluice.quickstart.prepare import prepare as prepare_quickstart
 from sluice.report.run_record import ACCOUNTS_NAME
@@ -137,7 +137,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     for note in (*notes, *replaced):
         report(f"notice: {note.text}")
     check_config(config)
-    check_reward_function(config.reward)
+    try_scorer(config.reward, ())
     if stop_grace is not None:
         # The services of an active run read the configuration that it began with.
         check_stop_grace(load_config(written, ()) if is_active else config, stop_grace)

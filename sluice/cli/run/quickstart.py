@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sluice.cli.run.checked import checked_config
 from sluice.cli.run.up import ShowLogs, start_run
 from sluice.cli.terminal import print_line, progress_bars
 from sluice.config.loading.loader import load_config
-from sluice.config.rules.checks import check_config
-from sluice.config.run import RunConfig
 from sluice.dashboard.serving import write_report
 from sluice.errors import ConfigError
 from sluice.quickstart.prepare import QuickstartAssets, prepare
@@ -72,12 +71,14 @@ def quickstart(
     """
     began_s = time.monotonic()
     console = Console()
-    _load(overrides or [])  # reports mistakes before anything is made
+    with _job() as base:
+        load_config(base, overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
     with preparation(console) as show:
         assets = prepare(run_dir / "assets", task=task, seed=seed, progress=show)
-    config = _load([*asset_settings(assets, run_dir, seed), *(overrides or [])])
-    check_config(config)
+    settings = [*asset_settings(assets, run_dir, seed), *(overrides or [])]
+    with _job() as base:
+        config = checked_config(base, settings, console)
     run_dir = Path(config.sluice.run_dir)
     mark_run_folder(run_dir)  # an override may name another one
     # A quickstart always starts at step 0: results of an earlier one would mix with its own.
@@ -111,9 +112,8 @@ def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[s
     ]
 
 
-def _load(overrides: list[str]) -> RunConfig:
-    with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
-        return load_config(base, overrides)
+def _job() -> AbstractContextManager[Path]:
+    return as_file(files("sluice.quickstart") / "quickstart.yaml")
 
 
 def mark_run_folder(folder: Path) -> None:

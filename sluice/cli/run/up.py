@@ -13,22 +13,21 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from sluice.cli.arguments import ConfigArguments, split_arguments
-from sluice.cli.terminal import print_line, printable
+from sluice.cli.run.checked import checked_config
+from sluice.cli.terminal import printable
 from sluice.cli.watch.live_view import LiveView
 from sluice.client.launcher import Launcher
 from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
-from sluice.config.check import launch_notes
-from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import write_config
-from sluice.config.rules.checks import check_config, fixed_ports
+from sluice.config.rules.checks import fixed_ports
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, SluiceError
 from sluice.launch.cluster.placement import parse_demands
 from sluice.launch.cluster.ray_run import RayOptions, ray_plan
 from sluice.launch.network_layout import launcher_grace_s
-from sluice.launch.plan import LaunchPlan, check_reward_function, local_plan, with_absolute_paths
+from sluice.launch.plan import LaunchPlan, local_plan, with_absolute_paths
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
@@ -114,9 +113,8 @@ def train(arguments: ConfigArguments = None, *, logs: ShowLogs = False) -> None:
 
 def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = None) -> None:
     file, overrides = split_arguments(arguments)
-    console, config = Console(), load_config(file, overrides)
-    for note in launch_notes(config, read_settings(file, overrides)):
-        print_line(console, f"notice: {note.text}")
+    console = Console()
+    config = checked_config(file, overrides, console, is_local=ray is None)
     end = start_run(config, console, logs=logs, ray=ray)
     raise typer.Exit(end.exit_code)
 
@@ -124,10 +122,10 @@ def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = No
 def start_run(
     config: RunConfig, console: Console, *, logs: bool, ray: RayOptions | None = None
 ) -> RunEnd:
-    """Check, start and follow a run; every process has ended when this returns.
+    """Start and follow a run that was checked; every process has ended when this returns.
 
     Args:
-        config: the run's configuration.
+        config: of `checked_config`.
         console: where to show the run.
         logs: show every log line, not only warnings and errors.
         ray: the cluster to start it on; ``None``: this machine.
@@ -136,14 +134,12 @@ def start_run(
         ConfigError: the configuration contradicts itself or the cluster, or another run uses the
             folder; nothing was started.
     """
-    check_config(config)
     if config.trainer.nnodes > 1 and ray is None:
         raise ConfigError(
             f"trainer.nnodes = {config.trainer.nnodes}: `sluice up` starts a run on one machine; "
             "set it to 1, start it with --on ray on a Ray cluster, or start "
             "`python -m services.trainer` with torchrun on each machine"
         )
-    check_reward_function(config.reward)
     run_dir = Path(config.sluice.run_dir).absolute()
     _show_launcher_messages(console)
     end = asyncio.run(_start(config, run_dir / CONFIG_NAME, console, logs=logs, ray=ray))

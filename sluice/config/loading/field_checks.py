@@ -13,11 +13,17 @@ from sluice.config.problems import Problem
 from sluice.config.run import expectation
 
 
-def structure_problems(tree: SettingsTree) -> list[Problem]:
-    """Return every unknown key, wrong type and refused value, in the user's spelling."""
-    return [
-        problem for path, value in tree.leaves() for problem in _leaf_problems(tree, path, value)
+def take_out_wrong(tree: SettingsTree) -> list[tuple[KeyPath, Problem]]:
+    """Remove every unknown key, wrong type and refused value; return each with its problem, in the
+    user's spelling."""
+    found = [
+        (path, problem)
+        for path, value in tree.leaves()
+        for problem in _leaf_problems(tree, path, value)
     ]
+    for path, _ in found:
+        tree.remove(path)
+    return found
 
 
 def _leaf_problems(tree: SettingsTree, path: KeyPath, value: object) -> Iterator[Problem]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.conversions import convert_settings, translate_words
-from sluice.config.loading.field_checks import structure_problems
+from sluice.config.loading.field_checks import take_out_wrong
 from sluice.config.loading.keys import find_key
 from sluice.config.loading.overrides import apply_overrides, expand_overrides, is_override_file
 from sluice.config.loading.references import resolve_references
 from sluice.config.loading.settings_tree import SettingsTree, tree_of
 from sluice.config.loading.yaml_text import parse_document
-from sluice.config.problems import raise_problems, shown
+from sluice.config.problems import Problem, raise_problems, shown
 from sluice.config.run import RunConfig, defaults, field_types, value_at
 from sluice.errors import ConfigError
 
@@ -35,22 +37,56 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
         ConfigError: the file cannot be read, or keys or values are wrong: all of them are named,
             each with the path, the value, what was expected and where it came from.
     """
+    run = read_run(path, overrides)
+    raise_problems(run.problems, run.source)
+    return run.config
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRun:
+    """A configuration as it was read.
+
+    Attributes:
+        config: where a key or value is wrong, its default.
+        settings: the keys as the user set them, without the wrong ones.
+        problems: of unknown keys, wrong types and refused values.
+        source: where it came from, for messages.
+    """
+
+    config: RunConfig
+    settings: SettingsTree
+    problems: tuple[Problem, ...]
+    source: str
+
+
+def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
+    """Return the same with the problems of keys and values beside it, so that rules can be applied
+    to the rest.
+
+    Raises:
+        ConfigError: the file cannot be read, an override has no form, a reference leads nowhere.
+    """
     source = str(path) if path is not None else "built-in defaults"
     if overrides:
         source = f"{source} and overrides"
     settings = read_settings(path, overrides)
-    translate_words(settings)
-    raise_problems(structure_problems(settings), source)
-    convert_settings(settings, defaults())
-    raise_problems(structure_problems(settings), f"{source}, converted")
-    return msgspec.convert(_schema_part(settings), RunConfig)
+    values = SettingsTree(copy.deepcopy(settings.values), dict(settings.spelled))
+    translate_words(values)
+    wrong = take_out_wrong(values)
+    convert_settings(values, defaults())
+    wrong += take_out_wrong(values)
+    for path_of_key, _ in wrong:
+        settings.remove(path_of_key)
+    problems = (*settings.unknown, *(problem for _, problem in wrong))
+    config = msgspec.convert(_schema_part(values), RunConfig)
+    return ReadRun(config, settings, problems, source)
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> SettingsTree:
     """Return what a file and overrides set, in sluice's spelling, references resolved.
 
     Raises:
-        ConfigError: as `load_config`, except for types and refused values.
+        ConfigError: as `read_run`.
     """
     if path is not None and is_override_file(path):
         return settings_of({}, [f"@{str(path).removeprefix('@')}", *overrides], str(path))

@@ -21,7 +21,7 @@ from sluice.config.loading.keys import (
 )
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_override_value
-from sluice.config.problems import Problem, raise_problems, shown
+from sluice.config.problems import Problem, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -179,13 +179,16 @@ def apply_overrides(
 
     `defaults` are the schema's values, which count as present: ``+`` refuses a key that has a
     value already unless it is null, the new value is a mapping or list (Hydra's rule), or verl
-    itself does not know the key by that name.
+    itself does not know the key by that name. Overrides of unknown keys are left out and noted in
+    the tree.
 
     Raises:
-        ConfigError: unknown keys (all of them are named), or a value that is already set.
+        ConfigError: a value that is already set.
     """
-    raise_problems([problem for o in overrides for problem in _unknown(o)], "overrides")
     for override in overrides:
+        if unknown := _unknown(override):
+            tree.unknown += unknown
+            continue
         if override.mode is OverrideMode.REMOVE:
             _remove(tree, override, defaults)
             continue

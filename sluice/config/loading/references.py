@@ -36,7 +36,7 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
     """
     resolver = _Resolver(tree, defaults)
     values = {key: resolver.resolve(value, (key,)) for key, value in tree.values.items()}
-    return SettingsTree(values, dict(tree.spelled))
+    return SettingsTree(values, dict(tree.spelled), list(tree.unknown))
 
 
 class _Resolver:

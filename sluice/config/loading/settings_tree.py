@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from sluice.config.loading.keys import KeyPath, canonical_leaves, find_key, is_section, refers_to
-from sluice.config.problems import shown
+from sluice.config.problems import Problem, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -21,10 +21,12 @@ class SettingsTree:
     Attributes:
         values: nested mappings; only what was set.
         spelled: path to the spelling that was written last.
+        unknown: problems of keys that do not exist and are left out.
     """
 
     values: dict[str, object] = field(default_factory=dict)
     spelled: dict[KeyPath, KeyPath] = field(default_factory=dict)
+    unknown: list[Problem] = field(default_factory=list)
 
     def set(self, path: KeyPath, value: object, spelled: KeyPath) -> None:
         """Set the value at `path`, over any former one."""

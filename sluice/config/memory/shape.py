@@ -21,6 +21,8 @@ class ModelShape:
         expert_intermediate: width of one routed expert.
         shared_intermediate: width of the expert that every token passes; 0 without one.
         dense_layers: layers of a mixture-of-experts model with a dense MLP.
+        context: most tokens of prompt and response, by its positions and their scaling; ``None``:
+            not stated.
         qkv_bias: query, key and value projections have biases (Qwen2, Qwen2.5).
         qk_norm: queries and keys are normalised per head (Qwen3).
     """
@@ -40,6 +42,7 @@ class ModelShape:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     dense_layers: int = 0
+    context: int | None = None
 
     @property
     def query_width(self) -> int:
@@ -176,7 +179,23 @@ def shape_of(config: Mapping[str, object]) -> ModelShape:
         expert_intermediate=_size(config, "moe_intermediate_size", width) if experts else 0,
         shared_intermediate=_size(config, "shared_expert_intermediate_size", 0) if experts else 0,
         dense_layers=len(dense_layers) if experts and isinstance(dense_layers, list) else 0,
+        context=_context(config),
     )
+
+
+def _context(config: Mapping[str, object]) -> int | None:
+    """Return the positions, or those that a scaling (yarn, linear, dynamic, llama3) makes of the
+    original ones; some models state the one number, some the other."""
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, dict):
+        return positions
+    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    if not isinstance(factor, int | float):
+        return positions
+    return max(positions, int((original if isinstance(original, int) else positions) * factor))
 
 
 def _size(config: Mapping[str, object], key: str, otherwise: int | None = None) -> int:

@@ -20,7 +20,7 @@ from sluice.config.problems import Problem, errors, named, raise_problems
 from sluice.config.rules.algorithm import algorithm_problems, correction_problems
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.files import file_problems
-from sluice.config.rules.model import engine_problems, shape_problems
+from sluice.config.rules.model import context_problems, engine_problems, shape_problems
 from sluice.config.rules.sampling import straggler_problems, strategy_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
@@ -47,13 +47,14 @@ def check_config(config: RunConfig, *, files: bool = True) -> None:
     Raises:
         ConfigError: lists every problem, each with its remedy.
     """
-    problems = [*relation_problems(config), *_engine(config)]
+    problems = [*relation_problems(config), *unknown_engine(config)]
     if files:
         problems += file_problems(config)
     raise_problems(problems, "checks before the start")
 
 
-def _engine(config: RunConfig) -> Iterator[Problem]:
+def unknown_engine(config: RunConfig) -> Iterator[Problem]:
+    """Yield an engine that sluice has no adapter for."""
     # `all_problems` leaves this rule out: the launch of a cluster with another engine is still
     # worth checking against the others.
     name = config.actor_rollout_ref.rollout.name
@@ -85,6 +86,7 @@ def all_problems(
     found = [*verl_problems(run), *engine_problems(run)]
     if shape is not None:
         found += shape_problems(run, shape)
+        found += named("context", context_problems(config, shape))
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))
     found += named("algorithm", algorithm_problems(config))

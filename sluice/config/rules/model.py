@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, verl_problem
+from sluice.config.run import RunConfig
 from sluice.config.verl_run import MEGATRON, ROLLOUT, VerlRun, largest_divisor
 
 _SHARED_ENGINES = ("vllm", "sglang")
@@ -20,6 +22,26 @@ def engine_problems(run: VerlRun) -> list[Problem]:
 def shape_problems(run: VerlRun, shape: ModelShape) -> list[Problem]:
     """Return parallel sizes that cannot cut the model's heads and experts evenly."""
     return [*_sequence_heads(run, shape), *_tensor_heads(run, shape), *_experts(run, shape)]
+
+
+def context_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield rows that are longer than the model's positions."""
+    context, data = shape.context, config.data
+    model_len = config.actor_rollout_ref.rollout.max_model_len
+    if context is None:
+        return
+    stated = f"the model's context of {context} tokens (max_position_embeddings)"
+    if derived.max_row_tokens(data) > context:
+        yield Problem(
+            "data.max_response_length",
+            data.max_response_length,
+            f"with data.max_prompt_length = {data.max_prompt_length}: together they exceed "
+            f"{stated}",
+            "lower one of the two, or take a model with a longer context",
+        )
+    elif model_len is not None and model_len > context:
+        key = f"{ROLLOUT}.max_model_len"
+        yield Problem(key, model_len, f"exceeds {stated}", overrides=(f"{key}=null",))
 
 
 def _engine(run: VerlRun) -> Iterator[Problem]:

@@ -55,7 +55,7 @@ def test_a_column_that_is_no_list_is_refused_before_any_row_is_read(tmp_path: Pa
     rows = prompt_rows(["a"])
     rows[0]["images"] = "a.png"
     path = write_prompts(tmp_path / "a.parquet", rows)
-    with pytest.raises(DataError, match=r"column 'images' is string; it must be a list"):
+    with pytest.raises(DataError, match=r"column 'images' is string, not a list"):
         open_prompt_files([str(path)], COLUMNS, config_key="data.train_files")
 
 

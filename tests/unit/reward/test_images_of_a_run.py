@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.reward.prompts.dataset import prompt_images
+from sluice.config.derived import prompt_images
 from sluice.config.loading.loader import load_config
 from sluice.vision.image_limits import ImageLimits
 

@@ -222,13 +222,13 @@ def test_configured_keys_name_the_columns(tmp_path: Path) -> None:
         (lambda t: t.drop_columns(["prompt"]), r"no column 'prompt' \(found: .*data\.prompt_key"),
         (lambda t: t.drop_columns(["data_source"]), "no column 'data_source'"),
         (lambda t: t.drop_columns(["reward_model"]), "no column 'reward_model'"),
-        (lambda t: t.set_column(1, "prompt", pa.array(["x"])), "must be a list of"),
-        (lambda t: t.set_column(0, "data_source", pa.array([1])), "must be a string"),
+        (lambda t: t.set_column(1, "prompt", pa.array(["x"])), "is string, not a list of"),
+        (lambda t: t.set_column(0, "data_source", pa.array([1])), "not a string"),
         (
             lambda t: t.set_column(3, "reward_model", pa.array([{"ground_truth": 3}])),
             "struct with a string 'ground_truth'",
         ),
-        (lambda t: t.slice(0, 0), "hold no rows"),
+        (lambda t: t.slice(0, 0), "has no rows"),
     ],
 )
 def test_an_unusable_file_is_refused_before_any_row_is_read(

@@ -1,0 +1,38 @@
+"""Check a run before it starts, and print what a user has to know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from sluice.cli.terminal import print_line
+from sluice.config.check import launch_notes
+from sluice.config.loading.loader import read_run
+from sluice.config.problems import Severity, errors, raise_problems
+from sluice.config.run import RunConfig
+from sluice.doctor.finding import examined_of
+from sluice.doctor.preflight import preflight
+
+
+def checked_config(
+    file: Path | None, overrides: list[str], console: Console, *, is_local: bool = True
+) -> RunConfig:
+    """Return the configuration of a run that nothing known now keeps from working; print notices.
+
+    Args:
+        file: YAML file, or a file of overrides; ``None``: the defaults.
+        overrides: in verl's spelling.
+        console: where to print.
+        is_local: whether the run's processes start on this host.
+
+    Raises:
+        ConfigError: lists all problems of keys, values, rules, files, packages and devices.
+    """
+    run = read_run(file, overrides)
+    found = preflight(examined_of(run), lambda check: is_local or not check.of_host)
+    notes = [one for one in found if one.severity is Severity.NOTE]
+    for note in (*launch_notes(run.config, run.settings), *notes):
+        print_line(console, f"notice: {note.text}")
+    raise_problems(errors(found), run.source)
+    return run.config

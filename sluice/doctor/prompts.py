@@ -1,0 +1,236 @@
+"""Check the prompts of a run: columns, the first rows, and their length with the chat template."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+import msgspec
+
+from sluice.config.derived import prompt_columns, prompt_images
+from sluice.config.run import RunConfig
+from sluice.config.schema.data import DataConfig
+from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
+from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
+from sluice.data.prompt_rows import PromptRow
+from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
+from sluice.errors import DataError
+
+DEADLINE_S = 100.0
+TRAIN_KEY, VAL_KEY = "data.train_files", "data.val_files"
+ROWS_LOOKED_AT = 256
+_MEASURING_S = 90.0
+_MEASURE = ("-m", "services.rollout.prompt_check")
+_LONGEST_TEXT = 300
+
+
+class PromptsToMeasure(msgspec.Struct, frozen=True):
+    """What `services.rollout.prompt_check` reads; it writes a number or a text for each prompt.
+
+    Attributes:
+        model: its folder.
+        template_kwargs: of the chat template.
+        trust_remote_code: run the tokenizer's own code.
+        prompts: (role, content) of each message.
+    """
+
+    model: str
+    template_kwargs: Mapping[str, object]
+    trust_remote_code: bool
+    prompts: Sequence[Sequence[tuple[str, str]]]
+
+
+def check_data(examined: Examined) -> Iterator[Finding]:
+    """Check columns of every file, and the first rows with the model's chat template."""
+    config = examined.config
+    rows: dict[str, list[PromptRow]] = {}
+    for key in (TRAIN_KEY, VAL_KEY):
+        files = file_names(config.data, key)
+        if not files:
+            is_training = key == TRAIN_KEY
+            consequence = "only clients' prompts are trained on" if is_training else "no validation"
+            yield fine(f"{key} is null: {consequence}")
+            continue
+        try:
+            opened = open_files(config, key)
+            rows[key] = list(first_rows(opened))
+        except DataError as error:
+            yield of_text(str(error), "the reward service refuses to start")
+            continue
+        yield from _row_findings(config, key, opened, rows[key])
+    yield from _length_findings(config, rows)
+
+
+def file_names(data: DataConfig, key: str) -> list[str]:
+    """Return the files of `data.train_files` or `data.val_files`."""
+    named = data.train_files if key == TRAIN_KEY else data.val_files
+    return [named] if isinstance(named, str) else list(named or ())
+
+
+def open_files(config: RunConfig, key: str) -> PromptFiles:
+    """Return the files of a key, as the reward service opens them.
+
+    Raises:
+        DataError: one of them cannot be used.
+    """
+    columns = prompt_columns(config.data, with_images=prompt_images(config) is not None)
+    return open_prompt_files(file_names(config.data, key), columns, config_key=key)
+
+
+def _row_findings(
+    config: RunConfig, key: str, opened: PromptFiles, rows: Sequence[PromptRow]
+) -> Iterator[Finding]:
+    sources = Counter(row.data_source for row in rows)
+    reward, batch = config.reward, config.data.train_batch_size
+    if reward.custom_reward_function.path is None and not reward.reward_model.enable:
+        yield from source_findings(key, sources, {**DEFAULT_ROUTES, **reward.scorer_routes})
+    if key == TRAIN_KEY and opened.num_rows < batch:
+        yield warning(
+            f"{key}: {opened.num_rows} rows are fewer than data.train_batch_size = {batch}",
+            "an epoch does not fill one batch, and filtering leaves less",
+            "lower data.train_batch_size, or raise trainer.total_epochs",
+        )
+    num_files = len({block.path for block in opened.blocks})
+    yield fine(f"{key}: {opened.num_rows} rows in {num_files} file(s); {', '.join(sources)}")
+
+
+def source_findings(
+    key: str, sources: Mapping[str, int], routes: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield a problem if no scorer grades a data source; `sources` counts the first rows."""
+    unknown = [name for name in sources if scorer_name(name, routes) is None]
+    if unknown:
+        yield problem(
+            f"{key}: no scorer is known for data source {unknown[0]!r} "
+            f"({sources[unknown[0]]} of the first {sum(sources.values())} rows)",
+            "its samples cannot be graded, so every group of it fails",
+            "set reward.custom_reward_function.path, or name a built-in scorer in "
+            f"reward.scorer_routes ({', '.join(sorted(set(routes.values())))})",
+        )
+
+
+def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
+    """Yield decoded rows: the first ones of the first file, and one of each other file.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    reader, seen = SlabReader(), set[str]()
+    for block in files.blocks:
+        if block.path not in seen:
+            count = 1 if seen else ROWS_LOOKED_AT
+            seen.add(block.path)
+            for slab in islice(reader.read(block), 1):
+                for index in range(min(len(slab), count)):
+                    yield slab.decode(index, files.columns)
+
+
+def _length_findings(
+    config: RunConfig, rows: Mapping[str, Sequence[PromptRow]]
+) -> Iterator[Finding]:
+    """Measure text rows; how many tokens an image takes is left to the replicas."""
+    measured = [(key, row) for key, found in rows.items() for row in found if not row.images]
+    if not measured:
+        return
+    if importlib.util.find_spec("transformers") is None:
+        yield warning(
+            "the chat template was not tried: transformers is not installed here",
+            "rows that it refuses, or that are too long, show while the run works",
+            "pip install 'sluice[torch]'",
+        )
+        return
+    answers = measure(config, [row for _, row in measured])
+    if isinstance(answers, str):
+        yield of_text(answers, "replicas refuse to start")
+        return
+    for key in rows:
+        own = [
+            (row, answer)
+            for (its_key, row), answer in zip(measured, answers, strict=True)
+            if its_key == key
+        ]
+        yield from template_findings(own)
+        tokens = {row.place: answer for row, answer in own if isinstance(answer, int)}
+        yield from overlong_findings(config.data, key, tokens)
+
+
+def measure(config: RunConfig, rows: Sequence[PromptRow]) -> Sequence[int | str] | str:
+    """Return each row's tokens with the chat template, or why the template refuses it; or why none
+    can be measured."""
+    data, model = config.data, config.actor_rollout_ref.model.path
+    asked = PromptsToMeasure(
+        model,
+        data.apply_chat_template_kwargs,
+        data.trust_remote_code,
+        [[(turn.role, turn.content) for turn in row.messages] for row in rows],
+    )
+    try:
+        ended = subprocess.run(
+            [sys.executable, *_MEASURE],
+            input=msgspec.msgpack.encode(asked),
+            capture_output=True,
+            timeout=_MEASURING_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return (
+            f"actor_rollout_ref.model.path = {model}: its tokenizer and chat template took more "
+            f"than {_MEASURING_S:g} s for {len(rows)} prompts; look at the template"
+        )
+    if ended.returncode != 0:
+        lines = ended.stderr.decode(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("sluice: ERROR ") if lines else f"code {ended.returncode}"
+    return msgspec.msgpack.decode(ended.stdout, type=list[int | str])
+
+
+def template_findings(answers: Sequence[tuple[PromptRow, int | str]]) -> Iterator[Finding]:
+    """Yield a finding if the chat template refuses rows: a problem if it refuses all of them."""
+    refused = [(row.place, answer) for row, answer in answers if isinstance(answer, str)]
+    if not refused:
+        return
+    place, reason = refused[0]
+    is_all = len(refused) == len(answers)
+    count = f"all of the first {len(answers)}" if is_all else f"{len(refused)} of {len(answers)}"
+    report = problem if is_all else warning
+    yield report(
+        f"{place}: {reason[:_LONGEST_TEXT]} ({count} rows)",
+        "replicas refuse such a prompt, and its group fails",
+        "change the roles or the order of the messages, or the chat template of the model",
+    )
+
+
+def overlong_findings(data: DataConfig, key: str, tokens: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield a finding if rows exceed data.max_prompt_length; `tokens`: by the row's place."""
+    limit = data.max_prompt_length
+    overlong = {place: count for place, count in tokens.items() if count > limit}
+    if not overlong:
+        return
+    place, longest = max(overlong.items(), key=lambda one: one[1])
+    is_left_out = data.filter_overlong_prompts or data.truncation == "error"
+    remedy = (
+        "raise data.max_prompt_length (`sluice data inspect FILE --tokenizer MODEL` counts all)"
+    )
+    if is_left_out and len(overlong) == len(tokens):
+        yield problem(
+            f"{key}: all of the first {len(tokens)} rows exceed data.max_prompt_length = {limit} "
+            f"(the shortest has {min(tokens.values())} tokens)",
+            "all of them are left out, and nothing is trained",
+            remedy,
+        )
+        return
+    key_of_fate = "data.truncation"
+    fate = f"they lose tokens ({key_of_fate} = {data.truncation})"
+    if data.filter_overlong_prompts:
+        fate = "they are left out (data.filter_overlong_prompts)"
+    elif is_left_out:
+        fate = f"they are dropped with a warning ({key_of_fate} = error)"
+    yield warning(
+        f"{key}: {len(overlong)} of the first {len(tokens)} rows exceed data.max_prompt_length = "
+        f"{limit} (the longest: {place}, {longest} tokens)",
+        fate,
+        remedy,
+    )

@@ -1,0 +1,133 @@
+"""Check what grades responses: load it, and call it once on the first rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from sluice.config.schema.reward import RewardConfig
+from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
+from sluice.data.prompt_rows import PromptRow
+from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
+from sluice.doctor.prompts import TRAIN_KEY, VAL_KEY, file_names, first_rows, open_files
+from sluice.errors import ConfigError, DataError, SluiceError
+
+COMMAND = ("-m", "services.reward.scorer_check")
+DEADLINE_S = 95.0
+TIMEOUT_S = 90.0  # above the deadline of loading, and of some rows
+ROWS_OF_A_SOURCE, ROWS_LOOKED_AT = 4, 16
+_LONGEST_TRUTH = 200
+_REFUSED = "the run refuses to start"
+
+
+class TrialAnswer(msgspec.Struct, frozen=True):
+    """The outcome of one row, as `services.reward.scorer_check` writes it."""
+
+    score: float | None = None
+    failure: str = ""
+    frames: tuple[str, ...] = ()
+
+
+def check_reward(examined: Examined) -> Iterator[Finding]:
+    """Grade a made-up response to each of the first rows, in scorer processes with their limits."""
+    reward = examined.config.reward
+    function, model = reward.custom_reward_function, reward.reward_model
+    if function.path is None and model.enable:
+        yield fine(f"graded by the model at {model.base_url}")  # which may not serve yet
+        return
+    rows = _rows(examined)
+    try:
+        answers = try_scorer(reward, rows)
+    except SluiceError as error:
+        yield of_text(str(error), _REFUSED)
+        return
+    what = f"{function.path}: {function.name}" if function.path else "the built-in scorers"
+    yield trial_finding(what, [row.place for row in rows], answers)
+
+
+def trial_finding(what: str, places: Sequence[str], answers: Sequence[TrialAnswer]) -> Finding:
+    """Judge the outcomes of the rows at `places`: a problem if none of them has a score."""
+    failed = [
+        (place, one) for place, one in zip(places, answers, strict=False) if one.score is None
+    ]
+    if not failed:
+        return fine(f"{what} can be loaded" + (f"; scores {len(answers)} rows" if answers else ""))
+    place, first = failed[0]
+    frames = "".join(f"\n    {frame}" for frame in first.frames)
+    if len(failed) < len(answers):
+        return warning(
+            f"{what} has no score for {len(failed)} of {len(answers)} rows and a made-up response; "
+            f"{place}: {first.failure}{frames}",
+            "such a sample is left out of its group, and never counts as wrong",
+            "let it return a number for every response",
+        )
+    return problem(
+        f"{what} has no score for any of {len(answers)} rows and a made-up response; {place}: "
+        f"{first.failure}{frames}",
+        "every group would fail, and nothing would be trained",
+        "repair it; a response that is wrong or has another form deserves a number, such as 0.0",
+    )
+
+
+def try_scorer(reward: RewardConfig, rows: Sequence[PromptRow]) -> list[TrialAnswer]:
+    """Return the outcomes of the first rows; all of them unless grading takes long.
+
+    Raises:
+        ConfigError: what grades cannot be loaded; names file, function and the Python error.
+    """
+    trial = {
+        "reward": msgspec.to_builtins(reward),
+        "rows": [
+            (row.data_source, made_up_response(row), row.ground_truth, row.extra_info)
+            for row in rows
+        ],
+    }
+    try:
+        ended = subprocess.run(
+            [sys.executable, *COMMAND],
+            input=msgspec.msgpack.encode(trial),
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"reward.custom_reward_function.path = {reward.custom_reward_function.path}: loading "
+            f"and calling it took more than {TIMEOUT_S:g} s; look for a download or an endless loop"
+        ) from error
+    if ended.returncode != 0:
+        text = ended.stderr.decode(errors="replace").strip()
+        raise ConfigError(text.rpartition("sluice: ERROR ")[2] or f"exit code {ended.returncode}")
+    return msgspec.msgpack.decode(ended.stdout, type=list[TrialAnswer])
+
+
+def made_up_response(row: PromptRow) -> str:
+    """Return a response that ends with the ground truth, in the forms that scorers look for."""
+    truth = row.ground_truth[:_LONGEST_TRUTH]
+    return f"Let me think.\n#### {truth}\nAnswer: {truth}\n\\boxed{{{truth}}}"
+
+
+def _rows(examined: Examined) -> list[PromptRow]:
+    """Return some rows of each data source that has a scorer; the check of data reports the others,
+    and files that cannot be read."""
+    config, counts = examined.config, Counter[str]()
+    reward, rows = config.reward, list[PromptRow]()
+    routes = {**DEFAULT_ROUTES, **reward.scorer_routes}
+    is_custom = reward.custom_reward_function.path is not None
+    for key in (TRAIN_KEY, VAL_KEY):
+        if not file_names(config.data, key):
+            continue
+        try:
+            for row in first_rows(open_files(config, key)):
+                source = row.data_source
+                is_graded = is_custom or scorer_name(source, routes) is not None
+                if is_graded and counts[source] < ROWS_OF_A_SOURCE:
+                    counts[source] += 1
+                    rows.append(row)
+        except DataError:
+            continue
+    return rows[:ROWS_LOOKED_AT]
