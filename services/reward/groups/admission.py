@@ -19,8 +19,8 @@ from collections.abc import Callable
 from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import prompt_key
 from services.reward.group import EndCause, Group, GroupEnding, GroupTable
-from services.reward.groups.leases import TrainBatches
-from services.reward.groups.settings import PipelineSettings
+from services.reward.groups.batches import TrainBatches
+from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
@@ -49,7 +49,7 @@ class GroupAdmission:
     def __init__(
         self,
         *,
-        settings: PipelineSettings,
+        settings: GroupSettings,
         groups: GroupTable,
         batches: TrainBatches,
         strategy: SamplingStrategy,

@@ -1,4 +1,4 @@
-"""The coordinator: prompts in, kept groups out.
+"""The group loop: prompts in, kept groups out.
 
 Consumes: prompts (clients' first come first served, then the data set) and the trainer's
 announcements. One task admits (`admission`); each admitted group has a task of its own that
@@ -9,9 +9,9 @@ Waits for                      unblocked by
   capacity for another group     a group or sequence that ended, an announcement, a batch leased
   a replica, samples             `dispatcher`, within the prompt's own task
   grades                         `grading.pool`, within the prompt's own task
-  a full batch                   `leases`, in the trainer's call: a kept group, its deadline
+  a full batch                   `batches`, in the trainer's call: a kept group, its deadline
 
-Produces: kept groups for `leases`; one end for every prompt; at every new version, what the ended
+Produces: kept groups for `batches`; one end for every prompt; at every new version, what the ended
 groups taught about their prompts, in the memory of prompts.
 
 On failure: what one group meets (replica gone, scorer killed, prompt refused) ends that prompt, in
@@ -35,11 +35,11 @@ from functools import partial
 
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.queue import ReplicaQueue
-from services.reward.group import CancelReason, Discard, Group, GroupEnding, GroupState, GroupTable
+from services.reward.group import CancelReason, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.admission import GroupAdmission
-from services.reward.groups.leases import ChangeSignal, TrainBatches
+from services.reward.groups.batches import TrainBatches
 from services.reward.groups.run import GroupRun
-from services.reward.groups.settings import PipelineSettings
+from services.reward.groups.settings import GroupSettings
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.source import PromptSource
@@ -49,7 +49,7 @@ from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.concurrency.deadlines import deadline
-from sluice.concurrency.waits import Waiting
+from sluice.concurrency.waits import ChangeSignal, Waiting
 from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, Prompt, PromptEnd
@@ -59,7 +59,33 @@ logger = logging.getLogger(__name__)
 TAKE_OVER_TIMEOUT_S = 10.0
 
 
-class Pipeline:
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """A process that has to act before a batch can be filled; `key` names the kind of wait."""
+
+    key: str
+    peer: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFacts:
+    """The loop as far as it decides what is waited for."""
+
+    is_announced: bool
+    num_replicas: int
+    leased_batch: str | None
+    batch_asked: bool
+    num_generating: int
+    num_grading: int
+    num_kept: int
+    batch_size: int
+    num_in_training: int
+    has_dataset: bool
+    is_exhausted: bool
+
+
+class GroupLoop:
     """The loop; all methods run in one event loop.
 
     Args:
@@ -82,7 +108,7 @@ class Pipeline:
     def __init__(  # noqa: PLR0913 - by keyword, and in one place
         self,
         *,
-        settings: PipelineSettings,
+        settings: GroupSettings,
         ledger: PromptLedger,
         groups: GroupTable,
         source: PromptSource,
@@ -202,7 +228,7 @@ class Pipeline:
         num_sequences = self._settings.first_sequences(attempt.first_samples)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
         if reserves:  # it takes a slot that others may be running for
-            self.batches.cancel_expired()
+            self.batches.cancel_without_slot()
         with self._traces.within(group.prompt_id) if TRACER.is_on else nullcontext():
             group.task = tasks.create_task(self._run(group), name=f"prompt {group.prompt_id}")
 
@@ -224,19 +250,13 @@ class Pipeline:
 
     def _give_up(self, group: Group) -> None:
         """End the attempt of a cancelled task."""
-        match group.cancel_reason:
-            case CancelReason.TOO_OLD:
-                detail = f"started under version {group.start_version}, too old to be trained"
-                self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
-                return
-            case CancelReason.PREEMPTED:
-                why = Discard.PREEMPTED
-            case CancelReason.NO_SLOT:
-                why = Discard.STALE
-            case _:  # another trainer, or the end of the service
-                why = Discard.TAKEN_OVER
+        if group.cancel_reason is CancelReason.TOO_OLD:
+            detail = f"started under version {group.start_version}, too old to be trained"
+            self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
+            return
         self._strategy.restarted(group.admitted_as)
-        self._requeue(group, why)
+        # Without a reason the whole service ends; its prompts start again, as for another trainer.
+        self._requeue(group, group.cancel_reason or CancelReason.TAKEN_OVER)
 
     async def _take_over(
         self, trainer: str, version: int, resume_from: DataProgress | None
@@ -283,15 +303,15 @@ class Pipeline:
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
         """Requeue kept and leased prompts, except those the resumed policy was trained on."""
-        leased = self.batches.void_lease()
+        lost = self.batches.void_lease()
         kept = self._groups.in_state(GroupState.KEPT)
-        for group in sorted([*leased, *kept], key=lambda group: group.prompt.sequence):
+        for group in sorted([*lost, *kept], key=lambda group: group.prompt.sequence):
             if resume_from is not None and _covers(resume_from, group.prompt.position):
                 self._groups.end(group, GroupEnding(PromptEnd.TRAINED))
             else:
-                self._requeue(group, Discard.TAKEN_OVER)
+                self._requeue(group, CancelReason.TAKEN_OVER)
 
-    def _requeue(self, group: Group, why: Discard) -> None:
+    def _requeue(self, group: Group, why: CancelReason) -> None:
         self._groups.requeue(group, why)
         self._source.put(group.prompt)
 
@@ -303,32 +323,6 @@ class Pipeline:
 def _covers(progress: DataProgress, position: int | None) -> bool:
     ended_above = progress.ended_above
     return position is not None and (position < progress.low_water or position in ended_above)
-
-
-@dataclass(frozen=True, slots=True)
-class Blocker:
-    """A process that has to act before a batch can be filled; `key` names the kind of wait."""
-
-    key: str
-    peer: str
-    phase: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoopFacts:
-    """The loop as far as it decides what is waited for."""
-
-    is_announced: bool
-    num_replicas: int
-    leased_batch: str | None
-    batch_asked: bool
-    num_generating: int
-    num_grading: int
-    num_kept: int
-    batch_size: int
-    num_in_training: int
-    has_dataset: bool
-    is_exhausted: bool
 
 
 def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:

@@ -66,8 +66,8 @@ class SubmissionSession:
         self._ledger, self.client = ledger, client
         self._events: asyncio.Queue[tuple[int, Receipt | PromptOutcome] | None] = asyncio.Queue()
         self._is_closed = False
-        self._has_capacity = asyncio.Event()
-        self._has_capacity.set()
+        self._may_receive = asyncio.Event()  # cleared while the client reads too slowly
+        self._may_receive.set()
         self.num_open = 0
 
     def put(self, event: Receipt | PromptOutcome) -> None:
@@ -75,13 +75,13 @@ class SubmissionSession:
         change_number = self._ledger.noted() if self._ledger is not None else 0
         self._events.put_nowait((change_number, event))
         if self._events.qsize() >= MAX_UNSENT:
-            self._has_capacity.clear()
+            self._may_receive.clear()
 
-    async def capacity(self) -> None:
-        """Wait until the client has read enough events to get more."""
-        await self._has_capacity.wait()
+    async def wait_to_receive(self) -> None:
+        """Wait while `MAX_UNSENT` events or more wait for the client to read them."""
+        await self._may_receive.wait()
 
-    def check_capacity(self, most: int) -> None:
+    def check_quota(self, most: int) -> None:
         """Raise ExhaustedError if `most` of its prompts are unfinished."""
         if self.num_open >= most:
             QUOTA_REFUSALS.add("sluice.limits.max_prompts_per_stream")
@@ -114,7 +114,7 @@ class SubmissionSession:
         while not (self._is_closed and self.num_open <= 0 and self._events.empty()):
             reported = await self._events.get()
             if self._events.qsize() < MAX_UNSENT:
-                self._has_capacity.set()
+                self._may_receive.set()
             if reported is not None:
                 change_number, event = reported
                 if self._ledger is not None:
@@ -152,12 +152,12 @@ class Submissions:
         self,
         submission: Submission,
         session: SubmissionSession,
-        check_capacity: Callable[[], None] = lambda: None,
+        check_quotas: Callable[[], None] = lambda: None,
     ) -> None:
         """Accept or refuse a prompt, or find it again, and put the receipt into the session.
 
         Args:
-            check_capacity: raises `ExhaustedError` if the client has too many unfinished prompts;
+            check_quotas: raises `ExhaustedError` if the client has too many unfinished prompts;
                 not called for a prompt that is found again.
         """
         if (ended := self._known_end(submission)) is not None:
@@ -171,7 +171,7 @@ class Submissions:
         try:
             prompt = self._known_pending(submission, session)
             if prompt is None:
-                prompt = self._accepted(submission, check_capacity)
+                prompt = self._accepted(submission, check_quotas)
         except (InvalidRequestError, DataError, ExhaustedError) as error:
             session.put(Receipt.refusal(submission.prompt_id, error))
             return
@@ -189,7 +189,7 @@ class Submissions:
                 session.num_open -= 1
                 session.put(event.group.outcome)
 
-    def check_quota(self, session: SubmissionSession, most: int) -> None:
+    def check_client_quota(self, session: SubmissionSession, most: int) -> None:
         """Raise ExhaustedError if `most` prompts of the session's client are unfinished."""
         if session.client is None:
             return
@@ -229,7 +229,7 @@ class Submissions:
         for session in self._open_sessions:
             session.end()
 
-    def _accepted(self, submission: Submission, check_capacity: Callable[[], None]) -> Prompt:
+    def _accepted(self, submission: Submission, check_quotas: Callable[[], None]) -> Prompt:
         """Accept a new prompt.
 
         Raises:
@@ -243,7 +243,7 @@ class Submissions:
         if size > self._max_image_bytes:
             raise InvalidRequestError(f"images: {size} bytes; {limit}; send fewer or smaller ones")
         self._ledger.check_unused(submission.prompt_id)
-        check_capacity()
+        check_quotas()
         if self._ledger.num_clients_pending >= self._max_pending:
             raise ExhaustedError(
                 f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "

@@ -17,6 +17,12 @@ from typing import Literal
 
 OnStale = Literal["wait", "drop"]
 
+RESERVE_AFTER = 3
+"""After this many preemptions in a row a group reserves a slot."""
+
+RESERVED_SHARE = 1 / 8
+"""Share of a batch's slots that may be reserved at a time; at least one slot."""
+
 KeptByVersion = Mapping[int, Mapping[str, int]]
 """Kept groups: oldest version -> prompt id -> sequence."""
 
@@ -31,24 +37,27 @@ _NONE: RunningByVersion = MappingProxyType({})
 class BatchDecision:
     """What to do with the kept groups now, by prompt id.
 
-    `chosen` (oldest first) is empty or of exactly the batch size. `dropped` (oldest version first)
-    are beyond the bound, whether or not a batch is formed. `waiting_for` are the start
-    versions of the running groups that hold a batch back. `expired` names running groups to cancel
-    (`expired_groups`). `num_missing` is how many more kept groups a batch needs.
+    Attributes:
+        chosen: groups of the batch, oldest first: none, or exactly the batch size.
+        dropped: kept groups beyond the staleness bound, oldest first, whether or not a batch is
+            formed.
+        waiting_for: start versions of the running groups that the batch waits for.
+        without_slot: running groups to cancel (`groups_without_slot`).
+        num_missing: kept groups that the batch still needs.
     """
 
     chosen: tuple[str, ...]
     dropped: tuple[str, ...]
     waiting_for: tuple[int, ...]
-    expired: tuple[str, ...]
+    without_slot: tuple[str, ...]
     num_missing: int
 
 
 def staleness(current_version: int, oldest_version: int) -> int:
-    """Return how many versions the oldest token of a group is behind the policy to be updated.
+    """Return how many versions the oldest token of a group lags behind the version to be updated.
 
     Raises:
-        ValueError: the token is from a version that does not exist yet.
+        ValueError: `oldest_version` is newer than `current_version`.
     """
     if oldest_version > current_version:
         raise ValueError(
@@ -87,16 +96,16 @@ def may_form_batch(
     """
     oldest_allowed = version - max_staleness
     dropped = _older_than(kept, oldest_allowed)
-    first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
-    expired = _older_than(running, first_alive) + _older_than(reserved, oldest_allowed)
+    first_with_slot = _first_with_slot(kept, running, reserved, oldest_allowed, batch_size)
+    without_slot = _older_than(running, first_with_slot) + _older_than(reserved, oldest_allowed)
     eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
     num_missing = max(0, batch_size - sum(len(kept[v]) for v in eligible))
     if num_missing:
-        return BatchDecision((), dropped, (), expired, num_missing)
+        return BatchDecision((), dropped, (), without_slot, num_missing)
     newest = _newest_chosen(kept, eligible, batch_size)
     waiting_for: tuple[int, ...] = ()
     if on_stale == "wait":
-        alive = {v: len(ids) for v, ids in running.items() if v >= first_alive and ids}
+        alive = {v: len(ids) for v, ids in running.items() if v >= first_with_slot and ids}
         for v, ids in reserved.items():
             if v >= oldest_allowed and ids:
                 alive[v] = alive.get(v, 0) + len(ids)
@@ -104,14 +113,14 @@ def may_form_batch(
             alive, newest, oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
         )
     if waiting_for:
-        return BatchDecision((), dropped, waiting_for, expired, 0)
+        return BatchDecision((), dropped, waiting_for, without_slot, 0)
     chosen: list[str] = []
     for version_kept in eligible[: eligible.index(newest) + 1]:
         chosen += sorted(kept[version_kept], key=kept[version_kept].__getitem__)
-    return BatchDecision(tuple(chosen[:batch_size]), dropped, (), expired, 0)
+    return BatchDecision(tuple(chosen[:batch_size]), dropped, (), without_slot, 0)
 
 
-def expired_groups(
+def groups_without_slot(
     kept: KeptByVersion,
     running: RunningByVersion,
     *,
@@ -126,7 +135,7 @@ def expired_groups(
     of version u or older. Where kept groups fill them, no slot remains for a running group that
     old, nor where it would push out a kept group of a younger version. Call this whenever a group
     is kept or starts: no other event leaves a running group without a slot. Costs O(versions) where
-    none is expired.
+    every group has a slot.
 
     Args:
         kept: the kept groups that wait.
@@ -138,26 +147,28 @@ def expired_groups(
         reserved: running groups with a reserved slot.
     """
     oldest_allowed = next_version - max_staleness
-    first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
-    return _older_than(running, first_alive) + _older_than(reserved, oldest_allowed)
+    first_with_slot = _first_with_slot(kept, running, reserved, oldest_allowed, batch_size)
+    return _older_than(running, first_with_slot) + _older_than(reserved, oldest_allowed)
 
 
-def _first_alive(
+def _first_with_slot(
     kept: KeptByVersion,
     running: RunningByVersion,
     reserved: RunningByVersion,
     oldest_allowed: int,
     batch_size: int,
 ) -> int:
-    """Return the first version whose running groups may have a batch slot; older ones have none."""
-    first_alive, filled = oldest_allowed, 0
+    """Return the oldest version whose running groups may still get a batch slot."""
+    first_with_slot, filled = oldest_allowed, 0
     if not kept and not reserved:  # at every start: nothing fills a slot
-        return first_alive
+        return first_with_slot
+    # The batches up to the one for `version + max_staleness` take groups of `version` or older:
+    # `version - oldest_allowed + 1` batches. Once those are full, `version` has no slot left.
     for version in sorted(v for v in {*kept, *running, *reserved} if v >= oldest_allowed):
         filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
         if filled >= (version - oldest_allowed + 1) * batch_size:
-            first_alive = version + 1
-    return first_alive
+            first_with_slot = version + 1
+    return first_with_slot
 
 
 def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[str, ...]:
@@ -208,7 +219,7 @@ class GroupAges:
     """Kept and running groups of one run, counted by version as they change.
 
     Thousands of groups may run, and every event may leave something to decide. Holding them by
-    version lets `may_form_batch` and `expired_groups` work without a look at each group.
+    version lets `may_form_batch` and `groups_without_slot` work without a look at each group.
 
     Of the running groups some have a reserved slot, from before they hold tokens until they end.
 
@@ -272,9 +283,9 @@ class GroupAges:
             reserved=self._reserved.groups,
         )
 
-    def expired(self, next_version: int) -> tuple[str, ...]:
-        """Return running groups without a slot from `next_version` on (`expired_groups`)."""
-        return expired_groups(
+    def without_slot(self, next_version: int) -> tuple[str, ...]:
+        """Return running groups without a slot from `next_version` on (`groups_without_slot`)."""
+        return groups_without_slot(
             self._kept.groups,
             self._running.groups,
             next_version=next_version,
@@ -284,7 +295,7 @@ class GroupAges:
         )
 
     def drops(self, prompt_id: str, next_version: int) -> bool:
-        """Return whether an expired group is dropped for its age; if not, it begins again.
+        """Return whether a group without a slot is dropped for its age; if not, it starts again.
 
         Raises:
             KeyError: the group is not running, or has a reserved slot (it is never dropped).
@@ -294,7 +305,7 @@ class GroupAges:
 
 
 class _ByVersion:
-    """Groups by version (no version without one), and the version of each."""
+    """Groups by version, and the version of each. Versions without a group are left out."""
 
     def __init__(self) -> None:
         self.groups: dict[int, dict[str, int]] = {}  # version -> prompt id -> sequence
@@ -317,13 +328,6 @@ class _ByVersion:
         del same_age[prompt_id]
         if not same_age:
             del self.groups[version]
-
-
-RESERVE_AFTER = 3
-"""After this many preemptions in a row a group reserves a slot."""
-
-RESERVED_SHARE = 1 / 8
-"""Share of a batch's slots that may be reserved at a time; at least one slot."""
 
 
 def reserves_slot(num_preemptions: int, num_reserved: int, batch_size: int) -> bool:

@@ -15,7 +15,7 @@ from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, submit
 
 KEYS = (
     *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
@@ -97,11 +97,11 @@ async def test_the_loop_logs_kept_and_filtered_groups_as_they_end(tmp_path: Path
     log = GroupLog(path)
     files = RunFiles(log=log)
     config = msgspec.convert(tree, RunConfig)
-    async with running_loop(config, ScriptedClient(), files=files) as loop:
-        submit(loop, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+    async with running_app(config, ScriptedClient(), files=files) as app:
+        submit(app, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        batch = await app.loop.batches.take(1, 0, 5)
+        app.loop.batches.acknowledge(batch.batch_id, 1)
     log.close()
     found = {line["prompt_id"]: line for line in lines(path)}
     assert {name: line["end"] for name, line in found.items()} == {

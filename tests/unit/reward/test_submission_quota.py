@@ -11,7 +11,7 @@ from sluice.types import ChatMessage
 
 
 def send(submissions: Submissions, session: SubmissionSession, prompt_id: str, most: int) -> None:
-    submissions.check_quota(session, most)
+    submissions.check_client_quota(session, most)
     turn = (ChatMessage("user", "hello"),)
     submissions.submit(Submission(prompt_id, turn, "math_dapo", "1", {}), session)
 
@@ -42,9 +42,9 @@ async def test_a_prompt_that_a_client_has_already_takes_no_further_room() -> Non
     turn = (ChatMessage("user", "hello"),)
     prompt, other = (Submission(name, turn, "math_dapo", "1", {}) for name in "12")
     with submissions.session(client="a") as broken, submissions.session(client="a") as back:
-        submissions.submit(prompt, broken, lambda: submissions.check_quota(broken, 1))
+        submissions.submit(prompt, broken, lambda: submissions.check_client_quota(broken, 1))
         for again in (prompt, other):
-            submissions.submit(again, back, lambda: submissions.check_quota(back, 1))
+            submissions.submit(again, back, lambda: submissions.check_client_quota(back, 1))
         found, refused = [await back.next_event() for _ in range(2)]
     assert isinstance(found, Receipt)
     assert isinstance(refused, Receipt)
@@ -56,6 +56,6 @@ async def test_a_prompt_that_a_client_has_already_takes_no_further_room() -> Non
 def test_a_call_may_have_so_many_unfinished_prompts() -> None:
     session = SubmissionSession()
     session.num_open = 3
-    session.check_capacity(4)
+    session.check_quota(4)
     with pytest.raises(ExhaustedError, match=r"3 prompts of this call .*max_prompts_per_stream"):
-        session.check_capacity(3)
+        session.check_quota(3)

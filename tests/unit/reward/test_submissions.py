@@ -159,7 +159,7 @@ async def test_a_client_that_does_not_read_is_not_given_more(submissions: Submis
         for _ in range(MAX_UNSENT):
             submissions.submit(submission(""), session)
         async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(session.capacity())
+            waiting = tasks.create_task(session.wait_to_receive())
             await asyncio.sleep(0)
             assert not waiting.done()
             await receipt(session)
