@@ -54,6 +54,9 @@ class Replica:
         return self.grown[index].rollout(index, reason, "text")
 
 
+PROMPT_TOKENS = np.zeros(1, np.uint32)
+STARTED = GenerateEvent((PROMPT_TOKENS, LOWEST), ())
+
 steps = st.lists(
     st.tuples(
         st.integers(0, SAMPLES - 1),
@@ -71,12 +74,13 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
 ) -> None:
     counts, received = GroupProgress(), 0
     group = CollectedSamples(replace(REQUEST, progress=counts))
-    group.request.progress.started(np.zeros(1, np.uint32), 0.0)
+    counts.started(PROMPT_TOKENS, 0.0)
 
     def begin(version: int) -> Replica:
         partials = list(group.partials())
         assert all(v.version >= LOWEST for p in partials for v in p.version_spans)
         group.requested(f"replica {version}")
+        arrive(STARTED)
         return Replica(sizes, version, partials)
 
     def arrive(event: GenerateEvent) -> int:
@@ -110,7 +114,8 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
 
 def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
     group = CollectedSamples(replace(REQUEST, progress=GroupProgress()))
-    group.request.progress.started(np.zeros(1, np.uint32), 0.0)
+    group.request.progress.started(PROMPT_TOKENS, 0.0)
+    group.take(STARTED, "r")
     replica = Replica([4, 4, 4], LOWEST, [])
     group.take(GenerateEvent(None, (), (replica.draw(1, 3),)), "r")
     group.take(GenerateEvent(None, (replica.whole(0, FinishReason.STOP),)), "r")
@@ -124,7 +129,8 @@ def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
 def test_what_a_defective_replica_sent_was_received_and_thrown_away() -> None:
     counts = GroupProgress()
     group = CollectedSamples(replace(REQUEST, progress=counts))
-    group.request.progress.started(np.zeros(1, np.uint32), 0.0)
+    group.request.progress.started(PROMPT_TOKENS, 0.0)
+    group.take(STARTED, "r")
     group.take(GenerateEvent(None, (), (tokens(0, 0, 3, LOWEST),)), "r")
     other = Replica([9, 9, 5], LOWEST, []).whole(2, FinishReason.STOP)
     unlike = replace(other, sample_index=0)
@@ -134,3 +140,14 @@ def test_what_a_defective_replica_sent_was_received_and_thrown_away() -> None:
     with pytest.raises(PeerError, match="sample 7 was not asked for"):
         group.take(GenerateEvent(None, (), (tokens(7, 0, 2, LOWEST),)), "r")
     assert counts.num_received == 7
+
+
+def test_each_stream_names_the_prompts_tokens_before_its_samples() -> None:
+    group = CollectedSamples(replace(REQUEST, progress=GroupProgress()))
+    group.request.progress.started(PROMPT_TOKENS, 0.0)
+    group.requested("a")
+    group.take(STARTED, "a")
+    group.take(GenerateEvent(None, (), (tokens(0, 0, 1, LOWEST),)), "a")
+    group.requested("b")
+    with pytest.raises(PeerError, match="sent samples before the prompt's tokens"):
+        group.take(GenerateEvent(None, (), (tokens(0, 1, 1, LOWEST),)), "b")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -73,6 +75,20 @@ def test_a_prompt_that_never_started_leaves_no_line(tmp_path: Path) -> None:
     log.observe(group_ended(end=PromptEnd.SKIPPED, version=None))
     log.close()
     assert not (tmp_path / "groups.jsonl").exists()
+
+
+def test_a_group_that_cannot_be_logged_costs_its_own_line_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds: Iterator[Any] = iter([0.0, None, 1.0, 2.0])  # no time for the first group
+    file = tmp_path / "groups.jsonl"
+    log = GroupLog(file, 16, lambda: next(seconds))
+    for name in ("defect", "\ud800", "whole"):
+        log.observe(group_ended(client_prompt(prompt_id=name)))
+    log.close()
+    assert [line["prompt_id"] for line in lines(file)] == ["whole"]
+    assert "group defect has no line in the log" in caplog.text
+    assert "is not logged: " in caplog.text
 
 
 def test_a_log_that_cannot_be_written_is_reported_once_with_the_remedy(
