@@ -275,7 +275,7 @@ class RewardApp:
             self.loop.submit,
             check_data_source,
             config.sluice.reward.max_client_pending,
-            limits.max_client_images_mb << 20,
+            limits,
         )
         self.score_requests = ScoreRequests(scorers, limits.max_client_score_items)
         self.dumps, validation = sample_dumps(config.trainer), sets.validation

@@ -43,6 +43,9 @@ from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout, Scored
 
+SCORED = "scored"
+NOT_ADMITTED = Attempt("", -1, None, 0)
+
 
 class GroupState(StrEnum):
     """Where a group is."""
@@ -146,9 +149,6 @@ class PromptOutcome:
     rewards: tuple[float, ...]
     detail: str
     samples: Mapping[str, int] = field(default_factory=dict)
-
-
-NOT_ADMITTED = Attempt("", -1, None, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -557,9 +557,6 @@ class GroupTable:
     def _publish(self, event: GroupEvent) -> None:
         for observer in self._observers:
             observer(event)
-
-
-SCORED = "scored"
 
 
 def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:

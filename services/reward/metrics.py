@@ -24,6 +24,13 @@ from sluice.telemetry.metric_names import exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
 from sluice.types import TrainGroup
 
+_INTERVAL_S = 1.0
+_BATCHES, _LEAST_S = 4, 60.0
+_AGAIN = {
+    "scored": "reward/samples_scored_again",
+    "generated": "reward/samples_generated_again",
+}
+
 
 class BatchHistory:
     """The batches formed so far: how long they took to fill, and how stale their responses were.
@@ -54,10 +61,6 @@ class BatchHistory:
         """Yield the readings of all batches."""
         yield self._fill_s.reading()
         yield self._staleness.reading()
-
-
-_INTERVAL_S = 1.0
-_BATCHES, _LEAST_S = 4, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +160,6 @@ class DemandMeter:
         finally:
             if upcoming is not None:
                 upcoming.cancel()
-
-
-_AGAIN = {
-    "scored": "reward/samples_scored_again",
-    "generated": "reward/samples_generated_again",
-}
 
 
 @dataclass(frozen=True, slots=True)

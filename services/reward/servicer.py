@@ -91,7 +91,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         submissions = self._app.submissions
         client = caller_of(context, self._tokens)
         with (
-            submissions.session(self._limits.max_submit_streams, client) as session,
+            submissions.session(client) as session,
             TRACER.within(caller_context(context)),
         ):
             async with asyncio.TaskGroup() as tasks:
@@ -193,12 +193,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         except InvalidRequestError as error:
             session.put(Receipt.refusal(request.prompt_id, error))
             return
-
-        def check_quotas() -> None:
-            session.check_quota(limits.max_prompts_per_stream)
-            self._app.submissions.check_client_quota(session, limits.max_client_prompts)
-
-        self._app.submissions.submit(submission, session, check_quotas)
+        self._app.submissions.submit(submission, session)
 
     async def _write_events(self, session: SubmissionSession, context: Context) -> None:
         while (event := await session.next_event()) is not None:

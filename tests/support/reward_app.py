@@ -1,4 +1,4 @@
-"""The reward loop in this process: real coordinator, scripted replicas and scorers, no sockets."""
+"""The reward loop in this process: the real loop, scripted replicas and scorers, no sockets."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def running_app(
     sets: PromptSets | None = None,
     files: RunFiles | None = None,
 ) -> AsyncIterator[RewardApp]:
-    """A loop, by default without a data set and without files, its coordinator running."""
+    """The app, by default without a data set and without files, its group loop running."""
     app = RewardApp(config, sets or PromptSets(None, None), InlineScorer(), client, files)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(app.loop.run())

@@ -47,6 +47,9 @@ from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup, Sampl
 
 logger = logging.getLogger(__name__)
 
+GATHER_S = 0.5
+"""Broken streams of a replica within these seconds count as one failure."""
+
 
 class GroupDispatcher:
     """Groups on their way to replicas and back.
@@ -400,10 +403,6 @@ def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) ->
     )
     request.progress.engine_errors.update(dict.fromkeys(missing, detail))
     collected.end_unfinished()
-
-
-GATHER_S = 0.5
-"""Broken streams of a replica within these seconds count as one failure."""
 
 
 class BrokenStreams:

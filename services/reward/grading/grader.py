@@ -216,18 +216,15 @@ class ScoreRequests:
         """
         self.check_size(len(items))
         with self._client_calls.held(client, 1), self._client_items.held(client, len(items)):
-            return await self._score(items)
-
-    async def _score(self, items: Sequence[ScorerInput]) -> list[Scored | Failed]:
-        if self._num_calls >= MAX_CALLS:
-            raise ExhaustedError(
-                f"{self._num_calls} Score calls are running, the most at once; send one later"
-            )
-        self._num_calls += 1
-        try:
-            outcomes: list[Scored | Failed] = []
-            for start in range(0, len(items), ITEMS_PER_REQUEST):
-                outcomes += await self._scorers.score(items[start : start + ITEMS_PER_REQUEST])
-            return outcomes
-        finally:
-            self._num_calls -= 1
+            if self._num_calls >= MAX_CALLS:
+                raise ExhaustedError(
+                    f"{self._num_calls} Score calls are running, the most at once; send one later"
+                )
+            self._num_calls += 1
+            try:
+                outcomes: list[Scored | Failed] = []
+                for start in range(0, len(items), ITEMS_PER_REQUEST):
+                    outcomes += await self._scorers.score(items[start : start + ITEMS_PER_REQUEST])
+                return outcomes
+            finally:
+                self._num_calls -= 1

@@ -1,4 +1,4 @@
-"""The coordinator: admission, staleness, take-over, one end for every prompt."""
+"""The group loop: admission, staleness, take-over, one end for every prompt."""
 
 from __future__ import annotations
 
