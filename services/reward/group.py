@@ -119,7 +119,7 @@ class EndCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupEnding:
-    """How a prompt ended.
+    """How a prompt ended, and why.
 
     Args:
         end: the outcome.
@@ -517,7 +517,7 @@ class GroupTable:
             self._publish(GroupEvent(EventKind.FORGOTTEN, group, before))
 
     def forget_preemptions(self) -> None:
-        """Another trainer begins: groups were preempted by the batches of another one."""
+        """Reset all counts of preemptions: another trainer's batches preempted the groups."""
         for group in self:
             group.num_preemptions = 0
 

@@ -67,7 +67,7 @@ class CollectedSamples:
         self._part = self.request.progress.new_part()
 
     def note_version(self, *, or_version: int | None = None) -> None:
-        """Note the oldest version among its tokens and `or_version` in the group's progress."""
+        """Write the oldest version among its tokens and `or_version` into the group's progress."""
         version = self.oldest_version(or_version=or_version)
         self.request.progress.note_version(self._part, version)
 

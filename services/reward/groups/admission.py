@@ -1,4 +1,4 @@
-"""Which prompts start, and when: the decisions of the sampling strategy, carried out.
+"""Start groups: carry out the sampling strategy's decisions on which prompts start, and when.
 
 Consumes: capacity of the fleet, and prompts (clients' first come first served, then the data set).
 Waits for: the data set and the memory of prompts, both read in threads. Produces: attempts that
@@ -121,7 +121,7 @@ class GroupAdmission:
         return self._strategy.num_to_start(self._batches.load(capacity))
 
     async def _decided(self, prompt: Prompt) -> Attempt | None:
-        """Decide about a prompt; ``None``: it may not start any more."""
+        """Return the strategy's decision about a prompt; ``None``: no group may start any more."""
         key, history = prompt_key(prompt), None
         is_client = prompt.origin is PromptOrigin.CLIENT
         if self._memory is not None and not is_client and self._num_skipped < self._epoch_rows:

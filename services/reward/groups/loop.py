@@ -14,10 +14,10 @@ Waits for                      unblocked by
 Produces: kept groups for `batches`; one end for every prompt; at every new version, what the ended
 groups taught about their prompts, in the memory of prompts.
 
-On failure: what one group meets (replica gone, scorer killed, prompt refused) ends that prompt, in
-its own task, and frees its slot. What all groups would meet (unreadable data, a metric that the
-scorer does not return, a strategy that gives up) stops admission, and the trainer's calls for a
-batch raise it. If the memory of prompts cannot be written, the log has a warning and the run
+On failure: an error of one group (replica gone, scorer killed, prompt refused) ends that prompt, in
+its own task, and frees its slot. An error that every group would meet (unreadable data, a metric
+that the scorer does not return, a strategy that gives up) stops admission, and the trainer's calls
+for a batch raise it. If the memory of prompts cannot be written, the log has a warning and the run
 continues. Anything else is a defect and ends the service.
 
 On shutdown: `run` is cancelled; its tasks cancel their streams, which frees the replicas' slots.
@@ -70,7 +70,7 @@ class Blocker:
 
 @dataclass(frozen=True, slots=True)
 class LoopFacts:
-    """The loop as far as it decides what is waited for."""
+    """The state of the loop that decides what it waits for."""
 
     is_announced: bool
     num_replicas: int
@@ -175,7 +175,7 @@ class GroupLoop:
         replicas: Sequence[AnnouncedReplica],
         resume_from: DataProgress | None,
     ) -> None:
-        """Take on a version and its fleet; another trainer takes over all that is pending."""
+        """Adopt a version and its fleet; a new trainer takes over all pending prompts."""
         async with self._announce_lock:
             if trainer != self._trainer:
                 self._groups.policy_version = None  # nothing is admitted meanwhile
@@ -190,7 +190,7 @@ class GroupLoop:
         self._changes.notify()
 
     def awaited(self) -> list[tuple[Blocker, float]]:
-        """Return the cause of the wait and its seconds so far, by the kind of wait."""
+        """Return what the loop waits for, each with the seconds so far; the nearest cause first."""
         lease, source, counts = self._ledger.open_lease, self._source, self._groups.counts
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
@@ -227,7 +227,7 @@ class GroupLoop:
         )
         num_sequences = self._settings.first_sequences(attempt.first_samples)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
-        if reserves:  # it takes a slot that others may be running for
+        if reserves:  # its slot may have been the last for a running group
             self.batches.cancel_without_slot()
         with self._traces.within(group.prompt_id) if TRACER.is_on else nullcontext():
             group.task = tasks.create_task(self._run(group), name=f"prompt {group.prompt_id}")
@@ -235,7 +235,7 @@ class GroupLoop:
     async def _run(self, group: Group) -> None:
         """Run an attempt to its end. If it is cancelled, its prompt starts again or ends as stale.
 
-        All of it belongs to the task: an error in it, an observer's included, ends the service.
+        Any other error, also an observer's, is a defect: the task group ends the service.
         """
         group.is_running = True
         try:
@@ -287,7 +287,7 @@ class GroupLoop:
         self._trainer = trainer
 
     async def _end_what_runs(self) -> None:
-        """Cancel groups under way; before the first announcement there are none."""
+        """Cancel all running groups; before the first announcement there are none."""
         if self._trainer is None:
             return
         logger.warning("another trainer announces itself; pending groups start again")
@@ -299,7 +299,7 @@ class GroupLoop:
             if tasks:
                 await asyncio.wait(tasks)
         self._groups.forget_preemptions()
-        self._strategy.batch_formed()  # waves of the batch under way count no more
+        self._strategy.batch_formed()  # the waves of the present batch no longer count
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
         """Requeue kept and leased prompts, except those the resumed policy was trained on."""
@@ -326,7 +326,7 @@ def _covers(progress: DataProgress, position: int | None) -> bool:
 
 
 def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
-    """Return everything that is waited for, the nearest cause first."""
+    """Return everything that the loop waits for, the nearest cause first."""
     if not facts.is_announced:
         return (Blocker("announce", "trainer", "announcing a policy"),)
     found: list[Blocker] = []
@@ -361,5 +361,5 @@ def _idle_reason(facts: LoopFacts) -> Blocker:
 
 
 def as_waits(awaited: Sequence[tuple[Blocker, float]]) -> tuple[Waiting, ...]:
-    """Return the same as waits of the whole service."""
+    """Return the same as waits of the service."""
     return tuple(Waiting(one.peer, one.phase, seconds) for one, seconds in awaited)

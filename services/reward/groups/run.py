@@ -4,17 +4,17 @@ Consumes: a group that starts. Waits for: a replica, samples, grades. Produces: 
 end of its prompt. With probes a few samples are generated first, and the rest by a second request:
 as soon as two of the first differ, or when all have come and the strategy continues. Both requests
 have the prompt's rank, so a group that continues is served before one that starts. The samples are
-those that one request for all of them would give. The greedy response, where one is needed, comes
-with the last request. All requests share one `GroupProgress`; a group that has used its time or its
-tokens ends with the samples it has.
+the same as one request for all of them would return. The last request also brings the greedy
+response, where one is needed. All requests share one `GroupProgress`; a group that has used its
+time or its tokens ends with the samples it has.
 
 A sample without a score is scored again by the grader, generated again here, or left out, as the
 policy decides (`sluice.algorithm.groups.filter`); a group is trained on its scored samples if
 enough of them are left.
 
-On failure: what this group meets ends its prompt, and may be a strike against it (`quarantine`):
-an engine's error is one only if a replica answered with it, and none where replicas were lost.
-What all groups would meet also stops the loop.
+On failure: an error of this group alone ends its prompt, and may be a strike against it
+(`quarantine`); an engine error is a strike only if a replica answered with it, not if replicas were
+lost. An error that every group would meet also stops the loop.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class GroupRun:
         grader: grades them.
         quarantine: counts strikes.
         strategy: decides about the rest of a group, and learns from its end.
-        batches: cancels groups that have no slot any more, and is given what all groups would meet.
+        batches: cancels groups that have no slot any more, and fails with errors that every group
+            would meet.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class GroupRun:
 
     async def _run(self, group: Group) -> None:
         try:
-            graded, decision = await self._decided(group)
+            graded, decision = await self._filtered(group)
         except OverlongPromptError as error:
             group.check_cancelled()
             self._quarantine.cleared(group.prompt)
@@ -153,7 +154,7 @@ class GroupRun:
             self._batches.fail(error)
 
     def _quarantined(self, group: Group, outcomes: Sequence[Outcome]) -> str | None:
-        """Count a strike against the prompt of a failed group, or clear those before it. Return the
+        """Count a strike against the prompt of a failed group, or clear its strikes. Return the
         reason if the strike puts the prompt into quarantine."""
         failed = striking(outcomes, engine_answered=group.progress.engine_answered)
         if failed is not None:
@@ -161,7 +162,8 @@ class GroupRun:
         self._quarantine.cleared(group.prompt)
         return None
 
-    async def _decided(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
+    async def _filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
+        """Return the graded samples and the filter's decision, perhaps after the probes alone."""
         num_samples, first = self._settings.samples_per_group, group.attempt.first_samples
         if first >= num_samples:
             graded = await self._sampled(group, range(num_samples), self._settings.greedy)
@@ -172,7 +174,7 @@ class GroupRun:
                 decision = self._after_probes(group, graded)
                 if decision is not None:
                     return graded, decision
-                # Of a group that is over no replica gets this request: its samples come aborted.
+                # If the group is over, no replica gets this request: its samples return aborted.
                 self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
                 others = range(first, num_samples)
                 rest = await self._sampled(group, others, self._settings.greedy)
@@ -211,7 +213,7 @@ class GroupRun:
             tasks.create_task(watch.run(), name=grading)
             sampled = await self._generated(group, indexes, on_sample=watch.finished)
             watch.over()
-        # The remaining samples were aborted.
+        # `watch` has graded every sample that finished; the others were aborted.
         return await self._graded(group, sampled, known=watch.outcomes)
 
     def _after_probes(self, group: Group, probes: GradedGroup) -> FilterDecision | None:
@@ -252,9 +254,9 @@ class GroupRun:
         return await self._graded(group, sampled)
 
     async def _regenerated(self, group: Group, graded: GradedGroup) -> GradedGroup:
-        """Return the group with other samples for those that the policy generates again.
+        """Return the group with new samples for those that the policy generates again.
 
-        They have other seeds, or they would be the same once more.
+        Each round has its own seed: with the same seed the same samples would come again.
         """
         policy, num_rounds = self._settings.needs.policy, 1
         while again := policy.to_repeat(graded.outcomes, num_rounds, OutcomeAction.GENERATE_AGAIN):
@@ -321,7 +323,7 @@ class GroupRun:
         )
 
     def _warn_of_partial_credit(self, prompt: Prompt) -> None:
-        """Warn once: pass rates mean nothing where samples are more or less right."""
+        """Warn once: with partial credit a pass rate means nothing."""
         name = self._strategy.rules.strategy
         if self._is_warned or not (name.uses_probes or name.uses_memory):
             return
