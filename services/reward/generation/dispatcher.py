@@ -222,7 +222,7 @@ class GroupDispatcher:
 
     @contextmanager
     def _registered(self, watch: StreamWatch) -> Iterator[None]:
-        """Let an announcement end the stream; note its rate if it was too short to be judged."""
+        """Let an announcement end the stream; note its rate if it was too short to have one."""
         self._streams.add(watch)
         try:
             yield

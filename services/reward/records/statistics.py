@@ -314,10 +314,10 @@ class GroupStatistics:
     def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
         """Return the statistics since the last batch, which this batch carries; begin again."""
         now, scorer_seconds, totals = time.monotonic(), self.scorer_seconds(), self.totals()
-        ends, growth = (
-            self._ends,
-            {name: totals[counter] - self._before[counter] for name, counter in _GROWTH.items()},
-        )
+        ends = self._ends
+        growth = {
+            name: totals[counter] - self._before[counter] for name, counter in _GROWTH.items()
+        }
         num_filtered = sum(ends[end] for end in _FILTERED)
         num_ended = growth["train/groups_kept"] + num_filtered + ends[PromptEnd.DROPPED_FAILED]
         num_generated = growth["train/generated_tokens"]
