@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.groups.staleness import (
-    OnStale,
-    groups_without_slot,
-    may_form_batch,
-    staleness,
-)
+from sluice.algorithm.groups.staleness import GroupAges, OnStale, staleness
 from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit, kept_upper_bound
 
 
@@ -36,18 +30,21 @@ class Found(NamedTuple):
     num_missing: int
 
 
-def by_version(kept: Iterable[tuple[int, int]]) -> dict[int, dict[str, int]]:
-    groups: dict[int, dict[str, int]] = defaultdict(dict)
+def ages_of(
+    kept: Iterable[tuple[int, int]],
+    running: Iterable[tuple[str, int]],
+    *,
+    max_staleness: int,
+    batch_size: int,
+    on_stale: OnStale = "wait",
+) -> GroupAges:
+    """Ages of kept groups, named by their place, and of running ones."""
+    ages = GroupAges(batch_size, max_staleness, on_stale)
     for place, (version, sequence) in enumerate(kept):
-        groups[version][str(place)] = sequence
-    return groups
-
-
-def running_by_version(running: Iterable[tuple[str, int]]) -> dict[int, list[str]]:
-    groups: dict[int, list[str]] = defaultdict(list)
+        ages.keep(f"kept {place}", version, sequence)
     for name, version in running:
-        groups[version].append(name)
-    return groups
+        ages.runs(name, version)
+    return ages
 
 
 def decide(
@@ -60,20 +57,14 @@ def decide(
     batch_size: int = 2,
     kept_bound: Callable[[int], float] = float,
 ) -> Found:
-    running = running_by_version(in_flight)
-    found = may_form_batch(
-        by_version(kept),
-        running,
-        version=version,
-        max_staleness=max_staleness,
-        batch_size=batch_size,
-        on_stale=on_stale,
-        kept_bound=kept_bound,
+    ages = ages_of(
+        kept, in_flight, max_staleness=max_staleness, batch_size=batch_size, on_stale=on_stale
     )
+    found = ages.decide(version, kept_bound)
     return Found(
-        tuple(int(place) for place in found.chosen),
-        tuple(int(place) for place in found.dropped),
-        tuple(name for start_version in found.waiting_for for name in running[start_version]),
+        tuple(int(name.removeprefix("kept ")) for name in found.chosen),
+        tuple(int(name.removeprefix("kept ")) for name in found.dropped),
+        tuple(name for start in found.waiting_for for name, v in in_flight if v == start),
         found.without_slot,
         found.num_missing,
     )
@@ -247,13 +238,13 @@ class Loop:
         return [(str(sequence), version) for sequence, version in self.in_flight]
 
     def cancel_without_slot(self) -> None:
-        without_slot = groups_without_slot(
-            by_version(self.kept),
-            running_by_version(self.running()),
-            next_version=self.version + bool(self.num_in_training),
+        ages = ages_of(
+            self.kept,
+            self.running(),
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
         )
+        without_slot = ages.without_slot(self.version + bool(self.num_in_training))
         self.cancelled += [
             sequence for sequence, _ in self.in_flight if str(sequence) in without_slot
         ]
