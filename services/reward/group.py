@@ -246,6 +246,7 @@ class Group:
 
     def reset(self) -> None:
         """Forget the present attempt."""
+        # In place, not a new object: the loop and the observers hold this one.
         fresh = Group(self.prompt, self.state, self.num_preemptions)
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
@@ -493,6 +494,7 @@ class GroupTable:
             ending: how.
             graded: the samples of a group that was not kept.
         """
+        # The ledger may refuse, so everything else that can fail comes before it.
         self._check(group, EventKind.ENDED, GroupState.ENDED)
         graded = graded or group.graded
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()

@@ -118,6 +118,7 @@ class CollectedSamples:
             index = rollout.sample_index
             known = self._rollouts.get(index) or self._growing.get(index)
             beyond = rollout.num_tokens - (known.num_tokens if known else 0)
+            # One event may bring a delta and then the whole sample, which counts the delta again.
             new_tokens[index] = max(new_tokens.get(index, 0), beyond)
         self.request.progress.num_received += sum(new_tokens.values())
         return new_tokens

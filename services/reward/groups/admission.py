@@ -112,6 +112,7 @@ class GroupAdmission:
         version = self._groups.policy_version
         if version is None:
             return 0
+        # Replicas that serve an older version than this could only add groups that are too old.
         free = self._queue.num_free_sequences(version - self._max_staleness)
         capacity = groups_with_capacity(
             free - self._groups.num_unrequested,  # those wait for a replica, or are about to

@@ -283,6 +283,8 @@ class TrainBatches:
                     self._groups.end(group, GroupEnding(PromptEnd.DROPPED_SURPLUS, detail))
         batch_id = uuid4().hex
         train_groups = tuple(_train_group(group.graded) for group in chosen if group.graded)
+        # The trainer saves this progress with the weights that the batch makes, so the batch's own
+        # rows count as ended although they are only leased.
         positions = [group.prompt.position for group in chosen]
         progress = self._ledger.progress(at for at in positions if at is not None)
         self._groups.lease(batch_id, version, chosen)

@@ -178,7 +178,8 @@ class GroupLoop:
         """Adopt a version and its fleet; a new trainer takes over all pending prompts."""
         async with self._announce_lock:
             if trainer != self._trainer:
-                self._groups.policy_version = None  # nothing is admitted meanwhile
+                # The take-over awaits: without a version nothing is admitted meanwhile.
+                self._groups.policy_version = None
                 await self._take_over(trainer, version, resume_from)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
@@ -281,6 +282,7 @@ class GroupLoop:
         self._groups.reissue(prompts)
         for prompt in prompts:
             self._source.put(prompt)
+        # Otherwise a running policy brings no position: the data set continues where it is.
         if self._trainer is None or resume_from is not None or version == 0:
             self._source.start_data(ledger.restart_data(resume_from or DataProgress(0)))
         ledger.begin_trainer(trainer)

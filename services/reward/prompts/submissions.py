@@ -246,6 +246,7 @@ class Submissions:
     def _known_pending(self, submission: Submission, session: SubmissionSession) -> Prompt | None:
         """Return the pending prompt that another call sends again, if it is one."""
         prompt = self._ledger.prompt(submission.prompt_id)
+        # An id that comes twice in one call is a client's mistake, not a prompt sent again.
         if prompt is None or self._sessions.get(prompt.prompt_id) is session:
             return None
         return prompt if _prompt(submission, prompt.sequence) == prompt else None
