@@ -83,12 +83,13 @@ def test_a_group_that_cannot_be_logged_costs_its_own_line_alone(
     seconds: Iterator[Any] = iter([0.0, None, 1.0, 2.0])  # no time for the first group
     file = tmp_path / "groups.jsonl"
     log = GroupLog(file, 16, lambda: next(seconds))
-    for name in ("defect", "\ud800", "whole"):
-        log.observe(group_ended(client_prompt(prompt_id=name)))
+    for name, key in (("defect", "aa"), ("no text", "\ud800"), ("whole", "aa")):
+        attempt = Attempt(key, 3, None, 4)
+        log.observe(group_ended(client_prompt(prompt_id=name), attempt=attempt))
     log.close()
     assert [line["prompt_id"] for line in lines(file)] == ["whole"]
     assert "group defect has no line in the log" in caplog.text
-    assert "is not logged: " in caplog.text
+    assert "group no text is not logged" in caplog.text
 
 
 def test_a_log_that_cannot_be_written_is_reported_once_with_the_remedy(
