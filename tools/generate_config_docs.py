@@ -54,7 +54,7 @@ Overrides are applied in order after the file, the later of two wins. An unknown
 and a refused value are errors that name the key as you wrote it, its value, what was expected and
 the nearest keys. Nothing is ignored in silence: every key has one of these standings.
 
-| standing | what becomes of the value |
+| standing | how the value is treated |
 |---|---|
 | honoured | it does what it does in verl |
 | mapped | it is turned into other keys; a line at the start names them |

@@ -54,4 +54,4 @@ async def _serve(run: Path, host: str, port: int) -> None:
 
 
 def _print_address(url: str) -> None:
-    typer.echo(f"the page of the run: {url}")
+    typer.echo(f"Dashboard: {url}")
