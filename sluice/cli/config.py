@@ -80,17 +80,18 @@ def check(
     arguments: ConfigArguments = None,
     *,
     model_config: Annotated[
-        Path | None, typer.Option(help="config.json of the model, where model.path is not here.")
+        Path | None,
+        typer.Option(help="config.json of the model, if model.path is not on this machine."),
     ] = None,
     device_memory: Annotated[
         float | None, typer.Option(min=0.1, help="Memory of one device, GiB.")
     ] = None,
     rules: Annotated[
         Literal["all", "here"],
-        typer.Option(help="all: what verl would refuse too; here: only what sluice cannot run."),
+        typer.Option(help="all: also what verl would refuse; here: only what sluice cannot run."),
     ] = "all",
     files: Annotated[
-        bool, typer.Option("--files/--no-files", help="Whether files that are named must exist.")
+        bool, typer.Option("--files/--no-files", help="Whether the named files must exist.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
