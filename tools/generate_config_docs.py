@@ -50,8 +50,8 @@ this page's row about one key.
 | `~key`, `~key=value` | back to the default |
 | `@file`, or the file's name | a file of overrides, one a line, with `#` comments |
 
-Overrides are applied in order after the file; a later one replaces an earlier one. An unknown key, a
-wrong type and a refused value are errors that name the key as you wrote it, its value, what was
+Overrides are applied in order after the file; a later one replaces an earlier one. Errors (an
+unknown key, a wrong type, a refused value) name the key as you wrote it, its value, what was
 expected and the nearest keys. Nothing is ignored in silence: every key has one of these statuses.
 
 | status | how the value is treated |
@@ -141,8 +141,8 @@ def _explanation(key: Entry) -> str:
     """Return meaning, effect and advice as sentences."""
     labelled = (
         ("", key.meaning),
-        ("*Memory and speed:* ", key.effect),
-        ("*Practice:* ", key.advice),
+        ("*Effect:* ", key.effect),
+        ("*Advice:* ", key.advice),
     )
     return " ".join(f"{label}{_sentence(text)}" for label, text in labelled if text)
 

@@ -80,7 +80,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     ] = None,
     instruction: Annotated[
         str | None,
-        typer.Option(help="Instruction with every question, instead of the data set's own."),
+        typer.Option(help="Text beside every question, replacing the data set's own."),
     ] = None,
     prompt_field: Annotated[
         str, typer.Option(help="jsonl: field with the question; ignored for rows in verl's format.")

@@ -152,7 +152,7 @@ def start_run(
     if end.failures:
         console.print(f"all log lines: {run_dir / 'logs'}", soft_wrap=True)
     if end.exit_code == EXIT_INTERRUPTED:
-        console.print("Interrupted. All services stopped.")
+        console.print("interrupted; everything has ended")
     return end
 
 

@@ -28,8 +28,8 @@ def dashboard(
 ) -> None:
     """Show a run in the browser: curves, groups, fleet, use of time and tokens, samples.
 
-    Serves a page that needs no other network; it reads the run's folder, and queries the services of
-    a running run. Ends with Ctrl-C. On other interfaces than loopback it requires a token of
+    Serves a page that needs no other network; it reads the run's folder and asks the services of a
+    running run. Ends with Ctrl-C. On other interfaces than loopback it requires a token of
     sluice.security.token_file.
 
     \b
@@ -54,4 +54,4 @@ async def _serve(run: Path, host: str, port: int) -> None:
 
 
 def _print_address(url: str) -> None:
-    typer.echo(f"Dashboard: {url}")
+    typer.echo(f"the page of the run: {url}")

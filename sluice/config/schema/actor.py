@@ -25,12 +25,10 @@ class OptimConfig(Section, frozen=True):
     """Peak learning rate."""
 
     lr_warmup_steps: int = -1
-    """Length of the linear warm-up in train batches; 0 or less: lr_warmup_steps_ratio times
-    total_training_steps.
-    """
+    """Linear warm-up in train batches; 0 or less: lr_warmup_steps_ratio of the total."""
 
     lr_warmup_steps_ratio: Share = 0.0
-    """Warm-up as a share of total_training_steps, if lr_warmup_steps is not above 0."""
+    """Warm-up as a share of the total, if lr_warmup_steps is not above 0."""
 
     lr_scheduler_type: Literal["constant", "cosine", "linear", "inverse_square_root"] = "constant"
     """Shape of the learning rate after the warm-up."""
@@ -130,8 +128,7 @@ class PolicyLossConfig(Section, frozen=True):
     """adpo: weight of the squared mean log-partition."""
 
     use_q_center: bool = True
-    """adpo: center scores under the target distribution; affects only the term of logit_reg_coef.
-    """
+    """adpo: center scores under the target; affects only the term of logit_reg_coef."""
 
     grad_scale_factor: PositiveFloat = 20.0
     """adpo, scaled: factor of the loss."""
@@ -187,8 +184,7 @@ class FsdpConfig(Section, frozen=True):
     """
 
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass, and gather them again for its
-    backward pass.
+    """Free a layer's gathered weights after its forward pass; gather them again for the backward.
     """
 
     use_no_sync_for_gradient_accumulation: bool = True
@@ -266,9 +262,7 @@ class ActorConfig(Section, frozen=True):
     """Seed of that shuffle."""
 
     use_rollout_log_probs: bool = False
-    """Use the engine's behavior logprobs as the old logprobs instead of recomputing them in the
-    trainer.
-    """
+    """Use the engine's behavior logprobs as the old ones instead of recomputing them."""
 
     optim: OptimConfig = OptimConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()

@@ -18,9 +18,7 @@ class KlControlConfig(Section, frozen=True):
     """Weight of the KL term in rewards, and its controller (Ziegler et al. 2019, section 2.2)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: the weight stays kl_coef; adaptive: it follows the measured divergence towards
-    target_kl.
-    """
+    """fixed: the weight stays kl_coef; adaptive: it steers the divergence to target_kl."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight of the KL term in rewards; with adaptive, its first value."""
@@ -39,9 +37,7 @@ class FilterGroupsConfig(Section, frozen=True):
     """Drop groups that carry no gradient, and generate others instead."""
 
     metric: str = "acc"
-    """Metric to compare within a group: acc, score, seq_reward, seq_final_reward, or any key that
-    the scorer returns.
-    """
+    """acc, score, seq_reward, seq_final_reward, or any key that the scorer returns."""
 
     max_num_gen_batches: int = 0
     """With sampling strategy rounds: waves of prompts that one batch may take before the run stops
@@ -49,9 +45,7 @@ class FilterGroupsConfig(Section, frozen=True):
     """
 
     min_yield: Share = 0.005
-    """Stop the run when the filter kept less than this share of the last min_yield_groups groups;
-    0: never.
-    """
+    """Stop if fewer than this share of the last min_yield_groups groups were kept; 0: never."""
 
     min_yield_groups: PositiveInt = 2000
     """Number of groups over which min_yield is measured."""
@@ -61,9 +55,7 @@ class RolloutCorrectionConfig(Section, frozen=True):
     """Correction for samples of an older policy: importance weights and rejection."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Level of the truncated importance weights exp(old - behavior logprob): token or sequence;
-    none: no weights.
-    """
+    """Level of the importance weights exp(old - behavior logprob); none: no weights."""
 
     rollout_is_threshold: PositiveFloat | str = 2.0
     """Upper bound of the weights; larger ones are truncated to it. "low_high" instead sets weights
@@ -79,9 +71,7 @@ class RolloutCorrectionConfig(Section, frozen=True):
     """
 
     rollout_rs_threshold: float | str | None = None
-    """Bounds of the criteria in rollout_rs: one for all, or one each, separated by commas;
-    "low_high" for k1.
-    """
+    """Bounds for rollout_rs: one for all, or one each, separated by commas; "low_high" for k1."""
 
     bypass_mode: bool = False
     """Use the engine's behavior logprobs as the old logprobs, and correct inside the loss."""

@@ -38,8 +38,7 @@ class CriticConfig(Section, frozen=True):
     """Number of passes of the update over one train batch; none: as the actor."""
 
     shuffle: bool | None = None
-    """Shuffle the groups of a train batch before it is cut into mini-batches; none: as the actor.
-    """
+    """Shuffle groups before they are cut into mini-batches; none: as the actor."""
 
     data_loader_seed: int = 42
     """Seed of that shuffle."""

@@ -79,9 +79,7 @@ class DataConfig(Section, frozen=True):
     """Use at most this many validation rows; -1: all."""
 
     deduplicate: bool = False
-    """Issue each prompt once: skip rows that repeat both messages and ground truth of an earlier
-    row.
-    """
+    """Skip rows that repeat the messages and the ground truth of an earlier row."""
 
     shuffle_buffer_rows: NonNegativeInt = 16384
     """Rows held in memory for shuffling: the reader takes row groups in random order and shuffles

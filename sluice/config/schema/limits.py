@@ -52,9 +52,7 @@ class LimitsConfig(Section, frozen=True):
     """Size of one encoded image, MiB."""
 
     max_prompt_images_mb: PositiveInt | None = None
-    """Size of all encoded images of one prompt, MiB; none: 16, or a quarter of the largest message
-    if that is less.
-    """
+    """All encoded images of one prompt, MiB; none: 16, or a quarter of a message if less."""
 
     max_image_pixels: Annotated[int, Meta(ge=1, le=MOST_PIXELS)] = DEFAULT_LIMITS.max_pixels
     """Width times height of an image, read from its header before it is decoded."""

@@ -35,9 +35,7 @@ class RewardModelConfig(Section, frozen=True):
     """
 
     score_pattern: str | None = None
-    """Regular expression that finds the score in the reply; its last match counts; none: the last
-    number.
-    """
+    """Regular expression of the score in the reply; the last match counts; none: any number."""
 
     min_score: float = 0.0
     """Lowest valid score; a response with a lower one is unscorable."""
@@ -98,9 +96,7 @@ class CustomRewardFunctionConfig(Section, frozen=True):
     """Python file that defines the function; none: built-in scorers by data_source."""
 
     name: str = "compute_score"
-    """Name of the function; it takes (data_source, solution_str, ground_truth, extra_info,
-    **kwargs).
-    """
+    """Function name: (data_source, solution_str, ground_truth, extra_info, **kwargs)."""
 
     reward_kwargs: dict[str, object] = msgspec.field(default_factory=dict)
     """Additional keyword arguments of the function."""

@@ -92,9 +92,7 @@ class RolloutConfig(Section, frozen=True):
     """Batch sizes for which CUDA graphs are captured; none: the engine's choice."""
 
     ignore_eos: bool = False
-    """Generate past the end-of-text token up to the length limit, in training and validation; for
-    measurements only.
-    """
+    """Generate past the end-of-text token, up to the length limit; for measurements only."""
 
     quantization: str | None = None
     """fp8: quantize the engine's weights when they arrive; none: no quantization."""

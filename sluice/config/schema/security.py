@@ -22,9 +22,7 @@ class SecurityConfig(Section, frozen=True):
     """
 
     ca_file: _Given | None = None
-    """PEM file of the authorities that signed the peers' certificates; none, with tls=server only:
-    the system's.
-    """
+    """PEM file of the peers' certificate authorities; none, if tls is server: the system's."""
 
     cert_file: _Given | None = None
     """PEM file of this process's certificate chain."""

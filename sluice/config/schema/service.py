@@ -38,8 +38,7 @@ class DashboardConfig(Section, frozen=True):
     """
 
     sample_chars: PositiveInt = 16384
-    """Most characters of a stored prompt or response; a longer one keeps its beginning and its end.
-    """
+    """Most characters of a stored prompt or response; longer ones lose their middle."""
 
 
 class TracesConfig(Section, frozen=True):
@@ -51,9 +50,7 @@ class TracesConfig(Section, frozen=True):
     """
 
     file: str | None = None
-    """File to which spans are appended as lines of OTLP JSON; a relative path is in the run's
-    folder; none: no file.
-    """
+    """File for spans, as lines of OTLP JSON; relative to the run's folder; none: no file."""
 
     sample_ratio: Share = 0.1
     """Share of prompts whose traces are recorded; steps are always recorded."""
@@ -79,9 +76,7 @@ class AsynchronyConfig(Section, frozen=True):
     """How far generation may run ahead of training."""
 
     max_staleness: NonNegativeInt = 0
-    """Most versions that the oldest token of a trained sample may lag behind the policy; 0:
-    synchronous, on-policy.
-    """
+    """Most versions that a sample's oldest token may lag behind; 0: synchronous, on-policy."""
 
     ahead_share: PositiveShare = 1.0
     """Share of max_staleness batches that may be generated ahead of the policy that trains them. It
@@ -90,9 +85,7 @@ class AsynchronyConfig(Section, frozen=True):
     """
 
     on_stale: Literal["wait", "drop"] = "wait"
-    """wait: a batch waits for groups that would become stale; drop: such groups are dropped and
-    counted.
-    """
+    """wait: a batch waits for groups that would become stale; drop: they are dropped, counted."""
 
     pace: bool = True
     """true: prompts with long earlier responses start early in a version's time, so that fewer
@@ -121,9 +114,7 @@ class SamplingConfig(Section, frozen=True):
     """Least probability of generating a prompt or group that the estimates would skip."""
 
     coverage_guard: bool = True
-    """staged, memory: keep the share of hard prompts among trained groups as high as without
-    skipping.
-    """
+    """staged, memory: keep the share of hard prompts among trained groups as without skipping."""
 
     on_policy_fill: Literal["exact", "expected"] | None = None
     """How a batch fills if max_staleness is 0 (not with rounds). exact: never more groups than the
@@ -198,9 +189,7 @@ class ScoringFailureConfig(Section, frozen=True):
     """
 
     max_attempts: Annotated[PositiveInt, Meta(le=16)] = 2
-    """Most times that a sample is scored or generated, the first included; then the key then
-    decides.
-    """
+    """Most times that a sample is scored or generated, in total; then `then` decides."""
 
     then: ThenKey = "leave_out"
     """After the last attempt. leave_out: train the group's other samples, if enough are left
@@ -243,9 +232,7 @@ class RewardServiceConfig(Section, frozen=True):
 
     endpoint: EndpointConfig = EndpointConfig()
     generate_timeout_s: PositiveFloat = 600.0
-    """Most seconds of one replica for one group; after that the missing samples continue on another
-    replica.
-    """
+    """Most seconds of a replica for a group; its missing samples then continue on another one."""
 
     max_attempts: PositiveInt = 5
     """Most failed attempts to generate the missing samples of a group; after that the group
@@ -261,9 +248,7 @@ class RewardServiceConfig(Section, frozen=True):
     """
 
     stall_timeout_s: PositiveFloat = 30.0
-    """Seconds without a token or sign of progress after which a group's missing samples continue on
-    another replica.
-    """
+    """Seconds without progress after which a group's missing samples continue elsewhere."""
 
     slow_factor: Annotated[float, Meta(gt=1)] | None = 4.0
     """A group moves to another replica, once, if its replica is this many times slower than the
@@ -271,13 +256,10 @@ class RewardServiceConfig(Section, frozen=True):
     """
 
     group_deadline_s: PositiveFloat | None = None
-    """Seconds after its start at which a training group ends without its unfinished samples; none:
-    never.
-    """
+    """Seconds after which a training group ends without its unfinished samples; none: never."""
 
     group_token_budget: PositiveInt | None = None
-    """Response tokens at which a training group ends without its unfinished samples; none: never.
-    """
+    """Tokens at which a training group ends without its unfinished samples; none: never."""
 
     inflight_slack: PositiveFloat = 1.5
     """Most sequences in flight per slot of all replicas; above 1 keeps slots busy between calls."""
@@ -319,9 +301,7 @@ class TrainerServiceConfig(Section, frozen=True):
     """Seconds without a heartbeat after which a replica is removed."""
 
     replica_stall_s: PositiveFloat = 60.0
-    """Seconds without a token after which a replica that has work gets no more, until it makes
-    progress.
-    """
+    """Seconds without a token after which a replica with work is unused until it progresses."""
 
     command_timeout_s: PositiveFloat = 120.0
     """Most seconds that a trainer rank waits for rank 0's next command."""
@@ -342,9 +322,7 @@ class WeightsConfig(Section, frozen=True):
     """Most seconds to form a transfer group, and for each collective."""
 
     probe_timeout_s: PositiveFloat = 3.0
-    """Most seconds for a replica's answer to a probe, before a group is formed and after a failed
-    update.
-    """
+    """Most seconds for a replica's answer to a probe (new group, or after a failed update)."""
 
     backend: Literal["gloo", "nccl", "hccl"] | None = None
     """Backend of the collectives; none: the one that fits the device."""
@@ -355,23 +333,17 @@ class WeightsConfig(Section, frozen=True):
     """
 
     recompute_kv: bool = False
-    """true: after a swap, recompute the KV cache of running samples with the new weights; false:
-    keep the old cache.
-    """
+    """After a swap, recompute running samples' KV cache; false: keep the old cache."""
 
 
 class WatchdogConfig(Section, frozen=True):
     """When a process without progress is reported, and when it exits."""
 
     stall_s: PositiveFloat | None = 300.0
-    """Seconds without progress, although there is work, after which a service logs what it waits
-    for; none: never.
-    """
+    """Seconds with work but no progress after which a service logs its waits; none: never."""
 
     give_up_s: PositiveFloat | None = 1800.0
-    """Seconds without progress after which the process exits with code 75, so that it is restarted;
-    none: never.
-    """
+    """Seconds without progress after which the process exits with code 75; none: never."""
 
 
 class ServiceConfig(Section, frozen=True):
