@@ -79,8 +79,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="Name that routes rows to a scorer; none: that of the data set."),
     ] = None,
     instruction: Annotated[
-        str | None,
-        typer.Option(help="Text beside every question, replacing the data set's own."),
+        str | None, typer.Option(help="Text beside every question; none: the data set's own.")
     ] = None,
     prompt_field: Annotated[
         str, typer.Option(help="jsonl: field with the question; ignored for rows in verl's format.")
