@@ -53,7 +53,7 @@ SERVICE_PORTS: dict[Kind, ServicePorts] = {
     "rollout": ServicePorts(7001, 7101, 7201),
     "reward": ServicePorts(7002, 7102, 7202),
 }
-# The dashboard's port; a process next to the trainer's rank 0 can serve the page.
+# The live page's port; a process next to the trainer's rank 0 can serve the page.
 DASHBOARD_PORT = 8080
 _EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; tokens restrict the callers
 
@@ -145,7 +145,7 @@ def metrics_settings() -> tuple[str, ...]:
 
 
 def dashboard_settings() -> tuple[str, ...]:
-    """Return overrides (``key=value``) that serve the dashboard beyond the trainer's own host.
+    """Return overrides (``key=value``) that serve the live page beyond the trainer's own host.
 
     Its readers show a token, so the run needs ``sluice.security.token_file`` as well.
     """

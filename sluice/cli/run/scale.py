@@ -26,12 +26,14 @@ def scale(
     count: Annotated[int, typer.Argument(help="The new number of replicas, 1 or more.")],
     *,
     run_dir: RunOption = DEFAULT_RUN,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Most seconds to wait.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds to wait until it is done.")
+    ] = 600.0,
 ) -> None:
     """Start or drain replicas of a run of `sluice up`, and wait until it is done.
 
     New replicas serve as soon as they hold the current weights. The highest numbers leave first;
-    other replicas continue their samples. 0 is refused, since nothing would sample.
+    other replicas continue their samples. 0 is refused: nothing would sample.
 
     \b
     Example:

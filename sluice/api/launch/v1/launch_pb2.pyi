@@ -14,13 +14,13 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class SetReplicasRequest(google.protobuf.message.Message):
-    """Requests a number of replicas."""
+    """Asks for a number of replicas."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REPLICAS_FIELD_NUMBER: builtins.int
     replicas: builtins.int
-    """Number of replicas of this launcher that remain, 1 to 1024."""
+    """How many of this launcher's replicas remain, 1 to 1024."""
     def __init__(
         self,
         *,
@@ -58,7 +58,7 @@ global___SetReplicasResponse = SetReplicasResponse
 
 @typing.final
 class GetServicesRequest(google.protobuf.message.Message):
-    """Requests all processes."""
+    """Asks for all processes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -85,7 +85,7 @@ class ServiceProcess(google.protobuf.message.Message):
     restarts: builtins.int
     """How often in a row it was restarted after a failure."""
     draining: builtins.bool
-    """Whether it is draining."""
+    """Whether it leaves."""
     def __init__(
         self,
         *,
