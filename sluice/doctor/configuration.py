@@ -31,7 +31,7 @@ def check_configuration(examined: Examined) -> Iterator[Finding]:
     reported = [*examined.wrong, *of_other_keys(broken, examined.wrong)]
     yield from (of_text(one.text, _REFUSED) for one in reported if not is_elsewhere(one))
     if not reported:
-        yield fine("no rule is broken")
+        yield fine("no problems found")
 
 
 def of_other_keys(broken: Sequence[Problem], wrong: Sequence[Problem]) -> list[Problem]:
