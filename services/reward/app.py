@@ -40,6 +40,7 @@ from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
 from services.reward.prompts.submissions import Submissions
+from services.reward.records.failure_log import FailureLog
 from services.reward.records.group_log import GroupLog, sample_dumps
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
@@ -184,6 +185,7 @@ class RewardApp:
             round_size=round_size(self.strategy.rules),
             scorer_seconds=lambda: scorers.busy_seconds,
         )
+        self.failures = FailureLog()
         group_filter = config.algorithm.filter_groups
         self.guard = YieldGuard(group_filter.min_yield, group_filter.min_yield_groups)
         self._build_loop(settings, files.memory, capacity)
@@ -206,7 +208,6 @@ class RewardApp:
             client,
             self.queue,
             max_attempts=config.sluice.reward.max_attempts,
-            leave_out_overlong=config.data.filter_overlong_prompts,
             rules=straggler_rules(config),
         )
 
@@ -287,12 +288,14 @@ class RewardApp:
             self.dumps,
             lambda: self.groups.policy_version,
             on_tokens=self.counters.validated,
+            failures=self.failures,
         )
 
     def _observe(self, log: GroupLog | None) -> None:
         """Publish the events of groups. Observers that write nothing are left out."""
         self.groups.observe(self.guard.observe)
         self.groups.observe(self.counters.observe)
+        self.groups.observe(self.failures.observe)
         if TRACER.is_on:
             self.groups.observe(self.traces.observe)
         if log is not None:

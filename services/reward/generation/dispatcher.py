@@ -34,7 +34,6 @@ from services.reward.generation.stream import CollectedSamples, StreamEnd, Strea
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
 from sluice.algorithm.routing import AnnouncedReplica, Reservation
 from sluice.errors import (
-    DataError,
     EngineError,
     ExhaustedError,
     InvalidRequestError,
@@ -43,7 +42,7 @@ from sluice.errors import (
     SluiceError,
 )
 from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
-from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup, SamplingParams
+from sluice.types import FailureKind, Rollout, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,6 @@ class GroupDispatcher:
         client: how replicas are called.
         queue: assigns capacity on replicas.
         max_attempts: failures after which a group is given up.
-        leave_out_overlong: leave out a row that is too long; otherwise it is an error of the data.
         rules: see above.
     """
 
@@ -73,11 +71,9 @@ class GroupDispatcher:
         queue: ReplicaQueue,
         *,
         max_attempts: int,
-        leave_out_overlong: bool = False,
         rules: StragglerRules | None = None,
     ) -> None:
         self._client, self._queue, self._max_attempts = client, queue, max_attempts
-        self._leave_out_overlong = leave_out_overlong
         self.rules = rules or StragglerRules()
         self._rates = RateTable()
         self._broken = BrokenStreams()
@@ -110,7 +106,6 @@ class GroupDispatcher:
             GroupFailedError: the engine refuses the prompt (`OverlongPromptError`: as too long),
                 too many attempts failed (and the request does not go without what is missing), or
                 the group ended before any of its samples finished.
-            DataError: a row is too long, and such rows are not to be left out.
         """
         collected, progress = CollectedSamples(request, on_sample), request.progress
         failures: list[str] = []
@@ -162,8 +157,6 @@ class GroupDispatcher:
                 return failure
         except PromptTooLongError as error:
             prompt = collected.request.prompt
-            if prompt.origin is PromptOrigin.DATASET and not self._leave_out_overlong:
-                raise DataError(f"{prompt.place}: {error}") from error
             raise OverlongPromptError(f"{prompt.place or prompt.prompt_id}: {error}") from error
         except InvalidRequestError as error:
             if not self._may_be_too_small(reservation, len(collected.missing)):

@@ -237,7 +237,7 @@ class GroupFailedError(SluiceError):
 
 
 class OverlongPromptError(GroupFailedError):
-    """A prompt is over data.max_prompt_length, and such prompts are left out."""
+    """A prompt is over data.max_prompt_length and is not cut; it is left out with a warning."""
 
 
 SampleCallback = Callable[[Rollout], None]

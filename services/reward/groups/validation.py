@@ -9,7 +9,6 @@ One validation runs at a time; another waits for its end, within its own deadlin
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from services.reward.generation.request import (
 from services.reward.grading.grader import Grader
 from services.reward.prompts.dataset import IssuedRow
 from services.reward.prompts.source import RowStream
+from services.reward.records.failure_log import FailureLog
 from services.reward.records.group_log import SampleDumps
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.concurrency.deadlines import deadline
@@ -42,8 +42,6 @@ from sluice.types import (
     SamplingParams,
     Scored,
 )
-
-logger = logging.getLogger(__name__)
 
 MAX_GROUPS_AT_ONCE = 256
 ROWS_PER_READ = 64
@@ -153,6 +151,7 @@ class Validator:
         dispatcher: generates groups, before any training group.
         grader: grades them as in training.
         on_tokens: called with the tokens generated for each group, whatever its outcome.
+        failures: logs samples without a score.
         dumps: write the responses to files.
         announced_version: returns the version announced last.
     """
@@ -165,10 +164,12 @@ class Validator:
         dumps: SampleDumps,
         announced_version: Callable[[], int | None],
         on_tokens: Callable[[int], None] = lambda _: None,
+        failures: FailureLog | None = None,
     ) -> None:
         self._open_stream, self._dispatcher, self._grader = open_stream, dispatcher, grader
         self._dumps, self._announced_version = dumps, announced_version
         self._on_tokens = on_tokens
+        self._failures = failures or FailureLog()
         self._turn = asyncio.Lock()
         self._open: set[GroupProgress] = set()  # of prompts under way
         self.num_graded_groups = 0
@@ -235,13 +236,13 @@ class Validator:
         try:
             group = await self._generated(prompt, order, progress)
         except OverlongPromptError as error:
-            logger.info("%s left out: %s", prompt.prompt_id, error)
+            self._failures.note(str(error), "prompts left out", prompt.prompt_id)
             return
         except GroupFailedError as error:
             failed = Failed(FailureKind.ENGINE_ERROR, str(error))
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
             found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
-            _note_failure(prompt, failed, progress)
+            self._note_failure(prompt, failed, progress)
         else:
             outcomes = await self._graded(group, progress)
             samples = self._dumps.of_validation(group, outcomes)
@@ -282,18 +283,12 @@ class Validator:
             outcomes = (Failed(FailureKind.SCORER_CRASH, str(error)),) * len(group.rollouts)
         for outcome in outcomes:
             if isinstance(outcome, Failed):
-                _note_failure(group.prompt, outcome, progress)
+                self._note_failure(group.prompt, outcome, progress)
         return outcomes
 
-
-def _note_failure(prompt: Prompt, failed: Failed, progress: GroupProgress) -> None:
-    logger.warning(
-        "%s left out (replica %s): %s: %s",
-        prompt.prompt_id,
-        progress.replica_names,
-        failed.kind,
-        failed.detail,
-    )
+    def _note_failure(self, prompt: Prompt, failed: Failed, progress: GroupProgress) -> None:
+        where = f"{prompt.prompt_id} (replica {progress.replica_names})"
+        self._failures.failed(failed, where)
 
 
 def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:

@@ -233,16 +233,6 @@ class GroupStatistics:
         self._totals["reward/samples_failed"] += len(failed)
         for name, count in outcome_counts(outcomes).items():
             self._totals[f"reward/outcomes/{name}"] += count
-        if failed:
-            logger.warning(
-                "prompt %s (replica %s): %d of %d samples without a score, the first: %s: %s",
-                group.prompt_id,
-                group.progress.replica_names,
-                len(failed),
-                len(outcomes),
-                failed[0].kind,
-                failed[0].detail,
-            )
 
     def _requeued(self, group: Group, why: CancelReason) -> None:
         """Count an attempt that was given up.
@@ -275,7 +265,6 @@ class GroupStatistics:
         if ending.cause is EndCause.OVERLONG:
             totals["reward/prompts_overlong"] += 1
             self._assign(TokenUse.FAILED, group.progress, None)
-            logger.info("prompt %s left out: %s", group.prompt_id, ending.detail)
             return
         self._ends[ending.end] += 1
         if ending.end is PromptEnd.SKIPPED:
@@ -285,6 +274,7 @@ class GroupStatistics:
         self._assign(use, group.progress, graded)
         if use in _DISCARDED:
             totals[f"reward/discarded_tokens/{use}"] += group.progress.num_received
+        if use in _DISCARDED and use is not TokenUse.FAILED:  # `FailureLog` counts failures
             logger.warning(
                 "prompt %s dropped as %s (replica %s): %s",
                 group.prompt_id,

@@ -1,13 +1,15 @@
-"""Stop a run whose data hardly yield any group that is kept, and explain it."""
+"""Stop a run that cannot train: its first groups all fail for one reason, or its data hardly yield
+any group that is kept. Explain it."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 
 from services.reward.group import EndCause, EventKind, GroupEvent
+from services.reward.records.failure_log import reason_of
 from sluice.algorithm.sampling.admission import LastGroups, YieldFloor
-from sluice.errors import DataExhaustedError
-from sluice.types import PromptEnd
+from sluice.errors import BatchUnfillableError, DataExhaustedError
+from sluice.types import Failed, FailureKind, PromptEnd
 
 _YIELD_ENDS = {
     PromptEnd.FILTERED_ALL_RIGHT,
@@ -17,8 +19,12 @@ _YIELD_ENDS = {
 }
 
 
+ALIKE_GROUPS = 64
+"""So many groups that all fail for one reason, before any other, end the run."""
+
+
 class YieldGuard:
-    """An observer that stops a run whose data hardly yield any group that is kept, and explains it.
+    """An observer that stops a run whose groups fail or are filtered away, and explains it.
 
     Args:
         min_yield: least share of kept groups; 0: no bound.
@@ -31,6 +37,9 @@ class YieldGuard:
         self._last_failure = ""
         self._num_left_out, self._last_left_out = 0, ""
         self._num_quarantined = 0
+        self._num_alike: int | None = 0  # ``None``: one group has ended in another way
+        self._first_reason = ""
+        self._frames: tuple[str, ...] = ()
 
     def observe(self, event: GroupEvent) -> None:
         """Count a group that was kept, filtered or failed. A prompt that is too long or in
@@ -46,14 +55,30 @@ class YieldGuard:
             case EndCause.QUARANTINE:
                 self._num_quarantined += 1
             case EndCause.RESULT if ending.end in _YIELD_ENDS:
-                self.ended(ending.end, ending.detail)
+                outcomes = event.group.graded.outcomes if event.group.graded else ()
+                failed = next((one for one in outcomes if isinstance(one, Failed)), None)
+                self._frames = self._frames or (failed.frames if failed else ())
+                # A replica that was lost says nothing about the groups to come.
+                may_pass = failed is None and not event.group.progress.engine_answered
+                is_lost = ending.detail.startswith(FailureKind.ENGINE_ERROR) and may_pass
+                self.ended(ending.end, ending.detail, is_lost=is_lost)
 
-    def ended(self, end: PromptEnd | None, detail: str) -> None:
-        """Note how a group ended; ``None``: it was kept."""
+    def ended(self, end: PromptEnd | None, detail: str, *, is_lost: bool = False) -> None:
+        """Note how a group ended; ``None``: it was kept; `is_lost`: with its replicas."""
+        if not is_lost:
+            self._count_alike(end, detail)
         self._last = self._floor.after(self._last, is_kept=end is None)
         self._ends.append("kept" if end is None else end.value)
         if end is PromptEnd.DROPPED_FAILED:
             self._last_failure = detail
+
+    def _count_alike(self, end: PromptEnd | None, detail: str) -> None:
+        reason = reason_of(detail)
+        self._first_reason = self._first_reason or reason
+        if end is not PromptEnd.DROPPED_FAILED or reason != self._first_reason:
+            self._num_alike = None
+        elif self._num_alike is not None:
+            self._num_alike += 1
 
     def left_out(self, detail: str) -> None:
         """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""
@@ -61,7 +86,14 @@ class YieldGuard:
         self._last_left_out = detail
 
     def check_yield(self) -> None:
-        """Raise `BatchUnfillableError` if too few of the last groups were kept (`YieldFloor`)."""
+        """Raise `BatchUnfillableError` if the first groups all failed for one reason, or too few of
+        the last groups were kept (`YieldFloor`)."""
+        if self._num_alike is not None and self._num_alike >= ALIKE_GROUPS:
+            at = "".join(f"; at {frame}" for frame in self._frames)
+            raise BatchUnfillableError(
+                f"the first {self._num_alike} groups all failed for one reason: "
+                f"{self._last_failure}{at}; {_remedy(self._last_failure)}"
+            )
         if self._floor.is_hopeless(self._last):
             raise self._floor.error(self._last, self._summary())
 
@@ -88,3 +120,9 @@ class YieldGuard:
         if self._num_quarantined:
             left_out += f"; {self._num_quarantined} in quarantine (reward/quarantine.jsonl)"
         return f" (last {len(self._ends)} groups: {counts or 'none'}{left_out}{failure})"
+
+
+def _remedy(detail: str) -> str:
+    if FailureKind.ENGINE_ERROR in detail:
+        return "look at the logs of the replicas, and start the run again"
+    return "repair what grades responses (`sluice doctor` calls it), and start the run again"

@@ -17,7 +17,6 @@ from services.reward.generation.request import (
 )
 from sluice.algorithm.routing import ReplicaRequirement, ReplicaRouter
 from sluice.errors import (
-    DataError,
     EngineError,
     ExhaustedError,
     InvalidRequestError,
@@ -266,26 +265,17 @@ async def test_cancelling_a_group_gives_its_room_back_at_every_stage() -> None:
     assert setting.queue.num_free_sequences(0) == 4
 
 
-@pytest.mark.parametrize(
-    ("origin", "leave_out", "expected"),
-    [
-        (PromptOrigin.DATASET, False, DataError),
-        (PromptOrigin.DATASET, True, OverlongPromptError),
-        (PromptOrigin.CLIENT, False, OverlongPromptError),
-    ],
-)
-async def test_a_row_that_is_too_long_ends_the_run_unless_such_rows_are_left_out(
-    origin: PromptOrigin, leave_out: bool, expected: type[Exception]
-) -> None:
+@pytest.mark.parametrize("origin", [PromptOrigin.DATASET, PromptOrigin.CLIENT])
+async def test_a_prompt_that_is_too_long_costs_itself_alone(origin: PromptOrigin) -> None:
     async def refuse(*_: object) -> None:
         raise PromptTooLongError.of(9, 4)
 
     client = ScriptedClient()
     client.before_sample = refuse
     queue = ReplicaQueue(1.0, lambda: None)
-    dispatcher = GroupDispatcher(client, queue, max_attempts=3, leave_out_overlong=leave_out)
+    dispatcher = GroupDispatcher(client, queue, max_attempts=3)
     await dispatcher.announce([replica("a")])
     asked = request()
     prompt = replace(asked.prompt, origin=origin, place="a.parquet, row 7")
-    with pytest.raises(expected, match=r"a\.parquet, row 7: prompt: 9 tokens exceed"):
+    with pytest.raises(OverlongPromptError, match=r"a\.parquet, row 7: prompt: 9 tokens exceed"):
         await dispatcher.generate(replace(asked, prompt=prompt))

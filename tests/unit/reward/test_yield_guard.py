@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.records.yield_guard import YieldGuard
+from services.reward.records.yield_guard import ALIKE_GROUPS, YieldGuard
 from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import PromptEnd
 
@@ -42,3 +42,32 @@ def test_a_data_set_of_prompts_that_are_all_too_long_names_their_limit() -> None
     guard.left_out("row 3: 70 tokens")
     assert "raise data.max_prompt_length" in str(guard.exhausted(0, 4))
     assert "left out" not in str(YieldGuard(0.0, 4).exhausted(0, 4))
+
+
+DETAIL = "4 of 4 samples failed, the first: unscorable: KeyError: '{}' in compute_score (mine.py:2)"
+
+
+def test_a_run_whose_first_groups_all_fail_for_one_reason_ends_with_that_reason() -> None:
+    guard = YieldGuard(0.0, 4)
+    for number in range(ALIKE_GROUPS):
+        guard.check_yield()
+        guard.ended(PromptEnd.DROPPED_FAILED, DETAIL.format(f"row{number}"))
+    with pytest.raises(BatchUnfillableError, match=r"first 64 groups .* in compute_score") as error:
+        guard.check_yield()
+    assert "repair what grades responses" in str(error.value)
+
+
+@pytest.mark.parametrize("other", [None, PromptEnd.FILTERED_ALL_WRONG, PromptEnd.DROPPED_FAILED])
+def test_one_group_that_ends_in_another_way_keeps_the_run_going(other: PromptEnd | None) -> None:
+    guard = YieldGuard(0.0, 4)
+    guard.ended(other, "scorer_timeout: no answer")
+    for number in range(2 * ALIKE_GROUPS):
+        guard.ended(PromptEnd.DROPPED_FAILED, DETAIL.format(number))
+    guard.check_yield()
+
+
+def test_groups_that_were_lost_with_their_replicas_end_no_run() -> None:
+    guard = YieldGuard(0.0, 4)
+    for _ in range(2 * ALIKE_GROUPS):
+        guard.ended(PromptEnd.DROPPED_FAILED, "engine_error: connection refused", is_lost=True)
+    guard.check_yield()

@@ -1,0 +1,98 @@
+"""Log failures by their reason: the first of a kind with all that helps, the others as a count."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.reward.group import EndCause, EventKind, Group, GroupEnding, GroupEvent
+from sluice.types import Failed, GradedGroup, PromptEnd
+
+logger = logging.getLogger(__name__)
+
+COUNT_EVERY_S = 30.0
+_MOST_REASONS = 64
+_MOST_CHARACTERS = 1000
+# What differs between failures of one kind: quoted values and numbers, but no line of a file.
+_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|(?<![:\w])\d[\w.]*")
+
+
+def reason_of(detail: str) -> str:
+    """Return the detail of a failure without what differs from sample to sample."""
+    return _VARIES.sub("#", detail[:_MOST_CHARACTERS])
+
+
+@dataclass(slots=True)
+class _Counted:
+    number: int
+    logged_s: float
+
+
+class FailureLog:
+    """An observer that warns of failures.
+
+    The first failure of a reason gets a line with the prompt and the last frames of the scorer;
+    then one line every `COUNT_EVERY_S` says how many there are so far.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reasons: OrderedDict[str, _Counted] = OrderedDict()
+
+    def observe(self, event: GroupEvent) -> None:
+        """Note the failures of graded samples, and of groups that failed without such samples."""
+        if event.kind is EventKind.GRADED and event.graded is not None:
+            self._graded(event.group, event.graded)
+        elif event.kind is EventKind.ENDED and event.group.ending is not None:
+            self._ended(event.group, event.group.ending)
+
+    def _graded(self, group: Group, graded: GradedGroup) -> None:
+        where = f"prompt {group.prompt_id} (replica {group.progress.replica_names})"
+        greedy = graded.greedy.outcomes if graded.greedy else ()
+        for outcome in (*graded.outcomes, *greedy):
+            if isinstance(outcome, Failed):
+                self.failed(outcome, where)
+
+    def _ended(self, group: Group, ending: GroupEnding) -> None:
+        where = f"prompt {group.prompt_id} (replica {group.progress.replica_names})"
+        if ending.cause is EndCause.OVERLONG:
+            self.note(ending.detail, "prompts left out", where)
+        elif ending.end is PromptEnd.DROPPED_FAILED and ending.cause is EndCause.RESULT:
+            outcomes = group.graded.outcomes if group.graded else ()
+            if not any(isinstance(one, Failed) for one in outcomes):  # else noted when graded
+                self.note(ending.detail, "groups dropped", where)
+
+    def failed(self, failed: Failed, where: str) -> None:
+        """Note a sample without a score."""
+        self.note(f"{failed.kind}: {failed.detail}", "samples", where, failed.frames)
+
+    def note(self, detail: str, unit: str, where: str, frames: tuple[str, ...] = ()) -> None:
+        """Count one failure, and log it if it is the first of its reason or a count is due.
+
+        Args:
+            detail: what happened.
+            unit: what is counted.
+            where: the prompt and its replica.
+            frames: of the exception, the last first.
+        """
+        reason, now = reason_of(detail), self._clock()
+        counted = self._reasons.get(reason)
+        if counted is None:
+            self._reasons[reason] = _Counted(1, now)
+            if len(self._reasons) > _MOST_REASONS:
+                self._reasons.popitem(last=False)
+            shown = "".join(f"; at {frame}" for frame in frames)
+            logger.warning("%s: %s%s", where, detail, shown)
+            return
+        counted.number += 1
+        self._reasons.move_to_end(reason)
+        if now - counted.logged_s >= COUNT_EVERY_S:
+            counted.logged_s = now
+            logger.warning("%s: %d %s so far", detail, counted.number, unit)
