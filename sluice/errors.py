@@ -15,6 +15,10 @@ class ConfigError(SluiceError):
     """The run configuration is wrong. Names the key path, the value and the remedy."""
 
 
+class MissingPackageError(ConfigError):
+    """The configuration needs a package that is not installed; a restart cannot change that."""
+
+
 class DataError(SluiceError):
     """A data file or row is wrong. Names the file, the row or column, and the remedy."""
 

@@ -19,8 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from sluice.errors import SluiceError, leaves
+from sluice.errors import MissingPackageError, SluiceError, leaves
 
+EXIT_MISSING_PACKAGE = 78
+"""The exit code where a package is not installed: no restart helps."""
 SUPERVISOR_VARIABLE = "SLUICE_SUPERVISOR_PID"
 _PR_SET_PDEATHSIG = 1
 
@@ -176,7 +178,8 @@ def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
 
 
 def exit_status(name: str, run: Callable[[], object]) -> int:
-    """Run a program's body; return 0 when it returns, 1 after errors of ours, which are printed.
+    """Run a program's body; return 0 when it returns, 1 after errors of ours, which are printed;
+    `EXIT_MISSING_PACKAGE` if they are missing packages.
 
     Args:
         name: prefix of each message.
@@ -196,7 +199,8 @@ def exit_status(name: str, run: Callable[[], object]) -> int:
 def _report(name: str, errors: list[BaseException] | list[SluiceError]) -> int:
     for line in dict.fromkeys(str(error) for error in errors):
         sys.stderr.write(f"{name}: ERROR {line}\n")
-    return 1
+    is_missing = all(isinstance(error, MissingPackageError) for error in errors)
+    return EXIT_MISSING_PACKAGE if is_missing else 1
 
 
 def leave(code: int) -> NoReturn:

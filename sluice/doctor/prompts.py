@@ -12,6 +12,7 @@ from itertools import islice
 import msgspec
 
 from sluice.config.derived import prompt_columns, prompt_images
+from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
 from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
@@ -134,8 +135,8 @@ def _length_findings(
 ) -> Iterator[Finding]:
     """Measure text rows; how many tokens an image takes is left to the replicas."""
     measured = [(key, row) for key, found in rows.items() for row in found if not row.images]
-    if not measured:
-        return
+    if not measured or any(model_problems(config.actor_rollout_ref.model.path)):
+        return  # the check of the model reports its folder
     if importlib.util.find_spec("transformers") is None:
         yield warning(
             "the chat template was not tried: transformers is not installed here",

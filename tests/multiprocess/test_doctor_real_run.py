@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from sluice.doctor import packages
-from sluice.doctor.configuration import check_reward
 from sluice.doctor.examination import CHECKS
+from sluice.doctor.reward import check_reward
 from tests.support.certified import authority, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts

@@ -1,30 +1,40 @@
-"""A custom function is checked in a process of its own before anything expensive starts."""
+"""What grades responses is tried in processes of their own before anything expensive starts."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from services.reward.scorer_check import check_custom_function
-from sluice.errors import ConfigError, DeadlineError
+from sluice.config.loading.loader import load_config
+from sluice.data.prompt_rows import PromptRow
+from sluice.doctor.reward import TrialAnswer, trial_finding, try_scorer
+from sluice.errors import ConfigError
+from sluice.types import ChatMessage
+from tests.support.doctor_findings import only
 from tests.support.reward_process import own_children
 
+KEY = "reward.custom_reward_function"
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+GOOD = f"{HEAD}    return float(ground_truth in solution_str)\n"
+ROWS = [
+    PromptRow((ChatMessage("user", "?"),), "mine", str(number), {"index": number}, f"row {number}")
+    for number in range(3)
+]
 
-def write(tmp_path: Path, source: str) -> str:
+
+def tried(tmp_path: Path, source: str, *settings: str) -> list[TrialAnswer]:
     path = tmp_path / "score.py"
     path.write_text(source)
-    return str(path)
-
-
-GOOD = "import os\nPID = os.getpid()\ndef compute_score(**call):\n    return 1.0\n"
-
-
-def test_a_good_function_passes_and_leaves_no_process(tmp_path: Path) -> None:
-    check_custom_function(write(tmp_path, GOOD), reward_kwargs={"bonus": 1})
+    config = load_config(None, [f"{KEY}.path={path}", *settings])
+    answers = try_scorer(config.reward, ROWS)
     assert own_children() == []
+    return answers
+
+
+def test_a_good_function_scores_a_made_up_response_to_each_row(tmp_path: Path) -> None:
+    answers = tried(tmp_path, GOOD, f"{KEY}.reward_kwargs={{bonus: 1}}")
+    assert [one.score for one in answers] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -38,30 +48,41 @@ def test_a_good_function_passes_and_leaves_no_process(tmp_path: Path) -> None:
         ("held = bytearray(2**33)", "grade", r"score\.py fails to import: MemoryError"),
     ],
 )
-def test_a_bad_function_is_told_with_file_name_and_error(
+def test_a_function_that_cannot_be_loaded_is_an_error_with_file_name_and_reason(
     tmp_path: Path, source: str, name: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_custom_function(write(tmp_path, source), name)
-    assert own_children() == []
+        tried(tmp_path, source, f"{KEY}.name={name}")
 
 
-def test_a_file_that_never_finishes_loading_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match=r"loading .*score\.py"):
-        check_custom_function(write(tmp_path, "import time; time.sleep(1000)"), timeout_s=1.0)
-    assert own_children() == []
+def test_an_exception_in_every_call_is_one_problem_with_the_authors_last_frames(
+    tmp_path: Path,
+) -> None:
+    source = f"def inner(info):\n    return info['nokey']\n\n{HEAD}    return inner(extra_info)\n"
+    found = trial_finding("score", [row.place for row in ROWS], tried(tmp_path, source))
+    assert found.severity == "problem"
+    first, *frames = found.what.splitlines()
+    assert first.endswith("row 0: unscorable: KeyError: 'nokey' in inner (score.py:2)")
+    assert [frame.split(" in ")[1] for frame in frames] == [
+        "inner: return info['nokey']",
+        "compute_score: return inner(extra_info)",
+    ]
 
 
-def test_the_command_ends_with_one_and_the_reason(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "services.reward.scorer_check"]
-    good = subprocess.run([*command, write(tmp_path, GOOD)], check=False, capture_output=True)
-    assert good.returncode == 0, good.stderr
-    broken = subprocess.run(
-        [*command, write(tmp_path, "1 / 0"), "compute_score", '{"a": 1}'],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert broken.returncode == 1
-    assert "ZeroDivisionError" in broken.stderr
-    assert "Traceback" not in broken.stderr
+@pytest.mark.parametrize("returned", ["None", "'1.0'", "float('nan')", "{'acc': 1.0}"])
+def test_results_without_a_usable_score_are_a_problem(tmp_path: Path, returned: str) -> None:
+    answers = tried(tmp_path, f"{HEAD}    return {returned}\n")
+    assert only([trial_finding("score", ["a", "b", "c"], answers)], "problem")
+
+
+def test_an_exception_in_some_rows_is_a_warning(tmp_path: Path) -> None:
+    answers = tried(tmp_path, f"{HEAD}    return 1 / extra_info['index']\n")
+    found = only([trial_finding("score", ["a", "b", "c"], answers)], "warning")
+    assert "1 of 3 rows and a made-up response; a: unscorable: ZeroDivisionError" in found.what
+
+
+def test_a_function_that_hangs_is_killed_and_named(tmp_path: Path) -> None:
+    source = f"import time\n{HEAD}    time.sleep(1000)\n"
+    answers = tried(tmp_path, source, "reward.scorer_pool.timeout_s=0.2")
+    assert answers
+    assert all(one.failure.startswith("scorer_timeout") for one in answers)

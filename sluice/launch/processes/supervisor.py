@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.concurrency.process import stop_on_signals
+from sluice.concurrency.process import EXIT_MISSING_PACKAGE, stop_on_signals
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
@@ -214,7 +214,8 @@ class Supervisor:
             self._fail(f"{names}: not ended by SIGKILL; nothing is started beside what it holds")
             return False
         # A process that its watchdog ended was stuck; it refused nothing.
-        is_refusal = code > 0 and code != EXIT_STALLED and not spec.restarts.retries_errors
+        is_error = code > 0 and code != EXIT_STALLED
+        is_refusal = (is_error and not spec.restarts.retries_errors) or code == EXIT_MISSING_PACKAGE
         if is_refusal or crew.restarts >= spec.restarts.max_restarts:
             self._fail(crew.diagnosis(end.cause))
             return False

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sluice.cli import doctor as command
 from sluice.cli.main import commands
-from sluice.doctor.examination import Check
+from sluice.doctor.examination import CHECKS, Check
 from sluice.doctor.finding import Examined, Finding, fine, problem, warning
 
 
@@ -74,6 +74,12 @@ def test_what_files_and_peers_say_cannot_steer_the_terminal(
     assert "[bold]e" in invoke()[1]
 
 
-def test_a_wrong_key_is_named_before_anything_is_looked_at() -> None:
-    result = CliRunner().invoke(commands, ["doctor", "data.sed=3"])
-    assert "data.sed" in str(result.exception)
+def test_a_wrong_key_is_a_problem_beside_those_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks = tuple(one for one in CHECKS if one.name in {"configuration", "cores"})
+    monkeypatch.setattr(command, "CHECKS", checks)
+    code, text = invoke("data.sed=3", "trainer.n_gpus_per_node=4096", "trainer.device=cpu")
+    assert code == 1
+    assert "data.sed: unknown key" in text
+    assert "4096 trainer ranks share" in text

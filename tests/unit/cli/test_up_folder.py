@@ -76,7 +76,6 @@ def test_a_run_that_finds_no_resources_leaves_targets_of_another_alone(
         raise ConfigError("no resources")
 
     monkeypatch.setattr(up, "ray_plan", no_capacity)
-    monkeypatch.setattr(up, "check_config", lambda _: None)  # files and the rest are there
     with pytest.raises(ConfigError, match="no resources"):
         up.start_run(config, Console(file=StringIO()), logs=False, ray=RayOptions())
     assert left(tmp_path) == ["rollout-0.json"]

@@ -13,18 +13,16 @@ from hypothesis import strategies as st
 from sluice.data.known_sources import DEFAULT_ROUTES
 from sluice.doctor.configuration import (
     check_configuration,
-    check_reward,
     check_security,
     date_findings,
     tls_off_findings,
 )
 from sluice.doctor.files import (
-    check_data,
     check_model,
     model_findings,
-    source_findings,
     tensor_names,
 )
+from sluice.doctor.prompts import check_data, source_findings
 from sluice.errors import DataError
 from sluice.security.development_ca import DevelopmentCa
 from tests.support.certified import authority, write_pair, write_security
@@ -163,10 +161,6 @@ def test_fewer_rows_than_a_batch_are_a_warning(tmp_path: Path) -> None:
     file = write_prompts(tmp_path / "train.parquet", prompt_rows(["a question"]))
     found = check_data(run_of(f"data.train_files={file}", "data.train_batch_size=64"))
     assert severities(found) == ["warning", "ok", "ok"]
-
-
-def test_without_a_function_built_in_scorers_grade() -> None:
-    assert "built-in scorers" in only(check_reward(run_of()), "ok").what
 
 
 def test_rules_of_the_configuration_are_reported_but_not_those_of_other_checks() -> None:

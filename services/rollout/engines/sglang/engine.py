@@ -30,7 +30,7 @@ from services.rollout.engines.sglang.core import SglangCore
 from services.rollout.engines.sglang.settings import SglangSettings, sglang_settings
 from services.rollout.engines.threaded_engine import InboxEngine
 from sluice.config.run import RunConfig
-from sluice.errors import ConfigError, InvalidRequestError, NotReadyError
+from sluice.errors import InvalidRequestError, MissingPackageError, NotReadyError
 from sluice.types import TransferGroupSpec
 
 _ALIGNMENT = 8
@@ -107,7 +107,7 @@ def create(config: RunConfig) -> SglangEngine:
         ConfigError: SGLang is not installed, or keys contradict each other.
     """
     if installed_sglang() is None:
-        raise ConfigError(
+        raise MissingPackageError(
             "actor_rollout_ref.rollout.name is 'sglang', but SGLang is not installed here; install "
             "sglang 0.5.23 beside sluice, in an environment of its own (it needs another torch "
             "than vLLM does), or set actor_rollout_ref.rollout.name=torch"

