@@ -126,6 +126,10 @@ def inspect(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Model folder; measures prompts in tokens too.")
     ] = None,
+    max_prompt_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Count rows with more tokens than this; needs --tokenizer."),
+    ] = None,
     head: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 0,
     prompt_key: Annotated[str, typer.Option(help="Column with the messages.")] = "prompt",
     reward_fn_key: Annotated[
@@ -143,6 +147,8 @@ def inspect(
     Example:
       sluice data inspect train.parquet --tokenizer models/Qwen3-8B --head 2
     """
+    if max_prompt_length is not None and tokenizer is None:
+        raise ConfigError("--max-prompt-length counts tokens; give a model folder with --tokenizer")
     columns = PromptColumns(prompt_key, reward_fn_key, images=image_key)
     files = open_prompt_files([str(file)], columns, config_key="FILE")
     measure = None if tokenizer is None else token_counter(tokenizer)
@@ -156,9 +162,10 @@ def inspect(
         )
     names = check_raw_file(file)
     if as_json:
-        print_json(inspection_as_json(str(file), names, found))
+        print_json(inspection_as_json(str(file), names, found, max_prompt_length))
     else:
-        print_inspection(output_console(), str(file), ", ".join(names), found)
+        shown = ", ".join(names)
+        print_inspection(output_console(), str(file), shown, found, max_prompt_length)
     if found.num_bad:
         raise typer.Exit(1)
 
@@ -201,7 +208,13 @@ def token_counter(folder: Path) -> MeasureTokens:
     return count
 
 
-def print_inspection(console: Console, file: str, columns: str, found: Inspection) -> None:
+def print_inspection(
+    console: Console,
+    file: str,
+    columns: str,
+    found: Inspection,
+    max_prompt_length: int | None = None,
+) -> None:
     """Print all findings, problems last."""
     facts = [
         ("rows", str(found.num_rows)),
@@ -210,6 +223,9 @@ def print_inspection(console: Console, file: str, columns: str, found: Inspectio
         *([("images", str(found.num_images))] if found.num_images else []),
         ("unusable rows", _share(found.num_bad, found.num_rows)),
     ]
+    if max_prompt_length is not None:
+        overlong = found.num_longer(max_prompt_length)
+        facts.append((f"over {max_prompt_length} tokens", _share(overlong, found.num_rows)))
     print_table(console, printable(file), ("what", "value"), facts)
     print_table(
         console, "data sources", ("data source", "rows", "scorer"), _sources(found), right=("rows",)
@@ -221,8 +237,11 @@ def print_inspection(console: Console, file: str, columns: str, found: Inspectio
     _print_remedies(console, found)
 
 
-def inspection_as_json(file: str, columns: list[str], found: Inspection) -> dict[str, object]:
-    """Return all findings as one object."""
+def inspection_as_json(
+    file: str, columns: list[str], found: Inspection, max_prompt_length: int | None = None
+) -> dict[str, object]:
+    """Return all findings as one object; `num_overlong` is null without a limit."""
+    overlong = None if max_prompt_length is None else found.num_longer(max_prompt_length)
     return {
         "file": file,
         "columns": columns,
@@ -230,6 +249,7 @@ def inspection_as_json(file: str, columns: list[str], found: Inspection) -> dict
         "num_duplicates": found.num_duplicates,
         "num_images": found.num_images,
         "num_bad": found.num_bad,
+        "num_overlong": overlong,
         "problems": found.problems,
         "data_sources": {
             source: {"rows": rows, "scorer": scorer_name(source)}

@@ -50,6 +50,10 @@ class Inspection:
     problems: list[str] = field(default_factory=list)
     head: list[PromptRow] = field(default_factory=list)
 
+    def num_longer(self, limit: int) -> int:
+        """Return the usable rows of more than `limit` tokens."""
+        return int((self.tokens > limit).sum())
+
 
 @dataclass(slots=True)
 class _Columns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 from sluice.doctor import packages
 from sluice.doctor.examination import CHECKS
 from sluice.doctor.reward import check_reward
+from sluice.quickstart.arithmetic import TASKS, draw_problem, make_dialogues
+from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
 from tests.support.certified import authority, write_pair, write_security
 from tests.support.doctor_findings import only, run_of, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -37,6 +40,9 @@ main.app()
 
 def sound_run(folder: Path) -> list[str]:
     write_model(folder / "model")
+    rng = random.Random(0)
+    problems = [draw_problem(rng, TASKS["quickstart"]) for _ in range(30)]
+    save_tokenizer(train_tokenizer(make_dialogues(problems, rng, 0.1)), folder / "model", 512)
     train = write_prompts(folder / "train.parquet", prompt_rows([str(i) for i in range(100)]))
     return [
         f"actor_rollout_ref.model.path={folder}/model",

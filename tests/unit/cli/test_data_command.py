@@ -120,6 +120,19 @@ def test_a_tokenizer_measures_prompts_as_the_rollout_does(tmp_path: Path, rows_f
     assert found["tokens"]["most"] == encoder.encode_chat([ChatMessage("user", "c" * 30)]).size
 
 
+def test_rows_over_a_limit_of_tokens_are_counted(tmp_path: Path, rows_file: Path) -> None:
+    result = invoke("inspect", rows_file, "--max-prompt-length", "3")
+    assert "give a model folder with --tokenizer" in str(result.exception)
+    rng = random.Random(0)
+    problems = [draw_problem(rng, TASKS["quickstart"]) for _ in range(30)]
+    save_tokenizer(train_tokenizer(make_dialogues(problems, rng, 0.1)), tmp_path / "model", 512)
+    arguments = ("inspect", rows_file, "--tokenizer", tmp_path / "model", "--max-prompt-length")
+    longest = json.loads(invoke(*arguments, "9", "--json").output)["tokens"]["most"]
+    assert json.loads(invoke(*arguments, str(longest), "--json").output)["num_overlong"] == 0
+    assert json.loads(invoke(*arguments, str(longest - 1), "--json").output)["num_overlong"] > 0
+    assert f"over {longest} tokens  0" in invoke(*arguments, str(longest)).output
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path, rows_file: Path) -> None:
     result = invoke("inspect", rows_file, "--tokenizer", tmp_path)
     assert isinstance(result.exception, ConfigError)

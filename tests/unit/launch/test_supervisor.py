@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from sluice.concurrency.process import EXIT_MISSING_PACKAGE
 from sluice.launch.processes import supervisor as supervisor_module
-from sluice.launch.service_spec import ServiceSpec
+from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, ServiceSpec
 from tests.support.scripted_children import (
     SLEEP,
     STUBBORN,
@@ -92,6 +93,16 @@ async def test_a_needed_process_that_leaves_in_order_in_the_middle_of_the_run_is
     assert end.failures == (
         "reward ended with code 0 in the middle of the run:\n  ready\n  draining",
     )
+
+
+async def test_a_process_whose_package_is_missing_is_not_started_again(tmp_path: Path) -> None:
+    lacks = f"print('ready'); raise SystemExit({EXIT_MISSING_PACKAGE})"
+    command = spec("rollout-0", lacks).command
+    replica = ServiceSpec("rollout-0", command, restarts=RESTARTS_AFTER_ERRORS_TOO)
+    run = Supervised(tmp_path, replica, polite("reward"))
+    end = await run.run()
+    assert end.exit_code == 1
+    assert run.said("rollout-0") == ["ready"]
 
 
 async def test_a_needed_process_that_leaves_when_the_run_is_over_is_none(tmp_path: Path) -> None:
@@ -259,7 +270,7 @@ async def test_cancelling_the_supervisor_leaves_nothing_running(tmp_path: Path) 
 SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from sluice.launch.service_spec import ServiceSpec
+from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, ServiceSpec
 from sluice.launch.processes.supervisor import Supervisor
 child = '''
 import os, time
