@@ -161,8 +161,8 @@ async def _lead(config: RunConfig) -> None:
         checkpoint = trained.start.checkpoint
         loop = TrainLoop(
             _loop_settings(config, dataset_rows),
-            policy=trained.policy,
-            data=reward,
+            learner=trained.policy,
+            reward=reward,
             publisher=publisher,
             reporter=reporter,
             accounting=accounting,

@@ -77,7 +77,6 @@ def batch_estimator(name: str) -> BatchAdvantages:
     return cast("BatchAdvantages", found)
 
 
-LOSS_MODE_KEY = "actor.policy_loss.loss_mode"
 _LOSSES = "sluice.algorithm.losses"
 
 POLICY_OBJECTIVES: Mapping[str, str] = MappingProxyType(
@@ -135,4 +134,5 @@ def policy_objective(name: str) -> ObjectiveFunction:
     Raises:
         ConfigError: the name is unknown; the message lists the known ones.
     """
-    return cast("ObjectiveFunction", import_named(POLICY_OBJECTIVES, name, key=LOSS_MODE_KEY))
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    return cast("ObjectiveFunction", import_named(POLICY_OBJECTIVES, name, key=key))

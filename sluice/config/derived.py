@@ -37,7 +37,7 @@ def max_model_len(config: RunConfig) -> int:
 def replica_devices(config: RunConfig) -> int:
     """Return the devices that one replica computes on, each a rank of transfer groups.
 
-    The torch engine has one whatever the parallel sizes are.
+    The embedded engine has one whatever the parallel sizes are.
     """
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "torch":

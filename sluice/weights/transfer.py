@@ -192,7 +192,7 @@ class DirectPort:
 
 
 class DeviceSendingPort:
-    """The sender's port for a wire on a device: each bucket is copied there from the buffer."""
+    """The sender's port for a device: it copies each bucket there from the buffer."""
 
     def __init__(self, buffer: WeightBuffer, plan: TransferPlan, device: torch.device) -> None:
         self._buffer = buffer
@@ -207,7 +207,7 @@ class DeviceSendingPort:
 
 
 class DeviceReceivingPort:
-    """The receiver's port for a wire on a device: each bucket is copied to the buffer."""
+    """The receiver's port for a device: it copies each bucket into the buffer."""
 
     def __init__(self, buffer: WeightBuffer, device: torch.device) -> None:
         self._buffer = buffer

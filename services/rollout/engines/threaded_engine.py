@@ -22,9 +22,9 @@ from services.rollout.engines.protocol import (
     EngineLoad,
     GenerationRequest,
     PauseMode,
+    RequestTokens,
     SampleChunk,
     StagedVersion,
-    UnsentTokens,
 )
 from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
 from services.rollout.engines.settings import EngineSettings
@@ -244,11 +244,11 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         self._numbers = count()
         self._unfinished: set[ChunkStream] = set()
         self._image_turn = ImageTurn()
-        self._accounting = UnsentTokens()
+        self._accounting = RequestTokens()
         self._clock = StateClock(process_age_s())
 
     @property
-    def accounting(self) -> UnsentTokens:
+    def accounting(self) -> RequestTokens:
         """What became of the tokens that calls got out of this engine."""
         return self._accounting
 

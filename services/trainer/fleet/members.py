@@ -226,7 +226,7 @@ class Fleet:
         self.expel(info, reason)
 
     def mark_serving(self, info: ReplicaInfo, version: int) -> None:
-        """Mark a replica that has proved that it holds `version`."""
+        """Record that a replica serves `version`, unless another instance has its name."""
         member = self._members.get(info.name)
         if member is None or member.info.instance_id != info.instance_id:
             return

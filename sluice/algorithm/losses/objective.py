@@ -61,13 +61,15 @@ def aggregate(
     """
     if mode not in set(LossAggregation):
         raise ConfigError(
-            f"actor.loss_agg_mode: unknown value '{mode}'; known: {', '.join(LossAggregation)}"
+            f"actor_rollout_ref.actor.loss_agg_mode: unknown value '{mode}'; known: "
+            f"{', '.join(LossAggregation)}"
         )
     needs_factor = mode == LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM
     if needs_factor and (loss_scale_factor is None or loss_scale_factor <= 0):
         raise ConfigError(
-            f"actor.loss_scale_factor must be positive with loss_agg_mode={mode}, got "
-            f"{loss_scale_factor}; data.max_response_length is verl's default"
+            "actor_rollout_ref.actor.loss_scale_factor must be positive with "
+            f"loss_agg_mode={mode}, got {loss_scale_factor}; "
+            "data.max_response_length is verl's default"
         )
     values = loss.to(torch.promote_types(loss.dtype, torch.float32))
     if mode == LossAggregation.SEQ_MEAN_TOKEN_MEAN:
