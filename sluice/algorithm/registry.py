@@ -15,26 +15,6 @@ if TYPE_CHECKING:
 
     BatchAdvantages = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
 
-
-def import_named(table: Mapping[str, str], name: str, *, key: str) -> object:
-    """Import what `table` holds under `name` as ``"module:attribute"``.
-
-    Args:
-        table: known names and where they live.
-        name: the configured name.
-        key: the configuration key that held `name`, for the error.
-
-    Raises:
-        ConfigError: `name` is not in `table`.
-    """
-    target = table.get(name)
-    if target is None:
-        raise ConfigError(f"{key}: unknown value '{name}'; known: {', '.join(sorted(table))}")
-    module, _, attribute = target.partition(":")
-    found: object = getattr(import_module(module), attribute)
-    return found
-
-
 _ADVANTAGES = "sluice.algorithm.advantages"
 
 BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
@@ -64,18 +44,6 @@ BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
 
 `AdvantageInputs` lists what a batch may hold; each estimator's docstring the fields that it needs.
 """
-
-
-def batch_estimator(name: str) -> BatchAdvantages:
-    """Import the estimator called `name`; it maps a padded batch to values of [rows, width].
-
-    Raises:
-        ConfigError: the name is unknown (lists the known ones), or, when the estimator runs, the
-            batch lacks a field.
-    """
-    found = import_named(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
-    return cast("BatchAdvantages", found)
-
 
 _LOSSES = "sluice.algorithm.losses"
 
@@ -126,6 +94,36 @@ SILENT_AT_ZERO_ADVANTAGE = frozenset(
 Of the others ``dro`` and ``kl_cov`` have a term without the advantage, ``clip_cov`` and ``kl_cov``
 choose tokens by comparing all of them, and ``adpo`` compares the rows of a group.
 """
+
+
+def import_named(table: Mapping[str, str], name: str, *, key: str) -> object:
+    """Import what `table` holds under `name` as ``"module:attribute"``.
+
+    Args:
+        table: known names and where they live.
+        name: the configured name.
+        key: the configuration key that held `name`, for the error.
+
+    Raises:
+        ConfigError: `name` is not in `table`.
+    """
+    target = table.get(name)
+    if target is None:
+        raise ConfigError(f"{key}: unknown value '{name}'; known: {', '.join(sorted(table))}")
+    module, _, attribute = target.partition(":")
+    found: object = getattr(import_module(module), attribute)
+    return found
+
+
+def batch_estimator(name: str) -> BatchAdvantages:
+    """Import the estimator called `name`; it maps a padded batch to values of [rows, width].
+
+    Raises:
+        ConfigError: the name is unknown (lists the known ones), or, when the estimator runs, the
+            batch lacks a field.
+    """
+    found = import_named(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
+    return cast("BatchAdvantages", found)
 
 
 def policy_objective(name: str) -> ObjectiveFunction:

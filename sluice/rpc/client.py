@@ -26,6 +26,15 @@ from sluice.rpc.status import CLASS_KEY, RPC_ERRORS, error_of
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+Metadata = tuple[tuple[str, str], ...]
+
+# A frozen peer is noticed within 15 s.
+_KEEPALIVE_MS = 10_000
+_PING_TIMEOUT_MS = 5_000
+
+RequestT = TypeVar("RequestT", contravariant=True)
+ResponseT = TypeVar("ResponseT", covariant=True)
+
 
 def rollout_stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
     """Return a replica's sampling calls."""
@@ -58,8 +67,6 @@ def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAs
 
 
 # ruff: noqa: ANN401 - grpc.aio.Channel is typed with Any
-
-Metadata = tuple[tuple[str, str], ...]
 
 
 class _SendingChannel:
@@ -98,11 +105,6 @@ class _SendingChannel:
             return call
 
         return method
-
-
-# A frozen peer is noticed within 15 s.
-_KEEPALIVE_MS = 10_000
-_PING_TIMEOUT_MS = 5_000
 
 
 def open_channel(
@@ -213,10 +215,6 @@ class ChannelPool:
         del self._num_users[address]
         if (channel := self._channels.pop(address, None)) is not None:
             await channel.close()
-
-
-RequestT = TypeVar("RequestT", contravariant=True)
-ResponseT = TypeVar("ResponseT", covariant=True)
 
 
 class UnaryMethod(Protocol[RequestT, ResponseT]):

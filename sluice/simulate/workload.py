@@ -15,6 +15,18 @@ from sluice.algorithm.sampling.pass_rates import HARD_BELOW
 from sluice.errors import ConfigError
 from sluice.types import PromptEnd
 
+Floats = npt.NDArray[np.float64]
+
+NUM_PROMPTS = 8192
+LONG_SHARE = 0.1
+"""Prompts with the longest answers, which count as long."""
+
+_LEAST_RATE = 1e-6
+"""Log odds are finite."""
+
+_Tokens = Annotated[float, Meta(ge=1, le=1e7)]
+_Sigma = Annotated[float, Meta(ge=0, le=5)]
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPrompt:
@@ -81,16 +93,6 @@ class Workload(Protocol):
         ...
 
 
-Floats = npt.NDArray[np.float64]
-
-NUM_PROMPTS = 8192
-LONG_SHARE = 0.1
-"""Prompts with the longest answers, which count as long."""
-
-_LEAST_RATE = 1e-6
-"""Log odds are finite."""
-
-
 class BetaComponent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts whose pass rates are distributed as Beta(alpha, beta).
 
@@ -101,10 +103,6 @@ class BetaComponent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alpha: Annotated[float, Meta(ge=0.01, le=1e6)]
     beta: Annotated[float, Meta(ge=0.01, le=1e6)]
     weight: Annotated[float, Meta(ge=0.001, le=1e6)] = 1.0
-
-
-_Tokens = Annotated[float, Meta(ge=1, le=1e7)]
-_Sigma = Annotated[float, Meta(ge=0, le=5)]
 
 
 class ResponseLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -31,6 +31,10 @@ _TRAILER_MAGIC = b"sluice-w"
 _TRAILER_FORMAT = struct.Struct("<8sqQ")
 _CHECK_BYTES = 16
 
+_NUM_FRAMING_COLLECTIVES = 2  # header and trailer, in addition to the buckets
+
+_IN_FLIGHT = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Base:
@@ -145,11 +149,6 @@ def _opened(content: torch.Tensor, magic: bytes, item: str) -> bytes:
 
 def _check_sum(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_CHECK_BYTES).digest()
-
-
-_NUM_FRAMING_COLLECTIVES = 2  # header and trailer, in addition to the buckets
-
-_IN_FLIGHT = 2
 
 
 def version_deadline_s(plan: TransferPlan, timeout_s: float) -> float:

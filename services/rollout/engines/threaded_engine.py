@@ -40,6 +40,8 @@ from sluice.types import TensorSpec, TransferGroupSpec
 _CLOSE_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 60.0
 
+_T = TypeVar("_T")
+
 
 class EngineState(StrEnum):
     """What an engine is doing."""
@@ -225,7 +227,6 @@ class EngineCore(ABC, Generic[RunT]):
 
 
 CoreT = TypeVar("CoreT", bound=EngineCore[Any])
-_T = TypeVar("_T")
 
 
 class ThreadedEngine(ABC, Generic[CoreT]):

@@ -14,6 +14,9 @@ from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.errors import ConfigError
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are kept within +- this where a loss needs it; float32 stays finite."""
+
 
 class LossAggregation(StrEnum):
     """How tokens and rows are weighted against each other."""
@@ -88,10 +91,6 @@ def aggregate(
 def _row_lengths(row_index: torch.Tensor) -> torch.Tensor:
     """Return the length of each token's row, int64 [tokens]."""
     return torch.bincount(row_index)[row_index]
-
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are kept within +- this where a loss needs it; float32 stays finite."""
 
 
 def bounded_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
