@@ -54,11 +54,11 @@ def test_groups_enter_in_order_of_arrival_and_only_the_first_is_split() -> None:
     assert queue.waiting == 0
 
 
-def test_a_split_group_keeps_its_prefilled_prompt() -> None:
+def test_a_split_unit_keeps_its_prefilled_prompt() -> None:
     group = _group("a", 6)
     queue = _queue(4, group)
-    first = queue.admit(4)[0].group
-    second = queue.admit(4)[0].group
+    first = queue.admit(4)[0].unit
+    second = queue.admit(4)[0].unit
     assert first is second is group
 
 
