@@ -270,7 +270,7 @@ _TEXT_ENGINES = frozenset({"sglang"})
 
 
 def prompt_images(config: RunConfig) -> ImageLimits | None:
-    """Return the limits of prompts' images; ``None`` if a part of the run reads text alone.
+    """Return the limits of prompts' images; ``None`` if a part of the run reads only text.
 
     That part is the model, the engine or a critic. If this machine has no `config.json` of the
     model, replicas refuse images that they cannot read.
