@@ -34,6 +34,8 @@ from sluice.vision.vision_shape import reads_images
 
 UNSHUFFLED_WINDOW_ROWS = 1024
 
+_TEXT_ENGINES = frozenset({"sglang"})
+
 
 @dataclass(frozen=True, slots=True)
 class IssuedRow:
@@ -264,9 +266,6 @@ def _selection(files: PromptFiles, order: RowOrder) -> RowIndexes | None:
     else:
         chosen = np.arange(order.max_samples, dtype=np.int64)
     return chosen if files.kept is None else files.kept[chosen]
-
-
-_TEXT_ENGINES = frozenset({"sglang"})
 
 
 def prompt_images(config: RunConfig) -> ImageLimits | None:
