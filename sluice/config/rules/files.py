@@ -61,9 +61,9 @@ def _data_problems(key: str, files: str | list[str] | None) -> Iterator[Problem]
     for name in [files] if isinstance(files, str) else files or []:
         if not Path(name).is_file():
             yield Problem(key, name, "is no file", "check the path")
-        elif not name.endswith(".parquet"):
+        elif not name.endswith((".parquet", ".json", ".jsonl")):
             remedy = "convert it to verl's parquet rows"
-            yield Problem(key, name, "does not end in .parquet", remedy)
+            yield Problem(key, name, "does not end in .parquet, .json or .jsonl", remedy)
 
 
 def _reward_problems(config: RunConfig) -> Iterator[Problem]:
