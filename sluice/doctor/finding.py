@@ -80,7 +80,7 @@ class Examined:
     Attributes:
         config: the configuration of the run; all defaults if the user named none.
         settings: the keys as the user set them.
-        wrong: unknown keys and wrong values, in place of which `config` has the defaults.
+        wrong: unknown keys and wrong values; `config` has the defaults in their place.
         has_run: whether the user named a run.
         environment: variables of the process that would start the run.
         read_shape: reads the files of the model, and waits as long as their file system does.

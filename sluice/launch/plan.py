@@ -11,10 +11,26 @@ import msgspec
 
 from sluice.config.run import RunConfig
 from sluice.config.schema.section import Section
+from sluice.config.schema.security import FILE_FIELDS
 from sluice.launch.processes.child import ProcessHost, ThisMachine
 from sluice.launch.service_spec import ServiceSpec, local_services, rollout_service
 
 PartT = TypeVar("PartT", bound=Section)
+
+_PATHS = (
+    "actor_rollout_ref.model.path",
+    "critic.model.path",
+    "data.train_files",
+    "data.val_files",
+    "reward.custom_reward_function.path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "sluice.run_dir",
+    *(f"sluice.security.{name}" for name in FILE_FIELDS),
+)
+_PACKAGE, _FILE = "pkg://", "file://"
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -11,7 +11,7 @@ from services.reward.grading.frames import frame_texts, place_of
 from services.reward.records.failure_log import COUNT_EVERY_S, FailureLog, reason_of
 from sluice.types import Failed, FailureKind
 
-FRAMES = ("/home/me/mine.py:2 in compute_score: return extra[key]",)
+FRAMES = ("/data/mine.py:2 in compute_score: return extra[key]",)
 
 
 def failure(key: str) -> Failed:
