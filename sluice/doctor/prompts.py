@@ -166,7 +166,7 @@ def measure(config: RunConfig, rows: Sequence[PromptRow]) -> Sequence[int | str]
     asked = PromptsToMeasure(
         model,
         data.apply_chat_template_kwargs,
-        data.trust_remote_code,
+        config.actor_rollout_ref.model.trust_remote_code,
         [[(turn.role, turn.content) for turn in row.messages] for row in rows],
     )
     try:
