@@ -61,12 +61,14 @@ class FailureLog:
                 self.failed(outcome, where)
 
     def _ended(self, group: Group, ending: GroupEnding) -> None:
-        where = f"prompt {group.prompt_id} (replica {group.progress.replica_names})"
+        replicas = f"(replica {group.progress.replica_names})"
         if ending.cause is EndCause.OVERLONG:
+            where = f"prompt {group.prompt_id} left out {replicas}"
             self.note(ending.detail, "prompts left out", where)
         elif ending.end is PromptEnd.DROPPED_FAILED and ending.cause is EndCause.RESULT:
             outcomes = group.graded.outcomes if group.graded else ()
             if not any(isinstance(one, Failed) for one in outcomes):  # else noted when graded
+                where = f"prompt {group.prompt_id} dropped as failed {replicas}"
                 self.note(ending.detail, "groups dropped", where)
 
     def failed(self, failed: Failed, where: str) -> None:
