@@ -48,7 +48,7 @@ async def test_one_row_that_is_too_long_is_dropped_with_a_warning_and_ends_no_ru
         if request.prompt.position == 1:
             raise PromptTooLongError.of(45016, 64)
 
-    path = write_prompts(tmp_path / "a.parquet", prompt_rows(["a", "b", "c"]))
+    path = write_prompts(tmp_path / "a.parquet", prompt_rows(["answer=1 right=1"] * 3))
     tree = {
         "data": {"train_files": str(path), "train_batch_size": 2, "shuffle": False},
         "actor_rollout_ref": {"rollout": {"n": 2}},
