@@ -14,12 +14,12 @@ from msgspec import UNSET
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.arguments import AsJson, split_arguments
+from sluice.cli.arguments import AsJson, complete_key, complete_setting, split_arguments
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import explain_key, keys_of_section
-from sluice.config.loading.keys import other_spellings
+from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.overrides import YAML_SUFFIXES
 from sluice.config.memory.report import MemoryReport
@@ -69,8 +69,10 @@ ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[FILE] [KEY=VALUE]...",
-        help="A YAML file or a file of overrides, and keys to override in verl's spelling.",
+        help="A YAML file, a launch script or a file of overrides, and keys to override in verl's "
+        "spelling.",
         show_default=False,
+        autocompletion=complete_setting,
     ),
 ]
 
@@ -103,6 +105,7 @@ def check(
     Examples:
       sluice config check run.yaml
       sluice config check run.yaml trainer.n_gpus_per_node=16 --device-memory 80
+      sluice config check run_qwen2-7b.sh --no-files
     """
     file, overrides = _parts(arguments or [])
     config = load_config(file, overrides)
@@ -128,7 +131,9 @@ def check(
 def explain(
     key: Annotated[
         str | None,
-        typer.Argument(help="A key or section, in any spelling; none: all keys."),
+        typer.Argument(
+            help="A key or section, in any spelling; none: all keys.", autocompletion=complete_key
+        ),
     ] = None,
     *,
     as_json: AsJson = False,
@@ -147,11 +152,26 @@ def explain(
         else:
             print_keys(output_console(), keys)
         return
-    entry = explain_key(key)
+    entry = explain_key(_meant(key))
     if as_json:
         print_json(description_as_json(entry))
     else:
         print_description(output_console(), entry)
+
+
+def _meant(key: str) -> str:
+    """Return the key, or the only one that an unknown key can mean."""
+    path = tuple(key.split("."))
+    if is_known(path):
+        return key
+    near = list(dict.fromkeys(".".join(canonical(tuple(n.split(".")))) for n in nearest_keys(path)))
+    # A critic is trained with few estimators; its keys repeat the actor's.
+    meant = [one for one in near if not one.startswith("critic.")] or near
+    if len(meant) != 1:
+        return key
+    others = f" (also {', '.join(near[1:])})" if len(near) > 1 else ""
+    print_line(Console(stderr=True), f"{key}: the nearest key is {meant[0]}{others}")
+    return meant[0]
 
 
 def _parts(arguments: list[str]) -> tuple[Path | None, list[str]]:

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from sluice.client.async_client import AsyncClient
+from sluice.client.launcher import Launcher
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
+from sluice.concurrency.process import process_marks
+from sluice.config.derived import checkpoint_folder
+from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
+from sluice.launch.servicer import launcher_of
 from sluice.report.run_record import read_progress
+from sluice.service_contract import TRACKER_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,15 @@ class PastRun:
             f"{run_dir}: not running; {steps} finished{accuracy}\n"
             f"logs: {run_dir / 'logs'}; `sluice up {run_dir / 'config.yaml'}` starts it again"
         )
+
+
+def newest_checkpoint(config: RunConfig) -> int | None:
+    """Return the step of the checkpoint from which a run resumes; None without a readable one."""
+    try:
+        text = (Path(checkpoint_folder(config)) / TRACKER_NAME).read_text(encoding="utf-8")
+        return int(text)
+    except (OSError, ValueError):
+        return None
 
 
 def past_run(run_dir: Path) -> PastRun:
@@ -75,6 +90,27 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
         except (PeerError, DeadlineError) as error:
             text = past_run(location.run_dir).as_text(location.run_dir)
             raise NotReadyError(f"the run is not active.\n{text}") from error
+
+
+async def launcher_answers(run_dir: Path) -> bool:
+    """Return whether the run's launcher on this machine answers, or is too busy to."""
+    try:
+        found = launcher_of(run_dir)
+        async with Launcher(found.address, found.credentials) as launcher:
+            await launcher.services()
+    except DeadlineError:
+        return True
+    except (NotReadyError, PeerError):
+        return False
+    return True
+
+
+async def is_active(run_dir: Path) -> bool:
+    """Return whether a launcher or a service of the run lives, as far as this machine can see."""
+    marks = process_marks(run_dir)
+    if any(mark.state() in {"alive", "stopped by a signal"} for mark in marks):
+        return True
+    return await launcher_answers(run_dir)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -190,6 +190,27 @@ class RunMonitor:
                     raise NotReadyError("the run is ending; it cannot be paused any more")
                 await asyncio.sleep(_POLL_S)
             return snapshot
+
+    async def save_and_stop(self, reason: str) -> None:
+        """End the run after its present step, with a checkpoint of it.
+
+        Args:
+            reason: for the trainer's log.
+
+        Raises:
+            PeerError, DeadlineError: the trainer does not answer.
+        """
+        # No other step begins between the checkpoint and the end.
+        await self._lease(str(uuid.uuid4()))
+        with suppress(NotReadyError):  # the run was ending, and has saved
+            await unary_call(
+                self._trainer.SaveCheckpoint,
+                trainer_pb2.SaveCheckpointRequest(),
+                peer=_TRAINER,
+                phase="asking it to save",
+            )
+        request = trainer_pb2.StopRequest(reason=reason)
+        await unary_call(self._trainer.Stop, request, peer=_TRAINER, phase="asking it to stop")
 
     async def steps(
         self, from_step: int = 0

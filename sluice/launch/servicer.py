@@ -33,7 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class LauncherAddress:
-    """host:port of a launcher, and the one secret that it accepts.
+    """host:port of a launcher, the one secret that it accepts, and its process id (0: unknown).
 
     The secret opens nothing else: a process that takes the port of a killed launcher receives no
     token of the run.
@@ -41,6 +41,7 @@ class LauncherAddress:
 
     address: str
     secret: str = field(repr=False)
+    pid: int = 0
 
     @property
     def credentials(self) -> Credentials:
@@ -63,16 +64,18 @@ def launcher_of(run_dir: Path) -> LauncherAddress:
     file = run_dir / LAUNCHER_NAME
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return LauncherAddress(str(found["address"]), str(found["secret"]))
+        return LauncherAddress(
+            str(found["address"]), str(found["secret"]), int(found.get("pid", 0))
+        )
     except PermissionError as error:
         raise NotReadyError(
-            f"run: {file} belongs to another user; scale the run as the user that started it"
+            f"run: {file} belongs to another user; use the command as the user that started the run"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NotReadyError(
             f"run: {run_dir} has no {LAUNCHER_NAME}, so no launcher runs there; give the folder "
-            "(sluice.run_dir) of a run that `sluice up` has started and that is active. Replicas "
-            "that another launcher has started (containers, Kubernetes) are scaled there"
+            "(sluice.run_dir) of a run that `sluice up` has started and that is active. What "
+            "another launcher has started (containers, Kubernetes) is scaled and stopped there"
         ) from error
 
 

@@ -19,6 +19,7 @@ from sluice.cli.run.certificates import (
     security_settings,
 )
 from sluice.cli.run.quickstart import asset_settings, preparation
+from sluice.cli.running_run import newest_checkpoint
 from sluice.cli.terminal import print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
@@ -41,7 +42,6 @@ from sluice.launch.plan import check_reward_function
 from sluice.launch.shared_run import SharedRun
 from sluice.quickstart.prepare import prepare as prepare_quickstart
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.service_contract import TRACKER_NAME
 from sluice.telemetry.metrics_page import forget_targets
 
 _SEED = 0  # of the quickstart's files
@@ -167,7 +167,7 @@ def spent_notice(config: RunConfig) -> str | None:
     There is none if only the data determine the number of steps
     (``trainer.total_training_steps`` is null).
     """
-    planned, done = config.trainer.total_training_steps, _newest_step(config)
+    planned, done = config.trainer.total_training_steps, newest_checkpoint(config)
     if config.trainer.resume_mode != "auto" or planned is None or done is None or done < planned:
         return None
     return (
@@ -176,14 +176,6 @@ def spent_notice(config: RunConfig) -> str | None:
         "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
         "with another run.name)"
     )
-
-
-def _newest_step(config: RunConfig) -> int | None:
-    try:
-        text = (Path(checkpoint_folder(config)) / TRACKER_NAME).read_text(encoding="utf-8")
-        return int(text)
-    except (OSError, ValueError):
-        return None  # the trainer reports the problem
 
 
 def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from sluice.cli.arguments import ConfigArguments, split_arguments
+from sluice.cli.arguments import ConfigArguments, script_settings, split_arguments
 from sluice.cli.terminal import print_line, printable
 from sluice.cli.watch.live_view import LiveView
 from sluice.client.launcher import Launcher
@@ -102,14 +102,26 @@ def up(
     _run(arguments, logs=logs, ray=ray if on == "ray" else None)
 
 
-def train(arguments: ConfigArguments = None, *, logs: ShowLogs = False) -> None:
-    """Train on this machine: another name of `sluice up`.
+def train(
+    arguments: ConfigArguments = None,
+    *,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            help="A launch script of verl. It runs under bash, with python, ray and all other "
+            "programs recorded; the arguments of its launch configure the run.",
+        ),
+    ] = None,
+    logs: ShowLogs = False,
+) -> None:
+    """Train on this machine, as sluice up; also from a launch script of verl.
 
     \b
-    Example:
+    Examples:
       sluice train run.yaml trainer.total_training_steps=100
+      sluice train --script run_qwen2-7b.sh actor_rollout_ref.rollout.name=torch
     """
-    _run(arguments, logs=logs)
+    _run(arguments if script is None else script_settings(script, arguments or []), logs=logs)
 
 
 def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = None) -> None:

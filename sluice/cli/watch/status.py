@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import DEFAULT_RUN, AsJson, RunArgument
+from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
 from sluice.cli.running_run import PastRun, ask_run, past_run
 from sluice.cli.terminal import print_json
 from sluice.cli.watch.live_view import AccuracyTail, run_table
@@ -23,8 +23,9 @@ from sluice.report.run_record import METRICS_NAME
 
 
 def status(
-    run: RunArgument = DEFAULT_RUN,
+    run: RunArgument = None,
     *,
+    run_option: RunOption = None,
     why: Annotated[
         bool,
         typer.Option(
@@ -45,6 +46,7 @@ def status(
       sluice status runs/quickstart
       sluice status --why runs/quickstart
     """
+    run = named_run(run, run_option)
     folder = locate_run(run).run_dir
     try:
         if why and _show_why(run, as_json=as_json):

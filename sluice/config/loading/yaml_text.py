@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
@@ -122,6 +123,12 @@ def dump_config(config: RunConfig) -> str:
     """Return the whole tree with every default written out, in the order of the schema."""
     # Escapes stay on: PyYAML writes some control characters raw otherwise and reads them as spaces.
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def flow_text(value: object) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=sys.maxsize)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def flat_settings(config: RunConfig) -> dict[str, object]:
