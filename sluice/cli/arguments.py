@@ -83,7 +83,7 @@ ConfigArguments = Annotated[
 RunArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[RUN]",
+        metavar="RUN",
         help=f"Folder of the run. Default: ${RUN_VARIABLE}, else the newest in {RUNS}/.",
         show_default=False,
         autocompletion=complete_run,

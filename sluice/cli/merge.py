@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from sluice.cli.terminal import progress_bars
+from sluice.cli.arguments import AsJson
+from sluice.cli.terminal import print_json, progress_bars
 from sluice.errors import CheckpointError, ConfigError
 
 _MOST_DIFFERENCES = 20
@@ -41,6 +42,7 @@ def merge(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own model code.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the model of a checkpoint in Hugging Face format, for transformers and vLLM.
 
@@ -67,14 +69,25 @@ def merge(
         options = MergeOptions(dtype, is_value_model, tie_word_embedding, trust_remote_code)
         with _progress("merging") as on_tensor:
             merge_checkpoint(source, target, options, on_tensor)
-        typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
+        if not as_json:
+            typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
     elif source.format is not CheckpointFormat.HUGGING_FACE:
         raise CheckpointError(f"{checkpoint} holds shards; give a folder to merge them into (OUT)")
+    differences = None
     if compare is not None:
-        _compare(target or source.huggingface, compare)
+        differences = _differences(target or source.huggingface, compare)
+    if as_json:
+        folder = None if target is None else str(target)
+        merged = {"model": folder, "dtype": dtype, "role": source.role}
+        print_json({**merged, "differences": differences})
+    elif compare is not None and not differences:
+        typer.echo(f"the weights equal those of {compare}")
+    if differences:
+        raise typer.Exit(1)
 
 
-def _compare(model: Path, other: Path) -> None:
+def _differences(model: Path, other: Path) -> list[str]:
+    """Return the differences between the weights; report them on standard error."""
     from sluice.checkpoint.safetensors_files import compare_weights
     from sluice.checkpoint.source import find_source
 
@@ -84,9 +97,7 @@ def _compare(model: Path, other: Path) -> None:
         typer.echo(line, err=True)
     if len(differences) > _MOST_DIFFERENCES:
         typer.echo(f"... {len(differences) - _MOST_DIFFERENCES} more", err=True)
-    if differences:
-        raise typer.Exit(1)
-    typer.echo(f"the weights equal those of {other}")
+    return list(differences)
 
 
 def _need_torch() -> None:

@@ -50,9 +50,9 @@ class LauncherAddress:
 
 
 def write_launcher(run_dir: Path, launcher: LauncherAddress) -> None:
-    """Record a launcher of this process in the run's folder, readable by its owner alone."""
-    content = {**asdict(launcher), "pid": os.getpid()}
-    write_private(run_dir, {LAUNCHER_NAME: json.dumps(content).encode()}, replace=True)
+    """Record a launcher in the run's folder, readable by its owner alone."""
+    content = json.dumps(asdict(launcher)).encode()
+    write_private(run_dir, {LAUNCHER_NAME: content}, replace=True)
 
 
 def launcher_of(run_dir: Path) -> LauncherAddress:
@@ -134,7 +134,7 @@ async def launch_service(run_dir: Path, scale: ReplicaScale) -> AsyncIterator[La
         credentials=LauncherAddress("", secret).credentials,
     )
     await server.start()
-    launcher = LauncherAddress(server.address, secret)
+    launcher = LauncherAddress(server.address, secret, os.getpid())
     write_launcher(run_dir, launcher)
     try:
         yield launcher

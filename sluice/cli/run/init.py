@@ -50,7 +50,7 @@ _FIXED: Mapping[str, object] = {
 
 def init(
     file: Annotated[
-        Path, typer.Argument(metavar="[FILE]", help="The configuration to write.")
+        Path, typer.Argument(metavar="FILE", help="The configuration to write.")
     ] = Path("run.yaml"),
     *,
     source: Annotated[

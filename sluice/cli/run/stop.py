@@ -55,7 +55,7 @@ def stop(
     --now works on the machine of the run's sluice up; without it the trainer is called, wherever
     it runs. Resume the run with sluice up on its config.yaml.
 
-    \\b
+    \b
     Examples:
       sluice stop runs/quickstart
       sluice stop --now

@@ -25,7 +25,7 @@ def logs(
     service: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SERVICE]",
+            metavar="SERVICE",
             help="trainer, reward, rollout-0 or another; none: all.",
             show_default=False,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,9 @@ from sluice.cli.terminal import output_console, print_json, print_line
 from sluice.client.run_address import locate_run
 from sluice.dashboard.serving import write_report
 from sluice.errors import SluiceError
-from sluice.report.summary import summarize, write_summary
+from sluice.report.summary import summarize
+
+_SUMMARY, _MEASURED = "summary.json", ("seconds_total", "seconds_services")
 
 
 def report(
@@ -29,19 +32,33 @@ def report(
       sluice report runs/quickstart
     """
     folder = locate_run(named_run(run, run_option)).run_dir
-    summary = summarize(folder, accounts=asyncio.run(_live_accounts(folder)))
-    write_summary(summary, folder / "summary.json")
+    is_live = asyncio.run(is_active(folder))
+    accounts = asyncio.run(_live_accounts(folder)) if is_live else {}
+    summary = summarize(folder, accounts=accounts)
+    numbers = asdict(summary) if is_live else _with_measured(asdict(summary), folder / _SUMMARY)
+    text = json.dumps(numbers, indent=2) + "\n"
+    (folder / _SUMMARY).write_text(text, encoding="utf-8")
     page = folder / "report.html"
     write_report(folder, page)
     if as_json:
-        print_json(asdict(summary))
+        print_json(numbers)
     else:
         print_line(output_console(), f"{summary.as_text()}\nreport: {page}")
 
 
-async def _live_accounts(folder: Path) -> Mapping[str, float]:
-    """Return the accounting so far of an active run; empty for another."""
+def _with_measured(numbers: dict[str, object], file: Path) -> dict[str, object]:
+    """Return the numbers with what only the end of the run knew: how it ended, its seconds."""
     try:
-        return (await ask_run(folder))[1].accounts if await is_active(folder) else {}
+        old = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return numbers
+    measured = {name: old[name] for name in _MEASURED if name in old}
+    return {**old, **numbers, **measured}
+
+
+async def _live_accounts(folder: Path) -> Mapping[str, float]:
+    """Return the accounting so far of an active run; empty if it does not answer."""
+    try:
+        return (await ask_run(folder))[1].accounts
     except SluiceError:
         return {}

@@ -44,7 +44,7 @@ class ListedRun:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Holds the runs.")] = RUNS,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Holds the runs.")] = RUNS,
     *,
     as_json: AsJson = False,
 ) -> None:

@@ -45,7 +45,7 @@ def is_script(file: Path) -> bool:
             first = opened.readline(200)
     except OSError:
         return False
-    return first.startswith(b"#!") and first.split()[-1].endswith(b"sh")
+    return re.match(rb"#!.*\b(ba|da|k|z)?sh\b", first) is not None
 
 
 def launch_of(script: Path, arguments: Sequence[str]) -> ScriptLaunch:

@@ -20,13 +20,13 @@ __sluice_plan() {
   shopt -s extdebug
   PATH=$__SLUICE_BIN
   __sluice_command=
-  local rest=$BASH_COMMAND lead='' word=''
+  local rest=$BASH_COMMAND lead='' word='' has_path=''
   if [[ ${FUNCNAME[1]:-} == @(command_not_found_handle|trap) ]]; then return 0; fi
   case $rest in '[['* | '(('* | 'for '* | 'case '* | 'select '*) return 0 ;; esac
   while [[ $rest =~ ^[A-Za-z_][A-Za-z0-9_]*(\[[^]]*\])?\+?= ]]; do
     __sluice_find_end "$rest"
     if ((__sluice_end == ${#rest})); then return 0; fi
-    if [[ $rest != PATH=* ]]; then lead+="${rest:0:__sluice_end} "; fi
+    if [[ $rest == PATH=* ]]; then has_path=1; else lead+="${rest:0:__sluice_end} "; fi
     rest=${rest:__sluice_end+1}
   done
   while [[ $rest =~ ^(exec|command|builtin)[[:space:]]+([^-0-9\<\>\&].*)$ ]]; do
@@ -43,6 +43,8 @@ __sluice_plan() {
     __sluice_command="$lead\"\$__SLUICE_BIN/bash\" $rest"
   elif [[ $word == */* && $word != "$__SLUICE_BIN"/* ]]; then
     __sluice_command="$lead\"\$__SLUICE_BIN/record\" $rest"
+  elif [[ -n $has_path ]]; then
+    __sluice_command=$lead$rest
   fi
   case ${word##*/} in python* | torchrun | ray | accelerate | deepspeed | srun | nohup | env) __sluice_note_unset ;; esac
   local command=${__sluice_command:-$lead$rest} as_given=$__sluice_command
