@@ -32,7 +32,7 @@ def evaluate(
     ] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Validate the present policy of a running run.
+    """Validate the current policy of a running run.
 
     Training pauses after the current step and continues afterwards, unless another command holds
     it too: all numbers are of one policy version. Without options the run's own validation
