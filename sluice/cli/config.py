@@ -52,6 +52,7 @@ _ENGINE_COLUMNS = (
     "longest rows in cache",
 )
 _DASH = "-"
+_SMALL_GIB = 0.1
 _HEADINGS = {
     Severity.NOTE: ("Worth knowing", "bold"),
     Severity.ERROR: ("sluice cannot run this", "bold red"),
@@ -262,6 +263,7 @@ def print_report(console: Console, report: CheckReport, broken: Sequence[Problem
     else:
         _print_memory(console, report.memory)
     print_problems(console, (*report.notes, *broken))
+    print_line(console, f"Learning rate: {report.learning_rate:g}")
     print_line(console, f"{_keys(report.keys)}{_verdict(broken)}")
 
 
@@ -288,6 +290,7 @@ def report_as_json(report: CheckReport, broken: Sequence[Problem]) -> dict[str, 
         "notices": [one.text for one in report.notes],
         "keys": {key: str(status) for key, status in report.keys.items()},
         "quantities": [asdict(one) for one in report.quantities],
+        "learning_rate": report.learning_rate,
         "memory": None if memory is None else _memory_as_json(memory),
     }
 
@@ -335,6 +338,12 @@ def _verdict(broken: Sequence[Problem]) -> str:
 
 
 def _print_memory(console: Console, memory: MemoryReport) -> None:
+    training, engine = memory.own_training, memory.rollout
+    most = max(training.update, training.log_prob, training.host, engine.weights)
+    if max(most, engine.kv_of_all_sequences) < _SMALL_GIB * GIB:
+        count = f"{memory.parameters:,} parameters"
+        print_line(console, f"Memory: less than {_SMALL_GIB} GiB on each device ({count})\n")
+        return
     size = "" if memory.device_bytes is None else f", devices of {memory.device_bytes / GIB:g} GiB"
     active = ""
     if memory.active_parameters != memory.parameters:

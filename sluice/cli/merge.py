@@ -17,7 +17,7 @@ from sluice.errors import CheckpointError, ConfigError
 _MOST_DIFFERENCES = 20
 
 
-def merge(
+def merge(  # noqa: PLR0913 - one parameter per option
     checkpoint: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder global_step_N, or its actor folder.")
     ],

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import ConfigArguments, split_arguments
+from sluice.cli.arguments import AsJson, ConfigArguments, split_arguments
 from sluice.cli.run.certificates import (
     CERTIFICATES,
     ensure_certificates,
@@ -20,7 +20,7 @@ from sluice.cli.run.certificates import (
 )
 from sluice.cli.run.quickstart import asset_settings, preparation
 from sluice.cli.running_run import newest_checkpoint
-from sluice.cli.terminal import print_line
+from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
 from sluice.config.explain import replaced_values
@@ -91,9 +91,10 @@ _StopGrace = Annotated[
 def prepare(  # noqa: PLR0913 - one parameter an option
     arguments: ConfigArguments = None,
     *,
-    run_dir: Annotated[Path, typer.Option(help="Folder that all services of the run see.")] = Path(
-        "runs/run"
-    ),
+    run_dir: Annotated[
+        Path,
+        typer.Option("--run", "--run-dir", help="Folder that all services of the run see."),
+    ] = Path("runs/run"),
     quickstart: _Quickstart = False,
     secure: _Secure = False,
     observed: _Observed = False,
@@ -102,6 +103,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     stop_grace: _StopGrace = None,
     restart: _Restart = False,
     old_restart: _OldRestart = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the configuration of a run whose services have separate hosts, such as containers.
 
@@ -113,7 +115,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
       sluice prepare run.yaml --run-dir /runs/run trainer.save_freq=20
       sluice prepare --quickstart --secure --run-dir /runs/run
     """
-    console = Console()
+    console = Console(stderr=as_json)
     report = partial(print_line, console)
     run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
     is_active = run.is_active and written.is_file() and not (restart or old_restart)
@@ -147,7 +149,10 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         _begin(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):
         report(f"notice: {written} {_KEPT}")
-    report(f"{run_dir}: the run {'continues' if is_active else 'begins'}")
+    if as_json:
+        print_json({"config": str(written), "continues": is_active})
+    else:
+        report(f"{run_dir}: the run {'continues' if is_active else 'begins'}")
 
 
 def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]) -> None:

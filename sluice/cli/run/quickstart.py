@@ -56,7 +56,9 @@ def quickstart(
         str, typer.Option(help="quickstart, stretch (harder), or shapes (pictures).")
     ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seed of data, model and sampling.")] = 0,
-    run_dir: Annotated[Path, typer.Option(help="Folder for all files.")] = Path("runs/quickstart"),
+    run_dir: Annotated[
+        Path, typer.Option("--run", "--run-dir", help="Folder for all files.")
+    ] = Path("runs/quickstart"),
     logs: ShowLogs = False,
 ) -> None:
     """Make a tiny model and data set, train it with DAPO by three services, and report.
