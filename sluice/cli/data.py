@@ -101,17 +101,12 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     published = PUBLISHED_SETS[name]
     split = split or published.split
     stem = inputs[0].stem if name == "jsonl" else name
+    source = data_source or published.data_source or stem
     order = Preparation(
         name,
         tuple(inputs),
         output / f"{stem}-{split}.parquet",
-        Wishes(
-            split,
-            data_source or published.data_source or stem,
-            instruction,
-            prompt_field,
-            answer_field,
-        ),
+        Wishes(split, source, instruction, prompt_field, answer_field),
         limit,
         deduplicate,
         skip_bad,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.console import Console
 from sluice.cli.arguments import AsJson
 from sluice.cli.terminal import print_json, progress_bars
 from sluice.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from sluice.checkpoint.source import CheckpointSource
 
 _MOST_DIFFERENCES = 20
 
@@ -56,9 +59,7 @@ def merge(  # noqa: PLR0913 - one parameter per option
       sluice merge merged --compare base_model
     """
     if target is None and compare is None:
-        raise ConfigError(
-            "sluice merge: give a folder to write (OUT), or one to compare with (--compare)"
-        )
+        raise ConfigError("sluice merge: give a folder to write (OUT), or --compare with one")
     _need_torch()
     # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
@@ -73,14 +74,20 @@ def merge(  # noqa: PLR0913 - one parameter per option
             typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
     elif source.format is not CheckpointFormat.HUGGING_FACE:
         raise CheckpointError(f"{checkpoint} holds shards; give a folder to merge them into (OUT)")
+    _finish(source, target, compare, as_json=as_json)
+
+
+def _finish(
+    source: CheckpointSource, target: Path | None, compare: Path | None, *, as_json: bool
+) -> None:
+    """Compare the weights if that is wanted, and print the result."""
     differences = None
     if compare is not None:
         differences = _differences(target or source.huggingface, compare)
     if as_json:
-        folder = None if target is None else str(target)
-        merged = {"model": folder, "dtype": dtype, "role": source.role}
-        print_json({**merged, "differences": differences})
-    elif compare is not None and not differences:
+        model = None if target is None else str(target)
+        print_json({"model": model, "role": source.role, "differences": differences})
+    elif differences == []:
         typer.echo(f"the weights equal those of {compare}")
     if differences:
         raise typer.Exit(1)

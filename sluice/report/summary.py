@@ -121,11 +121,8 @@ def summarize(
     accuracies = record.accuracies()
     is_finished = bool(record.accounts)
     accounts = record.accounts or accounts or {}
-    if seconds_total is None:
-        seconds_total = recorded_seconds(run_dir)
-    if seconds_services is None:
-        seconds_services = seconds_total
-    generated = "generated_tokens" in accounts
+    seconds_total = recorded_seconds(run_dir) if seconds_total is None else seconds_total
+    seconds_services = seconds_total if seconds_services is None else seconds_services
 
     def count(*names: str) -> int:
         return int(sum(accounts.get(name, 0.0) for name in names))
@@ -143,7 +140,7 @@ def summarize(
         seconds_services=round(seconds_services, 2),
         seconds_dapo=round(record.total(metric_names.STEP_S), 2),
         steps=len(record.steps),
-        generated_tokens=count("generated_tokens") - validation_tokens if generated else 0,
+        generated_tokens=max(count("generated_tokens") - validation_tokens, 0),
         trained_tokens=int(record.total(metric_names.TRAINED_TOKENS)),
         validation_tokens=validation_tokens,
         groups_kept=int(record.total(metric_names.GROUPS_KEPT)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -26,6 +26,7 @@ from sluice.config.derived import checkpoint_folder
 from sluice.config.explain import replaced_values
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import dump_config, write_config
+from sluice.config.problems import Problem
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.launch.container_settings import (
@@ -123,8 +124,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     file, overrides = split_arguments(arguments)
     settings: list[str] = []
     settings += _quickstart_settings(run_dir, console) if quickstart else ()
-    if secure:
-        # The configuration's checks need usable files; a renewal can wait until after them.
+    if secure:  # the checks need usable files; a renewal can wait until after them
         ensure_certificates(certificates, report)
         settings += security_settings(certificates)
     settings += observed_settings() if observed else ()
@@ -136,8 +136,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         config = load_config(base, [*settings, *overrides])
         notes = launch_notes(config, read_settings(base, overrides))
     replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
-    for note in (*notes, *replaced):
-        report(f"notice: {note.text}")
+    _report_notices((*notes, *replaced), report)
     check_config(config)
     check_reward_function(config.reward)
     if stop_grace is not None:
@@ -149,10 +148,20 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         _begin(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):
         report(f"notice: {written} {_KEPT}")
+    _show(written, is_active=is_active, as_json=as_json)
+
+
+def _report_notices(notes: Sequence[Problem], report: Callable[[str], None]) -> None:
+    for note in notes:
+        report(f"notice: {note.text}")
+
+
+def _show(written: Path, *, is_active: bool, as_json: bool) -> None:
     if as_json:
         print_json({"config": str(written), "continues": is_active})
     else:
-        report(f"{run_dir}: the run {'continues' if is_active else 'begins'}")
+        state = "continues" if is_active else "begins"
+        print_line(Console(), f"{written.parent}: the run {state}")
 
 
 def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]) -> None:
