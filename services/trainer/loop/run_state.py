@@ -198,10 +198,16 @@ class RunState:
             request.set_exception(_ended())
 
     async def records_from(self, step: int) -> tuple[StepRecord, ...]:
-        """Wait for finished steps from `step` on; return none once the run has finished."""
+        """Wait for records of steps from `step` on; return none once the run has finished.
+
+        A resumed run has no records of the steps before its start: the first one comes later.
+        """
         async with self._advanced:
             await self._advanced.wait_for(
-                lambda: self.phase is RunPhase.FINISHED or self.step >= step
+                lambda: (
+                    self.phase is RunPhase.FINISHED
+                    or (self._records and self._records[-1].step >= step)
+                )
             )
             return tuple(record for record in self._records if record.step >= step)
 
