@@ -191,6 +191,22 @@ class RunMonitor:
                 await asyncio.sleep(_POLL_S)
             return snapshot
 
+    async def stop(self, reason: str, *, skip_validation: bool = False) -> int:
+        """End the run after its present step, with a checkpoint; return the finished steps.
+
+        Args:
+            reason: for the trainer's log.
+            skip_validation: do not validate the last step.
+
+        Raises:
+            PeerError, DeadlineError: the trainer does not answer.
+        """
+        request = trainer_pb2.StopRequest(reason=reason, skip_validation=skip_validation)
+        answer = await unary_call(
+            self._trainer.Stop, request, peer=_TRAINER, phase="asking it to stop"
+        )
+        return answer.step
+
     async def steps(
         self, from_step: int = 0
     ) -> AsyncGenerator[tuple[int, Mapping[str, float]], None]:

@@ -57,6 +57,7 @@ class RunState:
         self.version: int | None = None
         self.phase = RunPhase.STARTING
         self.stop_reason: str | None = None
+        self.no_validation = asyncio.Event()
         self._accounts: Mapping[str, float] = {}
         self._accounts_taken_s = time.monotonic()
         self._phase_since_s = time.monotonic() - elapsed_s
@@ -141,9 +142,16 @@ class RunState:
         self._end(holder)
         self.wake()
 
-    def stop(self, reason: str) -> None:
-        """End the run after the current step; at once if it waits or is paused."""
+    def stop(self, reason: str, *, skips_validation: bool = False) -> None:
+        """End the run after the current step; at once if it waits or is paused.
+
+        Args:
+            reason: for the log.
+            skips_validation: end a running validation too, and start no last one.
+        """
         self.stop_reason = reason
+        if skips_validation:
+            self.no_validation.set()
         for holder in tuple(self._holds):
             self._end(holder)
         self.wake()

@@ -38,6 +38,8 @@ from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.metrics_page import forget_target, forget_targets
 
+logger = logging.getLogger(__name__)
+
 # A launcher that was killed may have left its address, where nothing answers.
 _LAUNCHER_ANSWERS_S = 3.0
 
@@ -194,6 +196,16 @@ async def _refuse_beside_another(run_dir: Path) -> None:
     )
 
 
+async def _save_and_end(monitor: RunMonitor) -> bool:
+    """Ask the trainer to save and to end; return false if it does not answer."""
+    try:
+        await monitor.stop("interrupted", skip_validation=True)
+    except SluiceError as error:
+        logger.warning("nothing is saved: %s", error)
+        return False
+    return True
+
+
 def _show_launcher_messages(console: Console) -> None:
     handler = RichHandler(console=console, show_time=False, show_path=False)
     logger = logging.getLogger("sluice.launch")
@@ -212,6 +224,7 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
         launcher_grace_s(service.shutdown_grace_s),
         plan.host,
         on_left=lambda name: forget_target(run_dir, name),
+        save=(lambda: _save_and_end(monitor)) if plan.config.trainer.save_freq > 0 else None,
     )
     trainer = peer_address(service.trainer.endpoint, "sluice.trainer.endpoint")
     reward = peer_address(service.reward.endpoint, "sluice.reward.endpoint")
