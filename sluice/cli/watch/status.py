@@ -51,10 +51,10 @@ def status(
             return
         location, snapshot = asyncio.run(ask_run(run))
     except NotReadyError:
-        _show_past(past_run(folder), folder, as_json=as_json)
+        _show_past(asyncio.run(past_run(folder)), folder, as_json=as_json)
         return
     except ConfigError as error:
-        past = past_run(folder)
+        past = asyncio.run(past_run(folder))
         if past.phase != "finished":  # only its services know whether it is active
             raise
         _show_past(past, folder, as_json=as_json)

@@ -59,6 +59,7 @@ class ServiceState:
     pid: int | None
     restarts: int
     is_draining: bool
+    max_restarts: int = 0
 
 
 class Supervisor:
@@ -131,7 +132,13 @@ class Supervisor:
     def services(self) -> tuple[ServiceState, ...]:
         """Return all processes that run or wait for their restart, in the order of start."""
         return tuple(
-            ServiceState(spec.name, crew.pid_of(spec.name), crew.restarts, crew.is_dismissed)
+            ServiceState(
+                spec.name,
+                crew.pid_of(spec.name),
+                crew.restarts,
+                crew.is_dismissed,
+                spec.restarts.max_restarts,
+            )
             for crew in self._crews
             for spec in crew.specs
         )
