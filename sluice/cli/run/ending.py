@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,7 +40,7 @@ class RunOutcome:
 
     Attributes:
         outcome: ``stopped`` is an end before the last step that somebody asked for.
-        reason: the first line of the first failure; empty without one.
+        reason: of the first failure; empty without one.
         step: finished steps, with those before a resume.
         total_steps: of the whole run; None: its trainer never served.
         checkpoint: folder of the newest checkpoint; None: there is none.
@@ -70,12 +70,22 @@ def outcome_of(
     saved = newest_checkpoint(config)
     return RunOutcome(
         outcome,
-        end.failures[0].splitlines()[0] if end.failures else "",
+        _reason(end.failures[0]) if end.failures else "",
         step,
         total_steps,
         None if saved is None else str(saved),
         None if saved is None else int(saved.name.rpartition("_")[2]),
     )
+
+
+def _reason(failure: str) -> str:
+    """Return the process that failed and its last line: the error, as a rule."""
+    head, *lines = failure.splitlines()
+    return " ".join([head, *(line.strip() for line in lines[-1:])])
+
+
+def _unshown(lines: list[str], shown: Collection[str]) -> list[str]:
+    return [lines[0], *(line for line in lines[1:] if line.strip() not in shown)]
 
 
 def newest_checkpoint(config: RunConfig) -> Path | None:
@@ -95,6 +105,7 @@ def end_run(
     *,
     total_steps: int | None,
     seconds: RunSeconds,
+    shown: Collection[str] = (),
 ) -> RunOutcome:
     """Write `summary.json` and `report.html` of a run that has ended, and print its last lines.
 
@@ -104,10 +115,12 @@ def end_run(
         console: where to print.
         total_steps: of the whole run; None: unknown.
         seconds: how long it took.
+        shown: log lines that the user has seen already.
     """
     run_dir = Path(config.sluice.run_dir)
     for failure in end.failures:
-        console.print(Text("failed: ", style="red") + Text(printable(failure)), soft_wrap=True)
+        text = "\n".join(_unshown(failure.splitlines(), shown))
+        console.print(Text("failed: ", style="red") + Text(printable(text)), soft_wrap=True)
     record = read_progress(run_dir)
     outcome = outcome_of(config, end, record, total_steps)
     summary: dict[str, object] = {}

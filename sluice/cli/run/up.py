@@ -188,12 +188,10 @@ def start_run(
     run_dir = Path(config.sluice.run_dir).absolute()
     _show_launcher_messages(console)
     started_s = time.monotonic()
-    end, total_steps = asyncio.run(
-        _start(config, run_dir / CONFIG_NAME, console, detail=detail, ray=ray)
-    )
+    end, view = asyncio.run(_start(config, run_dir / CONFIG_NAME, console, detail=detail, ray=ray))
     ended_s = time.monotonic()
     seconds = RunSeconds(ended_s - (began_s or started_s), ended_s - started_s)
-    end_run(config, end, console, total_steps=total_steps, seconds=seconds)
+    end_run(config, end, console, total_steps=view.total_steps, seconds=seconds, shown=view.shown)
     return end
 
 
@@ -204,7 +202,7 @@ async def _start(
     *,
     detail: Detail,
     ray: RayOptions | None,
-) -> tuple[RunEnd, int | None]:
+) -> tuple[RunEnd, LiveView]:
     await _refuse_beside_another(config_file.parent)
     # A run with this file has reached its end.
     (config_file.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
@@ -244,10 +242,8 @@ def _show_launcher_messages(console: Console) -> None:
         shown.setLevel(logging.INFO)
 
 
-async def _supervise(
-    plan: LaunchPlan, console: Console, detail: Detail
-) -> tuple[RunEnd, int | None]:
-    """Run the processes; return how they ended, and the steps of the whole run if known."""
+async def _supervise(plan: LaunchPlan, console: Console, detail: Detail) -> tuple[RunEnd, LiveView]:
+    """Run the processes; return how they ended, and the view that showed them."""
     service = plan.config.sluice
     run_dir = Path(service.run_dir)
     view = LiveView(console, plan.config, tuple(spec.name for spec in plan.specs), detail=detail)
@@ -275,4 +271,4 @@ async def _supervise(
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()
         following.cancel()
-    return end, view.total_steps
+    return end, view

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -36,6 +37,7 @@ from sluice.telemetry.logs import parse_line
 Detail: TypeAlias = Literal["quiet", "steps", "logs"]
 
 _REFRESH_S = 1.0
+_SHOWN_KEPT = 1000
 _LINE_EVERY_S, _LINE_EVERY_S_IN_STEPS = 8.0, 60.0
 _MIN_REPORTED_S = 5.0
 _PAIRS_A_ROW = 3
@@ -161,6 +163,8 @@ def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:
 class LiveView:
     """The view of one run, until its steps end or the caller cancels.
 
+    `total_steps` are those of the run, once known; `shown` has the newest printed log lines.
+
     Args:
         console: where to show it.
         config: the run's configuration.
@@ -187,6 +191,7 @@ class LiveView:
         self._began_s = self._printed_s = time.monotonic()
         self._has_stepped = False
         self.total_steps: int | None = None
+        self.shown: deque[str] = deque(maxlen=_SHOWN_KEPT)
 
     def log_line(self, name: str, line: str) -> None:
         """Print a service's line if it is a warning, an error, or all are shown."""
@@ -199,6 +204,7 @@ class LiveView:
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
             self._console.print(prefix + Text(printable(line)), soft_wrap=True)
             self._printed_s = time.monotonic()
+            self.shown.append(line.strip())
 
     async def follow(self, monitor: RunMonitor) -> None:
         """Show the run until its steps end, and wait for services that do not answer."""

@@ -70,7 +70,7 @@ def _step_cells(metrics: Mapping[str, float]) -> dict[str, str]:
         "entropy": ("entropy {:.3f}", "actor/entropy"),
         "length": ("length {:.0f}", "response_length/mean"),
         "staleness": ("staleness {:.0f}", metric_names.STALENESS_MAX),
-        "speed": ("{:,.0f} tokens/s", metric_names.TOKENS_PER_S),
+        "speed": ("{:,.0f} tok/s", metric_names.TOKENS_PER_S),
         "seconds": ("{:.1f} s/step", metric_names.STEP_S),
     }
     cells = {
@@ -78,7 +78,7 @@ def _step_cells(metrics: Mapping[str, float]) -> dict[str, str]:
     }
     kept, decided = metrics.get(metric_names.GROUPS_KEPT), num_decided(metrics)
     if kept is not None:
-        cells["groups"] = f"groups {kept:.0f}/{max(kept, decided):.0f} kept"
+        cells["groups"] = f"kept {kept:.0f}/{max(kept, decided):.0f}"
     order = ("reward", "entropy", "length", "groups", "staleness", "speed", "seconds")
     return {name: cells[name] for name in order if name in cells}
 
@@ -127,13 +127,13 @@ def state_line(snapshot: RunSnapshot, *, batch_size: int, min_replicas: int) -> 
         "waiting for batch": (
             f"{step}: batch {min(snapshot.groups.get('kept', 0), batch_size)} of {batch_size} "
             f"groups, {snapshot.groups.get('generating', 0)} generating, "
-            f"{tokens_per_s:,.0f} tokens/s"
+            f"{tokens_per_s:,.0f} tok/s"
         ),
         "training": f"{step}: training",
         "publishing": f"publishing weights to {len(snapshot.replicas)} replicas",
         "evaluating": validating or "validating",
         "saving": f"saving the checkpoint of step {snapshot.step}",
-        "paused": f"paused after step {snapshot.step}; `sluice` clients or an operator resume it",
+        "paused": f"paused after step {snapshot.step}",
         "finished": "ending",
     }.get(snapshot.phase, snapshot.phase)
     if validating and snapshot.phase != "evaluating":
