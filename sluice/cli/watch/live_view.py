@@ -24,10 +24,12 @@ from sluice.cli.watch.progress import (
     state_line,
     step_line,
 )
+from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
 from sluice.config.run import RunConfig
 from sluice.dashboard.line_tail import LineTail
 from sluice.errors import SluiceError
+from sluice.report.notices import low_yield
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
 from sluice.rpc.server import RpcServer
@@ -181,6 +183,9 @@ class LiveView:
         self._config = config
         run_dir = Path(config.sluice.run_dir)
         self._log_dir = run_dir / "logs"
+        self._config_file = run_dir / CONFIG_NAME
+        self._config_id = _file_id(self._config_file)
+        self._notified: set[str] = set()
         self._accuracy = AccuracyTail(run_dir / METRICS_NAME)
         self._shown_accuracy: AccuracyPoint | None = None
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
@@ -223,6 +228,7 @@ class LiveView:
         """Refresh the table; the last one stays, because services end before their supervisor."""
         with Live(Text(""), console=self._console, refresh_per_second=4) as live:
             while True:
+                self._check_folder()
                 try:
                     snapshot = await monitor.snapshot()
                 except SluiceError:
@@ -231,6 +237,7 @@ class LiveView:
                 else:
                     self._has_stepped |= snapshot.step > 0
                     doing = self._state_line(snapshot)
+                    self._notify("yield", low_yield(snapshot.metrics))
                     live.update(run_table(snapshot, self._accuracy.newest(), doing))
                 await asyncio.sleep(_REFRESH_S)
 
@@ -239,6 +246,7 @@ class LiveView:
         shown_phase = ""
         while True:
             await asyncio.sleep(_REFRESH_S)
+            self._check_folder()
             self._print_new_accuracy()
             silent_s = time.monotonic() - self._printed_s
             try:
@@ -262,6 +270,7 @@ class LiveView:
                     following, self._has_stepped = step + 1, True
                     left = time_left.after(step, total, metrics)
                     self._print(step_line(step, total, metrics, left))
+                    self._notify("yield", low_yield(metrics))
                     self._print_new_accuracy()
             except SluiceError:
                 await asyncio.sleep(_REFRESH_S)
@@ -291,6 +300,29 @@ class LiveView:
             self._print(f"validation after step {point.step}: accuracy {point.accuracy:.3f}")
         self._shown_accuracy = point
 
+    def _notify(self, kind: str, text: str) -> None:
+        """Print a notice of one kind, once until it no longer holds."""
+        if text and kind not in self._notified:
+            self._print(f"notice: {text}")
+            self._notified.add(kind)
+        elif not text:
+            self._notified.discard(kind)
+
+    def _check_folder(self) -> None:
+        text = (
+            f"{self._config_file.parent} was deleted or replaced while the run is active: what it "
+            "writes from now on cannot be resumed; end it (Ctrl-C) and start it again"
+        )
+        self._notify("folder", "" if _file_id(self._config_file) == self._config_id else text)
+
     def _print(self, text: str) -> None:
         print_line(self._console, text)
         self._printed_s = time.monotonic()
+
+
+def _file_id(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

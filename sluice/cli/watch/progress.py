@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice.client.run_monitor import RunSnapshot
+from sluice.report.notices import num_decided_groups
 from sluice.telemetry import metric_names
 
 LINE_WIDTH = 120
@@ -76,17 +77,11 @@ def _step_cells(metrics: Mapping[str, float]) -> dict[str, str]:
     cells = {
         cell: form.format(metrics[name]) for cell, (form, name) in forms.items() if name in metrics
     }
-    kept, decided = metrics.get(metric_names.GROUPS_KEPT), num_decided(metrics)
+    kept, decided = metrics.get(metric_names.GROUPS_KEPT), num_decided_groups(metrics)
     if kept is not None:
         cells["groups"] = f"kept {kept:.0f}/{max(kept, decided):.0f}"
     order = ("reward", "entropy", "length", "groups", "staleness", "speed", "seconds")
     return {name: cells[name] for name in order if name in cells}
-
-
-def num_decided(metrics: Mapping[str, float]) -> float:
-    """Return the number of groups that the filter kept or dropped for the batch of a step."""
-    names = (metric_names.GROUPS_KEPT, "train/groups_all_right", "train/groups_all_wrong")
-    return sum(metrics.get(name, 0.0) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
