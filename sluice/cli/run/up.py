@@ -10,12 +10,11 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 
 from sluice.cli.arguments import ConfigArguments, split_arguments
 from sluice.cli.run.ending import RunSeconds, end_run
 from sluice.cli.running_run import launched_processes
-from sluice.cli.terminal import print_line
+from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
 from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import RunMonitor
@@ -236,7 +235,7 @@ async def _save_and_end(monitor: RunMonitor) -> bool:
 
 
 def _show_launcher_messages(console: Console) -> None:
-    handler = RichHandler(console=console, show_time=False, show_path=False)
+    handler = ConsoleHandler(console)
     for shown in (logging.getLogger("sluice.launch"), logger):
         shown.handlers[:] = [handler]
         shown.setLevel(logging.INFO)
