@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sluice.client.run_monitor import RunMonitor
 from tests.support.small_run import WAIT_S, Assets, processes_naming
 
 SLUICE = (sys.executable, "-m", "sluice.cli.main", "up")
@@ -44,6 +45,9 @@ async def test_ctrl_c_saves_and_the_resumed_run_prints_its_steps_and_its_end(
     )
     try:
         await logged(process, log, r"^step +3/")
+        endpoints = json.loads((run / "endpoints.json").read_text())
+        async with RunMonitor(endpoints["trainer"], endpoints["reward"]) as monitor:
+            assert (await monitor.snapshot()).step >= 3
         process.send_signal(signal.SIGINT)
         async with asyncio.timeout(WAIT_S):
             assert await asyncio.to_thread(process.wait) == 130
@@ -65,6 +69,7 @@ async def test_ctrl_c_saves_and_the_resumed_run_prints_its_steps_and_its_end(
     finally:
         resumed.kill()
     text = log.read_text()
+    assert "has no effect" not in text, "notes on keys were shown at the first start"
     for done in (step + 1, step + 2):
         assert f"step {done}/{step + 2}  " in text
     assert f"finished after step {step + 2} of {step + 2}" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from pathlib import Path
@@ -39,6 +40,9 @@ from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.metrics_page import forget_target, forget_targets
 
 logger = logging.getLogger(__name__)
+
+ENDPOINTS_NAME = "endpoints.json"
+"""In the run's folder while it is active: where clients in any language reach its services."""
 
 ShowLogs = Annotated[
     bool, typer.Option("--logs", "--verbose", "-v", help="Show all log lines of the services.")
@@ -149,7 +153,12 @@ def _run(
     if log_level is not None:
         overrides = [*overrides, f"sluice.log_level={log_level}"]
     console, config = Console(), load_config(file, overrides)
-    for note in launch_notes(config, read_settings(file, overrides)):
+    notes = launch_notes(config, read_settings(file, overrides))
+    if file is not None and file.absolute() == Path(config.sluice.run_dir).absolute() / CONFIG_NAME:
+        # A run's own file names every key; its notes were shown at the first start.
+        chosen = read_settings(None, overrides).by_key()
+        notes = [note for note in notes if note.key in chosen]
+    for note in notes:
         print_line(console, f"notice: {note.text}")
     end = start_run(config, console, detail=detail, ray=ray)
     raise typer.Exit(end.exit_code)
@@ -266,8 +275,11 @@ async def _supervise(plan: LaunchPlan, console: Console, detail: Detail) -> tupl
     )
     control = launch_service(run_dir, scale)
     forget_targets(run_dir)
+    endpoints = {"trainer": trainer, "reward": reward, "tls": service.security.tls}
     async with monitor, control, asyncio.TaskGroup() as tasks:
+        (run_dir / ENDPOINTS_NAME).write_text(json.dumps(endpoints) + "\n", encoding="utf-8")
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()
         following.cancel()
+    (run_dir / ENDPOINTS_NAME).unlink(missing_ok=True)
     return end, view
