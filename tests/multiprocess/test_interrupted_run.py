@@ -71,7 +71,7 @@ async def test_ctrl_c_saves_and_the_resumed_run_prints_its_steps_and_its_end(
     text = log.read_text()
     assert "has no effect" not in text, "notes on keys were shown at the first start"
     for done in (step + 1, step + 2):
-        assert f"step {done}/{step + 2}  " in text
+        assert re.search(rf"^step +{done}/{step + 2}  ", text, re.MULTILINE)
     assert f"finished after step {step + 2} of {step + 2}" in text
     assert f"report      {run}/report.html\n" in text
     assert (run / "report.html").is_file()
