@@ -1,4 +1,4 @@
-"""The wheel holds all that a user needs: commands, services, the page, the quickstart, the protos."""
+"""The wheel holds commands, services, the page, the data files of the quickstart and the protos."""
 
 from __future__ import annotations
 
