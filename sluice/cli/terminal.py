@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,20 @@ def output_console() -> Console:
 def print_line(console: Console, line: str) -> None:
     """Print text unwrapped, without markup and colours; escape what a terminal would obey."""
     console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
+
+
+class ConsoleHandler(logging.Handler):
+    """Print log records as plain lines; those above INFO name their level."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        is_loud = record.levelno > logging.INFO
+        level = f"{record.levelname.lower()}: " if is_loud else ""
+        print_line(self._console, level + record.getMessage())
 
 
 def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:

@@ -105,6 +105,7 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
                     pid=state.pid,
                     restarts=state.restarts,
                     draining=state.is_draining,
+                    max_restarts=state.max_restarts,
                 )
                 for state in self._scale.processes.services()
             ]

@@ -19,7 +19,7 @@ from sluice.cli.run.certificates import (
     security_settings,
 )
 from sluice.cli.run.quickstart import asset_settings, preparation
-from sluice.cli.running_run import newest_checkpoint
+from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
@@ -181,7 +181,7 @@ def spent_notice(config: RunConfig) -> str | None:
     There is none if only the data determine the number of steps
     (``trainer.total_training_steps`` is null).
     """
-    planned, done = config.trainer.total_training_steps, newest_checkpoint(config)
+    planned, done = config.trainer.total_training_steps, newest_step(config)
     if config.trainer.resume_mode != "auto" or planned is None or done is None or done < planned:
         return None
     return (

@@ -12,16 +12,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.run.up import ShowLogs, start_run
-from sluice.cli.terminal import print_line, progress_bars
+from sluice.cli.run.up import Quiet, ShowLogs, detail_of, start_run
+from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
-from sluice.dashboard.serving import write_report
 from sluice.errors import ConfigError
 from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.quickstart.settings import PrepareProgress
-from sluice.report.summary import summarize, write_summary
 
 MARKER = ".sluice-run"
 _MARKER_TEXT = "Made by sluice, which replaces the results in this folder at its next start here.\n"
@@ -60,6 +58,7 @@ def quickstart(
         Path, typer.Option("--run", "--run-dir", help="Folder for all files.")
     ] = Path("runs/quickstart"),
     logs: ShowLogs = False,
+    quiet: Quiet = False,
 ) -> None:
     """Make a tiny model and data set, train it with DAPO by three services, and report.
 
@@ -73,6 +72,7 @@ def quickstart(
       sluice quickstart --task shapes --run-dir runs/shapes
     """
     began_s = time.monotonic()
+    detail = detail_of(logs=logs, quiet=quiet)
     console = Console()
     _load(overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
@@ -84,17 +84,8 @@ def quickstart(
     mark_run_folder(run_dir)  # an override may name another one
     # A quickstart always starts at step 0: results of an earlier one would mix with its own.
     remove_results(run_dir, _RESULTS)
-    training_from_s = time.monotonic()
-    end = start_run(config, console, logs=logs)
-    if end.exit_code != 0:
-        raise typer.Exit(end.exit_code)
-    now_s = time.monotonic()
-    summary = summarize(
-        run_dir, seconds_total=now_s - began_s, seconds_services=now_s - training_from_s
-    )
-    write_summary(summary, run_dir / "summary.json")
-    write_report(run_dir, run_dir / "report.html")
-    print_line(console, f"{summary.as_text()}\nreport: {run_dir / 'report.html'}")
+    end = start_run(config, console, detail=detail, began_s=began_s)
+    raise typer.Exit(end.exit_code)
 
 
 def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
-from sluice.cli.running_run import launcher_answers, newest_checkpoint
+from sluice.cli.running_run import launcher_answers, newest_step
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
@@ -64,7 +64,7 @@ def stop(
     asyncio.run(_end_now(location, timeout) if now else _save_and_end(location, timeout))
     config_file = location.run_dir / CONFIG_NAME
     stopped = StoppedRun(
-        str(location.run_dir), newest_checkpoint(location.config), f"sluice up {config_file}"
+        str(location.run_dir), newest_step(location.config), f"sluice up {config_file}"
     )
     if as_json:
         print_json(asdict(stopped))

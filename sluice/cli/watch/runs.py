@@ -78,7 +78,7 @@ async def _described(folder: Path) -> ListedRun:
     metrics = folder / METRICS_NAME
     written_s = max(started_s, metrics.stat().st_mtime if metrics.is_file() else 0.0)
     try:
-        past = past_run(folder)
+        past = await past_run(folder)
         total = locate_run(folder).config.trainer.total_training_steps
         state: str = "running" if await is_active(folder) else past.phase
     except SluiceError:
