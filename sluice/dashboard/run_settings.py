@@ -1,0 +1,62 @@
+"""The configuration of a run's folder as dotted keys, and where configurations differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sluice.client.run_address import CONFIG_NAME
+from sluice.config.loading.loader import read_document
+from sluice.config.loading.yaml_text import flat_settings, flat_tree
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+_RUN = "RUN"
+# Of a start, not of a run: the ports are chosen at each.
+_OF_A_START = ("sluice.run_dir", ".port")
+
+
+def run_settings(run_dir: Path) -> dict[str, str]:
+    """Return every value of the run's configuration by its dotted key, as text.
+
+    The run's own folder is written as ``RUN``. Without a readable file there are no settings.
+    """
+    try:
+        document = read_document(run_dir / CONFIG_NAME)
+    except (ConfigError, OSError):
+        return {}
+    return {key: _text(value, run_dir) for key, value in flat_tree(document).items()}
+
+
+def settings_object(run_dir: Path) -> dict[str, Any]:
+    """Return the settings, each with its default; ``None``: it has none."""
+    defaults = {key: _text(value, run_dir) for key, value in flat_settings(RunConfig()).items()}
+    return {
+        "settings": [
+            {"key": key, "value": value, "default": defaults.get(key)}
+            for key, value in run_settings(run_dir).items()
+        ]
+    }
+
+
+def differences(settings: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """Return the keys whose values differ: ``key``, and ``values`` of each run (null: not set)."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    rows = ((key, [one.get(key) for one in settings]) for key in keys)
+    return [
+        {"key": key, "values": values}
+        for key, values in rows
+        if len(set(values)) > 1 and not key.endswith(_OF_A_START)
+    ]
+
+
+def _text(value: object, run_dir: Path) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = str(list(value) if isinstance(value, tuple) else value)
+    for folder in (str(run_dir.absolute()), str(run_dir)):
+        text = text.replace(folder + "/", f"{_RUN}/") if folder != "." else text
+    return text
