@@ -131,18 +131,22 @@ def curve_points(history: StepHistory, most: int) -> dict[str, Any]:
         name: _curve(steps, np.cumsum(np.nan_to_num(history.column(f"train/{name}"))), most)
         for name in _TOTALS
     }
+    return {
+        "num_steps": int(steps.size),
+        "curves": {**curves, **totals, "accuracy": accuracy_points(history, most)},
+        "composition": _columns(steps, _groups(history), most),
+        "timing": _columns(steps, _seconds(history), most),
+    }
+
+
+def accuracy_points(history: StepHistory, most: int) -> dict[str, list[Any]]:
+    """Return held-out accuracy as ``x`` (steps) and ``y``."""
     validations = history.accuracies()
-    accuracy = _curve(
+    return _curve(
         np.array([step for step, _ in validations], dtype=np.int64),
         np.array([value for _, value in validations], dtype=np.float64),
         most,
     )
-    return {
-        "num_steps": int(steps.size),
-        "curves": {**curves, **totals, "accuracy": accuracy},
-        "composition": _columns(steps, _groups(history), most),
-        "timing": _columns(steps, _seconds(history), most),
-    }
 
 
 def metric_points(history: StepHistory, name: str, most: int) -> dict[str, list[Any]]:
@@ -187,7 +191,7 @@ def _number(value: float) -> float | None:
 def _columns(
     steps: npt.NDArray[np.int64], parts: dict[str, Values], most: int
 ) -> dict[str, list[Any]]:
-    """Return columns over intervals of steps: their first and last step, and the sum of each part."""
+    """Return columns over intervals of steps: first and last step, and the sum of each part."""
     if steps.size == 0:
         return {"from": [], "to": [], **{part: [] for part in parts}}
     edges = bucket_edges(steps.size, most)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sluice.dashboard.curves import bucket_edges, metric_points
+from sluice.dashboard.curves import FEWEST_POINTS, accuracy_points, bucket_edges, metric_points
 from sluice.dashboard.run_settings import differences, run_settings
 from sluice.dashboard.step_history import StepHistory
 from sluice.telemetry import metric_names
@@ -81,16 +81,21 @@ def side_by_side(runs: Sequence[ComparedRun], most: int) -> dict[str, Any]:
         most: the maximum of points of an axis.
 
     Returns:
-        ``runs``: name and thinned ``axes`` of each; ``figures``: name, kind, and a value of each
-        run (null: it has none); ``progress``: accuracy and reward of each run at an equal step,
-        number of tokens, and second; ``differences``: keys of the configuration with their values.
+        ``runs``: name, thinned ``axes`` and held-out ``accuracy`` of each; ``figures``: name, kind,
+        and a value of each run (null: it has none); ``progress``: accuracy and reward of each run at
+        an equal step, number of tokens, and second; ``differences``: keys of the configuration with
+        their values.
     """
     names = run_names([run.run_dir for run in runs])
     axes = [run.axes for run in runs]
     return {
         "runs": [
-            {"name": name, "axes": _thinned(own, most)}
-            for name, own in zip(names, axes, strict=True)
+            {
+                "name": name,
+                "axes": _thinned(own, most),
+                "accuracy": accuracy_points(run.history, max(most, FEWEST_POINTS)),
+            }
+            for name, own, run in zip(names, axes, runs, strict=True)
         ],
         "figures": list(_figures(runs, axes)),
         "progress": _progress(runs, axes),
