@@ -30,11 +30,16 @@ def run_settings(run_dir: Path) -> dict[str, str]:
 
 
 def settings_object(run_dir: Path) -> dict[str, Any]:
-    """Return the settings, each with its default; ``None``: it has none."""
+    """Return the settings, each with its default (null: it has none), and whether it differs."""
     defaults = {key: _text(value, run_dir) for key, value in flat_settings(RunConfig()).items()}
     return {
         "settings": [
-            {"key": key, "value": value, "default": defaults.get(key)}
+            {
+                "key": key,
+                "value": value,
+                "default": defaults.get(key),
+                "is_changed": value != defaults.get(key) and not key.endswith(_OF_A_START),
+            }
             for key, value in run_settings(run_dir).items()
         ]
     }

@@ -82,9 +82,9 @@ def side_by_side(runs: Sequence[ComparedRun], most: int) -> dict[str, Any]:
 
     Returns:
         ``runs``: name, thinned ``axes`` and held-out ``accuracy`` of each; ``figures``: name, kind,
-        and a value of each run (null: it has none); ``progress``: accuracy and reward of each run at
-        an equal step, number of tokens, and second; ``differences``: keys of the configuration with
-        their values.
+        and a value of each run (null: it has none); ``progress``: accuracy and reward of each run
+        at an equal step, number of tokens, and second; ``differences``: keys of the configuration
+        with their values.
     """
     names = run_names([run.run_dir for run in runs])
     axes = [run.axes for run in runs]

@@ -8,6 +8,7 @@ const MEANINGS = {
   red: ["failed", "aborted", "prompts lost"],
   olive: ["evaluation", "evaluating"],
   ink: ["publishing", "swapping"],
+  brown: ["saving"],
   silver: ["starting", "pending", "under way"],
 };
 const STYLES = new Map(

@@ -16,10 +16,10 @@ const KINDS = [
 ].map(([key, name]) => [key, name, styleOf(key)]);
 const PHASES = [
   ["batch", "waiting for the batch", "grey"],
-  ["logprobs", "logprobs and values", "cyan"],
+  ["logprobs", "logprobs and values", "mint"],
   ["update", "update", "green"],
   ["weights", "publishing weights", "ink"],
-  ["checkpoint", "checkpoint", "purple"],
+  ["checkpoint", "checkpoint", "brown"],
   ["other", "other", "silver"],
 ];
 const SHARES = [0, 1];

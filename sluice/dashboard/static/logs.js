@@ -29,7 +29,7 @@ export async function followLog() {
 
 function noteOf({ services, lines, is_cut: isCut }) {
   if (!services.length) return "The run's folder holds no logs; its processes may log elsewhere.";
-  return `The ${isCut ? "newest " : ""}${count(lines.length)} lines`;
+  return `${isCut ? "The newest " : ""}${count(lines.length)} lines`;
 }
 
 const showServices = whenChanged((services) => {

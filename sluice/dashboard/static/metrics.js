@@ -20,6 +20,7 @@ const OF_RUNS = {
   "runs-length": "response_length/mean",
   "runs-entropy": "actor/entropy",
 };
+const AT = { step: (at) => `step ${at}`, tokens: (at) => `${short(at)} tokens`, seconds: duration };
 const KINDS = { count, share, seconds: duration, number: short };
 
 const charts = new Map();
@@ -131,7 +132,7 @@ const showTables = whenChanged(({ runs, figures, progress, differences }) => {
   const names = runs.map(({ name }) => visible(name));
   const rows = figures.map(({ name, kind, values }) => [name, ...values.map(KINDS[kind])]);
   const equal = progress.map(({ by, at, accuracy, reward }) => [
-    `${AXES[by].name} ${AXES[by].write(at)}`,
+    AT[by](at),
     ...accuracy.map(short),
     ...reward.map(short),
   ]);

@@ -5,7 +5,7 @@ import { byId, element, whenChanged } from "./dom.js";
 import { visible } from "./number_text.js";
 
 export const showSettings = whenChanged(({ settings }) => {
-  const changed = settings.filter(({ value, default: usual }) => value !== usual);
+  const changed = settings.filter((one) => one.is_changed);
   byId("settings-changed").replaceChildren(
     settings.length
       ? table("Differs from the default", changed)
@@ -33,6 +33,9 @@ function table(caption, rows) {
   return dataTable(caption, ["Key", "Value", "Default"], cells, { isText: true });
 }
 
+// A key breaks between its parts.
 export function setting(text) {
-  return element("span", { class: "setting" }, visible(text));
+  const parts = visible(text).split(/(?<=\.)(?=[a-z])/);
+  const nodes = parts.flatMap((part, place) => (place ? [element("wbr"), part] : [part]));
+  return element("span", { class: "setting" }, ...nodes);
 }
