@@ -81,7 +81,6 @@ class LiveStatus:
         self._config_stamp: int | None = None
         self._answer: LiveAnswer | None = None
         self._wait: WaitCause | None = None
-        self._processes: tuple[LaunchedProcess, ...] = ()
         self._asked_s = self._surveyed_s = float("-inf")
 
     async def ask(self) -> LiveAnswer | None:
@@ -111,11 +110,11 @@ class LiveStatus:
             run = None
         if self._clock() - self._surveyed_s >= SURVEY_EVERY_S:
             self._wait = await self._survey(location)
-            self._processes = await self._launched()
             self._surveyed_s = self._clock()
-        if run is None and self._wait is None and not self._processes:
+        processes = await self._launched()
+        if run is None and self._wait is None and not processes:
             return None
-        return LiveAnswer(run, self._wait, self._processes)
+        return LiveAnswer(run, self._wait, processes)
 
     async def _launched(self) -> tuple[LaunchedProcess, ...]:
         try:

@@ -16,7 +16,11 @@ _FIRST = ("trainer", "reward")
 def log_names(run_dir: Path) -> list[str]:
     """Return the services with a log: trainer and reward service first."""
     try:
-        found = [entry.name for entry in os.scandir(run_dir / _FOLDER) if entry.is_file()]
+        found = [
+            entry.name
+            for entry in os.scandir(run_dir / _FOLDER)
+            if entry.is_file(follow_symlinks=False)
+        ]
     except OSError:
         return []
     names = [name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX)]
