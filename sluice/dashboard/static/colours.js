@@ -20,5 +20,5 @@ export function styleOf(name) {
   return STYLES.get(name.replaceAll("_", " ").replace(/^(filtered|dropped) /, "")) ?? "grey";
 }
 
-// Runs side by side: told apart by colour and by dashes.
+// Runs side by side differ in colour and in dashes.
 export const RUN_STYLES = ["ink", "orange dashed", "cyan", "purple dashed", "olive", "grey dashed"];
