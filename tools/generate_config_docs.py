@@ -50,16 +50,16 @@ this page's row about one key.
 | `~key`, `~key=value` | back to the default |
 | `@file`, or the file's name | a file of overrides, one a line, with `#` comments |
 
-Overrides are applied in order after the file, the later of two wins. An unknown key, a wrong type
-and a refused value are errors that name the key as you wrote it, its value, what was expected and
-the nearest keys. Nothing is ignored in silence: every key has one of these standings.
+Overrides are applied in order after the file; a later one replaces an earlier one. Errors (an
+unknown key, a wrong type, a refused value) name the key as you wrote it, its value, what was
+expected and the nearest keys. Nothing is ignored in silence: every key has one of these statuses.
 
-| standing | what becomes of the value |
+| status | how the value is treated |
 |---|---|
-| honoured | it does what it does in verl |
-| mapped | it is turned into other keys; a line at the start names them |
+| honoured | it has the effect it has in verl |
+| mapped | it sets other keys; a line at the start names them |
 | not applicable | it has no effect here; a line at the start reports what happens instead |
-| refused | an error with the reason, unless it is the default |
+| refused | it is an error with the reason, unless it is the default |
 """
 
 
@@ -77,7 +77,7 @@ def page() -> str:
 
 def _summary(keys: Sequence[Entry]) -> str:
     rows = [(str(status), str(sum(key.status is status for key in keys))) for status in KeyStatus]
-    return f"{_table(('standing', 'keys'), [*rows, ('all', str(len(keys)))])}"
+    return f"{_table(('status', 'keys'), [*rows, ('all', str(len(keys)))])}"
 
 
 def _section(title: str, prefix: str, keys: Sequence[Entry]) -> str:
@@ -141,8 +141,8 @@ def _explanation(key: Entry) -> str:
     """Return meaning, effect and advice as sentences."""
     labelled = (
         ("", key.meaning),
-        ("*Memory and speed:* ", key.effect),
-        ("*Practice:* ", key.advice),
+        ("*Effect:* ", key.effect),
+        ("*Advice:* ", key.advice),
     )
     return " ".join(f"{label}{_sentence(text)}" for label, text in labelled if text)
 

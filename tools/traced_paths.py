@@ -88,7 +88,7 @@ async def _two_prompts(trace: CallTrace) -> None:
     import msgspec
 
     from sluice.config.run import RunConfig
-    from tests.support.reward_loop import ScriptedClient, publish, running_loop, submit, turns
+    from tests.support.reward_app import ScriptedClient, publish, running_app, submit, turns
 
     tree: dict[str, Any] = {
         "data": {"train_batch_size": 2},
@@ -97,12 +97,12 @@ async def _two_prompts(trace: CallTrace) -> None:
         "sluice": {"asynchrony": {"max_staleness": 1}, "sampling": {"strategy": "stream"}},
     }
     client = ScriptedClient()
-    async with running_loop(msgspec.convert(tree, RunConfig), client) as loop:
-        await publish(loop, client, 0)
+    async with running_app(msgspec.convert(tree, RunConfig), client) as app:
+        await publish(app, client, 0)
         with trace.recording():
-            submit(loop, ["answer=1 right=1", "answer=1 right=1"])
-            batch = await loop.pipeline.batches.take(1, 0, 5)
-            loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+            submit(app, ["answer=1 right=1", "answer=1 right=1"])
+            batch = await app.loop.batches.take(1, 0, 5)
+            app.loop.batches.acknowledge(batch.batch_id, 1)
             await turns(50)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from services.reward.app import RewardLoop, open_prompt_sets, open_run_files
+from services.reward.app import RewardApp, open_prompt_sets, open_run_files
 from services.reward.generation.client import RolloutClient
 from services.reward.grading.pool import configured_scorer_pool
 from services.reward.ledger.ledger import PromptLedger
@@ -71,23 +71,23 @@ async def _serve(config: RunConfig) -> None:
     pool = configured_scorer_pool(config.reward, Path(config.sluice.run_dir))
     with stop_on_signals(stop), open_run_files(config) as files:
         async with client, pool as scorers:
-            loop = RewardLoop(config, sets, scorers, client, files)
-            server = _server(config, loop, limit, credentials)
+            app = RewardApp(config, sets, scorers, client, files)
+            server = _server(config, app, limit, credentials)
             await server.start()
             try:
-                with watching(config, loop, server.address), exported(config, loop, NAME):
+                with watching(config, app, server.address), exported(config, app, NAME):
                     exempt_start_up()
-                    await _until_stopped(loop, stop, files.ledger)
+                    await _until_stopped(app, stop, files.ledger)
             finally:
                 await server.stop(min(LAST_ANSWERS_S, config.sluice.shutdown_grace_s / 2))
-                loop.traces.close()
+                app.traces.close()
     logger.info("ended")
 
 
-def _server(config: RunConfig, loop: RewardLoop, limit: int, credentials: Credentials) -> RpcServer:
+def _server(config: RunConfig, app: RewardApp, limit: int, credentials: Credentials) -> RpcServer:
     endpoint = config.sluice.reward.endpoint
     servicer = RewardServicer(
-        loop,
+        app,
         config.actor_rollout_ref.rollout,
         config.data.max_response_length,
         config.sluice.limits,
@@ -105,13 +105,13 @@ def _server(config: RunConfig, loop: RewardLoop, limit: int, credentials: Creden
     )
 
 
-async def _until_stopped(loop: RewardLoop, stop: asyncio.Event, ledger: PromptLedger) -> None:
+async def _until_stopped(app: RewardApp, stop: asyncio.Event, ledger: PromptLedger) -> None:
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(_watch(ledger), name="ledger")
-        running = tasks.create_task(loop.pipeline.run(), name="reward loop")
+        running = tasks.create_task(app.loop.run(), name="reward loop")
         await stop.wait()
         logger.info("stopping")
-        loop.end()
+        app.end()
         running.cancel()
         watching.cancel()
 

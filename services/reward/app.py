@@ -16,12 +16,12 @@ from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, 
 from services.reward.grading.scorers.registry import check_routes, scorer_for
 from services.reward.group import GroupState, GroupTable, prompts_lost
 from services.reward.groups.admission import GroupAdmission
-from services.reward.groups.leases import ChangeSignal, TrainBatches, YieldGuard
-from services.reward.groups.loop import Pipeline
+from services.reward.groups.batches import TrainBatches
+from services.reward.groups.loop import GroupLoop
 from services.reward.groups.run import GroupRun
 from services.reward.groups.settings import (
     BatchRules,
-    PipelineSettings,
+    GroupSettings,
     outcome_policy,
     round_size,
     sampling_rules,
@@ -44,11 +44,13 @@ from services.reward.prompts.submissions import Submissions
 from services.reward.records.group_log import GroupLog, sample_dumps
 from services.reward.records.statistics import GroupStatistics
 from services.reward.records.traces import PromptTraces, trace_key
+from services.reward.records.yield_guard import YieldGuard
 from sluice.algorithm.groups.filter import GroupNeeds
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.pacing import KNOWN_LENGTHS
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.algorithm.sampling.strategy import SamplingStrategy
+from sluice.concurrency.waits import ChangeSignal
 from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.data.prompt_files import PromptFiles
@@ -122,8 +124,8 @@ class PromptSets:
     images: ImageLimits | None = None
 
 
-class RewardLoop:
-    """The whole service but its servicer; servicer, metrics and watchdog read it.
+class RewardApp:
+    """All parts of the service but its servicer; servicer, metrics and watchdog read them.
 
     Args:
         config: the run's configuration.
@@ -185,7 +187,7 @@ class RewardLoop:
         )
         group_filter = config.algorithm.filter_groups
         self.guard = YieldGuard(group_filter.min_yield, group_filter.min_yield_groups)
-        self._build_pipeline(settings, files.memory, capacity)
+        self._build_loop(settings, files.memory, capacity)
         self._build_clients(config, sets, scorers, check_data_source)
         self._observe(files.log)
 
@@ -209,8 +211,8 @@ class RewardLoop:
             rules=straggler_rules(config),
         )
 
-    def _build_pipeline(
-        self, settings: PipelineSettings, memory: PromptMemoryStore | None, capacity: ChangeSignal
+    def _build_loop(
+        self, settings: GroupSettings, memory: PromptMemoryStore | None, capacity: ChangeSignal
     ) -> None:
         changes = ChangeSignal(then=capacity)
         batches = TrainBatches(
@@ -242,7 +244,7 @@ class RewardLoop:
             strategy=self.strategy,
             batches=batches,
         )
-        self.pipeline = Pipeline(
+        self.loop = GroupLoop(
             settings=settings,
             ledger=self.ledger,
             groups=self.groups,
@@ -266,14 +268,14 @@ class RewardLoop:
         scorers: SampleScorer,
         check_data_source: Callable[[str], None],
     ) -> None:
-        """Build the handlers of calls that do not go through the loop."""
+        """Build the handlers of the clients' calls and of validation."""
         limits = config.sluice.limits
         self.submissions = Submissions(
             self.ledger,
-            self.pipeline.submit,
+            self.loop.submit,
             check_data_source,
             config.sluice.reward.max_client_pending,
-            limits.max_client_images_mb << 20,
+            limits,
         )
         self.score_requests = ScoreRequests(scorers, limits.max_client_score_items)
         self.dumps, validation = sample_dumps(config.trainer), sets.validation
@@ -305,7 +307,7 @@ class RewardLoop:
         ledger began; a trainer may compare what was added since its own start with its count.
         ``reward/tokens/pending`` and the other uses add up to ``reward/tokens/received``.
         """
-        pending = sum(group.tokens.num_received for group in self.groups)
+        pending = sum(group.progress.num_received for group in self.groups)
         lost = prompts_lost(self.ledger, self.groups, self.source.num_waiting)
         return {
             **self.counters.totals(),
@@ -320,7 +322,7 @@ class RewardLoop:
 
     def end(self) -> None:
         """Stop admitting; calls for a batch raise, and submissions end."""
-        self.pipeline.batches.close(NotReadyError("the reward service is shutting down"))
+        self.loop.batches.close(NotReadyError("the reward service is shutting down"))
         self.submissions.end()
 
 
@@ -346,13 +348,13 @@ def _traces(config: RunConfig, ledger: PromptLedger) -> PromptTraces:
     return PromptTraces(trace_key(Path(config.sluice.run_dir), is_first=is_first))
 
 
-def _settings(config: RunConfig, epoch_rows: int) -> PipelineSettings:
+def _settings(config: RunConfig, epoch_rows: int) -> GroupSettings:
     asynchrony = config.sluice.asynchrony
     rules = BatchRules(config.data.train_batch_size, asynchrony.max_staleness, asynchrony.on_stale)
     rollout, group_filter = config.actor_rollout_ref.rollout, config.algorithm.filter_groups
     sampling = training_sampling(rollout, config.data.max_response_length)
     choice = sampling_rules(config)
-    return PipelineSettings(
+    return GroupSettings(
         rules,
         rollout.n,
         sampling,

@@ -14,7 +14,7 @@ graded     generating, grading                the same    some samples have thei
 continued  generating, grading                generating  more samples are requested
 kept       grading                            kept        the group waits for a train batch
 leased     kept                               leased      the trainer has the batch
-returned   leased                             kept        the batch was taken back
+returned   leased                             kept        the lease was voided
 requeued   generating, grading, kept, leased  waiting     the attempt is given up; another follows
 ended      any but ended                      ended       the prompt has its outcome (`GroupEnding`)
 forgotten  waiting, leased                    ended       the row will be issued again, under
@@ -37,11 +37,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from services.reward.generation.request import GroupBudget, GroupTokens
+from services.reward.generation.request import GroupProgress
 from services.reward.ledger.ledger import PromptLedger
 from sluice.algorithm.groups.staleness import GroupAges
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.types import Failed, GradedGroup, Outcome, Prompt, PromptEnd, Rollout, Scored
+
+SCORED = "scored"
+NOT_ADMITTED = Attempt("", -1, None, 0)
 
 
 class GroupState(StrEnum):
@@ -97,21 +100,12 @@ class IllegalTransitionError(AssertionError):
     """An event that the table does not allow."""
 
 
-class Discard(StrEnum):
-    """Why the tokens of an attempt are lost."""
-
-    STALE = "stale"  # no slot is left in any batch before the group is too old
-    PREEMPTED = "withdrawn"  # its batch was full
-    FAILED = "failed"
-    TAKEN_OVER = "taken_over"  # another trainer's policy sampled them
-
-
 class CancelReason(StrEnum):
-    """Why the task of a group is cancelled."""
+    """Why an attempt is given up. Its prompt starts again, unless the group is too old."""
 
-    TAKEN_OVER = "taken_over"  # another trainer begins; the prompt starts again
-    PREEMPTED = "preempted"  # its batch is full; the prompt starts again
-    NO_SLOT = "no_slot"  # kept groups take every slot; the prompt starts again
+    TAKEN_OVER = "taken_over"  # another trainer begins
+    PREEMPTED = "preempted"  # its batch is full
+    NO_SLOT = "no_slot"  # no batch has a slot for it before it is too old
     TOO_OLD = "too_old"  # the prompt ends as stale
 
 
@@ -125,7 +119,7 @@ class EndCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupEnding:
-    """How a prompt ended.
+    """How a prompt ended, and why.
 
     Args:
         end: the outcome.
@@ -157,9 +151,6 @@ class PromptOutcome:
     samples: Mapping[str, int] = field(default_factory=dict)
 
 
-NOT_ADMITTED = Attempt("", -1, None, 0)
-
-
 @dataclass(slots=True, eq=False)
 class Group:
     """One prompt and its present attempt.
@@ -184,8 +175,7 @@ class Group:
         num_unrequested: sequences it will request from the fleet and has not yet.
         num_requests: requests under way.
         num_ungraded: samples requested whose outcomes are not counted yet.
-        budget: time and tokens that its requests share.
-        tokens: what replicas sent for it.
+        progress: time and tokens that its requests share, and what replicas sent for it.
         graded: the group as it is kept, filtered or failed.
         task: runs it; ``None``: none does.
         is_running: the task has begun, so a cancellation reaches its code.
@@ -207,8 +197,7 @@ class Group:
     num_unrequested: int = 0
     num_requests: int = 0
     num_ungraded: int = 0
-    budget: GroupBudget = field(default_factory=GroupBudget)
-    tokens: GroupTokens = field(default_factory=GroupTokens)
+    progress: GroupProgress = field(default_factory=GroupProgress)
     graded: GradedGroup | None = None
     task: asyncio.Task[None] | None = None
     is_running: bool = False
@@ -246,8 +235,8 @@ class Group:
     def check_cancelled(self) -> None:
         """Stop a cancelled task before its group is filtered or kept.
 
-        A task meets its cancellation at its next pause, and may have none left. Then the group
-        would be judged, and start again as well.
+        A task meets its cancellation at its next pause, and may have none left. Without this check
+        its group would be kept or filtered, and its prompt would also start again.
 
         Raises:
             CancelledError: the task was cancelled.
@@ -257,6 +246,7 @@ class Group:
 
     def reset(self) -> None:
         """Forget the present attempt."""
+        # In place, not a new object: the loop and the observers hold this one.
         fresh = Group(self.prompt, self.state, self.num_preemptions)
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
@@ -282,7 +272,7 @@ class GroupEvent:
     graded: GradedGroup | None = None
     num_greedy_tokens: int = 0
     num_replaced: int = 0
-    why: Discard | None = None
+    why: CancelReason | None = None
 
 
 Observer = Callable[[GroupEvent], None]
@@ -449,7 +439,7 @@ class GroupTable:
         is_sure = is_sure or group.has_reservation
         self.num_sure += is_sure - group.is_sure
         group.is_sure = is_sure
-        group.tokens.num_replaced += sum(sample.num_tokens for sample in replaced)
+        group.progress.num_replaced += sum(sample.num_tokens for sample in replaced)
         event = EventKind.CONTINUED
         self._publish(GroupEvent(event, group, before, num_replaced=len(replaced)))
 
@@ -474,20 +464,25 @@ class GroupTable:
         """Return the groups of the open lease, in the order of the batch."""
         return [self._groups[prompt_id] for prompt_id in self._ledger.leased_ids()]
 
-    def take_back_lease(self) -> None:
-        """Void the open lease: its groups wait for another batch."""
-        groups = self.leased()
-        self._ledger.release_lease()
-        for group in groups:
-            before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
-            assert group.graded is not None
-            self.ages.keep(group.prompt_id, group.graded.oldest_version, group.prompt.sequence)
-            self._publish(GroupEvent(EventKind.RETURNED, group, before))
+    def void_lease(self) -> list[Group]:
+        """Void the open lease: its groups wait for another batch.
 
-    def requeue(self, group: Group, why: Discard) -> None:
+        Groups that an earlier service leased have lost their samples. They stay leased and are
+        returned, for the caller to requeue or to end.
+        """
+        groups = self.leased()
+        self._ledger.void_lease()
+        for group in groups:
+            if group.graded is not None:
+                before = self._move(group, EventKind.RETURNED, GroupState.KEPT)
+                self.ages.keep(group.prompt_id, group.graded.oldest_version, group.prompt.sequence)
+                self._publish(GroupEvent(EventKind.RETURNED, group, before))
+        return [group for group in groups if group.graded is None]
+
+    def requeue(self, group: Group, why: CancelReason) -> None:
         """Give the present attempt up; the prompt waits for another one."""
         before = self._move(group, EventKind.REQUEUED, GroupState.WAITING)
-        group.num_preemptions = group.num_preemptions + 1 if why is Discard.PREEMPTED else 0
+        group.num_preemptions = group.num_preemptions + 1 if why is CancelReason.PREEMPTED else 0
         self._publish(GroupEvent(EventKind.REQUEUED, group, before, why=why))
         group.reset()
 
@@ -499,6 +494,7 @@ class GroupTable:
             ending: how.
             graded: the samples of a group that was not kept.
         """
+        # The ledger may refuse, so everything else that can fail comes before it.
         self._check(group, EventKind.ENDED, GroupState.ENDED)
         graded = graded or group.graded
         rewards = tuple(scored.reward for scored in graded.scored) if graded else ()
@@ -523,7 +519,7 @@ class GroupTable:
             self._publish(GroupEvent(EventKind.FORGOTTEN, group, before))
 
     def forget_preemptions(self) -> None:
-        """Another trainer begins: groups were preempted by the batches of another one."""
+        """Reset all counts of preemptions: another trainer's batches preempted the groups."""
         for group in self:
             group.num_preemptions = 0
 
@@ -563,9 +559,6 @@ class GroupTable:
     def _publish(self, event: GroupEvent) -> None:
         for observer in self._observers:
             observer(event)
-
-
-SCORED = "scored"
 
 
 def outcome_counts(outcomes: Iterable[Outcome]) -> dict[str, int]:

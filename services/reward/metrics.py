@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.group import PENDING_STATES, GroupState
 from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
@@ -23,6 +23,13 @@ from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
 from sluice.types import TrainGroup
+
+_INTERVAL_S = 1.0
+_BATCHES, _LEAST_S = 4, 60.0
+_AGAIN = {
+    "scored": "reward/samples_scored_again",
+    "generated": "reward/samples_generated_again",
+}
 
 
 class BatchHistory:
@@ -54,10 +61,6 @@ class BatchHistory:
         """Yield the readings of all batches."""
         yield self._fill_s.reading()
         yield self._staleness.reading()
-
-
-_INTERVAL_S = 1.0
-_BATCHES, _LEAST_S = 4, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,24 +162,18 @@ class DemandMeter:
                 upcoming.cancel()
 
 
-_AGAIN = {
-    "scored": "reward/samples_scored_again",
-    "generated": "reward/samples_generated_again",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class RewardMetrics:
     """The sources of the service's readings.
 
     Args:
-        loop: the service's parts.
+        app: the service's parts.
         history: of its batches.
         demand: what they cost the fleet.
         batch_size: groups of a batch.
     """
 
-    loop: RewardLoop
+    app: RewardApp
     history: BatchHistory
     demand: DemandMeter
     batch_size: int
@@ -190,16 +187,16 @@ class RewardMetrics:
         yield from self._demanded()
 
     def _prompts(self) -> Iterator[InstrumentReading]:
-        ledger, groups = self.loop.ledger, self.loop.groups
+        ledger, groups = self.app.ledger, self.app.groups
         yield reading("sluice_reward_prompts_submitted_total", ledger.num_submitted)
         for end, count in ledger.by_end.items():
             yield reading("sluice_reward_prompts_ended_total", count, end)
         for state in PENDING_STATES:
             yield reading("sluice_reward_prompts", groups.counts[state], state)
-        yield reading("sluice_reward_queued_groups", self.loop.queue.num_waiting)
+        yield reading("sluice_reward_queued_groups", self.app.queue.num_waiting)
 
     def _counted(self) -> Iterator[InstrumentReading]:
-        counts = self.loop.statistics()
+        counts = self.app.statistics()
         for row, name in exported_rows("reward").items():
             yield reading(name, counts.get(row, 0.0))
         for outcome in SAMPLE_OUTCOMES:
@@ -210,19 +207,19 @@ class RewardMetrics:
             )
         for what, name in _AGAIN.items():
             yield reading("sluice_reward_samples_again_total", counts.get(name, 0.0), what)
-        yield reading("sluice_reward_scorer_seconds_total", self.loop.counters.scorer_seconds())
+        yield reading("sluice_reward_scorer_seconds_total", self.app.counters.scorer_seconds())
 
     def _batch(self) -> Iterator[InstrumentReading]:
-        pipeline, num_kept = self.loop.pipeline, self.loop.groups.num_kept
+        loop, num_kept = self.app.loop, self.app.groups.num_kept
         yield reading("sluice_reward_batch_groups", self.batch_size)
         yield reading("sluice_reward_batch_fill_ratio", min(1.0, num_kept / self.batch_size))
-        yield reading("sluice_reward_batch_asked", float(pipeline.batches.is_asked))
+        yield reading("sluice_reward_batch_asked", float(loop.batches.is_asked))
         yield reading("sluice_reward_responses_at_bound_total", self.history.num_at_bound)
         yield reading("sluice_reward_max_staleness_versions", self.history.max_staleness)
-        if (version := self.loop.groups.policy_version) is not None:
+        if (version := self.app.groups.policy_version) is not None:
             yield reading("sluice_reward_policy_version", version)
-        yield reading("sluice_reward_replicas", len(self.loop.queue.replicas))
-        for wait, seconds in pipeline.awaited():
+        yield reading("sluice_reward_replicas", len(self.app.queue.replicas))
+        for wait, seconds in loop.awaited():
             # The key of a lease ends with the batch's id.
             yield reading("sluice_reward_awaited_seconds", seconds, wait.key.partition(" ")[0])
 
@@ -235,41 +232,41 @@ class RewardMetrics:
             yield reading("sluice_rollout_demand_replicas", replicas)
 
 
-def fleet_facts(loop: RewardLoop, num_batches: int) -> FleetFacts:
+def fleet_facts(app: RewardApp, num_batches: int) -> FleetFacts:
     """Return what demand depends on, now, after so many batches were formed."""
-    replicas = loop.queue.replicas
-    generates = loop.groups.counts[GroupState.GENERATING] > 0 or not replicas
+    replicas = app.queue.replicas
+    generates = app.groups.counts[GroupState.GENERATING] > 0 or not replicas
     return FleetFacts(
         num_batches,
-        loop.pipeline.batches.is_asked and generates,
-        loop.queue.num_slots_in_use,
+        app.loop.batches.is_asked and generates,
+        app.queue.num_slots_in_use,
         sum(replica.info.slots for replica in replicas),
         len(replicas),
     )
 
 
 @contextmanager
-def exported(config: RunConfig, loop: RewardLoop, name: str) -> Iterator[None]:
+def exported(config: RunConfig, app: RewardApp, name: str) -> Iterator[None]:
     """Serve the readings while the block runs, if a port is set; else nothing is measured."""
     endpoint = config.sluice.reward.endpoint
     if endpoint.metrics_port is None:
         yield
         return
     history = BatchHistory(config.sluice.asynchrony.max_staleness)
-    demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
-    loop.counters.on_batch = history.formed
-    metrics = RewardMetrics(loop, history, demand, config.data.train_batch_size)
+    demand = DemandMeter(lambda: fleet_facts(app, history.num_formed))
+    app.counters.on_batch = history.formed
+    metrics = RewardMetrics(app, history, demand, config.data.train_batch_size)
     who = ProcessName("reward", name, restarts())
     with demand.looking(), served_metrics(config.sluice, endpoint, who, metrics.readings):
         yield
 
 
-def watching(config: RunConfig, loop: RewardLoop, address: str) -> AbstractContextManager[None]:
+def watching(config: RunConfig, app: RewardApp, address: str) -> AbstractContextManager[None]:
     """Return the reward service's watchdog; `address` is where it serves."""
     timeouts = config.sluice.reward.outcomes.scorer_timeout.max_attempts
     # A group counts as progress when all of its samples are graded, each as slowly as is allowed.
     grading_s = config.actor_rollout_ref.rollout.n * timeouts * config.reward.scorer_pool.timeout_s
-    work = RewardWork(loop, max(config.sluice.reward.generate_timeout_s, grading_s))
+    work = RewardWork(app, max(config.sluice.reward.generate_timeout_s, grading_s))
     return watched_service("reward", config.sluice, work.work_state, address=address)
 
 
@@ -280,21 +277,21 @@ class RewardWork:
     are graded, or generated by replicas that are there: for others the trainer waits.
 
     Args:
-        loop: the service's parts.
+        app: the service's parts.
         patience_s: seconds a replica may take to generate a group, or the scorers to grade it.
     """
 
-    def __init__(self, loop: RewardLoop, patience_s: float) -> None:
-        self._loop, self._patience_s = loop, patience_s
+    def __init__(self, app: RewardApp, patience_s: float) -> None:
+        self._app, self._patience_s = app, patience_s
 
     def work_state(self) -> WorkState:
         """In the event loop."""
-        pipeline, groups = self._loop.pipeline, self._loop.groups
-        generates = groups.counts[GroupState.GENERATING] > 0 and bool(self._loop.queue.replicas)
+        loop, groups = self._app.loop, self._app.groups
+        generates = groups.counts[GroupState.GENERATING] > 0 and bool(self._app.queue.replicas)
         progress = (
             groups.policy_version,
             groups.num_kept,
-            self._loop.counters.progress,
+            self._app.counters.progress,
         )
         has_work = generates or groups.counts[GroupState.GRADING] > 0
-        return WorkState(progress, has_work, self._patience_s, as_waits(pipeline.awaited()))
+        return WorkState(progress, has_work, self._patience_s, as_waits(loop.awaited()))

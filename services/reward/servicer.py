@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
 from services.reward.group import GroupState, PromptOutcome
@@ -62,7 +62,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """The service over the wire.
 
     Args:
-        loop: the service's parts.
+        app: the service's parts.
         rollout: defaults of validation sampling.
         max_response_length: longest response, tokens.
         limits: of clients' messages.
@@ -72,14 +72,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def __init__(
         self,
-        loop: RewardLoop,
+        app: RewardApp,
         rollout: RolloutConfig,
         max_response_length: int,
         limits: LimitsConfig | None = None,
         tokens: TokenSource | None = None,
         images: ImageLimits | None = DEFAULT_LIMITS,
     ) -> None:
-        self._loop, self._rollout, self._limits = loop, rollout, limits or LimitsConfig()
+        self._app, self._rollout, self._limits = app, rollout, limits or LimitsConfig()
         self._max_response_length, self._tokens = max_response_length, tokens
         self._images = images
 
@@ -88,17 +88,17 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> None:
         """Send a receipt when a prompt is in the ledger, and its outcome when it ends."""
         refusal: SluiceError | None = None
-        submissions = self._loop.submissions
+        submissions = self._app.submissions
         client = caller_of(context, self._tokens)
         with (
-            submissions.session(self._limits.max_submit_streams, client) as session,
+            submissions.session(client) as session,
             TRACER.within(caller_context(context)),
         ):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write_events(session, context), name="submission events")
                 try:
                     async for request in request_iterator:
-                        await session.capacity()
+                        await session.wait_to_receive()
                         self._submit(request, session)
                     session.close_input()
                 except SluiceError as error:
@@ -113,13 +113,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.TakeBatchResponse:
         """Lease the next train batch."""
         check_fields(request)
-        batch = await self._loop.pipeline.batches.take(
+        batch = await self._app.loop.batches.take(
             request.step, request.policy_version, _seconds(context, "TakeBatch")
         )
-        await self._loop.ledger.durable()
+        await self._app.ledger.durable()
         message = train_batch_to_proto(batch, with_images=False)
         for group in message.groups:
-            group.traceparent = self._loop.traces.traceparent(group.prompt_id)
+            group.traceparent = self._app.traces.traceparent(group.prompt_id)
         return reward.TakeBatchResponse(batch=message)
 
     async def TakeImages(  # type: ignore[override]
@@ -127,7 +127,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> None:
         """Send the images of the leased batch."""
         check_fields(request)
-        batches = self._loop.pipeline.batches
+        batches = self._app.loop.batches
         for images in group_images_to_proto(batches.batch(request.batch_id)):
             with waiting_for("trainer", "taking images of a batch"):
                 await context.write(images)
@@ -137,9 +137,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.AcknowledgeBatchResponse:
         """Close a lease."""
         check_fields(request)
-        groups = self._loop.pipeline.batches.acknowledge(request.batch_id, request.step)
-        await self._loop.ledger.durable()
-        await self._loop.dumps.trained(groups, request.step)
+        groups = self._app.loop.batches.acknowledge(request.batch_id, request.step)
+        await self._app.ledger.durable()
+        await self._app.dumps.trained(groups, request.step)
         return reward.AcknowledgeBatchResponse()
 
     async def AnnouncePolicy(
@@ -147,22 +147,22 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.AnnouncePolicyResponse:
         """Take on a version and its fleet."""
         check_announcement(request)
-        await self._loop.pipeline.announce(
+        await self._app.loop.announce(
             request.trainer_instance_id,
             request.policy_version,
             [AnnouncedReplica(replica_from_proto(r), r.policy_version) for r in request.replicas],
             progress_from_proto(request.resume_from) if request.HasField("resume_from") else None,
         )
-        await self._loop.ledger.durable()
+        await self._app.ledger.durable()
         return reward.AnnouncePolicyResponse()
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
         """Grade responses."""
-        self._loop.score_requests.check_size(len(request.items))
+        self._app.score_requests.check_size(len(request.items))
         check_score(request)
         items = [self._item(item, index) for index, item in enumerate(request.items)]
         client = caller_of(context, self._tokens)
-        outcomes = await self._loop.score_requests.score(items, client)
+        outcomes = await self._app.score_requests.score(items, client)
         return reward.ScoreResponse(results=[_result_to_proto(outcome) for outcome in outcomes])
 
     async def Evaluate(
@@ -170,7 +170,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward.EvaluateResponse:
         """Validate the announced policy."""
         with TRACER.unrecorded():
-            result = await self._loop.validation.run(
+            result = await self._app.validation.run(
                 self._order_from_proto(request), _seconds(context, "Evaluate")
             )
         return _validation_to_proto(result)
@@ -179,7 +179,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward.GetStatusRequest, context: Context
     ) -> reward.GetStatusResponse:
         """Return counters and waits."""
-        return _status_to_proto(self._loop)
+        return _status_to_proto(self._app)
 
     def _submit(self, request: reward.SubmitPromptsRequest, session: SubmissionSession) -> None:
         limits = self._limits
@@ -193,18 +193,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         except InvalidRequestError as error:
             session.put(Receipt.refusal(request.prompt_id, error))
             return
-
-        def check_capacity() -> None:
-            session.check_capacity(limits.max_prompts_per_stream)
-            self._loop.submissions.check_quota(session, limits.max_client_prompts)
-
-        self._loop.submissions.submit(submission, session, check_capacity)
+        self._app.submissions.submit(submission, session)
 
     async def _write_events(self, session: SubmissionSession, context: Context) -> None:
         while (event := await session.next_event()) is not None:
             await context.write(_event_to_proto(event))
             if isinstance(event, Receipt):
-                self._loop.traces.receipt_sent(event.prompt_id)
+                self._app.traces.receipt_sent(event.prompt_id)
 
     def _item(self, item: reward.ScoreItem, index: int) -> ScorerInput:
         extra_info = extra_info_of(
@@ -287,26 +282,26 @@ def _validation_to_proto(result: FinishedValidation) -> reward.EvaluateResponse:
     )
 
 
-def _status_to_proto(loop: RewardLoop) -> reward.GetStatusResponse:
-    pipeline, ledger = loop.pipeline, loop.ledger
-    awaited = pipeline.awaited()
+def _status_to_proto(app: RewardApp) -> reward.GetStatusResponse:
+    loop, ledger = app.loop, app.ledger
+    awaited = loop.awaited()
     replicas: list[common.Replica] = [
-        replica_to_proto(replica.info, replica.policy_version) for replica in loop.queue.replicas
+        replica_to_proto(replica.info, replica.policy_version) for replica in app.queue.replicas
     ]
     return reward.GetStatusResponse(
         prompts_submitted=ledger.num_submitted,
         prompts_by_end={end.value: count for end, count in ledger.by_end.items()},
-        prompts_pending=len(loop.groups),
-        groups_generating=loop.groups.counts[GroupState.GENERATING],
-        groups_grading=loop.groups.counts[GroupState.GRADING],
-        groups_kept=loop.groups.num_kept,
-        dataset_rows=loop.dataset_rows,
-        policy_version=loop.groups.policy_version,
+        prompts_pending=len(app.groups),
+        groups_generating=app.groups.counts[GroupState.GENERATING],
+        groups_grading=app.groups.counts[GroupState.GRADING],
+        groups_kept=app.groups.num_kept,
+        dataset_rows=app.dataset_rows,
+        policy_version=app.groups.policy_version,
         replicas=replicas,
         awaited=[
             reward.Awaited(peer=wait.peer, phase=wait.phase, seconds=seconds)
             for wait, seconds in awaited
         ],
-        statistics=loop.statistics(),
+        statistics=app.statistics(),
         wait_report=present_waits_to_proto(as_waits(awaited)),
     )

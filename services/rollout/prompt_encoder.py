@@ -94,7 +94,7 @@ class PromptEncoder:
     def _check_images(self, messages: Sequence[ChatMessage], images: Sequence[bytes]) -> None:
         if self._images is None:
             raise InvalidRequestError(
-                f"images: {len(images)} for a model that reads text alone; send none, or serve one "
+                f"images: {len(images)} for a model that reads only text; send none, or serve one "
                 f"whose model_type is {', '.join(sorted(FAMILIES))} (actor_rollout_ref.model.path)"
             )
         marks = sum(message.content.count(IMAGE_MARK) for message in messages)

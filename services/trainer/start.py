@@ -1,4 +1,4 @@
-"""The start of rank 0: its checkpoint, the warning about truncated sampling, and the live page."""
+"""The start of rank 0: its checkpoint, the warning about truncated sampling, and the dashboard."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def live_page(config: RunConfig) -> AsyncIterator[None]:
         return
     try:
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_log_end(process), name="live page")
+            watching = tasks.create_task(_log_end(process), name="dashboard")
             try:
                 yield
             finally:
@@ -150,14 +150,14 @@ async def _start_page(config: RunConfig) -> asyncio.subprocess.Process | None:
             sys.executable, *command, env=environment, stdin=asyncio.subprocess.DEVNULL
         )
     except OSError as error:
-        logger.warning("the live page cannot be started: %s", error)
+        logger.warning("the dashboard cannot be started: %s", error)
         return None
 
 
 async def _log_end(process: asyncio.subprocess.Process) -> None:
     code = await process.wait()
     logger.warning(
-        "the live page has ended with exit code %d and training continues; `sluice dashboard` with "
+        "the dashboard has ended with exit code %d and training continues; `sluice dashboard` with "
         "the run's folder shows the page again",
         code,
     )

@@ -80,24 +80,25 @@ def check(
     arguments: ConfigArguments = None,
     *,
     model_config: Annotated[
-        Path | None, typer.Option(help="config.json of the model, where model.path is not here.")
+        Path | None,
+        typer.Option(help="config.json of the model, if model.path is not on this machine."),
     ] = None,
     device_memory: Annotated[
         float | None, typer.Option(min=0.1, help="Memory of one device, GiB.")
     ] = None,
     rules: Annotated[
         Literal["all", "here"],
-        typer.Option(help="all: what verl would refuse too; here: only what sluice cannot run."),
+        typer.Option(help="all: also what verl would refuse; here: only what sluice cannot run."),
     ] = "all",
     files: Annotated[
-        bool, typer.Option("--files/--no-files", help="Whether files that are named must exist.")
+        bool, typer.Option("--files/--no-files", help="Whether the named files must exist.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Apply every rule to a configuration, and print the numbers and the memory it leads to.
+    """Check a configuration against all rules; print the resulting numbers and the memory estimate.
 
-    Every key that is not simply honoured is listed with what happens instead. The exit code is 1 if
-    a key is unknown or a rule is broken; each broken rule has a value that mends it.
+    Keys that are not simply honoured are listed with what happens instead. The exit code is 1 if a
+    key is unknown or a rule is broken; each problem has a value that fixes it.
 
     \b
     Examples:
@@ -297,7 +298,7 @@ def _overrides(broken: Sequence[Problem]) -> tuple[str, ...]:
 
 
 def _keys(keys: dict[str, KeyStatus]) -> str:
-    """Return how many keys were set, and what becomes of them."""
+    """Return how many keys were set, and how many have each status."""
     if not keys:
         return ""
     counts = Counter(keys.values())
@@ -307,10 +308,10 @@ def _keys(keys: dict[str, KeyStatus]) -> str:
 
 def _verdict(broken: Sequence[Problem]) -> str:
     if not broken:
-        return "No rule is broken."
-    count = "1 rule is broken" if len(broken) == 1 else f"{len(broken)} rules are broken"
+        return "No problems found."
+    count = "1 problem found" if len(broken) == 1 else f"{len(broken)} problems found"
     overrides = _overrides(broken)
-    return f"{count}. To mend: {' '.join(overrides)}" if overrides else f"{count}."
+    return f"{count}. To fix: {' '.join(overrides)}" if overrides else f"{count}."
 
 
 def _print_memory(console: Console, memory: MemoryReport) -> None:

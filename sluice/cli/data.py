@@ -67,7 +67,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     split: Annotated[
         str | None, typer.Option(help="Name of the split; none: the usual one of the data set.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum of rows to write.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most rows to write.")] = None,
     deduplicate: Annotated[
         bool, typer.Option("--deduplicate", help="Leave out rows with the same prompt and answer.")
     ] = False,
@@ -79,7 +79,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
         typer.Option(help="Name that routes rows to a scorer; none: that of the data set."),
     ] = None,
     instruction: Annotated[
-        str | None, typer.Option(help="Text beside every question, in place of the data set's own.")
+        str | None, typer.Option(help="Text beside every question; none: the data set's own.")
     ] = None,
     prompt_field: Annotated[
         str, typer.Option(help="jsonl: field with the question; ignored for rows in verl's format.")

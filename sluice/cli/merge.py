@@ -28,7 +28,7 @@ def merge(
         Literal["bfloat16", "float16", "float32", "keep"],
         typer.Option(help="Type of the weights; keep: as saved."),
     ] = "bfloat16",
-    role: Annotated[Literal["actor", "critic"], typer.Option(help="Which model.")] = "actor",
+    role: Annotated[Literal["actor", "critic"], typer.Option(help="The model to write.")] = "actor",
     compare: Annotated[
         Path | None, typer.Option(help="Hugging Face folder that should hold the same weights.")
     ] = None,

@@ -103,7 +103,7 @@ def check_submitted_images(
         check_images("images", request.images, texts, limits)
     elif request.images:
         raise InvalidRequestError(
-            f"images: {len(request.images)} given, and this run reads text alone; send prompts "
+            f"images: {len(request.images)} given, and this run is text-only; send prompts "
             "without images, or train Qwen2-VL, Qwen2.5-VL or Qwen3-VL with the engine torch or "
             "vllm and without a critic"
         )

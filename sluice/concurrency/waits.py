@@ -136,3 +136,26 @@ def waiting_for(peer: str, phase: str) -> Wait:
         phase: what for; waits with the same words are counted together.
     """
     return WAITS.waiting_for(peer, phase)
+
+
+class ChangeSignal:
+    """Take `next_change` before looking at the state, then wait for it: no change is missed.
+
+    Args:
+        then: notified as well, after this one.
+    """
+
+    def __init__(self, then: ChangeSignal | None = None) -> None:
+        self._event = asyncio.Event()
+        self._then = then
+
+    def next_change(self) -> asyncio.Event:
+        """Return an event that is set at the first `notify` from now on."""
+        return self._event
+
+    def notify(self) -> None:
+        """Wake all waiters."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+        if self._then is not None:
+            self._then.notify()

@@ -109,10 +109,11 @@ def _correction(config: RunConfig) -> Iterator[Problem]:
             f"truncated importance weights (algorithm.rollout_correction.rollout_is = "
             f"{correction.rollout_is}, threshold {correction.rollout_is_threshold})"
         )
+    versions = f"{staleness} policy version{'' if staleness == 1 else 's'}"
     yield _note(
         "",
         UNSET,
-        f"samples may be {staleness} versions old; {means} correct for it",
+        f"samples may lag by at most {versions}; {means} correct for it",
     )
 
 

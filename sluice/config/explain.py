@@ -1,4 +1,4 @@
-"""Explain keys: what each one means, and what becomes of those that a user set."""
+"""Explain keys: what each one means, and how those that a user set are treated."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def keys_of_section(path: str) -> list[Entry]:
 
 
 def key_statuses(settings: SettingsTree) -> dict[str, KeyStatus]:
-    """Return what becomes of every key that was set, by its spelling as written."""
+    """Return the treatment of every key that was set, by its spelling as written."""
     return {
         settings.written(path): _status(found, path, value, settings)
         for path, value in settings.leaves()

@@ -13,8 +13,9 @@ from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
 _RUN = "RUN"
+_RUN_DIR = "sluice.run_dir"
 # Of a start, not of a run: the ports are chosen at each.
-_OF_A_START = ("sluice.run_dir", ".port")
+_OF_A_START = (_RUN_DIR, ".port")
 
 
 def run_settings(run_dir: Path) -> dict[str, str]:
@@ -26,12 +27,15 @@ def run_settings(run_dir: Path) -> dict[str, str]:
         document = read_document(run_dir / CONFIG_NAME)
     except (ConfigError, OSError):
         return {}
-    return {key: _text(value, run_dir) for key, value in flat_tree(document).items()}
+    flat = flat_tree(document)
+    # Where it is, and where it was when it started: a run may be copied.
+    folders = [str(run_dir.absolute()), str(flat.get(_RUN_DIR, run_dir))]
+    return {key: _text(value, folders) for key, value in flat.items()}
 
 
 def settings_object(run_dir: Path) -> dict[str, Any]:
     """Return the settings, each with its default (null: it has none), and whether it differs."""
-    defaults = {key: _text(value, run_dir) for key, value in flat_settings(RunConfig()).items()}
+    defaults = {key: _text(value) for key, value in flat_settings(RunConfig()).items()}
     return {
         "settings": [
             {
@@ -56,12 +60,15 @@ def differences(settings: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
     ]
 
 
-def _text(value: object, run_dir: Path) -> str:
+def _text(value: object, folders: Sequence[str] = ()) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    text = str(list(value) if isinstance(value, tuple) else value)
-    for folder in (str(run_dir.absolute()), str(run_dir)):
-        text = text.replace(folder + "/", f"{_RUN}/") if folder != "." else text
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_text(one, folders) for one in value)}]"
+    text = str(value)
+    for folder in folders:
+        if text.startswith(f"{folder}/"):
+            return f"{_RUN}{text.removeprefix(folder)}"
     return text

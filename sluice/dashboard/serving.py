@@ -1,4 +1,4 @@
-"""Serve the live page of a run, or export it."""
+"""Serve the dashboard of a run, or export it."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def decode_row(
 def images_refused(place: str, column: str) -> DataError:
     """Return the error for a row with images if model, engine or critic read text alone."""
     return DataError(
-        f"{place} holds images (column '{column}'), and this run reads text alone; give a data set "
+        f"{place} holds images (column '{column}'), and this run is text-only; give a data set "
         f"without images, or {IMAGE_RUNS}"
     )
 

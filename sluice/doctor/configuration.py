@@ -34,7 +34,7 @@ def check_configuration(examined: Examined) -> Iterator[Finding]:
     reported = [one for one in broken if not one.text.startswith(_ELSEWHERE)]
     yield from (of_text(one.text, _REFUSED) for one in reported)
     if not reported:
-        yield fine("no rule is broken")
+        yield fine("no problems found")
 
 
 def check_reward(examined: Examined) -> Iterator[Finding]:

@@ -116,7 +116,7 @@ def check_ports(examined: Examined) -> Iterator[Finding]:
 
 
 def fixed_ports(examined: Examined) -> Iterator[tuple[str, str, int]]:
-    """Yield key, host and port of every endpoint's port that is set, and the live page's."""
+    """Yield key, host and port of every endpoint's port that is set, and the dashboard's."""
     services = examined.config.sluice
     for kind in ("trainer", "reward", "rollout"):
         endpoint = getattr(services, kind).endpoint

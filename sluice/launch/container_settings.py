@@ -16,7 +16,7 @@ OBSERVED_VARIABLE = "SLUICE_OBSERVED"
 """Set to 1, `sluice prepare` prepares an observed run, as `compose.observability.yaml` asks."""
 
 DASHBOARD_VARIABLE = "SLUICE_DASHBOARD"
-"""Set to 1, it prepares one with a live page for other hosts, as `compose.dashboard.yaml` asks."""
+"""Set to 1, it prepares one with a dashboard for other hosts, as `compose.dashboard.yaml` asks."""
 
 COLLECTOR = "http://collector:4317"
 """Where spans are taken, by OTLP over gRPC."""

@@ -48,7 +48,7 @@ CALL_POLICIES: dict[str, CallPolicy] = {
     # 16 responses of 10 s each (the default limit of one), in the last of four calls that share one
     # scorer process: see sluice.client.scoring.
     "RewardService/Score": CallPolicy(deadline_s=640.0, attempts=2),
-    # The callers end it when nothing moves any more; this is only an upper bound.
+    # The callers end it when progress stops; this is only an upper bound.
     "RewardService/Evaluate": CallPolicy(deadline_s=604_800.0),
     "RewardService/GetStatus": _QUICK,
     "TrainerService/RegisterReplica": _QUICK,

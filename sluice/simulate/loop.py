@@ -134,9 +134,9 @@ class Batching:
         """Return what to do towards the batch for `version`."""
         return self._ages.decide(version, partial(kept_upper_bound, estimate=estimate))
 
-    def expired(self, announced: int) -> list[SimulatedGroup]:
+    def without_slot(self, announced: int) -> list[SimulatedGroup]:
         """Return the running groups that no batch will have a place for."""
-        return self.running(self._ages.expired(self.next_version(announced)))
+        return self.running(self._ages.without_slot(self.next_version(announced)))
 
     def running(self, names: Sequence[str]) -> list[SimulatedGroup]:
         """Return running groups by name."""
@@ -277,7 +277,7 @@ class SimulatedLoop:
         while self._has_changed:
             self._has_changed = False
             if not self._strategy.discards_surplus:  # else a wave is awaited whole
-                self._cancel_expired(self._batching.expired(self._version))
+                self._cancel_without_slot(self._batching.without_slot(self._version))
             self._admit()
             self._form()
 
@@ -429,12 +429,12 @@ class SimulatedLoop:
 
     def _has_no_place(self, group: SimulatedGroup) -> bool:
         """Return whether another group, kept at the same instant, has taken the last place."""
-        return self._rules.preempts and group in self._batching.expired(self._version)
+        return self._rules.preempts and group in self._batching.without_slot(self._version)
 
-    def _cancel_expired(self, expired: list[SimulatedGroup]) -> None:
-        for group in expired:
+    def _cancel_without_slot(self, without_slot: list[SimulatedGroup]) -> None:
+        for group in without_slot:
             self._break_off(group)
-        if expired:
+        if without_slot:
             self._fleet.serve()
 
     def _break_off(self, group: SimulatedGroup) -> None:
@@ -466,7 +466,7 @@ class SimulatedLoop:
         chosen = self._batching.kept_groups(decision.chosen)
         for group in self._batching.kept_groups(decision.dropped):
             self._discard(group, TokenCause.STALE)
-        self._cancel_expired(self._batching.running(decision.expired))
+        self._cancel_without_slot(self._batching.running(decision.without_slot))
         if chosen:
             self._lease(chosen, self._asked_s)
         else:

@@ -1,4 +1,4 @@
-"""The live page beside the trainer: a process of its own that costs training nothing."""
+"""The dashboard beside the trainer: a process of its own that costs training nothing."""
 
 from __future__ import annotations
 

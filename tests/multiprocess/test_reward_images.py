@@ -130,7 +130,7 @@ async def test_a_model_of_text_alone_refuses_images_at_both_doors(
         await call.write(submission("p", "<image> answer=1 right=2", png()))
         receipt = (await call.read()).receipt
         call.cancel()
-    assert "this run reads text alone" in receipt.refused_because
+    assert "this run is text-only" in receipt.refused_because
     write_image_rows(tmp_path, 24)
     code, log = await failed_start(config)
     assert code != 0

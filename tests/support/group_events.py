@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.reward.generation.request import GroupTokens
+from services.reward.generation.request import GroupProgress
 from services.reward.group import EventKind, Group, GroupEnding, GroupEvent, GroupState
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.types import Prompt, PromptEnd
@@ -29,6 +29,6 @@ def group_ended(
         attempt=attempt,
         version=version,
         started_s=started_s,
-        tokens=GroupTokens(list(replicas)),
+        progress=GroupProgress(replicas=list(replicas)),
     )
     return GroupEvent(EventKind.ENDED, group, GroupState.GENERATING)

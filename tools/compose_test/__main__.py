@@ -2,7 +2,7 @@
 
 The last line printed is one JSON object: `phases` (seconds by name), `target_reached`, `scaled`
 (replica counts that served a step, in order), `killed_and_recovered`, `prompts_lost`,
-`page_answers` (by a secured run's live page, HTTP status without and with a token) and more. Exit
+`page_answers` (by a secured run's dashboard, HTTP status without and with a token) and more. Exit
 code 0: all is as it has to be; or there is no Docker engine and SLUICE_SKIP_WITHOUT_DOCKER=1 allows
 that. Needs Python and Docker, and no package.
 """

@@ -1,4 +1,4 @@
-"""The live page of a secured run: overlays on top of compose.yaml, in containers."""
+"""The dashboard of a secured run: overlays on top of compose.yaml, in containers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Open the live page of a run that trains in a real browser; `make dashboard-test`."""
+"""Open the dashboard of a run that trains in a real browser; `make dashboard-test`."""

@@ -1,4 +1,4 @@
-"""Open the live page of a training run in headless Chromium; `make dashboard-test`.
+"""Open the dashboard of a training run in headless Chromium; `make dashboard-test`.
 
 The last line printed is one JSON object: `passed`, `phases` (seconds by name), `problems`. Exit
 code 0: nothing is wrong; or there is no browser and SLUICE_SKIP_WITHOUT_CHROMIUM=1 allows it.
@@ -268,7 +268,7 @@ def chromium() -> str:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.dashboard_test",
-        description="Opens the live page of a training run in headless Chromium.",
+        description="Opens the dashboard of a training run in headless Chromium.",
         epilog="example: python -m tools.dashboard_test --python .venv/bin/python",
     )
     parser.add_argument("--python", default=sys.executable, help="with the project's packages")

@@ -30,7 +30,7 @@ from services.reward.generation.request import (
     first_samples,
     for_prompt,
 )
-from services.reward.generation.stream import CollectedGroup, StreamEnd, StreamWatch
+from services.reward.generation.stream import CollectedSamples, StreamEnd, StreamWatch
 from sluice.algorithm.groups.stragglers import RateTable, StragglerRules
 from sluice.algorithm.routing import AnnouncedReplica, Reservation
 from sluice.errors import (
@@ -46,6 +46,9 @@ from sluice.telemetry.tracing import TRACER, Key, SpanKind, SpanName
 from sluice.types import FailureKind, PromptOrigin, Rollout, RolloutGroup, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+GATHER_S = 0.5
+"""Broken streams of a replica within these seconds count as one failure."""
 
 
 class GroupDispatcher:
@@ -95,7 +98,7 @@ class GroupDispatcher:
     ) -> RolloutGroup:
         """Generate the requested samples.
 
-        A group that has used its time or its tokens (`GroupBudget`) returns with its unfinished
+        A group that has used its time or its tokens (`GroupProgress`) returns with its unfinished
         samples ``ABORTED``, which hold the tokens that came of them. No replica gets a request for
         a group that is over.
 
@@ -109,9 +112,9 @@ class GroupDispatcher:
                 the group ended before any of its samples finished.
             DataError: a row is too long, and such rows are not to be left out.
         """
-        collected, budget = CollectedGroup(request, on_sample), request.budget
+        collected, progress = CollectedSamples(request, on_sample), request.progress
         failures: list[str] = []
-        while (missing := collected.missing) and not budget.check(_now()):
+        while (missing := collected.missing) and not progress.check(_now()):
             partials = collected.partials()
             collected.note_version()
             reservation = await self._reserved(request, len(missing))
@@ -131,23 +134,23 @@ class GroupDispatcher:
 
     async def _reserved(self, request: GroupRequest, num_sequences: int) -> Reservation | None:
         """Reserve capacity on a replica; ``None``: the group was over before."""
-        budget = request.budget
+        progress = request.progress
         rank = (request.purpose is Purpose.TRAINING, request.prompt.sequence)
         try:
-            async with asyncio.timeout_at(budget.over_at) as scope:
+            async with asyncio.timeout_at(progress.over_at) as scope:
 
                 def reschedule() -> None:
                     if not scope.expired():
-                        scope.reschedule(budget.over_at)
+                        scope.reschedule(progress.over_at)
 
-                with budget.observed(reschedule):
+                with progress.observed(reschedule):
                     return await self._queue.reserve(request.requirement(num_sequences), rank)
         except TimeoutError:
-            budget.end()
+            progress.end()
             return None
 
     async def _attempt(
-        self, reservation: Reservation, collected: CollectedGroup, partials: Sequence[Rollout]
+        self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
     ) -> str | None:
         """Receive one stream. Return why it counts as a failure."""
         member = reservation.member
@@ -175,7 +178,7 @@ class GroupDispatcher:
             self._broken.note(name, len(collected.missing), str(error))
             self._queue.pause(member)
             if isinstance(error, EngineError | PeerDefectError):
-                collected.request.budget.engine_answered = True
+                collected.request.progress.engine_answered = True
             return str(error)
         return None
 
@@ -189,20 +192,20 @@ class GroupDispatcher:
         return slots < min(samples, most)
 
     async def _receive(
-        self, reservation: Reservation, collected: CollectedGroup, partials: Sequence[Rollout]
+        self, reservation: Reservation, collected: CollectedSamples, partials: Sequence[Rollout]
     ) -> str | None:
         """Store what one stream brings. Return why its early end counts as a failure."""
         info, missing = reservation.member.announced.info, collected.missing
-        budget = collected.request.budget
+        progress = collected.request.progress
         collected.requested(info.name)
         events = self._client.generate(info, collected.request, missing, partials)
         async with aclosing(events):
             try:
                 async with asyncio.timeout(None) as scope:
                     watch = StreamWatch(
-                        scope, reservation.member, self.rules, budget, missing, _now()
+                        scope, reservation.member, self.rules, progress, missing, _now()
                     )
-                    with self._registered(watch), budget.observed(watch.reschedule):
+                    with self._registered(watch), progress.observed(watch.reschedule):
                         async for event in events:
                             self._store(reservation, watch, collected, event)
                             if (end := self._reason_to_end(watch, collected)) is not None:
@@ -219,7 +222,7 @@ class GroupDispatcher:
 
     @contextmanager
     def _registered(self, watch: StreamWatch) -> Iterator[None]:
-        """Let an announcement end the stream; note its rate if it was too short to be judged."""
+        """Let an announcement end the stream; note its rate if it was too short to have one."""
         self._streams.add(watch)
         try:
             yield
@@ -232,21 +235,21 @@ class GroupDispatcher:
         self,
         reservation: Reservation,
         watch: StreamWatch,
-        collected: CollectedGroup,
+        collected: CollectedSamples,
         event: GenerateEvent,
     ) -> None:
         now, request = _now(), collected.request
         if event.started is not None:
             self._queue.answered(reservation.member)
             prompt_token_ids, version = event.started
-            request.budget.started(prompt_token_ids, now)
+            request.progress.started(prompt_token_ids, now)
             watch.pace.accepted(now)
             collected.note_version(or_version=version)
-        num_before = request.tokens.num_received
+        num_before = request.progress.num_received
         try:
             arrival = collected.take(event, reservation.member.announced.info.name)
         finally:  # unused tokens were received, too
-            self.num_received[request.purpose] += request.tokens.num_received - num_before
+            self.num_received[request.purpose] += request.progress.num_received - num_before
         if arrival.num_finished:
             self._queue.sequences_ended(reservation, arrival.num_finished)
         if event.deltas or event.rollouts:
@@ -255,10 +258,12 @@ class GroupDispatcher:
             watch.pace.engine_progressed(event.engine_tokens, now)
         watch.reschedule()
 
-    def _reason_to_end(self, watch: StreamWatch, collected: CollectedGroup) -> StreamEnd | None:
+    def _reason_to_end(self, watch: StreamWatch, collected: CollectedSamples) -> StreamEnd | None:
         """Return why a healthy stream should end; ``None``: it continues."""
         missing = collected.missing
-        is_over = collected.request.budget.check(_now())  # after the last sample, too: others wait
+        is_over = collected.request.progress.check(
+            _now()
+        )  # after the last sample, too: others wait
         if not missing:
             return None
         if is_over:
@@ -273,12 +278,12 @@ class GroupDispatcher:
         wanted = collected.request.requirement(len(missing))
         return StreamEnd.SLOW if self._queue.has_capacity_beside(watch.member, wanted) else None
 
-    def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedGroup) -> str | None:
+    def _ended(self, end: StreamEnd, watch: StreamWatch, collected: CollectedSamples) -> str | None:
         """Handle the end of a stream; return why it counts as a failure."""
         prompt_id, name = collected.request.prompt.prompt_id, watch.member.announced.info.name
         state = watch.state(_now())
         if end is StreamEnd.GROUP_OVER:
-            collected.request.budget.end()
+            collected.request.progress.end()
             logger.warning("prompt %s: over on replica %s: %s", prompt_id, name, state)
             return None
         if end is StreamEnd.STALLED:
@@ -366,7 +371,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def end_early(collected: CollectedGroup) -> None:
+def end_early(collected: CollectedSamples) -> None:
     """End a group that has used its time or its tokens, with the samples it has.
 
     Raises:
@@ -374,7 +379,7 @@ def end_early(collected: CollectedGroup) -> None:
     """
     prompt_id, state = collected.request.prompt.prompt_id, collected.state()
     limits = "sluice.reward.group_deadline_s or group_token_budget"
-    if not collected.request.budget.has_finished_samples:
+    if not collected.request.progress.has_finished_samples:
         raise GroupFailedError(f"no sample finished within {limits}: {state}", FailureKind.ABORTED)
     logger.warning(
         "prompt %s: ended by %s without samples %s: %s",
@@ -383,7 +388,7 @@ def end_early(collected: CollectedGroup) -> None:
     collected.end_unfinished()
 
 
-def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> None:
+def end_without_missing(collected: CollectedSamples, failures: Sequence[str]) -> None:
     """End a group that failed too often without the samples that no replica could generate.
 
     Raises:
@@ -391,17 +396,13 @@ def end_without_missing(collected: CollectedGroup, failures: Sequence[str]) -> N
     """
     request, missing = collected.request, collected.missing
     detail = f"{len(failures)} attempts failed, the last: {failures[-1]}"
-    if not (request.allows_missing and request.budget.has_finished_samples):
+    if not (request.allows_missing and request.progress.has_finished_samples):
         raise GroupFailedError(detail, FailureKind.ENGINE_ERROR)
     logger.warning(
         "prompt %s: continues without samples %s: %s", request.prompt.prompt_id, missing, detail
     )
-    request.budget.engine_errors.update(dict.fromkeys(missing, detail))
+    request.progress.engine_errors.update(dict.fromkeys(missing, detail))
     collected.end_unfinished()
-
-
-GATHER_S = 0.5
-"""Broken streams of a replica within these seconds count as one failure."""
 
 
 class BrokenStreams:

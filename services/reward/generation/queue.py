@@ -106,6 +106,7 @@ class ReplicaQueue:
         """Return whether another replica than `member` would take the group at once."""
         if self._waiters:
             return False
+        # Paused for the time of this question, so that the router looks past it.
         paused_until, member.paused_until = member.paused_until, math.inf
         try:
             return self._fleet.choose(wanted, time.monotonic()) is not None

@@ -1,4 +1,4 @@
-"""A request for samples of one prompt: its key and seeds, the budget that all requests of a group
+"""A request for samples of one prompt: its key and seeds, the progress that all requests of a group
 share, what a replica answers, and the errors that end it.
 """
 
@@ -19,7 +19,11 @@ from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import SluiceError, leaves
 from sluice.types import FailureKind, Prompt, ReplicaInfo, Rollout, SamplingParams, TokenIds
 
+PHASE = "generating"
+
 _KEY_BYTES = 16
+_SEED_BYTES = 8
+_SEED_MASK = 2**63 - 1
 _FRAME = Struct("<Q").pack
 
 
@@ -43,13 +47,14 @@ class Purpose(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class GroupBudget:
-    """The time and tokens of one group, shared by all of its requests.
+class GroupProgress:
+    """One attempt of a group: the time and tokens that all of its requests share, and what replicas
+    sent for it, counted where it is received.
 
     Attributes:
         rules: the bounds of the group; by default there are none, as for validation.
-        on_start: called with the oldest version among the tokens of the group whenever it may have
-            changed; ``None`` while the group holds no token and waits.
+        on_oldest_version: called with the oldest version among the tokens of the group whenever it
+            may have changed; ``None`` while the group holds no token and waits.
         first_start: when a replica first accepted a request of the group, in seconds of the event
             loop's clock.
         prompt_token_ids: its prompt as that replica reads it, [prompt tokens].
@@ -58,10 +63,17 @@ class GroupBudget:
         is_over: it has used its time or its tokens.
         engine_answered: a replica answered a request for it with an error of its engine.
         engine_errors: why no replica could generate a sample, by its index.
+        replicas: replicas that got a request, by name, in the order of their first request.
+        num_requested: samples that were requested from a replica.
+        num_received: response tokens, each once, even if a sample was interrupted or came in
+            several messages.
+        num_thrown_away: those that no sample holds any more, since the sample started again instead
+            of continuing from them.
+        num_replaced: tokens of samples without a grade for which others were generated.
     """
 
     rules: StragglerRules = field(default_factory=StragglerRules)
-    on_start: Callable[[int | None], None] = lambda _version: None
+    on_oldest_version: Callable[[int | None], None] = lambda _version: None
     first_start: float | None = None
     prompt_token_ids: TokenIds | None = None
     num_tokens: int = 0
@@ -69,8 +81,18 @@ class GroupBudget:
     is_over: bool = False
     engine_answered: bool = False
     engine_errors: dict[int, str] = field(default_factory=dict)
+    replicas: list[str] = field(default_factory=list)
+    num_requested: int = 0
+    num_received: int = 0
+    num_thrown_away: int = 0
+    num_replaced: int = 0
     _versions: dict[int, int | None] = field(default_factory=dict)  # by part
     _observers: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def replica_names(self) -> str:
+        """Names of the replicas, for messages."""
+        return ", ".join(self.replicas) or "none"
 
     @property
     def over_at(self) -> float | None:
@@ -98,7 +120,8 @@ class GroupBudget:
     def note_version(self, part: int, version: int | None) -> None:
         """Note the oldest version of a part of the group; ``None``: the part holds no token."""
         self._versions[part] = version
-        self.on_start(min((v for v in self._versions.values() if v is not None), default=None))
+        versions = (v for v in self._versions.values() if v is not None)
+        self.on_oldest_version(min(versions, default=None))
 
     def end(self) -> None:
         """End the group: it has used its time or its tokens."""
@@ -120,40 +143,13 @@ class GroupBudget:
             observer()
 
 
-@dataclass(slots=True, eq=False)
-class GroupTokens:
-    """What replicas sent for one group in one attempt, counted where it is received.
-
-    Attributes:
-        replicas: replicas that got a request, by name, in the order of their first request.
-        num_samples: samples that were requested from a replica.
-        num_received: response tokens, each once, even if a sample was interrupted or came in
-            several messages.
-        num_thrown_away: those that no sample holds any more, since the sample started again instead
-            of continuing from them.
-        num_replaced: tokens of samples without a grade for which others were generated.
-    """
-
-    replicas: list[str] = field(default_factory=list)
-    num_samples: int = 0
-    num_received: int = 0
-    num_thrown_away: int = 0
-    num_replaced: int = 0
-
-    def __str__(self) -> str:
-        return ", ".join(self.replicas) or "none"
-
-
-PHASE = "generating"
-
-
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
     """Samples of one prompt, from replicas of `lowest_version` up to `highest_version`.
 
     A sample does not depend on the others of its request: its randomness depends on the seed and
     its index alone. So a group may be generated in parts, each by its own request. The parts share
-    `budget`, which bounds the group, and `tokens`, which counts its received tokens.
+    `progress`, which bounds the group and counts its tokens.
 
     With `allows_missing` the samples that no replica could generate are left out, unless none
     remains.
@@ -165,8 +161,7 @@ class GroupRequest:
     purpose: Purpose
     lowest_version: int
     highest_version: int | None = None
-    budget: GroupBudget = field(default_factory=GroupBudget, compare=False, repr=False)
-    tokens: GroupTokens = field(default_factory=GroupTokens, compare=False, repr=False)
+    progress: GroupProgress = field(default_factory=GroupProgress, compare=False, repr=False)
     allows_missing: bool = False
 
     def __post_init__(self) -> None:
@@ -262,10 +257,6 @@ def decisive(group: ExceptionGroup[Exception]) -> SluiceError:
             type(error) is not GroupFailedError,
         ),
     )
-
-
-_SEED_BYTES = 8
-_SEED_MASK = 2**63 - 1
 
 
 def training_sampling(rollout: RolloutConfig, max_tokens: int) -> SamplingParams:

@@ -14,7 +14,7 @@ import numpy as np
 from services.reward.generation.request import (
     PHASE,
     GenerateEvent,
-    GroupBudget,
+    GroupProgress,
     GroupRequest,
     SampleCallback,
 )
@@ -41,10 +41,10 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
-class CollectedGroup:
+class CollectedSamples:
     """The samples of one request so far; their tokens may come from several replicas.
 
-    It also keeps the request's `GroupBudget` and `GroupTokens` up to date.
+    It also keeps the group's `GroupProgress` up to date.
 
     Attributes:
         on_sample: called with each sample that has finished.
@@ -59,16 +59,17 @@ class CollectedGroup:
     _rollouts: dict[int, Rollout] = field(default_factory=dict)
     _growing: dict[int, GrowingSample] = field(default_factory=dict)
     _requested: set[int] = field(default_factory=set)
+    _is_accepted: bool = False  # by the replica of the present stream
     _part: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # A number: a budget that held this object would keep its samples alive in a cycle.
-        self._part = self.request.budget.new_part()
+        # A number: a progress that held this object would keep its samples alive in a cycle.
+        self._part = self.request.progress.new_part()
 
     def note_version(self, *, or_version: int | None = None) -> None:
-        """Note the oldest version among its tokens and `or_version` in the group's budget."""
+        """Write the oldest version among its tokens and `or_version` into the group's progress."""
         version = self.oldest_version(or_version=or_version)
-        self.request.budget.note_version(self._part, version)
+        self.request.progress.note_version(self._part, version)
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -84,16 +85,18 @@ class CollectedGroup:
 
     def requested(self, replica: str) -> None:
         """Note that a replica gets a request for the samples that are missing."""
-        tokens, missing = self.request.tokens, set(self.missing)
-        if replica not in tokens.replicas:
-            tokens.replicas.append(replica)
-        tokens.num_samples += len(missing - self._requested)
+        progress, missing = self.request.progress, set(self.missing)
+        if replica not in progress.replicas:
+            progress.replicas.append(replica)
+        progress.num_requested += len(missing - self._requested)
         self._requested |= missing
+        self._is_accepted = False
 
     def take(self, event: GenerateEvent, replica: str) -> Arrival:
         """Store what a replica sent; raise `PeerError` if it does not fit the request."""
         new_tokens = self._count_received(event)
-        if (event.rollouts or event.deltas) and self.request.budget.prompt_token_ids is None:
+        self._is_accepted = self._is_accepted or event.started is not None
+        if (event.rollouts or event.deltas) and not self._is_accepted:
             raise PeerError(replica, PHASE, "it sent samples before the prompt's tokens")
         for delta in event.deltas:
             self._check_requested(delta.sample_index, replica)
@@ -115,8 +118,9 @@ class CollectedGroup:
             index = rollout.sample_index
             known = self._rollouts.get(index) or self._growing.get(index)
             beyond = rollout.num_tokens - (known.num_tokens if known else 0)
+            # One event may bring a delta and then the whole sample, which counts the delta again.
             new_tokens[index] = max(new_tokens.get(index, 0), beyond)
-        self.request.tokens.num_received += sum(new_tokens.values())
+        self.request.progress.num_received += sum(new_tokens.values())
         return new_tokens
 
     def _end(self, rollout: Rollout, replica: str) -> None:
@@ -128,7 +132,7 @@ class CollectedGroup:
         if growing and not np.array_equal(rollout.token_ids[:num_known], growing.token_ids()):
             # One of the two is wrong, and nothing shows which: the sample starts again.
             self._count(-num_known)
-            self.request.tokens.num_thrown_away += max(num_known, rollout.num_tokens)
+            self.request.progress.num_thrown_away += max(num_known, rollout.num_tokens)
             raise PeerError(
                 replica,
                 PHASE,
@@ -141,13 +145,13 @@ class CollectedGroup:
             self._growing[index].adopt(rollout)
             return
         self._rollouts[index] = rollout
-        self.request.budget.has_finished_samples = True
+        self.request.progress.has_finished_samples = True
         if self.on_sample is not None:
             self.on_sample(rollout)
 
     def _count(self, tokens: int) -> None:
         self.num_tokens += tokens
-        self.request.budget.num_tokens += tokens
+        self.request.progress.num_tokens += tokens
 
     def _check_requested(self, sample_index: int, replica: str) -> None:
         if sample_index in self._rollouts or sample_index not in self.request.sample_indexes:
@@ -164,7 +168,7 @@ class CollectedGroup:
             if not all(wanted.accepts(span.version) for span in sample.version_spans):
                 del self._growing[index]
                 self._count(-sample.num_tokens)
-                self.request.tokens.num_thrown_away += sample.num_tokens
+                self.request.progress.num_thrown_away += sample.num_tokens
         return [s.rollout(index) for index, s in sorted(self._growing.items()) if s.num_tokens]
 
     def end_unfinished(self) -> None:
@@ -186,7 +190,7 @@ class CollectedGroup:
 
     def group(self) -> RolloutGroup:
         """Return the samples in order of their index; none is missing, a request has started."""
-        prompt_token_ids = self.request.budget.prompt_token_ids
+        prompt_token_ids = self.request.progress.prompt_token_ids
         assert prompt_token_ids is not None
         rollouts = tuple(self._rollouts[i] for i in sorted(self._rollouts))
         return RolloutGroup(self.request.prompt, prompt_token_ids, rollouts)
@@ -211,7 +215,7 @@ class StreamWatch:
         scope: the scope that reads the stream.
         member: its replica.
         rules: when a stream is given up.
-        budget: its group's.
+        progress: its group's.
         sample_indexes: the samples requested.
         now: seconds of the event loop's clock.
     """
@@ -221,29 +225,29 @@ class StreamWatch:
         scope: asyncio.Timeout,
         member: RoutedReplica,
         rules: StragglerRules,
-        budget: GroupBudget,
+        progress: GroupProgress,
         sample_indexes: Collection[int],
         now: float,
     ) -> None:
-        self._scope, self._rules, self._budget, self._begun = scope, rules, budget, now
+        self._scope, self._rules, self._progress, self._begun = scope, rules, progress, now
         self.member, self.pace = member, StreamPace(set(sample_indexes), now)
         self.reschedule()
 
     def reschedule(self) -> None:
-        """Set the end of the scope from the present pace, budget and replica."""
+        """Set the end of the scope from the present pace, progress and replica."""
         if self._scope.expired():
             return
         if self.member.removed:
             self._scope.reschedule(self._begun)  # has passed: the stream ends at once
             return
-        ends = (self._rules.stalled_at(self.pace), self._budget.over_at)
+        ends = (self._rules.stalled_at(self.pace), self._progress.over_at)
         self._scope.reschedule(min((end for end in ends if end is not None), default=None))
 
     def why_expired(self, now: float) -> StreamEnd:
         """Return why the scope ended the stream."""
         if self.member.removed:
             return StreamEnd.REPLICA_REMOVED
-        over_at = self._budget.over_at
+        over_at = self._progress.over_at
         is_over = over_at is not None and now >= over_at
         return StreamEnd.GROUP_OVER if is_over else StreamEnd.STALLED
 

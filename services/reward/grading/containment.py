@@ -39,6 +39,26 @@ _LAST_PID = (_PROC / "sys" / "kernel" / "ns_last_pid", _PROC / "loadavg")
 _PAUSE_S = 0.01
 _STATE_FIELD, _USER_FIELD, _SYSTEM_FIELD, _START_FIELD = 0, 11, 12, 19  # of `_stat_fields`
 
+MARK_VARIABLE = "SLUICE_SCORER_MARK"
+"""The environment variable of the mark: ``RUN:SERVICE:SCORER``, a digest of the run's folder, the
+reward service as process id and start time, and a number that no other scorer has. The first two
+are the family of a pool's scorers."""
+_MARK = re.compile(
+    rb"(?:^|\0)" + MARK_VARIABLE.encode() + rb"=([0-9a-f]{16}:\d+-\d+:[0-9a-f]{32})(?:\0|$)"
+)
+_RUN_DIGITS = 16
+_ENDED = frozenset("ZXx")
+LOOK_INTERVAL_S = 0.75
+"""Between looks. The first is the reference and the second finds a spinning thread: 1.5 s."""
+MOST_IDLE_CPU_S = 0.5
+"""CPU seconds in one window of idleness that are accepted: threads that end, keepalives, a garbage
+collection. A spinning thread of an idle machine uses more from one look to the next."""
+WINDOW_S = 5.0
+"""Seconds of idleness that one decision looks at: on a busy machine a spinning thread gets only a
+share of a core."""
+LOOK_SHARE = 0.02
+"""Of one core that looking may cost: where there are thousands of processes it is rarer."""
+
 
 def marked_processes(prefix: str) -> list[int]:
     """Return pids of the running processes whose mark begins so; none where there is no /proc."""
@@ -159,17 +179,6 @@ def _mark_of(pid: str) -> str:
         return ""
 
 
-MARK_VARIABLE = "SLUICE_SCORER_MARK"
-"""The environment variable of the mark: ``RUN:SERVICE:SCORER``, a digest of the run's folder, the
-reward service as process id and start time, and a number that no other scorer has. The first two
-are the family of a pool's scorers."""
-_MARK = re.compile(
-    rb"(?:^|\0)" + MARK_VARIABLE.encode() + rb"=([0-9a-f]{16}:\d+-\d+:[0-9a-f]{32})(?:\0|$)"
-)
-_RUN_DIGITS = 16
-_ENDED = frozenset("ZXx")
-
-
 def family_of(run_dir: Path | None = None) -> str:
     """Return the family of the scorers that this process starts for a run; ``None``: for no run.
 
@@ -218,17 +227,6 @@ def _process_namespace() -> str:
         return str((_PROC / "self" / "ns" / "pid").readlink())
     except OSError:
         return ""
-
-
-LOOK_INTERVAL_S = 0.75
-"""Between looks. The first is the reference and the second finds a spinning thread: 1.5 s."""
-MOST_IDLE_CPU_S = 0.5
-"""CPU seconds in one window of idleness that are accepted: threads that end, keepalives, a garbage
-collection. A spinning thread of an idle machine uses more from one look to the next."""
-WINDOW_S = 5.0
-"""Seconds of idleness judged together: on a busy machine a spinning thread gets but a part."""
-LOOK_SHARE = 0.02
-"""Of one core that looking may cost: where there are thousands of processes it is rarer."""
 
 
 @dataclass(frozen=True, slots=True)

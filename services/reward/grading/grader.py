@@ -28,6 +28,12 @@ from sluice.types import (
     Scored,
 )
 
+MAX_ITEMS = 4096
+MAX_CALLS = 32
+MAX_CLIENT_CALLS = 16
+DEFAULT_CLIENT_ITEMS = 4 * MAX_ITEMS
+ITEMS_PER_REQUEST = 32
+
 _NOTHING: Mapping[int, Outcome] = MappingProxyType({})
 _NOBODY: Mapping[int, str] = MappingProxyType({})
 _NO_RULES = OutcomePolicy()
@@ -172,13 +178,6 @@ class Grader:
         return replace(outcome, reward=outcome.score + penalty, metrics=metrics)
 
 
-MAX_ITEMS = 4096
-MAX_CALLS = 32
-MAX_CLIENT_CALLS = 16
-DEFAULT_CLIENT_ITEMS = 4 * MAX_ITEMS
-ITEMS_PER_REQUEST = 32
-
-
 class ScoreRequests:
     """Calls that grade without training.
 
@@ -213,22 +212,19 @@ class ScoreRequests:
 
         Raises:
             InvalidRequestError: too many items.
-            ExhaustedError: too many calls at once, or items of the client.
+            ExhaustedError: too many calls are running, or this client has too many items under way.
         """
         self.check_size(len(items))
         with self._client_calls.held(client, 1), self._client_items.held(client, len(items)):
-            return await self._score(items)
-
-    async def _score(self, items: Sequence[ScorerInput]) -> list[Scored | Failed]:
-        if self._num_calls >= MAX_CALLS:
-            raise ExhaustedError(
-                f"{self._num_calls} Score calls are running, the most at once; send one later"
-            )
-        self._num_calls += 1
-        try:
-            outcomes: list[Scored | Failed] = []
-            for start in range(0, len(items), ITEMS_PER_REQUEST):
-                outcomes += await self._scorers.score(items[start : start + ITEMS_PER_REQUEST])
-            return outcomes
-        finally:
-            self._num_calls -= 1
+            if self._num_calls >= MAX_CALLS:
+                raise ExhaustedError(
+                    f"{self._num_calls} Score calls are running, the most at once; send one later"
+                )
+            self._num_calls += 1
+            try:
+                outcomes: list[Scored | Failed] = []
+                for start in range(0, len(items), ITEMS_PER_REQUEST):
+                    outcomes += await self._scorers.score(items[start : start + ITEMS_PER_REQUEST])
+                return outcomes
+            finally:
+                self._num_calls -= 1

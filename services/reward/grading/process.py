@@ -59,6 +59,20 @@ MAX_DETAIL_CHARS = 500
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 150
 
+_STDOUT, _STDERR = 1, 2
+_CHUNK_BYTES = 1 << 16
+MAX_MORE_PROCESSES = 1024
+"""More than the user has at the moment."""
+MAX_MORE_PROCESSES_EVER = 65_536
+"""More than the user had at the start; the scorer itself cannot raise its limit beyond."""
+COUNTED_EVERY_S = 5.0
+MAX_OPEN_FILES = 256
+MAX_OUTPUT_BYTES = 64 * 2**10
+CPU_SLACK_S = 10
+_PR_SET_PDEATHSIG = 1
+ItemScorer = Callable[[ScorerInput], object]
+MessageT = TypeVar("MessageT", bound=msgspec.Struct)
+
 
 def answer_of(returned: object) -> ScorerAnswer:
     """Interpret a scorer's return value as verl's reward managers do
@@ -143,10 +157,6 @@ def _number(value: object) -> float | None:
         return None
 
 
-_STDOUT, _STDERR = 1, 2
-_CHUNK_BYTES = 1 << 16
-
-
 class OutputLimit:
     """Passes what scorers print to the log, at most `max_bytes` per request, and drops the rest.
 
@@ -204,13 +214,6 @@ def _write(sink: int, data: bytes) -> None:
         remaining = remaining[os.write(sink, remaining) :]
 
 
-MAX_MORE_PROCESSES = 1024
-"""More than the user has at the moment."""
-MAX_MORE_PROCESSES_EVER = 65_536
-"""More than the user had at the start; the scorer itself cannot raise its limit beyond."""
-COUNTED_EVERY_S = 5.0
-
-
 def threads_of_user() -> int:
     """Return the threads of all processes of this user; 0 where there is no /proc."""
     found = 0
@@ -264,15 +267,6 @@ def _allow(num_threads: int, most: int | None = None) -> None:
 
 def _at_most(limit: int, value: int) -> int:
     return value if limit == resource.RLIM_INFINITY else min(limit, value)
-
-
-MAX_OPEN_FILES = 256
-MAX_OUTPUT_BYTES = 64 * 2**10
-CPU_SLACK_S = 10
-_PR_SET_PDEATHSIG = 1
-
-ItemScorer = Callable[[ScorerInput], object]
-MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
 def main(parent_pid: int, page_fd: int) -> int:

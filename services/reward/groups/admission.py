@@ -1,4 +1,4 @@
-"""Which prompts start, and when: the decisions of the sampling strategy, carried out.
+"""Start groups: carry out the sampling strategy's decisions on which prompts start, and when.
 
 Consumes: capacity of the fleet, and prompts (clients' first come first served, then the data set).
 Waits for: the data set and the memory of prompts, both read in threads. Produces: attempts that
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import prompt_key
 from services.reward.group import EndCause, Group, GroupEnding, GroupTable
-from services.reward.groups.leases import TrainBatches
-from services.reward.groups.settings import PipelineSettings
+from services.reward.groups.batches import TrainBatches
+from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.quarantine import Quarantine
 from services.reward.prompts.source import PromptSource
@@ -49,7 +49,7 @@ class GroupAdmission:
     def __init__(
         self,
         *,
-        settings: PipelineSettings,
+        settings: GroupSettings,
         groups: GroupTable,
         batches: TrainBatches,
         strategy: SamplingStrategy,
@@ -112,6 +112,7 @@ class GroupAdmission:
         version = self._groups.policy_version
         if version is None:
             return 0
+        # Replicas that serve an older version than this could only add groups that are too old.
         free = self._queue.num_free_sequences(version - self._max_staleness)
         capacity = groups_with_capacity(
             free - self._groups.num_unrequested,  # those wait for a replica, or are about to
@@ -121,7 +122,7 @@ class GroupAdmission:
         return self._strategy.num_to_start(self._batches.load(capacity))
 
     async def _decided(self, prompt: Prompt) -> Attempt | None:
-        """Decide about a prompt; ``None``: it may not start any more."""
+        """Return the strategy's decision about a prompt; ``None``: no group may start any more."""
         key, history = prompt_key(prompt), None
         is_client = prompt.origin is PromptOrigin.CLIENT
         if self._memory is not None and not is_client and self._num_skipped < self._epoch_rows:

@@ -1,4 +1,4 @@
-"""The coordinator: prompts in, kept groups out.
+"""The group loop: prompts in, kept groups out.
 
 Consumes: prompts (clients' first come first served, then the data set) and the trainer's
 announcements. One task admits (`admission`); each admitted group has a task of its own that
@@ -9,15 +9,15 @@ Waits for                      unblocked by
   capacity for another group     a group or sequence that ended, an announcement, a batch leased
   a replica, samples             `dispatcher`, within the prompt's own task
   grades                         `grading.pool`, within the prompt's own task
-  a full batch                   `leases`, in the trainer's call: a kept group, its deadline
+  a full batch                   `batches`, in the trainer's call: a kept group, its deadline
 
-Produces: kept groups for `leases`; one end for every prompt; at every new version, what the ended
+Produces: kept groups for `batches`; one end for every prompt; at every new version, what the ended
 groups taught about their prompts, in the memory of prompts.
 
-On failure: what one group meets (replica gone, scorer killed, prompt refused) ends that prompt, in
-its own task, and frees its slot. What all groups would meet (unreadable data, a metric that the
-scorer does not return, a strategy that gives up) stops admission, and the trainer's calls for a
-batch raise it. If the memory of prompts cannot be written, the log has a warning and the run
+On failure: an error of one group (replica gone, scorer killed, prompt refused) ends that prompt, in
+its own task, and frees its slot. An error that every group would meet (unreadable data, a metric
+that the scorer does not return, a strategy that gives up) stops admission, and the trainer's calls
+for a batch raise it. If the memory of prompts cannot be written, the log has a warning and the run
 continues. Anything else is a defect and ends the service.
 
 On shutdown: `run` is cancelled; its tasks cancel their streams, which frees the replicas' slots.
@@ -35,11 +35,11 @@ from functools import partial
 
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.queue import ReplicaQueue
-from services.reward.group import CancelReason, Discard, Group, GroupEnding, GroupState, GroupTable
+from services.reward.group import CancelReason, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.admission import GroupAdmission
-from services.reward.groups.leases import ChangeSignal, TrainBatches
+from services.reward.groups.batches import TrainBatches
 from services.reward.groups.run import GroupRun
-from services.reward.groups.settings import PipelineSettings
+from services.reward.groups.settings import GroupSettings
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.history import PromptMemoryStore
 from services.reward.prompts.source import PromptSource
@@ -49,7 +49,7 @@ from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.strategy import SamplingStrategy
 from sluice.concurrency.deadlines import deadline
-from sluice.concurrency.waits import Waiting
+from sluice.concurrency.waits import ChangeSignal, Waiting
 from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, Prompt, PromptEnd
@@ -59,7 +59,33 @@ logger = logging.getLogger(__name__)
 TAKE_OVER_TIMEOUT_S = 10.0
 
 
-class Pipeline:
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """A process that has to act before a batch can be filled; `key` names the kind of wait."""
+
+    key: str
+    peer: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFacts:
+    """The state of the loop that decides what it waits for."""
+
+    is_announced: bool
+    num_replicas: int
+    leased_step: int | None
+    batch_asked: bool
+    num_generating: int
+    num_grading: int
+    num_kept: int
+    batch_size: int
+    num_in_training: int
+    has_dataset: bool
+    is_exhausted: bool
+
+
+class GroupLoop:
     """The loop; all methods run in one event loop.
 
     Args:
@@ -82,7 +108,7 @@ class Pipeline:
     def __init__(  # noqa: PLR0913 - by keyword, and in one place
         self,
         *,
-        settings: PipelineSettings,
+        settings: GroupSettings,
         ledger: PromptLedger,
         groups: GroupTable,
         source: PromptSource,
@@ -149,10 +175,11 @@ class Pipeline:
         replicas: Sequence[AnnouncedReplica],
         resume_from: DataProgress | None,
     ) -> None:
-        """Take on a version and its fleet; another trainer takes over all that is pending."""
+        """Adopt a version and its fleet; a new trainer takes over all pending prompts."""
         async with self._announce_lock:
             if trainer != self._trainer:
-                self._groups.policy_version = None  # nothing is admitted meanwhile
+                # The take-over awaits: without a version nothing is admitted meanwhile.
+                self._groups.policy_version = None
                 await self._take_over(trainer, version, resume_from)
             self.batches.settle_recovered(version)
             if version != self._learned_version:
@@ -164,7 +191,7 @@ class Pipeline:
         self._changes.notify()
 
     def awaited(self) -> list[tuple[Blocker, float]]:
-        """Return the cause of the wait and its seconds so far, by the kind of wait."""
+        """Return what the loop waits for, each with the seconds so far; the nearest cause first."""
         lease, source, counts = self._ledger.open_lease, self._source, self._groups.counts
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
@@ -201,15 +228,15 @@ class Pipeline:
         )
         num_sequences = self._settings.first_sequences(attempt.first_samples)
         self._groups.admit(group, attempt, num_sequences, reserves_slot=reserves)
-        if reserves:  # it takes a slot that others may be running for
-            self.batches.cancel_expired()
+        if reserves:  # its slot may have been the last for a running group
+            self.batches.cancel_without_slot()
         with self._traces.within(group.prompt_id) if TRACER.is_on else nullcontext():
             group.task = tasks.create_task(self._run(group), name=f"prompt {group.prompt_id}")
 
     async def _run(self, group: Group) -> None:
         """Run an attempt to its end. If it is cancelled, its prompt starts again or ends as stale.
 
-        All of it belongs to the task: an error in it, an observer's included, ends the service.
+        Any other error, also an observer's, is a defect: the task group ends the service.
         """
         group.is_running = True
         try:
@@ -224,19 +251,13 @@ class Pipeline:
 
     def _give_up(self, group: Group) -> None:
         """End the attempt of a cancelled task."""
-        match group.cancel_reason:
-            case CancelReason.TOO_OLD:
-                detail = f"started under version {group.start_version}, too old to be trained"
-                self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
-                return
-            case CancelReason.PREEMPTED:
-                why = Discard.PREEMPTED
-            case CancelReason.NO_SLOT:
-                why = Discard.STALE
-            case _:  # another trainer, or the end of the service
-                why = Discard.TAKEN_OVER
+        if group.cancel_reason is CancelReason.TOO_OLD:
+            detail = f"started under version {group.start_version}, too old to be trained"
+            self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
+            return
         self._strategy.restarted(group.admitted_as)
-        self._requeue(group, why)
+        # Without a reason the whole service ends; its prompts start again, as for another trainer.
+        self._requeue(group, group.cancel_reason or CancelReason.TAKEN_OVER)
 
     async def _take_over(
         self, trainer: str, version: int, resume_from: DataProgress | None
@@ -261,13 +282,14 @@ class Pipeline:
         self._groups.reissue(prompts)
         for prompt in prompts:
             self._source.put(prompt)
+        # Otherwise a running policy brings no position: the data set continues where it is.
         if self._trainer is None or resume_from is not None or version == 0:
             self._source.start_data(ledger.restart_data(resume_from or DataProgress(0)))
         ledger.begin_trainer(trainer)
         self._trainer = trainer
 
     async def _end_what_runs(self) -> None:
-        """Cancel groups under way; before the first announcement there are none."""
+        """Cancel all running groups; before the first announcement there are none."""
         if self._trainer is None:
             return
         logger.warning("another trainer announces itself; pending groups start again")
@@ -279,19 +301,19 @@ class Pipeline:
             if tasks:
                 await asyncio.wait(tasks)
         self._groups.forget_preemptions()
-        self._strategy.batch_formed()  # waves of the batch under way count no more
+        self._strategy.batch_formed()  # the waves of the present batch no longer count
 
     def _give_back_kept(self, resume_from: DataProgress | None) -> None:
         """Requeue kept and leased prompts, except those the resumed policy was trained on."""
-        leased = self.batches.void_lease()
+        lost = self.batches.void_lease()
         kept = self._groups.in_state(GroupState.KEPT)
-        for group in sorted([*leased, *kept], key=lambda group: group.prompt.sequence):
+        for group in sorted([*lost, *kept], key=lambda group: group.prompt.sequence):
             if resume_from is not None and _covers(resume_from, group.prompt.position):
                 self._groups.end(group, GroupEnding(PromptEnd.TRAINED))
             else:
-                self._requeue(group, Discard.TAKEN_OVER)
+                self._requeue(group, CancelReason.TAKEN_OVER)
 
-    def _requeue(self, group: Group, why: Discard) -> None:
+    def _requeue(self, group: Group, why: CancelReason) -> None:
         self._groups.requeue(group, why)
         self._source.put(group.prompt)
 
@@ -305,34 +327,8 @@ def _covers(progress: DataProgress, position: int | None) -> bool:
     return position is not None and (position < progress.low_water or position in ended_above)
 
 
-@dataclass(frozen=True, slots=True)
-class Blocker:
-    """A process that has to act before a batch can be filled; `key` names the kind of wait."""
-
-    key: str
-    peer: str
-    phase: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoopFacts:
-    """The loop as far as it decides what is waited for."""
-
-    is_announced: bool
-    num_replicas: int
-    leased_step: int | None
-    batch_asked: bool
-    num_generating: int
-    num_grading: int
-    num_kept: int
-    batch_size: int
-    num_in_training: int
-    has_dataset: bool
-    is_exhausted: bool
-
-
 def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
-    """Return everything that is waited for, the nearest cause first."""
+    """Return everything that the loop waits for, the nearest cause first."""
     if not facts.is_announced:
         return (Blocker("announce", "trainer", "announcing a policy"),)
     found: list[Blocker] = []
@@ -367,5 +363,5 @@ def _idle_reason(facts: LoopFacts) -> Blocker:
 
 
 def as_waits(awaited: Sequence[tuple[Blocker, float]]) -> tuple[Waiting, ...]:
-    """Return the same as waits of the whole service."""
+    """Return the same as waits of the service."""
     return tuple(Waiting(one.peer, one.phase, seconds) for one, seconds in awaited)

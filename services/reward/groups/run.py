@@ -4,17 +4,17 @@ Consumes: a group that starts. Waits for: a replica, samples, grades. Produces: 
 end of its prompt. With probes a few samples are generated first, and the rest by a second request:
 as soon as two of the first differ, or when all have come and the strategy continues. Both requests
 have the prompt's rank, so a group that continues is served before one that starts. The samples are
-those that one request for all of them would give. The greedy response, where one is needed, comes
-with the last request. All requests share one budget of time and tokens; a group that has used it
-ends with the samples it has.
+the same as one request for all of them would return. The last request also brings the greedy
+response, where one is needed. All requests share one `GroupProgress`; a group that has used its
+time or its tokens ends with the samples it has.
 
 A sample without a score is scored again by the grader, generated again here, or left out, as the
 policy decides (`sluice.algorithm.groups.filter`); a group is trained on its scored samples if
 enough of them are left.
 
-On failure: what this group meets ends its prompt, and may be a strike against it (`quarantine`):
-an engine's error is one only if a replica answered with it, and none where replicas were lost.
-What all groups would meet also stops the loop.
+On failure: an error of this group alone ends its prompt, and may be a strike against it
+(`quarantine`); an engine error is a strike only if a replica answered with it, not if replicas were
+lost. An error that every group would meet also stops the loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from types import MappingProxyType
 
 from services.reward.generation.dispatcher import GeneratedGroup, GroupDispatcher, generate_group
 from services.reward.generation.request import (
-    GroupBudget,
     GroupFailedError,
     GroupRequest,
     OverlongPromptError,
@@ -39,15 +38,15 @@ from services.reward.generation.request import (
 )
 from services.reward.grading.grader import Grader
 from services.reward.group import EndCause, Group, GroupEnding, GroupTable
-from services.reward.groups.leases import TrainBatches
-from services.reward.groups.settings import PipelineSettings
+from services.reward.groups.batches import TrainBatches
+from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.quarantine import Quarantine
 from sluice.algorithm.groups.filter import (
-    Judgement,
+    FilterDecision,
     OutcomeAction,
+    filter_group,
+    filter_probes,
     is_right,
-    judge,
-    judge_probes,
     samples_differ,
     striking,
 )
@@ -81,13 +80,14 @@ class GroupRun:
         grader: grades them.
         quarantine: counts strikes.
         strategy: decides about the rest of a group, and learns from its end.
-        batches: cancels groups that have no slot any more, and is given what all groups would meet.
+        batches: cancels groups that have no slot any more, and fails with errors that every group
+            would meet.
     """
 
     def __init__(
         self,
         *,
-        settings: PipelineSettings,
+        settings: GroupSettings,
         groups: GroupTable,
         dispatcher: GroupDispatcher,
         grader: Grader,
@@ -106,18 +106,19 @@ class GroupRun:
         self._is_warned = False
 
     async def run(self, group: Group) -> None:
-        """Run one attempt, to its judgement."""
-        budget = GroupBudget(self._dispatcher.rules, partial(self._note_start, group))
-        group.budget = budget
+        """Run one attempt until its group is kept or its prompt has ended."""
+        progress = group.progress
+        progress.rules = self._dispatcher.rules
+        progress.on_oldest_version = partial(self._note_oldest_version, group)
         try:
             await self._run(group)
         finally:
-            # Else group and budget hold each other, and samples live until a full collection.
-            budget.on_start = _ignore_version
+            # Else group and progress hold each other, and samples live until a full collection.
+            progress.on_oldest_version = lambda _version: None
 
     async def _run(self, group: Group) -> None:
         try:
-            graded, verdict = await self._judged(group)
+            graded, decision = await self._filtered(group)
         except OverlongPromptError as error:
             group.check_cancelled()
             self._quarantine.cleared(group.prompt)
@@ -129,17 +130,17 @@ class GroupRun:
             self._not_generated(group, error)
             return
         group.check_cancelled()
-        detail = verdict.detail
-        if verdict.end is PromptEnd.DROPPED_FAILED:
+        detail = decision.detail
+        if decision.end is PromptEnd.DROPPED_FAILED:
             detail = self._quarantined(group, graded.outcomes) or detail
         else:
             self._quarantine.cleared(group.prompt)
-            self._notify_strategy(group, graded, kept=verdict.end is None)
-        if verdict.end is None:
+            self._notify_strategy(group, graded, kept=decision.end is None)
+        if decision.end is None:
             self._groups.keep(group, graded)
-            self._batches.cancel_expired()
+            self._batches.cancel_without_slot()
         else:
-            self._groups.end(group, GroupEnding(verdict.end, detail), graded)
+            self._groups.end(group, GroupEnding(decision.end, detail), graded)
 
     def _not_generated(self, group: Group, error: SluiceError) -> None:
         """End a group without its samples."""
@@ -153,15 +154,16 @@ class GroupRun:
             self._batches.fail(error)
 
     def _quarantined(self, group: Group, outcomes: Sequence[Outcome]) -> str | None:
-        """Count a strike against the prompt of a failed group, or clear those before it. Return the
+        """Count a strike against the prompt of a failed group, or clear its strikes. Return the
         reason if the strike puts the prompt into quarantine."""
-        failed = striking(outcomes, engine_answered=group.budget.engine_answered)
+        failed = striking(outcomes, engine_answered=group.progress.engine_answered)
         if failed is not None:
             return self._quarantine.struck(group.prompt, failed)
         self._quarantine.cleared(group.prompt)
         return None
 
-    async def _judged(self, group: Group) -> tuple[GradedGroup, Judgement]:
+    async def _filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
+        """Return the graded samples and the filter's decision, perhaps after the probes alone."""
         num_samples, first = self._settings.samples_per_group, group.attempt.first_samples
         if first >= num_samples:
             graded = await self._sampled(group, range(num_samples), self._settings.greedy)
@@ -169,19 +171,19 @@ class GroupRun:
             graded, rest = await self._staged(group, range(first))
             if rest is None:
                 graded = await self._regenerated(group, graded)
-                verdict = self._after_probes(group, graded)
-                if verdict is not None:
-                    return graded, verdict
-                # Of a group that is over no replica gets this request: its samples come aborted.
+                decision = self._after_probes(group, graded)
+                if decision is not None:
+                    return graded, decision
+                # If the group is over, no replica gets this request: its samples return aborted.
                 self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
                 others = range(first, num_samples)
                 rest = await self._sampled(group, others, self._settings.greedy)
             graded = joined(graded, rest)
         graded = await self._regenerated(group, graded)
         with TRACER.stage(SpanName.FILTER) as span:
-            verdict = judge(graded, metric=self._metric, needs=self._settings.needs)
-            span.set({Key.PROMPT_END: verdict.end.value if verdict.end else "none"})
-        return graded, verdict
+            decision = filter_group(graded, metric=self._metric, needs=self._settings.needs)
+            span.set({Key.PROMPT_END: decision.end.value if decision.end else "none"})
+        return graded, decision
 
     async def _staged(self, group: Group, indexes: range) -> tuple[GradedGroup, GradedGroup | None]:
         """Return the first samples and, if two of them differed before all had come, the rest."""
@@ -211,24 +213,24 @@ class GroupRun:
             tasks.create_task(watch.run(), name=grading)
             sampled = await self._generated(group, indexes, on_sample=watch.finished)
             watch.over()
-        # The remaining samples were aborted.
+        # `watch` has graded every sample that finished; the others were aborted.
         return await self._graded(group, sampled, known=watch.outcomes)
 
-    def _after_probes(self, group: Group, probes: GradedGroup) -> Judgement | None:
+    def _after_probes(self, group: Group, probes: GradedGroup) -> FilterDecision | None:
         """Return how a group ends after its first samples; ``None``: the others are generated.
 
         The strategy does not decide about a group that has used its time or its tokens.
         """
         with TRACER.stage(SpanName.FILTER) as span:
-            verdict = judge_probes(probes, metric=self._metric, needs=self._settings.needs)
-            span.set({Key.PROMPT_END: verdict.end.value if verdict and verdict.end else "none"})
-        if verdict is None:
+            decision = filter_probes(probes, metric=self._metric, needs=self._settings.needs)
+            span.set({Key.PROMPT_END: decision.end.value if decision and decision.end else "none"})
+        if decision is None:
             return None
         after = f"after {len(probes.outcomes)} of {self._settings.samples_per_group} samples"
-        if verdict.end is PromptEnd.DROPPED_FAILED:
-            return Judgement(verdict.end, f"{verdict.detail} ({after})")
-        if group.budget.check(asyncio.get_running_loop().time()):
-            return Judgement(verdict.end, after)
+        if decision.end is PromptEnd.DROPPED_FAILED:
+            return FilterDecision(decision.end, f"{decision.detail} ({after})")
+        if group.progress.check(asyncio.get_running_loop().time()):
+            return FilterDecision(decision.end, after)
         continued = self._strategy.after_probes(
             group.attempt,
             num_right=_num_right(probes),
@@ -236,7 +238,7 @@ class GroupRun:
             version=self._groups.policy_version or 0,
         )
         if continued is None:
-            return Judgement(verdict.end, after)
+            return FilterDecision(decision.end, after)
         group.attempt = continued
         return None
 
@@ -252,9 +254,9 @@ class GroupRun:
         return await self._graded(group, sampled)
 
     async def _regenerated(self, group: Group, graded: GradedGroup) -> GradedGroup:
-        """Return the group with other samples for those that the policy generates again.
+        """Return the group with new samples for those that the policy generates again.
 
-        They have other seeds, or they would be the same once more.
+        Each round has its own seed: with the same seed the same samples would come again.
         """
         policy, num_rounds = self._settings.needs.policy, 1
         while again := policy.to_repeat(graded.outcomes, num_rounds, OutcomeAction.GENERATE_AGAIN):
@@ -283,8 +285,7 @@ class GroupRun:
             for_prompt(self._settings.sampling, group.prompt, stage=stage),
             Purpose.TRAINING,
             lowest_version=version - self._settings.rules.max_staleness,
-            budget=group.budget,
-            tokens=group.tokens,
+            progress=group.progress,
             allows_missing=not self._settings.needs.whole_groups,
         )
         group.num_ungraded += request.num_samples + (greedy is not None)
@@ -297,15 +298,15 @@ class GroupRun:
         self, group: Group, sampled: GeneratedGroup, known: Mapping[int, Outcome] = _NONE_KNOWN
     ) -> GradedGroup:
         graded = await self._grader.grade(
-            sampled.samples, sampled.greedy, known, group.budget.engine_errors
+            sampled.samples, sampled.greedy, known, group.progress.engine_errors
         )
         self._groups.graded(group, graded)
         return graded
 
-    def _note_start(self, group: Group, version: int | None) -> None:
+    def _note_oldest_version(self, group: Group, version: int | None) -> None:
         self._groups.set_start_version(group, version)
         if version is not None:
-            self._batches.cancel_expired()
+            self._batches.cancel_without_slot()
 
     def _notify_strategy(self, group: Group, graded: GradedGroup, *, kept: bool) -> None:
         rollouts, num_right = graded.group.rollouts, _num_right(graded)
@@ -322,14 +323,14 @@ class GroupRun:
         )
 
     def _warn_of_partial_credit(self, prompt: Prompt) -> None:
-        """Warn once: pass rates mean nothing where samples are more or less right."""
+        """Warn once: with partial credit a pass rate means nothing."""
         name = self._strategy.rules.strategy
         if self._is_warned or not (name.uses_probes or name.uses_memory):
             return
         self._is_warned = True
         logger.warning(
             "prompt %s is kept though none of its samples is right, or all are: sluice.sampling."
-            "strategy=%s judges prompts by right and wrong samples, and '%s' gives partial credit; "
+            "strategy=%s counts right and wrong samples, and '%s' gives partial credit; "
             "choose sluice.sampling.strategy=stream, or filter by a metric of 0 and 1",
             prompt.prompt_id,
             name,
@@ -404,7 +405,3 @@ class ProbeWatch:
         scores = [o for o in self.outcomes.values() if isinstance(o, Scored)]
         if samples_differ(scores, self._metric):
             self.differs.set()
-
-
-def _ignore_version(_version: int | None) -> None:
-    """Ignore the oldest version of an attempt that is over."""

@@ -29,7 +29,7 @@ class BatchRules:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineSettings:
+class GroupSettings:
     """Settings of the groups and batches of a run.
 
     With `greedy` one more response to each prompt is generated, as a baseline. `needs` defines

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import (
     GroupFailedError,
+    GroupProgress,
     GroupRequest,
-    GroupTokens,
     OverlongPromptError,
     Purpose,
     first_samples,
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 MAX_GROUPS_AT_ONCE = 256
 ROWS_PER_READ = 64
+MAX_FAILED_SHARE = 0.1
+"""Largest share of failed samples: beyond it the means would describe another set of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,90 @@ class ValidationOrder:
     samples_per_prompt: int
     sampling: SamplingParams
     num_examples: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedPrompt:
+    """A prompt until the means are taken: no tokens, and texts only if they are to be written.
+
+    Attributes:
+        data_source: of the prompt.
+        outcomes: one per requested sample.
+        num_response_tokens: generated; 0 if the group could not be generated.
+        samples: to be written to a file.
+    """
+
+    data_source: str
+    outcomes: tuple[Outcome, ...]
+    num_response_tokens: int = 0
+    samples: tuple[DumpedSample, ...] = ()
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        """The outcomes that carry a number."""
+        return tuple(o for o in self.outcomes if isinstance(o, Scored))
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationExample:
+    """One response, for display."""
+
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedValidation:
+    """Metrics by verl's names, and response tokens generated for them."""
+
+    metrics: dict[str, float]
+    examples: list[ValidationExample]
+    num_generated_tokens: int
+
+
+class ValidationRun:
+    """The validated prompts of one run, by position, and the examples of the first of them.
+
+    Args:
+        num_examples: responses that are kept for display, at most.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        self._num_examples = num_examples
+        self._prompts: dict[int, ValidatedPrompt] = {}
+        self._examples: dict[int, ValidationExample] = {}
+
+    @property
+    def prompts(self) -> list[ValidatedPrompt]:
+        """All of them, in the order of their positions."""
+        return [self._prompts[position] for position in sorted(self._prompts)]
+
+    def add(
+        self, position: int, prompt: ValidatedPrompt, example: ValidationExample | None
+    ) -> None:
+        """Note a prompt; keep the examples of the lowest positions."""
+        self._prompts[position] = prompt
+        if example is not None:
+            self._examples[position] = example
+            if len(self._examples) > self._num_examples:
+                del self._examples[max(self._examples)]
+
+    def result(self) -> FinishedValidation:
+        """Return verl's metrics over what could be scored, and the examples."""
+        prompts = self.prompts
+        scored = [ValidationPrompt(p.data_source, p.scored) for p in prompts if p.scored]
+        num_failed = sum(len(p.outcomes) - len(p.scored) for p in prompts)
+        counts = {
+            "val-aux/num_prompts": float(len(scored)),
+            "val-aux/num_failed_samples": float(num_failed),
+        }
+        return FinishedValidation(
+            validation_metrics(scored) | counts,
+            [self._examples[position] for position in sorted(self._examples)],
+            sum(p.num_response_tokens for p in prompts),
+        )
 
 
 class Validator:
@@ -84,13 +170,13 @@ class Validator:
         self._dumps, self._announced_version = dumps, announced_version
         self._on_tokens = on_tokens
         self._turn = asyncio.Lock()
-        self._open: set[GroupTokens] = set()  # of prompts under way
+        self._open: set[GroupProgress] = set()  # of prompts under way
         self.num_graded_groups = 0
 
     @property
     def num_pending_tokens(self) -> int:
         """Tokens generated for groups that have not ended."""
-        return sum(tokens.num_received for tokens in self._open)
+        return sum(progress.num_received for progress in self._open)
 
     async def run(self, order: ValidationOrder, seconds: float) -> FinishedValidation:
         """Sample and grade the whole validation set.
@@ -144,10 +230,10 @@ class Validator:
     ) -> None:
         """Add the outcomes of one prompt."""
         prompt = issued.prompt(f"validation-{issued.position}", issued.position)
-        tokens = GroupTokens()
-        self._open.add(tokens)
+        progress = GroupProgress()
+        self._open.add(progress)
         try:
-            group = await self._generated(prompt, order, tokens)
+            group = await self._generated(prompt, order, progress)
         except OverlongPromptError as error:
             logger.info("%s left out: %s", prompt.prompt_id, error)
             return
@@ -155,19 +241,19 @@ class Validator:
             failed = Failed(FailureKind.ENGINE_ERROR, str(error))
             outcomes: tuple[Outcome, ...] = (failed,) * order.samples_per_prompt
             found.add(issued.position, ValidatedPrompt(prompt.data_source, outcomes), None)
-            _note_failure(prompt, failed, tokens)
+            _note_failure(prompt, failed, progress)
         else:
-            outcomes = await self._graded(group, tokens)
+            outcomes = await self._graded(group, progress)
             samples = self._dumps.of_validation(group, outcomes)
             kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
             found.add(issued.position, kept, example_of(group, outcomes))
         finally:
-            self._open.discard(tokens)
-            self._on_tokens(tokens.num_received)
+            self._open.discard(progress)
+            self._on_tokens(progress.num_received)
         self.num_graded_groups += 1
 
     async def _generated(
-        self, prompt: Prompt, order: ValidationOrder, tokens: GroupTokens
+        self, prompt: Prompt, order: ValidationOrder, progress: GroupProgress
     ) -> RolloutGroup:
         request = GroupRequest(
             prompt,
@@ -176,7 +262,7 @@ class Validator:
             Purpose.VALIDATION,
             lowest_version=order.policy_version,
             highest_version=order.policy_version,
-            tokens=tokens,
+            progress=progress,
         )
         group = await self._dispatcher.generate(request)
         versions = {span.version for r in group.rollouts for span in r.version_spans}
@@ -189,66 +275,25 @@ class Validator:
             )
         return group
 
-    async def _graded(self, group: RolloutGroup, tokens: GroupTokens) -> tuple[Outcome, ...]:
+    async def _graded(self, group: RolloutGroup, progress: GroupProgress) -> tuple[Outcome, ...]:
         try:
             outcomes = (await self._grader.grade(group)).outcomes
         except SluiceError as error:  # no scorer process could be had
             outcomes = (Failed(FailureKind.SCORER_CRASH, str(error)),) * len(group.rollouts)
         for outcome in outcomes:
             if isinstance(outcome, Failed):
-                _note_failure(group.prompt, outcome, tokens)
+                _note_failure(group.prompt, outcome, progress)
         return outcomes
 
 
-def _note_failure(prompt: Prompt, failed: Failed, tokens: GroupTokens) -> None:
+def _note_failure(prompt: Prompt, failed: Failed, progress: GroupProgress) -> None:
     logger.warning(
-        "%s left out (replica %s): %s: %s", prompt.prompt_id, tokens, failed.kind, failed.detail
+        "%s left out (replica %s): %s: %s",
+        prompt.prompt_id,
+        progress.replica_names,
+        failed.kind,
+        failed.detail,
     )
-
-
-MAX_FAILED_SHARE = 0.1
-"""Largest share of failed samples: beyond it the means would describe another set of prompts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ValidatedPrompt:
-    """A prompt until the means are taken: no tokens, and texts only if they are to be written.
-
-    Attributes:
-        data_source: of the prompt.
-        outcomes: one per requested sample.
-        num_response_tokens: generated; 0 if the group could not be generated.
-        samples: to be written to a file.
-    """
-
-    data_source: str
-    outcomes: tuple[Outcome, ...]
-    num_response_tokens: int = 0
-    samples: tuple[DumpedSample, ...] = ()
-
-    @property
-    def scored(self) -> tuple[Scored, ...]:
-        """The outcomes that carry a number."""
-        return tuple(o for o in self.outcomes if isinstance(o, Scored))
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationExample:
-    """One response, for display."""
-
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedValidation:
-    """Metrics by verl's names, and response tokens generated for them."""
-
-    metrics: dict[str, float]
-    examples: list[ValidationExample]
-    num_generated_tokens: int
 
 
 def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
@@ -268,49 +313,6 @@ def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
         f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {most}: "
         f"{example.detail}",
     )
-
-
-class ValidationRun:
-    """The validated prompts of one run, by position, and the examples of the first of them.
-
-    Args:
-        num_examples: responses that are kept for display, at most.
-    """
-
-    def __init__(self, num_examples: int) -> None:
-        self._num_examples = num_examples
-        self._prompts: dict[int, ValidatedPrompt] = {}
-        self._examples: dict[int, ValidationExample] = {}
-
-    @property
-    def prompts(self) -> list[ValidatedPrompt]:
-        """All of them, in the order of their positions."""
-        return [self._prompts[position] for position in sorted(self._prompts)]
-
-    def add(
-        self, position: int, prompt: ValidatedPrompt, example: ValidationExample | None
-    ) -> None:
-        """Note a prompt; keep the examples of the lowest positions."""
-        self._prompts[position] = prompt
-        if example is not None:
-            self._examples[position] = example
-            if len(self._examples) > self._num_examples:
-                del self._examples[max(self._examples)]
-
-    def result(self) -> FinishedValidation:
-        """Return verl's metrics over what could be scored, and the examples."""
-        prompts = self.prompts
-        scored = [ValidationPrompt(p.data_source, p.scored) for p in prompts if p.scored]
-        num_failed = sum(len(p.outcomes) - len(p.scored) for p in prompts)
-        counts = {
-            "val-aux/num_prompts": float(len(scored)),
-            "val-aux/num_failed_samples": float(num_failed),
-        }
-        return FinishedValidation(
-            validation_metrics(scored) | counts,
-            [self._examples[position] for position in sorted(self._examples)],
-            sum(p.num_response_tokens for p in prompts),
-        )
 
 
 def example_of(group: RolloutGroup, outcomes: Sequence[Outcome]) -> ValidationExample | None:

@@ -409,8 +409,8 @@ class PromptLedger:
         prompt_ids = self.open_lease.prompt_ids if self.open_lease else ()
         return tuple(prompt_id for prompt_id in prompt_ids if prompt_id in self._prompts)
 
-    def release_lease(self) -> None:
-        """Take the open lease back, if there is one."""
+    def void_lease(self) -> None:
+        """Void the open lease, if there is one: its prompts are pending again."""
         if self.open_lease is not None:
             self.newest_leased_version = self.open_lease.version - 1
         self.open_lease = None

@@ -77,6 +77,9 @@ CREATE TABLE IF NOT EXISTS images (
 DROP TABLE IF EXISTS samples;
 """
 
+_DIGEST_BYTES = 16
+_REWARD = "d"  # float64
+
 
 def open_ledger_file(path: Path) -> sqlite3.Connection:
     """Open the file, check and lock it; make it with its folder if missing. Any thread may use it.
@@ -160,9 +163,6 @@ def _is_empty(database: sqlite3.Connection) -> bool:
 def _number(database: sqlite3.Connection, pragma: str) -> int:
     with closing(database.execute(f"PRAGMA {pragma}")) as rows:
         return int(rows.fetchone()[0])
-
-
-_DIGEST_BYTES = 16
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True):
@@ -280,9 +280,6 @@ def decode_prompt(
 def body_digest(body: bytes) -> bytes:
     """Return BLAKE2b of a body or an image, 16 bytes, to recognise content that is sent again."""
     return blake2b(body, digest_size=_DIGEST_BYTES).digest()
-
-
-_REWARD = "d"  # float64
 
 
 def read_content(database: sqlite3.Connection) -> LedgerContent:

@@ -34,6 +34,8 @@ from sluice.vision.vision_shape import reads_images
 
 UNSHUFFLED_WINDOW_ROWS = 1024
 
+_TEXT_ENGINES = frozenset({"sglang"})
+
 
 @dataclass(frozen=True, slots=True)
 class IssuedRow:
@@ -266,11 +268,8 @@ def _selection(files: PromptFiles, order: RowOrder) -> RowIndexes | None:
     return chosen if files.kept is None else files.kept[chosen]
 
 
-_TEXT_ENGINES = frozenset({"sglang"})
-
-
 def prompt_images(config: RunConfig) -> ImageLimits | None:
-    """Return the limits of prompts' images; ``None`` if a part of the run reads text alone.
+    """Return the limits of prompts' images; ``None`` if a part of the run reads only text.
 
     That part is the model, the engine or a critic. If this machine has no `config.json` of the
     model, replicas refuse images that they cannot read.

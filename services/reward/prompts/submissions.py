@@ -17,14 +17,13 @@ from services.reward.group import EventKind, GroupEvent, PromptOutcome
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.ledger.schema import EndedPrompt, body_digest, encode_body
 from services.reward.prompts.source import DATASET_ID_PREFIX
+from sluice.config.schema.limits import LimitsConfig
 from sluice.errors import DataError, ExhaustedError, InvalidRequestError, SluiceError
 from sluice.rpc.status import QUOTA_REFUSALS
 from sluice.types import ChatMessage, Prompt, PromptOrigin
 
 MAX_ID_BYTES = 128
 MAX_UNSENT = 1024
-MAX_SESSIONS = 256
-DEFAULT_IMAGE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class SubmissionSession:
         self._ledger, self.client = ledger, client
         self._events: asyncio.Queue[tuple[int, Receipt | PromptOutcome] | None] = asyncio.Queue()
         self._is_closed = False
-        self._has_capacity = asyncio.Event()
-        self._has_capacity.set()
+        self._may_receive = asyncio.Event()  # cleared while the client reads too slowly
+        self._may_receive.set()
         self.num_open = 0
 
     def put(self, event: Receipt | PromptOutcome) -> None:
@@ -75,20 +74,11 @@ class SubmissionSession:
         change_number = self._ledger.noted() if self._ledger is not None else 0
         self._events.put_nowait((change_number, event))
         if self._events.qsize() >= MAX_UNSENT:
-            self._has_capacity.clear()
+            self._may_receive.clear()
 
-    async def capacity(self) -> None:
-        """Wait until the client has read enough events to get more."""
-        await self._has_capacity.wait()
-
-    def check_capacity(self, most: int) -> None:
-        """Raise ExhaustedError if `most` of its prompts are unfinished."""
-        if self.num_open >= most:
-            QUOTA_REFUSALS.add("sluice.limits.max_prompts_per_stream")
-            raise ExhaustedError(
-                f"{self.num_open} prompts of this call are unfinished, the most that "
-                "sluice.limits.max_prompts_per_stream allows; wait for outcomes"
-            )
+    async def wait_to_receive(self) -> None:
+        """Wait while `MAX_UNSENT` events or more wait for the client to read them."""
+        await self._may_receive.wait()
 
     def close_input(self) -> None:
         """Note that no more prompts come: end the call when all of them have ended."""
@@ -114,7 +104,7 @@ class SubmissionSession:
         while not (self._is_closed and self.num_open <= 0 and self._events.empty()):
             reported = await self._events.get()
             if self._events.qsize() < MAX_UNSENT:
-                self._has_capacity.set()
+                self._may_receive.set()
             if reported is not None:
                 change_number, event = reported
                 if self._ledger is not None:
@@ -131,7 +121,7 @@ class Submissions:
         accept: hands a prompt to the loop; raises `InvalidRequestError` for a used id.
         check_data_source: raises `DataError` if no scorer knows a data source.
         max_pending: largest number of unfinished client prompts.
-        max_image_bytes: largest size of their images, bytes.
+        limits: of clients; ``None``: the default ones.
     """
 
     def __init__(
@@ -140,26 +130,16 @@ class Submissions:
         accept: Callable[[Prompt], None],
         check_data_source: Callable[[str], None],
         max_pending: int,
-        max_image_bytes: int = DEFAULT_IMAGE_BYTES,
+        limits: LimitsConfig | None = None,
     ) -> None:
         self._ledger, self._accept, self._max_pending = ledger, accept, max_pending
-        self._max_image_bytes = max_image_bytes
+        self._limits = limits or LimitsConfig()
         self._check_data_source = check_data_source
         self._sessions: dict[str, SubmissionSession] = {}
         self._open_sessions: set[SubmissionSession] = set()
 
-    def submit(
-        self,
-        submission: Submission,
-        session: SubmissionSession,
-        check_capacity: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Accept or refuse a prompt, or find it again, and put the receipt into the session.
-
-        Args:
-            check_capacity: raises `ExhaustedError` if the client has too many unfinished prompts;
-                not called for a prompt that is found again.
-        """
+    def submit(self, submission: Submission, session: SubmissionSession) -> None:
+        """Accept or refuse a prompt, or find it again, and put the receipt into the session."""
         if (ended := self._known_end(submission)) is not None:
             session.put(Receipt(submission.prompt_id, ended.sequence))
             session.put(
@@ -171,7 +151,7 @@ class Submissions:
         try:
             prompt = self._known_pending(submission, session)
             if prompt is None:
-                prompt = self._accepted(submission, check_capacity)
+                prompt = self._accepted(submission, session)
         except (InvalidRequestError, DataError, ExhaustedError) as error:
             session.put(Receipt.refusal(submission.prompt_id, error))
             return
@@ -189,28 +169,14 @@ class Submissions:
                 session.num_open -= 1
                 session.put(event.group.outcome)
 
-    def check_quota(self, session: SubmissionSession, most: int) -> None:
-        """Raise ExhaustedError if `most` prompts of the session's client are unfinished."""
-        if session.client is None:
-            return
-        num_open = sum(s.num_open for s in self._open_sessions if s.client == session.client)
-        if num_open >= most:
-            QUOTA_REFUSALS.add("sluice.limits.max_client_prompts")
-            raise ExhaustedError(
-                f"client {session.client!r}: {num_open} prompts are unfinished, the most that "
-                "sluice.limits.max_client_prompts allows; wait for outcomes"
-            )
-
     @contextmanager
-    def session(
-        self, most: int = MAX_SESSIONS, client: str | None = None
-    ) -> Iterator[SubmissionSession]:
+    def session(self, client: str | None = None) -> Iterator[SubmissionSession]:
         """Open a client's session; its prompts stay when it ends.
 
         Raises:
-            ExhaustedError: `most` sessions are open.
+            ExhaustedError: too many sessions are open.
         """
-        if len(self._open_sessions) >= most:
+        if len(self._open_sessions) >= self._limits.max_submit_streams:
             raise ExhaustedError(
                 f"{len(self._open_sessions)} SubmitPrompts calls are open, the most that "
                 "sluice.limits.max_submit_streams allows; end one, or send all prompts in one call"
@@ -229,7 +195,7 @@ class Submissions:
         for session in self._open_sessions:
             session.end()
 
-    def _accepted(self, submission: Submission, check_capacity: Callable[[], None]) -> Prompt:
+    def _accepted(self, submission: Submission, session: SubmissionSession) -> Prompt:
         """Accept a new prompt.
 
         Raises:
@@ -238,18 +204,19 @@ class Submissions:
         """
         _check_fields(submission)
         self._check_data_source(submission.data_source)
-        limit = f"sluice.limits.max_client_images_mb allows {self._max_image_bytes >> 20} MiB"
+        max_bytes = self._limits.max_client_images_mb << 20
+        limit = f"sluice.limits.max_client_images_mb allows {max_bytes >> 20} MiB"
         size, held = sum(map(len, submission.images)), self._ledger.client_image_bytes
-        if size > self._max_image_bytes:
+        if size > max_bytes:
             raise InvalidRequestError(f"images: {size} bytes; {limit}; send fewer or smaller ones")
         self._ledger.check_unused(submission.prompt_id)
-        check_capacity()
+        self._check_quotas(session)
         if self._ledger.num_clients_pending >= self._max_pending:
             raise ExhaustedError(
                 f"{self._ledger.num_clients_pending} prompts are unfinished, the most that "
                 "sluice.reward.max_client_pending allows; wait for outcomes"
             )
-        if size and held + size > self._max_image_bytes:
+        if size and held + size > max_bytes:
             raise ExhaustedError(
                 f"images: {size} bytes, and unfinished prompts hold {held} bytes of images; "
                 f"{limit}; wait for outcomes"
@@ -258,9 +225,28 @@ class Submissions:
         self._accept(prompt)
         return prompt
 
+    def _check_quotas(self, session: SubmissionSession) -> None:
+        """Raise `ExhaustedError` if the call, or its client, has too many unfinished prompts."""
+        if session.num_open >= self._limits.max_prompts_per_stream:
+            QUOTA_REFUSALS.add("sluice.limits.max_prompts_per_stream")
+            raise ExhaustedError(
+                f"{session.num_open} prompts of this call are unfinished, the most that "
+                "sluice.limits.max_prompts_per_stream allows; wait for outcomes"
+            )
+        if session.client is None:
+            return
+        num_open = sum(s.num_open for s in self._open_sessions if s.client == session.client)
+        if num_open >= self._limits.max_client_prompts:
+            QUOTA_REFUSALS.add("sluice.limits.max_client_prompts")
+            raise ExhaustedError(
+                f"client {session.client!r}: {num_open} prompts are unfinished, the most that "
+                "sluice.limits.max_client_prompts allows; wait for outcomes"
+            )
+
     def _known_pending(self, submission: Submission, session: SubmissionSession) -> Prompt | None:
         """Return the pending prompt that another call sends again, if it is one."""
         prompt = self._ledger.prompt(submission.prompt_id)
+        # An id that comes twice in one call is a client's mistake, not a prompt sent again.
         if prompt is None or self._sessions.get(prompt.prompt_id) is session:
             return None
         return prompt if _prompt(submission, prompt.sequence) == prompt else None

@@ -135,24 +135,30 @@ class GroupLog:
 
     def observe(self, event: GroupEvent) -> None:
         """Log a group that ended; a prompt whose group never started, or that is too long, leaves
-        no line."""
+        no line. A group that cannot be logged costs its line, not the run."""
         group, ending = event.group, event.group.ending
         if event.kind is not EventKind.ENDED or group.version is None or ending is None:
             return
         if ending.cause is EndCause.OVERLONG:
             return
+        try:
+            self._log(group, group.version, ending)
+        except Exception:
+            logger.warning("group %s has no line in the log", group.prompt_id, exc_info=True)
+
+    def _log(self, group: Group, version: int, ending: GroupEnding) -> None:
         if self._lines is not None:
-            self._lines.put(self._line(group, group.version, ending))
+            self._lines.put(self._line(group, version, ending))
         if self._samples is not None:  # without tokens, logprobs and images, which take much memory
             self._samples.put(
                 sampled_group(
                     group.prompt,
                     ending.end,
                     group.graded,
-                    version=group.version,
+                    version=version,
                     step=ending.step,
                     ended_at=time.time(),
-                    replicas=list(group.tokens.replicas),
+                    replicas=list(group.progress.replicas),
                     most_chars=self._most_chars,
                 )
             )
@@ -180,7 +186,7 @@ class GroupLog:
             started_s=self._since_start(group.started_s),
             generated_s=None if generated_s is None else self._since_start(generated_s),
             ended_s=self._since_start(self._clock()),
-            replicas=list(group.tokens.replicas),
+            replicas=list(group.progress.replicas),
             probes=group.admitted_as.first_samples if is_staged else 0,
             probability=group.attempt.probability,
             step=ending.step,
@@ -192,7 +198,7 @@ class GroupLog:
 
 
 def _append(path: Path, lines: Sequence[GroupLine]) -> None:
-    text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    text = b"".join(line + b"\n" for line in _encoded(lines))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -208,14 +214,13 @@ def _archive(archive: SampleArchive, groups: Sequence[SampledGroup]) -> None:
         raise WriteError(f"{error}; {_REMEDY}") from error
 
 
-def _encoded(groups: Iterable[SampledGroup]) -> Iterator[bytes]:
+def _encoded(groups: Iterable[GroupLine | SampledGroup]) -> Iterator[bytes]:
+    """Encode each group alone, so that one with a value that JSON cannot hold costs only itself."""
     for group in groups:
         try:
-            line = msgspec.json.encode(group)
-        except (ValueError, TypeError, msgspec.MsgspecError) as error:  # as text that is no Unicode
-            logger.warning("group %s is not kept among the samples: %s", group.prompt_id, error)
-            continue
-        yield line
+            yield msgspec.json.encode(group)
+        except (ValueError, TypeError, msgspec.MsgspecError) as error:  # text that is not Unicode
+            logger.warning("group %s is not logged: %s", group.prompt_id, error)
 
 
 def _text_bytes(group: SampledGroup) -> int:

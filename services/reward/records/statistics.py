@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from services.reward.generation.request import GroupTokens, Purpose
+from services.reward.generation.request import GroupProgress, Purpose
 from services.reward.group import (
     SCORED,
-    Discard,
+    CancelReason,
     EndCause,
     EventKind,
     Group,
@@ -61,7 +61,7 @@ class TokenUse(StrEnum):
     that were generated again;
     ``withdrawn``: of groups that were preempted when a batch was full
     (`sluice.algorithm.groups.staleness`);
-    ``taken_over``: of groups that another trainer made start again. Each `Discard` is a use, too.
+    ``taken_over``: of groups that another trainer made start again.
     """
 
     TRAINED = "trained"
@@ -88,11 +88,14 @@ USE_BY_END = {
 }
 """A skipped prompt has no tokens."""
 
-
-_DISCARD_BY_END = {
-    PromptEnd.DROPPED_STALE: Discard.STALE,
-    PromptEnd.DROPPED_FAILED: Discard.FAILED,
+_USE_BY_REASON = {
+    CancelReason.NO_SLOT: TokenUse.STALE,
+    CancelReason.PREEMPTED: TokenUse.PREEMPTED,
+    CancelReason.TAKEN_OVER: TokenUse.TAKEN_OVER,
 }
+"""A group that is too old is not requeued: its prompt ends."""
+
+_DISCARDED = (TokenUse.STALE, TokenUse.PREEMPTED, TokenUse.FAILED, TokenUse.TAKEN_OVER)
 
 
 def batch_content_metrics(
@@ -122,20 +125,20 @@ def batch_content_metrics(
 
 
 def uses_of_group(
-    use: TokenUse, tokens: GroupTokens, graded: GradedGroup | None
+    use: TokenUse, progress: GroupProgress, graded: GradedGroup | None
 ) -> Counter[TokenUse]:
     """Return the tokens of an attempt that is over, by use.
 
     Args:
         use: of its graded samples, and of its greedy response.
-        tokens: the tokens received for it.
+        progress: counts the tokens received for it.
         graded: its samples; ``None``: the group was never complete; all tokens that were not thrown
             away have one use.
     """
     if graded is None:
-        lost, replaced = tokens.num_thrown_away, tokens.num_replaced
+        lost, replaced = progress.num_thrown_away, progress.num_replaced
         found = Counter({TokenUse.FAILED: replaced, TokenUse.ABORTED: lost})
-        found[use] += tokens.num_received - lost - replaced
+        found[use] += progress.num_received - lost - replaced
         return found
     found = Counter({use: graded.greedy.group.num_response_tokens if graded.greedy else 0})
     for rollout, outcome in zip(graded.group.rollouts, graded.outcomes, strict=True):
@@ -145,9 +148,9 @@ def uses_of_group(
             found[TokenUse.ABORTED] += rollout.num_tokens
         else:
             found[TokenUse.FAILED] += rollout.num_tokens
-    found[TokenUse.FAILED] += tokens.num_replaced
+    found[TokenUse.FAILED] += progress.num_replaced
     # Tokens in no sample of the group belong to samples that another attempt replaced.
-    found[TokenUse.ABORTED] += max(0, tokens.num_received - found.total())
+    found[TokenUse.ABORTED] += max(0, progress.num_received - found.total())
     return found
 
 
@@ -159,7 +162,7 @@ _GROWTH = {
     "train/samples_graded": "reward/samples_graded",
     "train/samples_failed": "reward/samples_failed",
     "train/generated_tokens": "reward/generated_tokens",
-    **{f"train/discarded_tokens/{why}": f"reward/discarded_tokens/{why}" for why in Discard},
+    **{f"train/discarded_tokens/{use}": f"reward/discarded_tokens/{use}" for use in _DISCARDED},
     **{f"train/outcomes/{name}": f"reward/outcomes/{name}" for name in SAMPLE_OUTCOMES},
     **{f"train/tokens/{use}": f"reward/tokens/{use}" for use in TokenUse},
 }
@@ -234,30 +237,31 @@ class GroupStatistics:
             logger.warning(
                 "prompt %s (replica %s): %d of %d samples without a score, the first: %s: %s",
                 group.prompt_id,
-                group.tokens,
+                group.progress.replica_names,
                 len(failed),
                 len(outcomes),
                 failed[0].kind,
                 failed[0].detail,
             )
 
-    def _requeued(self, group: Group, why: Discard) -> None:
+    def _requeued(self, group: Group, why: CancelReason) -> None:
         """Count an attempt that was given up.
 
         The log has only what concerns single groups and was not expected: a change of the trainer
         and the end of the service requeue all groups, and every full batch may preempt some.
         """
-        self._assign(TokenUse(why.value), group.tokens, None)
-        self._totals[f"reward/discarded_tokens/{why}"] += group.tokens.num_received
+        use, progress = _USE_BY_REASON[why], group.progress
+        self._assign(use, progress, None)
+        self._totals[f"reward/discarded_tokens/{use}"] += progress.num_received
         self._totals["reward/groups_restarted"] += 1
-        if why is Discard.STALE:
-            self._totals[f"reward/outcomes/{STALE}"] += group.tokens.num_samples
+        if use is TokenUse.STALE:
+            self._totals[f"reward/outcomes/{STALE}"] += progress.num_requested
             logger.warning(
                 "prompt %s starts again as stale (replica %s): more groups were kept than expected,"
                 " and %d of its tokens are lost",
                 group.prompt_id,
-                group.tokens,
-                group.tokens.num_received,
+                progress.replica_names,
+                progress.num_received,
             )
 
     def _ended(self, group: Group, ending: GroupEnding, before: GroupState) -> None:
@@ -270,31 +274,32 @@ class GroupStatistics:
             return
         if ending.cause is EndCause.OVERLONG:
             totals["reward/prompts_overlong"] += 1
-            self._assign(TokenUse.FAILED, group.tokens, None)
+            self._assign(TokenUse.FAILED, group.progress, None)
             logger.info("prompt %s left out: %s", group.prompt_id, ending.detail)
             return
         self._ends[ending.end] += 1
         if ending.end is PromptEnd.SKIPPED:
             totals["reward/prompts_skipped"] += 1
             return
-        self._assign(USE_BY_END[ending.end], group.tokens, graded)
-        if (why := _DISCARD_BY_END.get(ending.end)) is not None:
-            totals[f"reward/discarded_tokens/{why}"] += group.tokens.num_received
+        use = USE_BY_END[ending.end]
+        self._assign(use, group.progress, graded)
+        if use in _DISCARDED:
+            totals[f"reward/discarded_tokens/{use}"] += group.progress.num_received
             logger.warning(
                 "prompt %s dropped as %s (replica %s): %s",
                 group.prompt_id,
-                why,
-                group.tokens,
+                use,
+                group.progress.replica_names,
                 ending.detail,
             )
         if ending.end is PromptEnd.DROPPED_STALE:
-            num_samples = len(graded.outcomes) if graded else group.tokens.num_samples
+            num_samples = len(graded.outcomes) if graded else group.progress.num_requested
             totals[f"reward/outcomes/{STALE}"] += num_samples
         if before is GroupState.KEPT and ending.end is not PromptEnd.TRAINED:
             totals["reward/surplus_discarded"] += 1
 
-    def _assign(self, use: TokenUse, tokens: GroupTokens, graded: GradedGroup | None) -> None:
-        for found, num_tokens in uses_of_group(use, tokens, graded).items():
+    def _assign(self, use: TokenUse, progress: GroupProgress, graded: GradedGroup | None) -> None:
+        for found, num_tokens in uses_of_group(use, progress, graded).items():
             self._totals[f"reward/tokens/{found}"] += num_tokens
 
     def acknowledged(self, num_groups: int) -> None:
@@ -309,10 +314,10 @@ class GroupStatistics:
     def close_interval(self, groups: Sequence[TrainGroup], version: int) -> dict[str, float]:
         """Return the statistics since the last batch, which this batch carries; begin again."""
         now, scorer_seconds, totals = time.monotonic(), self.scorer_seconds(), self.totals()
-        ends, growth = (
-            self._ends,
-            {name: totals[counter] - self._before[counter] for name, counter in _GROWTH.items()},
-        )
+        ends = self._ends
+        growth = {
+            name: totals[counter] - self._before[counter] for name, counter in _GROWTH.items()
+        }
         num_filtered = sum(ends[end] for end in _FILTERED)
         num_ended = growth["train/groups_kept"] + num_filtered + ends[PromptEnd.DROPPED_FAILED]
         num_generated = growth["train/generated_tokens"]

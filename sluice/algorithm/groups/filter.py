@@ -1,4 +1,4 @@
-"""Judge groups: what happens to samples without a score, which groups are complete enough, and
+"""Filter groups: what happens to samples without a score, which groups are complete enough, and
 which carry a gradient (DAPO section 3.2; verl's filter_groups).
 
 A failure never becomes a number. A sample that ended without a score is scored again, generated
@@ -48,6 +48,18 @@ STRIKING_KINDS = frozenset(
     {FailureKind.SCORER_TIMEOUT, FailureKind.SCORER_CRASH, FailureKind.ENGINE_ERROR}
 )
 """Failures that cost others time: a scorer process, or a replica's engine."""
+
+
+SHAPED_REWARD_METRICS = ("seq_reward", "seq_final_reward")
+"""verl's sums of token-level scores and rewards: both hold the overlong penalty, as does
+`Scored.reward`. They differ only by a KL term in the reward, which no stage here adds."""
+
+SCORE_METRIC = "score"
+ACCURACY_METRIC = "acc"
+
+LEAST_SHARE = 0.5
+LEAST_SAMPLES = 2
+_SHARE_DIGITS = 9  # 0.56 * 25 is 14.000000000000002, and requires 14 samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,37 @@ class OutcomePolicy:
         return costly[0] if costly else None
 
 
+@dataclass(frozen=True, slots=True)
+class GroupNeeds:
+    """What a group needs to be trained.
+
+    Args:
+        whole_groups: every sample must be scored, since the loss compares all of them.
+        least_share: share of the samples that must be scored (`fewest_samples`).
+        policy: which failures cost the whole group, however many samples are left.
+    """
+
+    whole_groups: bool = False
+    least_share: float = LEAST_SHARE
+    policy: OutcomePolicy = field(default_factory=OutcomePolicy)
+
+
+_NO_NEEDS = GroupNeeds()
+
+
+@dataclass(frozen=True, slots=True)
+class FilterDecision:
+    """Whether a group is kept.
+
+    Attributes:
+        end: how the prompt ends now; ``None``: its group is kept.
+        detail: of a failure; begins with its `FailureKind` or with the number of failed samples.
+    """
+
+    end: PromptEnd | None
+    detail: str = ""
+
+
 def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> Failed | None:
     """Return the first failure that counts against the prompt; ``None``: there is none.
 
@@ -140,21 +183,13 @@ def striking(outcomes: Collection[Outcome], *, engine_answered: bool = True) -> 
 
 
 def is_quarantined(strikes: int, max_strikes: int | None) -> bool:
-    """Return whether a prompt with so many strikes in a row starts no more; ``None``: never.
+    """Return whether a prompt has too many strikes in a row; with ``None`` no number is too many.
 
     An attempt is a strike if its group failed with at least one striking failure. Any other result
-    of a group clears the strikes before it, so that trouble which meets all prompts now and then
-    does not add up. An attempt that is cancelled (too old, or by another trainer) changes nothing.
+    of a group clears earlier strikes, so that rare trouble that can hit any prompt does not add up.
+    A cancelled attempt (too old, or another trainer) changes nothing.
     """
     return max_strikes is not None and strikes >= max_strikes
-
-
-SHAPED_REWARD_METRICS = ("seq_reward", "seq_final_reward")
-"""verl's sums of token-level scores and rewards: both hold the overlong penalty, as does
-`Scored.reward`. They differ only by a KL term in the reward, which no stage here adds."""
-
-SCORE_METRIC = "score"
-ACCURACY_METRIC = "acc"
 
 
 def filter_scores(scores: Sequence[Scored], *, metric: str | None) -> PromptEnd | None:
@@ -230,11 +265,6 @@ def is_right(scored: Scored) -> bool | None:
     return False if grade <= 0.0 else None
 
 
-LEAST_SHARE = 0.5
-LEAST_SAMPLES = 2
-_SHARE_DIGITS = 9  # 0.56 * 25 is 14.000000000000002, and requires 14 samples
-
-
 def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHARE) -> int:
     """Return the number of scored samples that a group needs.
 
@@ -251,36 +281,9 @@ def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHA
     return max(math.ceil(round(least_share * n, _SHARE_DIGITS)), min(LEAST_SAMPLES, n))
 
 
-@dataclass(frozen=True, slots=True)
-class GroupNeeds:
-    """What a group has to have.
-
-    Args:
-        whole_groups: every sample must be scored, since the loss compares all of them.
-        least_share: of the samples that must be scored (`fewest_samples`).
-        policy: which failures cost the whole group, however many samples are left.
-    """
-
-    whole_groups: bool = False
-    least_share: float = LEAST_SHARE
-    policy: OutcomePolicy = field(default_factory=OutcomePolicy)
-
-
-_NO_NEEDS = GroupNeeds()
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """`end` is how the prompt ends now; ``None``: its group is kept.
-
-    `detail` of a failure begins with its `FailureKind` or with how many samples had one.
-    """
-
-    end: PromptEnd | None
-    detail: str = ""
-
-
-def judge(graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS) -> Judgement:
+def filter_group(
+    graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS
+) -> FilterDecision:
     """Apply the group filter to what could be scored.
 
     A group fails when fewer than `fewest_samples` were scored, or when a sample failed in a way
@@ -297,29 +300,29 @@ def judge(graded: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NE
             would for all of them. A client's prompt fails alone.
     """
     if failure := _failure(graded, needs):
-        return Judgement(PromptEnd.DROPPED_FAILED, failure)
+        return FilterDecision(PromptEnd.DROPPED_FAILED, failure)
     return _filtered(graded, metric)
 
 
-def judge_probes(
+def filter_probes(
     probes: GradedGroup, *, metric: str | None, needs: GroupNeeds = _NO_NEEDS
-) -> Judgement | None:
-    """Judge a group by its first samples; ``None``: the rest is needed.
+) -> FilterDecision | None:
+    """Apply the group filter to a group's first samples; ``None``: the rest is needed.
 
-    A judgement is how the group would end if no more were generated: filtered, if all graded
-    samples have the same metric, or failed, if nothing that comes could make the group whole. A
-    lone graded sample decides nothing, and neither do samples that differ.
+    The decision is how the group ends if no more samples are generated: filtered, if all graded
+    samples have the same metric; failed, if no further sample can complete the group. One graded
+    sample decides nothing, and neither do samples that differ.
 
     Raises:
-        ConfigError: as `judge`.
+        ConfigError: as in `filter_group`.
     """
     is_short = needs.whole_groups and len(probes.scored) < len(probes.outcomes)
     if is_short or needs.policy.decisive(probes.outcomes) is not None:
-        return judge(probes, metric=metric, needs=needs)
+        return filter_group(probes, metric=metric, needs=needs)
     if len(probes.scored) < LEAST_SAMPLES:
         return None
-    verdict = _filtered(probes, metric)
-    return None if verdict.end is None else verdict
+    decision = _filtered(probes, metric)
+    return None if decision.end is None else decision
 
 
 def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
@@ -327,16 +330,16 @@ def samples_differ(scores: Sequence[Scored], metric: str | None) -> bool:
     try:
         return len(scores) >= LEAST_SAMPLES and filter_scores(scores, metric=metric) is None
     except ConfigError:
-        return False  # the judgement of the whole group names the missing samples
+        return False  # `filter_group` reports it, with the names that the scorer does return
 
 
-def _filtered(graded: GradedGroup, metric: str | None) -> Judgement:
+def _filtered(graded: GradedGroup, metric: str | None) -> FilterDecision:
     prompt = graded.group.prompt
     try:
-        return Judgement(filter_scores(graded.scored, metric=metric))
+        return FilterDecision(filter_scores(graded.scored, metric=metric))
     except ConfigError as error:
         if prompt.origin is PromptOrigin.CLIENT:
-            return Judgement(PromptEnd.DROPPED_FAILED, f"{FailureKind.UNSCORABLE}: {error}")
+            return FilterDecision(PromptEnd.DROPPED_FAILED, f"{FailureKind.UNSCORABLE}: {error}")
         raise ConfigError(
             f"prompt {prompt.prompt_id} of data source '{prompt.data_source}': {error}"
         ) from error

@@ -10,45 +10,44 @@ preempted. The batch waits for it and preempts others, so few groups hold reserv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 OnStale = Literal["wait", "drop"]
 
-KeptByVersion = Mapping[int, Mapping[str, int]]
-"""Kept groups: oldest version -> prompt id -> sequence."""
+RESERVE_AFTER = 3
+"""After this many preemptions in a row a group reserves a slot."""
 
-RunningByVersion = Mapping[int, Collection[str]]
-"""Groups that are generated or graded: start version -> prompt ids. Their tokens are of that
-version or later."""
-
-_NONE: RunningByVersion = MappingProxyType({})
+RESERVED_SHARE = 1 / 8
+"""Share of a batch's slots that may be reserved at a time; at least one slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDecision:
     """What to do with the kept groups now, by prompt id.
 
-    `chosen` (oldest first) is empty or of exactly the batch size. `dropped` (oldest version first)
-    are beyond the bound, whether or not a batch is formed. `waiting_for` are the start
-    versions of the running groups that hold a batch back. `expired` names running groups to cancel
-    (`expired_groups`). `num_missing` is how many more kept groups a batch needs.
+    Attributes:
+        chosen: groups of the batch, oldest first: none, or exactly the batch size.
+        dropped: kept groups beyond the staleness bound, oldest first, whether or not a batch is
+            formed.
+        waiting_for: start versions of the running groups that the batch waits for.
+        without_slot: running groups to cancel (`GroupAges.without_slot`).
+        num_missing: kept groups that the batch still needs.
     """
 
     chosen: tuple[str, ...]
     dropped: tuple[str, ...]
     waiting_for: tuple[int, ...]
-    expired: tuple[str, ...]
+    without_slot: tuple[str, ...]
     num_missing: int
 
 
 def staleness(current_version: int, oldest_version: int) -> int:
-    """Return how many versions the oldest token of a group is behind the policy to be updated.
+    """Return how many versions the oldest token of a group lags behind the version to be updated.
 
     Raises:
-        ValueError: the token is from a version that does not exist yet.
+        ValueError: `oldest_version` is newer than `current_version`.
     """
     if oldest_version > current_version:
         raise ValueError(
@@ -57,165 +56,19 @@ def staleness(current_version: int, oldest_version: int) -> int:
     return current_version - oldest_version
 
 
-def may_form_batch(
-    kept: KeptByVersion,
-    running: RunningByVersion,
-    *,
-    version: int,
-    max_staleness: int,
-    batch_size: int,
-    on_stale: OnStale,
-    kept_bound: Callable[[int], float] = float,
-    reserved: RunningByVersion = _NONE,
-) -> BatchDecision:
-    """Decide whether the batch for `version` is formed now, and choose its groups.
-
-    A kept group newer than `version` is neither chosen nor dropped: its policy is published but
-    not announced yet. Costs O(versions), and O(groups) of the versions that something is decided
-    about.
-
-    Args:
-        kept: the kept groups that wait.
-        running: the running groups without a reserved slot.
-        version: the version the batch will update.
-        max_staleness: S >= 0.
-        batch_size: B >= 1, groups in a batch.
-        on_stale: ``wait`` until running groups too old for the next batch end, or ``drop`` them.
-        kept_bound: upper bound on how many of a number of running groups will be kept. The
-            default (all) loses nothing; `admission.kept_upper_bound` waits less at low yield.
-        reserved: running groups with a reserved slot.
-    """
-    oldest_allowed = version - max_staleness
-    dropped = _older_than(kept, oldest_allowed)
-    first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
-    expired = _older_than(running, first_alive) + _older_than(reserved, oldest_allowed)
-    eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
-    num_missing = max(0, batch_size - sum(len(kept[v]) for v in eligible))
-    if num_missing:
-        return BatchDecision((), dropped, (), expired, num_missing)
-    newest = _newest_chosen(kept, eligible, batch_size)
-    waiting_for: tuple[int, ...] = ()
-    if on_stale == "wait":
-        alive = {v: len(ids) for v, ids in running.items() if v >= first_alive and ids}
-        for v, ids in reserved.items():
-            if v >= oldest_allowed and ids:
-                alive[v] = alive.get(v, 0) + len(ids)
-        waiting_for = _last_chance(
-            alive, newest, oldest_allowed, batch_size=batch_size, kept_bound=kept_bound
-        )
-    if waiting_for:
-        return BatchDecision((), dropped, waiting_for, expired, 0)
-    chosen: list[str] = []
-    for version_kept in eligible[: eligible.index(newest) + 1]:
-        chosen += sorted(kept[version_kept], key=kept[version_kept].__getitem__)
-    return BatchDecision(tuple(chosen[:batch_size]), dropped, (), expired, 0)
-
-
-def expired_groups(
-    kept: KeptByVersion,
-    running: RunningByVersion,
-    *,
-    next_version: int,
-    max_staleness: int,
-    batch_size: int,
-    reserved: RunningByVersion = _NONE,
-) -> tuple[str, ...]:
-    """Return the prompt ids of running groups that would have no batch slot in time if kept.
-
-    The batches for `next_version` to u + S have ``(u + S - next_version + 1) * B`` slots for groups
-    of version u or older. Where kept groups fill them, no slot remains for a running group that
-    old, nor where it would push out a kept group of a younger version. Call this whenever a group
-    is kept or starts: no other event leaves a running group without a slot. Costs O(versions) where
-    none is expired.
-
-    Args:
-        kept: the kept groups that wait.
-        running: the running groups without a reserved slot.
-        next_version: version of the next batch to be formed: the current one, or the one after it
-            while the trainer holds a batch.
-        max_staleness: S.
-        batch_size: B.
-        reserved: running groups with a reserved slot.
-    """
-    oldest_allowed = next_version - max_staleness
-    first_alive = _first_alive(kept, running, reserved, oldest_allowed, batch_size)
-    return _older_than(running, first_alive) + _older_than(reserved, oldest_allowed)
-
-
-def _first_alive(
-    kept: KeptByVersion,
-    running: RunningByVersion,
-    reserved: RunningByVersion,
-    oldest_allowed: int,
-    batch_size: int,
-) -> int:
-    """Return the first version whose running groups may have a batch slot; older ones have none."""
-    first_alive, filled = oldest_allowed, 0
-    if not kept and not reserved:  # at every start: nothing fills a slot
-        return first_alive
-    for version in sorted(v for v in {*kept, *running, *reserved} if v >= oldest_allowed):
-        filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
-        if filled >= (version - oldest_allowed + 1) * batch_size:
-            first_alive = version + 1
-    return first_alive
-
-
-def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[str, ...]:
-    old = sorted([v for v in groups if v < version])  # a list is faster than a generator
-    if not old:
-        return ()
-    return tuple(prompt_id for v in old for prompt_id in groups[v])
-
-
-def _newest_chosen(kept: KeptByVersion, eligible: Sequence[int], batch_size: int) -> int:
-    """Return the youngest of the eligible versions that the oldest `batch_size` groups need."""
-    filled = 0
-    for version in eligible:
-        filled += len(kept[version])
-        if filled >= batch_size:
-            return version
-    raise AssertionError("fewer kept groups than a batch")
-
-
-def _last_chance(
-    alive: Mapping[int, int],
-    newest_chosen: int,
-    oldest_allowed: int,
-    *,
-    batch_size: int,
-    kept_bound: Callable[[int], float],
-) -> tuple[int, ...]:
-    """Return start versions of running groups that would have no slot if the batch were formed now.
-
-    Args:
-        alive: running groups by start version, none older than `oldest_allowed`.
-        newest_chosen: youngest version in the batch.
-        oldest_allowed: oldest version that may be in it.
-        batch_size: B.
-        kept_bound: see `may_form_batch`.
-    """
-    waiting_for = [v for v in alive if v == oldest_allowed]
-    for start_version in range(oldest_allowed + 1, newest_chosen):
-        # All kept groups this old are chosen, since a younger one is: only running ones remain.
-        older = sorted(v for v in alive if v <= start_version)
-        num_slots = (start_version - oldest_allowed) * batch_size
-        if kept_bound(sum(alive[v] for v in older)) > num_slots:
-            waiting_for = older
-    return tuple(waiting_for)
-
-
 class GroupAges:
     """Kept and running groups of one run, counted by version as they change.
 
     Thousands of groups may run, and every event may leave something to decide. Holding them by
-    version lets `may_form_batch` and `expired_groups` work without a look at each group.
+    version makes a decision cost O(versions), and O(groups) only for the groups that it names.
 
-    Of the running groups some have a reserved slot, from before they hold tokens until they end.
+    Some running groups have a reserved slot, from before they hold tokens until they end.
 
     Args:
         batch_size: B >= 1, groups in a batch.
         max_staleness: S >= 0.
-        on_stale: ``wait`` or ``drop``, see `may_form_batch`.
+        on_stale: ``wait`` until running groups that would be too old for the next batch end, or
+            ``drop`` them.
     """
 
     def __init__(self, batch_size: int, max_staleness: int, on_stale: OnStale) -> None:
@@ -260,31 +113,57 @@ class GroupAges:
         self._reserved.take(prompt_id)
 
     def decide(self, version: int, kept_bound: Callable[[int], float] = float) -> BatchDecision:
-        """Return what to do now towards the batch for `version`; see `may_form_batch`."""
-        return may_form_batch(
-            self._kept.groups,
-            self._running.groups,
-            version=version,
-            max_staleness=self._max_staleness,
-            batch_size=self._batch_size,
-            on_stale=self._on_stale,
-            kept_bound=kept_bound,
-            reserved=self._reserved.groups,
-        )
+        """Decide whether the batch for `version` is formed now, and choose its groups.
 
-    def expired(self, next_version: int) -> tuple[str, ...]:
-        """Return running groups without a slot from `next_version` on (`expired_groups`)."""
-        return expired_groups(
-            self._kept.groups,
-            self._running.groups,
-            next_version=next_version,
-            max_staleness=self._max_staleness,
-            batch_size=self._batch_size,
-            reserved=self._reserved.groups,
+        A kept group newer than `version` is neither chosen nor dropped: its policy is published but
+        not announced yet.
+
+        Args:
+            version: the version that the batch will update.
+            kept_bound: upper bound on how many of a number of running groups will be kept. The
+                default (all) loses nothing; `admission.kept_upper_bound` waits less at low yield.
+        """
+        kept, oldest_allowed = self._kept.groups, version - self._max_staleness
+        dropped = _older_than(kept, oldest_allowed)
+        without_slot = self.without_slot(version)
+        eligible = sorted(v for v in kept if oldest_allowed <= v <= version)
+        num_missing = max(0, self._batch_size - sum(len(kept[v]) for v in eligible))
+        if num_missing:
+            return BatchDecision((), dropped, (), without_slot, num_missing)
+        needed: list[int] = []  # versions of the oldest groups, as many as fill the batch
+        num_groups = 0
+        while num_groups < self._batch_size:
+            needed.append(eligible[len(needed)])
+            num_groups += len(kept[needed[-1]])
+        if self._on_stale == "wait":
+            waiting_for = self._last_chance(needed[-1], oldest_allowed, kept_bound)
+            if waiting_for:
+                return BatchDecision((), dropped, waiting_for, without_slot, 0)
+        chosen: list[str] = []
+        for oldest_version in needed:
+            chosen += sorted(kept[oldest_version], key=kept[oldest_version].__getitem__)
+        return BatchDecision(tuple(chosen[: self._batch_size]), dropped, (), without_slot, 0)
+
+    def without_slot(self, next_version: int) -> tuple[str, ...]:
+        """Return the running groups that would have no batch slot in time if they were kept.
+
+        The batches for `next_version` to u + S have ``(u + S - next_version + 1) * B`` slots for
+        groups of version u or older. Where kept groups fill them, no slot remains for a running
+        group that old, nor where it would push out a kept group of a younger version. Call this
+        whenever a group is kept or starts: no other event leaves a running group without a slot.
+
+        Args:
+            next_version: version of the next batch to be formed: the current one, or the one after
+                it while the trainer holds a batch.
+        """
+        oldest_allowed = next_version - self._max_staleness
+        first_with_slot = self._first_with_slot(oldest_allowed)
+        return _older_than(self._running.groups, first_with_slot) + _older_than(
+            self._reserved.groups, oldest_allowed
         )
 
     def drops(self, prompt_id: str, next_version: int) -> bool:
-        """Return whether an expired group is dropped for its age; if not, it begins again.
+        """Return whether a group without a slot is dropped for its age; if not, it starts again.
 
         Raises:
             KeyError: the group is not running, or has a reserved slot (it is never dropped).
@@ -292,9 +171,55 @@ class GroupAges:
         is_too_old = self._running.versions[prompt_id] < next_version - self._max_staleness
         return self._on_stale == "drop" and is_too_old
 
+    def _first_with_slot(self, oldest_allowed: int) -> int:
+        """Return the oldest version whose running groups may still get a batch slot."""
+        kept, running, reserved = self._kept.groups, self._running.groups, self._reserved.groups
+        first, filled = oldest_allowed, 0
+        if not kept and not reserved:  # at every start: nothing fills a slot
+            return first
+        # The batches up to the one for `version` + S take groups of `version` or older: there are
+        # `version - oldest_allowed + 1` of them. Once those are full, `version` has no slot left.
+        for version in sorted(v for v in {*kept, *running, *reserved} if v >= oldest_allowed):
+            filled += len(kept.get(version, ())) + len(reserved.get(version, ()))
+            if filled >= (version - oldest_allowed + 1) * self._batch_size:
+                first = version + 1
+        return first
+
+    def _last_chance(
+        self, newest_chosen: int, oldest_allowed: int, kept_bound: Callable[[int], float]
+    ) -> tuple[int, ...]:
+        """Return start versions of running groups that would have no slot if the batch were formed
+        now.
+
+        Args:
+            newest_chosen: youngest version in the batch.
+            oldest_allowed: oldest version that may be in it.
+            kept_bound: see `decide`.
+        """
+        first_with_slot = self._first_with_slot(oldest_allowed)
+        alive = {v: len(ids) for v, ids in self._running.groups.items() if v >= first_with_slot}
+        for v, ids in self._reserved.groups.items():
+            if v >= oldest_allowed:
+                alive[v] = alive.get(v, 0) + len(ids)
+        waiting_for = [v for v in alive if v == oldest_allowed]
+        for start_version in range(oldest_allowed + 1, newest_chosen):
+            # All kept groups this old are chosen, since a younger one is: only running ones remain.
+            older = sorted(v for v in alive if v <= start_version)
+            num_slots = (start_version - oldest_allowed) * self._batch_size
+            if kept_bound(sum(alive[v] for v in older)) > num_slots:
+                waiting_for = older
+        return tuple(waiting_for)
+
+
+def _older_than(groups: Mapping[int, Collection[str]], version: int) -> tuple[str, ...]:
+    old = sorted([v for v in groups if v < version])  # a list is faster than a generator
+    if not old:
+        return ()
+    return tuple(prompt_id for v in old for prompt_id in groups[v])
+
 
 class _ByVersion:
-    """Groups by version (no version without one), and the version of each."""
+    """Groups by version, and the version of each. Versions without a group are left out."""
 
     def __init__(self) -> None:
         self.groups: dict[int, dict[str, int]] = {}  # version -> prompt id -> sequence
@@ -317,13 +242,6 @@ class _ByVersion:
         del same_age[prompt_id]
         if not same_age:
             del self.groups[version]
-
-
-RESERVE_AFTER = 3
-"""After this many preemptions in a row a group reserves a slot."""
-
-RESERVED_SHARE = 1 / 8
-"""Share of a batch's slots that may be reserved at a time; at least one slot."""
 
 
 def reserves_slot(num_preemptions: int, num_reserved: int, batch_size: int) -> bool:

@@ -17,13 +17,13 @@ yields B kept groups, and none is left over.
 rounds, and each round waits for its slowest sample. Where an on-policy run need not repeat,
 ``(B - kept) / mean yield`` groups run: those that are kept fill the batch on average. When it is
 full, the groups still running are preempted and generated again by the next policy
-(`expired_groups`): tokens are lost, never a kept group.
+(`GroupAges.without_slot`): tokens are lost, never a kept group.
 
 At S >= 1 the trivial bound would idle a fleet whose groups are mostly filtered. The bound is then
 ``mean + z * sd`` of a binomial whose rate is itself an upper confidence limit. Groups that end
 early are not typical of those still running (short answers are more often all right), which is
 why the rate errs upwards twice. What exceeds the bound by bad luck still waits for later batches;
-if even those are full, `staleness.expired_groups` names the groups to cancel while they run.
+if even those are full, `GroupAges.without_slot` names the groups to cancel while they run.
 
 *No older than wanted.* All slots except one batch's are for groups that will be trained by a later
 policy than the one that sampled them. Where at most A of them are wanted, groups start while

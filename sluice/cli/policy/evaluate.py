@@ -29,7 +29,7 @@ def evaluate(
         float, typer.Option(min=0.0, help="Seconds to wait for the end of the current step.")
     ] = 600.0,
 ) -> None:
-    """Validate the present policy of a running run.
+    """Validate the current policy of a running run.
 
     Training pauses after the current step and continues afterwards, unless another command holds
     it too: all numbers are of one policy version. Without options the run's own validation

@@ -36,7 +36,8 @@ _Images = Annotated[
 ]
 _TopK = Annotated[int, typer.Option(help="Sample from this many most probable tokens; -1: all.")]
 _Stop = Annotated[
-    list[str] | None, typer.Option(help="A text that ends a response, itself left out; repeatable.")
+    list[str] | None,
+    typer.Option(help="Text that ends a response, without being part of it; repeatable."),
 ]
 _Budget = Annotated[
     int, typer.Option(min=0, help="Most tokens of all responses together; 0: no limit.")

@@ -42,10 +42,10 @@ def serve_openai(  # noqa: PLR0913 - one parameter per option
         float | None, typer.Option(help="Longest request in seconds; none: no limit.")
     ] = None,
     max_choices: Annotated[
-        int, typer.Option(min=1, help="Most choices sampled at once, of all requests.")
+        int, typer.Option(min=1, help="Most choices at once, over all requests.")
     ] = 4096,
     max_key_choices: Annotated[
-        int, typer.Option(min=1, help="Most choices sampled at once, of requests with one key.")
+        int, typer.Option(min=1, help="Most choices at once, for one API key.")
     ] = 2048,
     max_connections: Annotated[int, typer.Option(min=1, help="Most connections at once.")] = 512,
     max_priority: Annotated[
@@ -55,7 +55,7 @@ def serve_openai(  # noqa: PLR0913 - one parameter per option
             max=100,
             help=(
                 "Highest priority of a request; training has 0. The run's "
-                "sluice.limits.max_client_priority applies as well."
+                "sluice.limits.max_client_priority applies too."
             ),
         ),
     ] = 0,

@@ -66,7 +66,7 @@ _Dashboard = Annotated[
     bool,
     typer.Option(
         "--dashboard",
-        help="Serve the live page to other hosts too; needs --secure.",
+        help="Serve the dashboard to other hosts too; needs --secure.",
         envvar=DASHBOARD_VARIABLE,
     ),
 ]

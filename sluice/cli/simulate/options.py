@@ -48,7 +48,7 @@ AheadShare = Annotated[
 OnPolicyFill = Annotated[
     Literal["exact", "expected"] | None,
     typer.Option(
-        help="At S = 0: groups that a batch surely needs, or is expected to. none: expected."
+        help="At S = 0: how a batch fills; see sluice.sampling.on_policy_fill. none: expected."
     ),
 ]
 WhenStale = Annotated[Literal["wait", "drop"] | None, typer.Option(help="none: wait.")]
@@ -61,5 +61,5 @@ TrainerSeconds = Annotated[
     float | None,
     typer.Option(min=0, help="Seconds to train a batch; none: 60."),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
-Compare = Annotated[bool, typer.Option("--compare", help="All strategies side by side.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")]
+Compare = Annotated[bool, typer.Option("--compare", help="Compare all strategies.")]

@@ -38,7 +38,7 @@ def status(
     The accounting is the use of all generated tokens and of all seconds of trainer and replicas.
     The residual is what it does not explain.
 
-    For a run that is not active the command shows how far it came.
+    For a run that is not active the command shows its last state.
 
     \b
     Examples:

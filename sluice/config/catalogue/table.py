@@ -52,7 +52,7 @@ _NOT_TORCH = "vllm and sglang read it, torch does without"
 
 
 class KeyStatus(StrEnum):
-    """What becomes of a key's value."""
+    """How a key's value is treated."""
 
     HONOURED = "honoured"
     MAPPED = "mapped"

@@ -258,7 +258,7 @@ def _adpo(settings: _Settings) -> None:
 
 
 def _correction(settings: _Settings) -> None:
-    """Correct for samples of older policies by what the loss reads.
+    """Correct for samples of older policies in the way that fits the loss.
 
     A null that the user wrote is kept and refused later, so that no run loses the correction
     unnoticed.

@@ -19,28 +19,28 @@ _Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class OptimConfig(Section, frozen=True):
-    """AdamW and its learning-rate schedule; schedule steps are train batches."""
+    """AdamW and its learning-rate schedule. A schedule step is one train batch."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
 
     lr_warmup_steps: int = -1
-    """Linear warm-up in train batches; <= 0: lr_warmup_steps_ratio times the total."""
+    """Linear warm-up in train batches; 0 or less: lr_warmup_steps_ratio of the total."""
 
     lr_warmup_steps_ratio: Share = 0.0
-    """Warm-up as a share of the total."""
+    """Warm-up as a share of the total, if lr_warmup_steps is not above 0."""
 
     lr_scheduler_type: Literal["constant", "cosine", "linear", "inverse_square_root"] = "constant"
-    """Shape after the warm-up."""
+    """Shape of the learning rate after the warm-up."""
 
     min_lr_ratio: Share = 0.0
-    """Least multiplier after the warm-up, of all but constant."""
+    """Lower bound of the learning rate after the warm-up, as a share of lr; constant ignores it."""
 
     num_cycles: PositiveFloat = 0.5
-    """Waves of cosine; 0.5 is a single descent."""
+    """cosine: number of waves; 0.5 is a single descent."""
 
     total_training_steps: int = -1
-    """Length of the schedule in train batches; -1: the run's."""
+    """Length of the schedule in train batches; -1: the run's length."""
 
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay."""
@@ -52,11 +52,11 @@ class OptimConfig(Section, frozen=True):
     """AdamW's epsilon."""
 
     clip_grad: PositiveFloat = 1.0
-    """Global gradient norm above which gradients are scaled down."""
+    """Largest global gradient norm; larger gradients are scaled down to it."""
 
 
 class CriticOptimConfig(OptimConfig, frozen=True):
-    """The critic's, which learns ten times faster by default (verl)."""
+    """AdamW of the critic; its default learning rate is ten times the policy's, as in verl."""
 
     lr: PositiveFloat = 1e-5
     """Peak learning rate."""
@@ -81,66 +81,66 @@ PolicyLossName = Literal[
 
 
 class PolicyLossConfig(Section, frozen=True):
-    """Which policy loss. Each constant belongs to the variant that its description names."""
+    """The policy loss. Each constant applies only to the losses that its description names."""
 
     loss_mode: PolicyLossName = "vanilla"
-    """Name of the loss; vanilla is clipped PPO with dual clip."""
+    """Name of the loss; vanilla is PPO with clipping and dual clip."""
 
     clip_cov_ratio: Share = 0.0002
     """clip_cov: share of tokens whose gradient is removed."""
 
     clip_cov_lb: float = 1.0
-    """clip_cov: covariance above which a token may be chosen."""
+    """clip_cov: lower bound of the covariance of tokens that may be chosen."""
 
     clip_cov_ub: float = 5.0
-    """clip_cov: covariance below which a token may be chosen."""
+    """clip_cov: upper bound of the covariance of tokens that may be chosen."""
 
     kl_cov_ratio: Share = 0.0002
-    """kl_cov: share of tokens, highest covariance first, penalised."""
+    """kl_cov: share of tokens with a KL penalty, those of the highest covariance."""
 
     ppo_kl_coef: NonNegativeFloat = 0.1
     """kl_cov: weight of that penalty."""
 
     dro_beta: PositiveFloat | None = None
-    """dro: weight of the quadratic term; required there."""
+    """dro: weight of the quadratic term; required for dro."""
 
     loss_variant: Literal["softmax", "scaled", "plackett_luce"] = "softmax"
-    """adpo: softmax is the anchored cross entropy of the paper, scaled the same times
-    grad_scale_factor, plackett_luce a ranking loss.
+    """adpo: softmax is the paper's anchored cross entropy; scaled multiplies it by
+    grad_scale_factor; plackett_luce is a ranking loss.
     """
 
     tau: PositiveFloat = 0.8
-    """adpo: temperature of the anchored log-probs."""
+    """adpo: temperature of the anchored log-probabilities."""
 
     beta_reward: PositiveFloat = 0.5
-    """adpo: temperature of the target over advantages."""
+    """adpo: temperature of the target distribution over advantages."""
 
     use_length_normalization: bool = True
-    """adpo: mean, not sum, of token log-probs for a response."""
+    """adpo: use the mean of a response's token log-probabilities instead of their sum."""
 
     clip_log_ratio: PositiveFloat = 5.0
-    """adpo: bound of a response's log-ratio."""
+    """adpo: bound of a response's log-ratio, in both directions."""
 
     clip_anchored_score: PositiveFloat = 10.0
-    """adpo: bound of the log-ratio over tau."""
+    """adpo: bound of the log-ratio divided by tau, in both directions."""
 
     logit_reg_coef: NonNegativeFloat = 0.0
     """adpo: weight of the squared mean log-partition."""
 
     use_q_center: bool = True
-    """adpo: centre scores under the target; changes logit_reg_coef only."""
+    """adpo: center scores under the target; affects only the term of logit_reg_coef."""
 
     grad_scale_factor: PositiveFloat = 20.0
     """adpo, scaled: factor of the loss."""
 
     top_k: NonNegativeInt = 3
-    """adpo, plackett_luce: positions ranked; 0: all."""
+    """adpo, plackett_luce: number of positions to rank; 0: all."""
 
     label_smoothing: Share = 0.1
-    """adpo, plackett_luce: share of the uniform target."""
+    """adpo, plackett_luce: share of the uniform distribution in the target."""
 
     use_adaptive_tau: bool = False
-    """adpo: let tau follow entropy and reward instead of being constant."""
+    """adpo: adapt tau to entropy and reward instead of keeping it constant."""
 
 
 AggregationMode = Literal[
@@ -170,69 +170,70 @@ KlEstimator = Literal[
 
 
 class FsdpConfig(Section, frozen=True):
-    """Precision of the trained model, and how ranks share it."""
+    """Precision of the trained model, and how trainer ranks share it."""
 
     model_dtype: FloatDtype = "float32"
     """Dtype of the master weights."""
 
     dtype: FloatDtype = "bfloat16"
-    """Dtype of the forward and backward pass (autocast)."""
+    """Dtype of the forward and backward passes (autocast)."""
 
     fsdp_size: int = -1
-    """Trainer ranks that share one copy of weights, gradients and optimizer; -1: all, 1: each rank
-    holds the whole model.
+    """Number of trainer ranks that share one copy of weights, gradients and optimizer state; -1:
+    all ranks; 1: each rank holds the whole model.
     """
 
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights between its forward and its backward."""
+    """Free a layer's gathered weights after its forward pass; gather them again for the backward.
+    """
 
     use_no_sync_for_gradient_accumulation: bool = True
-    """Sum sharded gradients over ranks once a mini-batch; until then each rank holds the whole sum
-    of its own. Otherwise once a micro-batch.
+    """true: each rank accumulates whole gradients, and ranks sum them once per mini-batch; false:
+    ranks sum and shard them after every micro-batch.
     """
 
 
 class ActorConfig(Section, frozen=True):
-    """The policy update."""
+    """The policy update: batches, loss and passes."""
 
     freeze_vision_tower: bool = False
     """Do not train the image encoder of a vision-language model."""
 
     ppo_mini_batch_size: PositiveInt = 256
-    """Prompts per optimizer step, over all ranks."""
+    """Prompts per optimizer step, summed over all ranks."""
 
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Rows per forward and backward pass; needed unless use_dynamic_bsz."""
+    """Rows per forward and backward pass of one rank; required unless use_dynamic_bsz is true."""
 
     use_dynamic_bsz: bool = False
-    """Cut micro-batches by ppo_max_token_len_per_gpu instead of rows."""
+    """Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of rows."""
 
     ppo_max_token_len_per_gpu: PositiveInt = 16384
-    """Token budget of a micro-batch, prompt and response."""
+    """Token budget of a micro-batch of one rank, prompts and responses together."""
 
     clip_ratio: PositiveFloat = 0.2
-    """Both bounds of the clip in one number."""
+    """Sets both clip_ratio_low and clip_ratio_high."""
 
     clip_ratio_low: PositiveFloat = 0.2
-    """Lower clip: ratios below 1 - this are clipped."""
+    """Ratios below 1 minus this value are clipped."""
 
     clip_ratio_high: PositiveFloat = 0.2
-    """Upper clip: ratios above 1 + this are clipped (DAPO 0.28)."""
+    """Ratios above 1 plus this value are clipped; DAPO uses 0.28."""
 
     clip_ratio_c: Annotated[float, Meta(gt=1)] = 3.0
-    """Dual clip: bound of the loss where the advantage is negative."""
+    """Dual clip: largest ratio that counts where the advantage is negative."""
 
     loss_agg_mode: AggregationMode = "token-mean"
-    """How token losses become one number."""
+    """How the token losses of a mini-batch are combined into one number."""
 
     loss_scale_factor: PositiveInt | None = None
-    """Divisor of seq-mean-token-sum-norm; none: max_response_length."""
+    """seq-mean-token-sum-norm: divisor of the sum, in tokens; none: max_response_length."""
 
     entropy_coeff: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus in the loss."""
 
     calculate_entropy: bool = False
-    """Report the entropy of the update's pass although its weight is 0."""
+    """Compute and report the entropy even if entropy_coeff is 0."""
 
     use_kl_loss: bool = False
     """Add the divergence from a reference model to the loss."""
@@ -241,29 +242,27 @@ class ActorConfig(Section, frozen=True):
     """Weight of that divergence."""
 
     kl_loss_type: KlEstimator = "low_var_kl"
-    """Its estimator for a token: kl or k1, abs, mse or k2, low_var_kl or k3; with + the gradient of
-    k2.
+    """Estimator of the divergence per token: kl or k1, abs, mse or k2, low_var_kl or k3. A + at the
+    end takes the gradient of k2 instead.
     """
 
     tau_pos: PositiveFloat = 1.0
     """sapo: temperature where the advantage is positive."""
 
     tau_neg: PositiveFloat = 1.05
-    """sapo: temperature elsewhere."""
+    """sapo: temperature where the advantage is not positive."""
 
     ppo_epochs: PositiveInt = 1
-    """Passes over one train batch."""
+    """Number of passes of the update over one train batch."""
 
     shuffle: bool = False
-    """Shuffle groups before cutting mini-batches."""
+    """Shuffle the groups of a train batch before it is cut into mini-batches."""
 
     data_loader_seed: int = 42
     """Seed of that shuffle."""
 
     use_rollout_log_probs: bool = False
-    """Take the engine's behavior logprobs as the old logprobs instead of recomputing them with the
-    trainer.
-    """
+    """Use the engine's behavior logprobs as the old ones instead of recomputing them."""
 
     optim: OptimConfig = OptimConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()

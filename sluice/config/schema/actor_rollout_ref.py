@@ -8,13 +8,13 @@ from sluice.config.schema.section import Section
 
 
 class ModelConfig(Section, frozen=True):
-    """Which model is trained."""
+    """The model to train."""
 
     path: str = ""
-    """Directory of a Hugging Face causal language model with its tokenizer."""
+    """Folder of a Hugging Face causal language model with its tokenizer."""
 
     trust_remote_code: bool = False
-    """Run model code that ships with the checkpoint."""
+    """Run Python code that ships with the model."""
 
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""

@@ -15,67 +15,69 @@ from sluice.config.schema.section import (
 
 
 class KlControlConfig(Section, frozen=True):
-    """Controller of the weight (Ziegler et al. 2019, section 2.2)."""
+    """Weight of the KL term in rewards, and its controller (Ziegler et al. 2019, section 2.2)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """fixed: constant; adaptive: steered towards target_kl."""
+    """fixed: the weight stays kl_coef; adaptive: it steers the divergence to target_kl."""
 
     kl_coef: NonNegativeFloat = 0.001
-    """The weight, or its first value."""
+    """Weight of the KL term in rewards; with adaptive, its first value."""
 
     horizon: PositiveInt = 10000
-    """adaptive: rows over which the weight reacts."""
+    """adaptive: rows over which the weight adapts; larger is slower."""
 
     target_kl: PositiveFloat = 0.1
-    """adaptive: divergence to hold."""
+    """adaptive: the divergence to keep."""
 
 
 class FilterGroupsConfig(Section, frozen=True):
-    """Dynamic sampling: only groups whose metric differs within the group are trained on."""
+    """Dynamic sampling: train only on groups whose samples differ in the metric."""
 
     enable: bool = False
-    """Filter groups that carry no gradient and generate others instead."""
+    """Drop groups that carry no gradient, and generate others instead."""
 
     metric: str = "acc"
-    """acc, score, seq_reward, seq_final_reward, or any key the scorer returns."""
+    """acc, score, seq_reward, seq_final_reward, or any key that the scorer returns."""
 
     max_num_gen_batches: int = 0
-    """sampling strategy rounds: waves of prompts a batch may take before the run gives up; 0 or
-    less: any number.
+    """With sampling strategy rounds: waves of prompts that one batch may take before the run stops
+    with an error; 0 or less: no limit.
     """
 
     min_yield: Share = 0.005
-    """Give up when fewer than this share of min_yield_groups groups was kept; 0: never."""
+    """Stop if fewer than this share of the last min_yield_groups groups were kept; 0: never."""
 
     min_yield_groups: PositiveInt = 2000
-    """Groups the share is taken over."""
+    """Number of groups over which min_yield is measured."""
 
 
 class RolloutCorrectionConfig(Section, frozen=True):
-    """Importance weights for the samples of an older policy."""
+    """Correction for samples of an older policy: importance weights and rejection."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Level of the truncated importance weights exp(old - behavior); none: no weights."""
+    """Level of the importance weights exp(old - behavior logprob); none: no weights."""
 
     rollout_is_threshold: PositiveFloat | str = 2.0
-    """Upper truncation of the weights; "low_high" instead sets weights outside to 0."""
+    """Upper bound of the weights; larger ones are truncated to it. "low_high" instead sets weights
+    outside the range to 0.
+    """
 
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean."""
+    """Divide the weights by their mean over the batch."""
 
     rollout_rs: str | None = None
-    """Rejections, separated by commas; a sample must pass all of them: token_k1 to k3, seq_sum_k1
-    to k3, seq_mean_k1 to k3, seq_max_k2, seq_max_k3; none: no rejection.
+    """Rejection criteria, separated by commas: token_k1 to k3, seq_sum_k1 to k3, seq_mean_k1 to k3,
+    seq_max_k2, seq_max_k3. A sample must pass all of them; none: no rejection.
     """
 
     rollout_rs_threshold: float | str | None = None
-    """Bound of the rejections, one for all or one each, separated by commas; "low_high" for k1."""
+    """Bounds for rollout_rs: one for all, or one each, separated by commas; "low_high" for k1."""
 
     bypass_mode: bool = False
-    """Take the engine's behavior logprobs as the old ones and correct inside the loss."""
+    """Use the engine's behavior logprobs as the old logprobs, and correct inside the loss."""
 
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """Loss in bypass mode: clipped ratio, or weighted log-likelihood."""
+    """Loss in bypass mode: ppo_clip (clipped ratio) or reinforce (weighted log-likelihood)."""
 
 
 EstimatorName = Literal[
@@ -99,19 +101,19 @@ EstimatorName = Literal[
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """How rewards become gradients."""
+    """Advantages, KL control, group filter and off-policy correction."""
 
     adv_estimator: EstimatorName = "grpo"
     """Advantage estimator; gae needs a critic."""
 
     gamma: Share = 1.0
-    """Discount of later rewards."""
+    """Discount factor of later rewards."""
 
     lam: Share = 1.0
-    """gae: weight of longer returns."""
+    """gae: the lambda of the estimator; 1 has the least bias, 0 the least variance."""
 
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; False is Dr. GRPO. It reaches grpo,
+    """Divide advantages by the group's standard deviation (false: Dr. GRPO). It applies to grpo,
     grpo_vectorized, grpo_passk and adpo; gdpo always divides.
     """
 
@@ -119,16 +121,16 @@ class AlgorithmConfig(Section, frozen=True):
     """adpo: responses per prompt; must equal rollout.n; none: rollout.n."""
 
     gdpo_reward_keys: list[str] | None = None
-    """gdpo: values of the scorer that are rewards."""
+    """gdpo: keys of the scorer's result that are rewards."""
 
     gdpo_reward_weights: list[float] | None = None
-    """gdpo: weight of each; none: 1."""
+    """gdpo: weight of each key in gdpo_reward_keys; none: 1 each."""
 
     use_kl_in_reward: bool = False
-    """Subtract the divergence from a reference model from every reward."""
+    """Subtract the weighted divergence from a reference model from the rewards."""
 
     kl_penalty: KlEstimator = "kl"
-    """Its estimator; the names of actor.kl_loss_type."""
+    """Estimator of that divergence; same names as actor.kl_loss_type."""
 
     kl_ctrl: KlControlConfig = KlControlConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()

@@ -1,4 +1,4 @@
-"""`critic.*`: the value model of PPO. Keys that are null follow the actor."""
+"""`critic.*`: the value model of PPO. A null key has the actor's value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sluice.config.schema.section import PositiveFloat, PositiveInt, Section
 
 
 class CriticModelConfig(Section, frozen=True):
-    """Where the value model starts."""
+    """The first weights of the value model."""
 
     path: str | None = None
     """Hugging Face model to start from; none: the policy's."""
@@ -20,37 +20,37 @@ class CriticConfig(Section, frozen=True):
     """The value model and its update."""
 
     enable: bool | None = None
-    """Train a critic; none: only if the estimator is gae."""
+    """Train a critic; none: only if algorithm.adv_estimator is gae."""
 
     ppo_mini_batch_size: PositiveInt | None = None
-    """Prompts per optimizer step; none: the actor's."""
+    """Prompts per optimizer step; none: as the actor."""
 
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
-    """Rows per pass; none: the actor's."""
+    """Rows per pass of one rank; none: as the actor."""
 
     use_dynamic_bsz: bool | None = None
-    """Cut micro-batches by tokens; none: as the actor."""
+    """Limit micro-batches by tokens instead of rows; none: as the actor."""
 
     ppo_max_token_len_per_gpu: PositiveInt = 32768
-    """Token budget of a micro-batch."""
+    """Token budget of a micro-batch of one rank."""
 
     ppo_epochs: PositiveInt | None = None
-    """Passes over one train batch; none: the actor's."""
+    """Number of passes of the update over one train batch; none: as the actor."""
 
     shuffle: bool | None = None
-    """Shuffle before cutting mini-batches; none: as the actor."""
+    """Shuffle groups before they are cut into mini-batches; none: as the actor."""
 
     data_loader_seed: int = 42
     """Seed of that shuffle."""
 
     cliprange_value: PositiveFloat = 0.5
-    """Values move at most this far from the old ones."""
+    """Largest change of a predicted value that counts in one update."""
 
     loss_agg_mode: AggregationMode | None = None
-    """As the actor's key; none: its value."""
+    """How token losses are combined into one number; none: as the actor."""
 
     loss_scale_factor: PositiveInt | None = None
-    """As the actor's key; none: its value."""
+    """seq-mean-token-sum-norm: divisor of the sum, in tokens; none: as the actor."""
 
     model: CriticModelConfig = CriticModelConfig()
     optim: CriticOptimConfig = CriticOptimConfig()

@@ -12,63 +12,65 @@ FileList = str | list[str]
 
 
 class DataConfig(Section, frozen=True):
-    """Data sets in verl's parquet row format, and the batch size."""
+    """Data sets in verl's Parquet format, and the batch size."""
 
     train_files: FileList | None = None
-    """Training parquet file or files, read in order; none: only client prompts are trained on."""
+    """Parquet file or files of training prompts, read in this order; none: the run trains only on
+    prompts that clients submit.
+    """
 
     val_files: FileList | None = None
-    """Validation parquet file or files; none: no validation."""
+    """Parquet file or files of validation prompts; none: no validation."""
 
     prompt_key: str = "prompt"
-    """Column with the list of chat messages."""
+    """Column that holds the chat messages of a prompt."""
 
     reward_fn_key: str = "data_source"
-    """Column that routes a row to its scorer and groups validation metrics."""
+    """Column that selects a row's scorer and groups the validation metrics."""
 
     max_prompt_length: PositiveInt = 512
-    """Longest prompt, tokens."""
+    """Longest prompt, in tokens; truncation decides what happens to longer ones."""
 
     max_response_length: PositiveInt = 512
-    """Longest response, tokens."""
+    """Longest response, in tokens; generation stops there."""
 
     train_batch_size: PositiveInt = 1024
-    """Prompts (groups) in one train batch; rows are this times rollout.n."""
+    """Prompts (groups) in one train batch; its rows are this number times rollout.n."""
 
     gen_batch_size: PositiveInt | None = None
-    """sampling strategy rounds: prompts of a wave; none: train_batch_size."""
+    """Prompts of one wave, with sampling strategy rounds; none: train_batch_size."""
 
     shuffle: bool = True
-    """Shuffle the training set again in every epoch."""
+    """Shuffle the training set, in a new order every epoch."""
 
     seed: int | None = None
     """Seed of the shuffle; none: 0."""
 
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What to do with a prompt over max_prompt_length; error: it is dropped with a warning, never
-    trained.
+    """What happens to a prompt that is longer than max_prompt_length: error drops it with a
+    warning; left, right and middle cut tokens there.
     """
 
     filter_overlong_prompts: bool = False
-    """Leave prompts over max_prompt_length out, whatever truncation is."""
+    """Skip prompts that are longer than max_prompt_length, whatever truncation is set to."""
 
     validation_shuffle: bool = False
     """Shuffle the validation set."""
 
     apply_chat_template_kwargs: dict[str, object] = msgspec.field(default_factory=dict)
-    """Further arguments of the chat template (enable_thinking and the like)."""
+    """Additional arguments of the chat template, such as enable_thinking."""
 
     trust_remote_code: bool = False
-    """Run tokenizer code that ships with the checkpoint."""
+    """Run Python code that ships with the tokenizer."""
 
     image_key: str = "images"
-    """Column with a row's list of images."""
+    """Column that holds the list of a row's images."""
 
     image_patch_size: PositiveInt = 14
-    """Images are resized to multiples of this, pixels."""
+    """Images are resized to multiples of this many pixels."""
 
     mm_processor_kwargs: dict[str, object] = msgspec.field(default_factory=dict)
-    """Further arguments of the image processor."""
+    """Additional arguments of the image processor."""
 
     train_max_samples: int = -1
     """Use at most this many training rows; -1: all."""
@@ -77,9 +79,9 @@ class DataConfig(Section, frozen=True):
     """Use at most this many validation rows; -1: all."""
 
     deduplicate: bool = False
-    """Issue rows with the same messages and ground truth only once."""
+    """Skip rows that repeat the messages and the ground truth of an earlier row."""
 
     shuffle_buffer_rows: NonNegativeInt = 16384
-    """Row groups are read in random order and rows shuffled within a buffer of this many rows
-    (memory bound of streaming).
+    """Rows held in memory for shuffling: the reader takes row groups in random order and shuffles
+    rows within this buffer.
     """

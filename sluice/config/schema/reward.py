@@ -16,67 +16,69 @@ from sluice.config.schema.section import (
 
 
 class RewardModelConfig(Section, frozen=True):
-    """A server with OpenAI's chat completions, its question, and how its reply is read."""
+    """A model that grades, behind an OpenAI-compatible chat server: its prompt and the parsing of
+    its reply.
+    """
 
     enable: bool = False
-    """Grade with a model; sluice starts no server for it."""
+    """Grade with a model; you start its server, sluice does not."""
 
     base_url: str | None = None
-    """Address of the server up to chat/completions, usually ending in /v1."""
+    """URL of the server without chat/completions; it usually ends in /v1."""
 
     model_path: str | None = None
-    """Name of the model, as its server knows it."""
+    """Name of the model on that server."""
 
     prompt_template: str | None = None
-    """The question, with {question}, {response}, {ground_truth}, {data_source} and
-    {extra_info.KEY}; none: asks for a number from 0 to 1.
+    """Prompt for the model, with {question}, {response}, {ground_truth}, {data_source} and
+    {extra_info.KEY}; none: a prompt that requests a number from 0 to 1.
     """
 
     score_pattern: str | None = None
-    """Regular expression of the score, its last match; none: any number."""
+    """Regular expression of the score in the reply; the last match counts; none: any number."""
 
     min_score: float = 0.0
-    """Lower scores are refused."""
+    """Lowest valid score; a response with a lower one is unscorable."""
 
     max_score: float = 1.0
-    """Higher scores are refused."""
+    """Highest valid score; a response with a higher one is unscorable."""
 
     max_tokens: PositiveInt = 512
-    """Longest reply, tokens."""
+    """Longest reply of the model, in tokens."""
 
     request_timeout_s: PositiveFloat = 8.0
-    """Seconds one request may take."""
+    """Most seconds for one request."""
 
     max_attempts: PositiveInt = 3
-    """Requests for one response."""
+    """Most requests for one response, the first included."""
 
     api_key_env: str | None = None
-    """Environment variable with the server's key."""
+    """Environment variable that holds the server's API key."""
 
 
 class RewardManagerConfig(Section, frozen=True):
     """How a score becomes a reward."""
 
     name: Literal["naive", "dapo", "gdpo"] = "dapo"
-    """naive: reward = score; dapo: overlong shaping is added; gdpo: as naive, the scorer's values
-    are kept one by one.
+    """naive: the reward is the score; dapo: the overlong penalty is added; gdpo: as naive, and the
+    scorer's other values stay separate.
     """
 
 
 class OverlongBufferConfig(Section, frozen=True):
-    """Soft punishment of responses close to the length limit (DAPO, eq. 13)."""
+    """Soft penalty for responses close to the length limit (DAPO, eq. 13)."""
 
     enable: bool = False
     """Add the penalty to the reward."""
 
     len: NonNegativeInt = 0
-    """Width of the zone before the limit, tokens."""
+    """Length of the penalty zone before the limit, in tokens."""
 
     penalty_factor: NonNegativeFloat = 0.0
-    """Penalty at the limit."""
+    """Penalty of a response at the limit; it grows linearly over the zone."""
 
     log: bool = False
-    """Report overlong and overlong_reward as metrics."""
+    """Report the metrics overlong and overlong_reward."""
 
 
 class RewardKwargsConfig(Section, frozen=True):
@@ -84,36 +86,36 @@ class RewardKwargsConfig(Section, frozen=True):
 
     overlong_buffer_cfg: OverlongBufferConfig = OverlongBufferConfig()
     max_resp_len: PositiveInt | None = None
-    """Length limit in the formula; none: data.max_response_length."""
+    """Length limit in the overlong penalty, in tokens; none: data.max_response_length."""
 
 
 class CustomRewardFunctionConfig(Section, frozen=True):
-    """A scorer of the user's."""
+    """The user's own scorer."""
 
     path: str | None = None
-    """Python file that defines it; none: built-in scorers by data_source."""
+    """Python file that defines the function; none: built-in scorers by data_source."""
 
     name: str = "compute_score"
     """Function name: (data_source, solution_str, ground_truth, extra_info, **kwargs)."""
 
     reward_kwargs: dict[str, object] = msgspec.field(default_factory=dict)
-    """Further keyword arguments of the function."""
+    """Additional keyword arguments of the function."""
 
 
 class ScorerPoolConfig(Section, frozen=True):
-    """Limits of the processes that run scorers."""
+    """The processes that run scorers, and their limits."""
 
     num_workers: PositiveInt = 1
-    """Scorer processes."""
+    """Number of scorer processes."""
 
     timeout_s: PositiveFloat = 10.0
-    """Wall-clock seconds one sample may take before its process is killed."""
+    """Seconds after which a scorer process is killed if its sample is not graded."""
 
     memory_mb: PositiveInt = 2048
-    """Address space of a scorer process, MiB."""
+    """Largest address space of a scorer process, MiB."""
 
     max_response_chars: PositiveInt = 200_000
-    """Only this many last characters of a response are graded."""
+    """Only the last this many characters of a response are graded."""
 
 
 class RewardConfig(Section, frozen=True):
@@ -125,6 +127,6 @@ class RewardConfig(Section, frozen=True):
     scorer_pool: ScorerPoolConfig = ScorerPoolConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     scorer_routes: dict[str, str] = msgspec.field(default_factory=dict)
-    """Built-in scorer of a data source, or of all that begin alike (aime*); wins over verl's
-    routes.
+    """Built-in scorer of each data source; a key that ends in * covers all sources with that prefix
+    (aime*). These routes override verl's.
     """

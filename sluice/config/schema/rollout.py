@@ -25,81 +25,79 @@ class ValKwargs(Section, frozen=True):
     """Responses per validation prompt."""
 
     temperature: NonNegativeFloat = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0: greedy."""
 
     top_p: PositiveShare = 1.0
-    """Nucleus mass."""
+    """Nucleus sampling: share of the probability that is kept; 1: off."""
 
     top_k: int = -1
-    """-1 is off."""
+    """Number of the most probable tokens that are kept; -1: off."""
 
 
 class RolloutConfig(Section, frozen=True):
     """The inference engine and how training responses are sampled."""
 
     name: str = "torch"
-    """Inference engine of the replicas."""
+    """Inference engine of the replicas: torch, vllm or sglang."""
 
     n: PositiveInt = 1
     """Responses per prompt (group size)."""
 
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; logprob recomputation divides by it as well."""
+    """Sampling temperature; the trainer divides its logits by it too."""
 
     top_p: PositiveShare = 1.0
-    """Nucleus mass; 1 is off."""
+    """Nucleus sampling: share of the probability that is kept; 1: off."""
 
     top_k: int = -1
-    """Highest-probability tokens kept; -1 is off."""
+    """Number of the most probable tokens that are kept; -1: off."""
 
     max_num_seqs: PositiveInt = 256
-    """Sequences one replica generates at once (slots)."""
+    """Sequences that one replica generates at the same time (its slots)."""
 
     max_model_len: PositiveInt | None = None
-    """Context length, tokens; none: prompt plus response length."""
+    """Context length of the engine, in tokens; none: max_prompt_length + max_response_length."""
 
     dtype: FloatDtype = "bfloat16"
-    """Dtype of the engine's weights and of the weights on the wire."""
+    """Dtype of the engine's weights, and of weights in transfer."""
 
     seed: NonNegativeInt = 0
     """Base of all sampling seeds."""
 
     gpu_memory_utilization: PositiveShare = 0.5
-    """Share of the device's memory that the engine takes."""
+    """Share of the device memory that the engine may use."""
 
     tensor_model_parallel_size: PositiveInt = 1
-    """Devices that hold one copy of the weights."""
+    """Devices that share one copy of the weights."""
 
     data_parallel_size: PositiveInt = 1
-    """Copies within one replica, for mixtures of experts."""
+    """Copies of the weights within one replica, for mixture-of-experts models."""
 
     expert_parallel_size: PositiveInt = 1
-    """Devices that share the experts; 1, or tensor times data parallel size."""
+    """Devices that share the experts: 1, or tensor times data parallel size."""
 
     max_num_batched_tokens: PositiveInt = 8192
-    """Tokens the scheduler takes into one engine step."""
+    """Most tokens that the scheduler puts into one engine step."""
 
     enable_chunked_prefill: bool = True
-    """Read long prompts in pieces between decoding steps."""
+    """Process long prompts in chunks between decode steps."""
 
     enable_prefix_caching: bool = True
-    """Keep the cache of prompts: a group's samples share theirs."""
+    """Keep the KV cache of prompts; the samples of a group then share their prompt's."""
 
     enforce_eager: bool = False
-    """Capture no graphs: less memory, slower decoding."""
+    """Capture no CUDA graphs: less memory, slower decoding."""
 
     cudagraph_capture_sizes: list[PositiveInt] | None = None
-    """Batch sizes graphs are captured for."""
+    """Batch sizes for which CUDA graphs are captured; none: the engine's choice."""
 
     ignore_eos: bool = False
-    """Training and validation samples continue past the model's end of text, to the length limit;
-    for measurements only.
-    """
+    """Generate past the end-of-text token, up to the length limit; for measurements only."""
 
     quantization: str | None = None
-    """fp8: quantise the engine's weights as they arrive."""
+    """fp8: quantize the engine's weights when they arrive; none: no quantization."""
 
     engine_kwargs: dict[str, object] = msgspec.field(default_factory=dict)
-    """Arguments for the engine itself, below its name (vllm, sglang)."""
+    """Arguments that are passed to the engine, below its name (vllm, sglang)."""
 
     val_kwargs: ValKwargs = ValKwargs()

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node of the run configuration. The text below a field in the source is its meaning."""
+    """One node of the run configuration. The string below a field is its description."""
 
 
 PositiveInt = Annotated[int, Meta(ge=1)]

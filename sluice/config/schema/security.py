@@ -14,30 +14,28 @@ _Given = Annotated[str, Meta(min_length=1)]
 
 
 class SecurityConfig(Section, frozen=True):
-    """TLS and bearer tokens of every server and every call."""
+    """TLS and bearer tokens of all servers and calls."""
 
     tls: Literal["off", "server", "mtls"] = "off"
-    """server: callers check the server's certificate; mtls: the server checks the caller's as well;
-    off: nothing is encrypted.
+    """off: no encryption; server: callers check the server's certificate; mtls: the server checks
+    the caller's certificate too.
     """
 
     ca_file: _Given | None = None
-    """PEM file of the authorities that signed the peers' certificates; none, for server only: the
-    system's.
-    """
+    """PEM file of the peers' certificate authorities; none, if tls is server: the system's."""
 
     cert_file: _Given | None = None
-    """PEM file of this process's certificate and its chain."""
+    """PEM file of this process's certificate chain."""
 
     key_file: _Given | None = None
-    """PEM file of the certificate's private key, unencrypted."""
+    """PEM file of the private key of cert_file, unencrypted."""
 
     server_name: _Given | None = None
-    """Name that every server's certificate carries, whatever its address; none: the address to
-    which peers connect.
+    """Name that callers expect in every server's certificate, instead of its address; none: the
+    address to which they connect.
     """
 
     token_file: _Given | None = None
-    """File of bearer tokens, one a line: all are accepted, the first is presented; none: that of
-    SLUICE_TOKEN, or no token is required.
+    """File of bearer tokens, one per line: servers accept all, callers present the first; none: the
+    token in SLUICE_TOKEN, and without that no token is required.
     """

@@ -1,4 +1,4 @@
-"""`sluice.*`: what verl has no key for: services, sampling, weights, live page, traces."""
+"""`sluice.*`: what verl has no key for: services, sampling, weights, dashboard, traces."""
 
 from __future__ import annotations
 
@@ -22,51 +22,47 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class DashboardConfig(Section, frozen=True):
-    """The live page beside the trainer, and the samples that it shows."""
+    """The dashboard of a run, and the samples that it shows."""
 
     port: Port | None = None
-    """Port of the live page, which a process beside trainer rank 0 serves; 0: the system chooses,
-    see dashboard.url in the run's folder; none: not served.
+    """Port of the dashboard, which a process beside trainer rank 0 serves; 0: a free port, written
+    to dashboard.url in the run's folder; none: no dashboard.
     """
 
     host: str = "127.0.0.1"
-    """Interface of the live page; others than loopback need a token_file."""
+    """Interface of the dashboard; any other than loopback requires a token_file."""
 
     samples_mb: NonNegativeInt = 256
-    """Size of the folder samples of the run, MiB; it holds ended groups with all their responses,
-    and the oldest are deleted; 0: none are written.
+    """Largest size of the run's samples folder, MiB. It holds finished groups with all responses;
+    the oldest are deleted first; 0: no samples are written.
     """
 
     sample_chars: PositiveInt = 16384
-    """Characters of a prompt or response that are kept there; a longer one keeps its beginning and
-    its end.
-    """
+    """Most characters of a stored prompt or response; longer ones lose their middle."""
 
 
 class TracesConfig(Section, frozen=True):
-    """Spans from prompt to gradient. Off unless they go somewhere."""
+    """Spans from prompt to gradient; off unless endpoint or file is set."""
 
     endpoint: str | None = None
-    """Collector that takes spans by OTLP over gRPC, as http://host:port or https://host:port; none:
-    spans are sent nowhere, whatever OTEL_EXPORTER_OTLP_ENDPOINT is.
+    """Collector that receives spans by OTLP over gRPC, as http://host:port or https://host:port;
+    none: no collector, even if OTEL_EXPORTER_OTLP_ENDPOINT is set.
     """
 
     file: str | None = None
-    """File that spans are appended to, as lines of OTLP in JSON; a relative one is in the run's
-    folder; none: spans are written nowhere.
-    """
+    """File for spans, as lines of OTLP JSON; relative to the run's folder; none: no file."""
 
     sample_ratio: Share = 0.1
-    """Share of the prompts whose traces are recorded. Steps are always recorded."""
+    """Share of prompts whose traces are recorded; steps are always recorded."""
 
     file_mb: PositiveInt = 1024
-    """Size in MiB at which nothing more is appended to the file; the log reports it once; a file
-    that is moved away starts again.
+    """Largest size of the file, MiB. A full file gets no more spans, and the log reports that once;
+    after you move the file away, a new one starts.
     """
 
     follow_callers: bool = False
-    """Clients that send a trace decide whether it is recorded, whatever sample_ratio is; false: the
-    same share of their traces is recorded, chosen by the trace's id.
+    """true: a client that sends a trace decides whether it is recorded; false: sample_ratio
+    decides, by the trace's id.
     """
 
 
@@ -80,20 +76,20 @@ class AsynchronyConfig(Section, frozen=True):
     """How far generation may run ahead of training."""
 
     max_staleness: NonNegativeInt = 0
-    """Versions the oldest token of a trained sample may lag behind; 0: synchronous, on-policy."""
+    """Most versions that a sample's oldest token may lag behind; 0: synchronous, on-policy."""
 
     ahead_share: PositiveShare = 1.0
-    """Share of max_staleness batches that may be generated ahead of the policy that trains them; it
-    bounds the mean age, as max_staleness bounds that of the oldest sample. It has no effect where
+    """Share of max_staleness batches that may be generated ahead of the policy that trains them. It
+    bounds the mean age, while max_staleness bounds the age of every sample; no effect if
     max_staleness is 0.
     """
 
     on_stale: Literal["wait", "drop"] = "wait"
-    """wait: a batch waits for groups that would grow stale; drop: they are dropped and counted."""
+    """wait: a batch waits for groups that would become stale; drop: they are dropped, counted."""
 
     pace: bool = True
-    """Start prompts that are expected to take long early in a version's time, by their earlier
-    lengths, so that fewer batches wait; false: in the order of issue.
+    """true: prompts with long earlier responses start early in a version's time, so that fewer
+    batches wait; false: prompts start in the order of issue.
     """
 
 
@@ -102,54 +98,52 @@ StrategyKey = Literal["rounds", "stream", "staged", "memory", "staged_memory"]
 
 
 class SamplingConfig(Section, frozen=True):
-    """Over-generation."""
+    """Sampling strategy: how many groups start, and which."""
 
     strategy: StrategyKey = "stream"
-    """rounds: verl's waves of prompts, surplus thrown away; stream: continuous refill, surplus
-    carried over; staged: a few samples of a group decide about the rest; memory: earlier attempts
-    of a prompt decide whether it starts; staged_memory: both.
+    """rounds: verl's waves of prompts, surplus groups are discarded; stream: a new group starts
+    whenever one ends, surplus groups wait for the next batch; staged: the first samples of a group
+    decide whether the rest is generated; memory: earlier attempts of a prompt decide whether it
+    starts; staged_memory: both.
     """
 
     probe_samples: PositiveInt = 4
     """staged: samples of a group that are generated first; below rollout.n."""
 
     exploration: PositiveShare = 0.1
-    """Least probability with which a prompt or group that is not worth its tokens is generated all
-    the same.
-    """
+    """Least probability of generating a prompt or group that the estimates would skip."""
 
     coverage_guard: bool = True
-    """staged, memory: keep the share of hard prompts among trained groups what it is without them.
-    """
+    """staged, memory: keep the share of hard prompts among trained groups as without skipping."""
 
     on_policy_fill: Literal["exact", "expected"] | None = None
-    """Where max_staleness is 0, except for rounds: expected: as many groups run as are expected to
-    fill a batch; when it is full, the next policy samples the others again; exact: never a group
-    that might be one too many, so that a run can repeat; none: exact with an engine whose samples
-    repeat (sluice.rollout.batch_invariant), else expected.
+    """How a batch fills if max_staleness is 0 (not with rounds). exact: never more groups than the
+    batch can use, so that a run can repeat; expected: as many groups as are expected to fill the
+    batch, and the next policy samples the rest again; none: exact if the engine's samples repeat
+    (sluice.rollout.batch_invariant), else expected.
     """
 
 
 class EndpointConfig(Section, frozen=True):
-    """Where a service listens and is found."""
+    """Where a service listens, and where peers find it."""
 
     host: str = "127.0.0.1"
     """Interface to listen on."""
 
     port: Port = 0
-    """Port to listen on; 0: chosen by the launcher."""
+    """Port to listen on; 0: the launcher chooses one."""
 
     advertise: str | None = None
-    """host or host:port that peers use; none, or without a port: those above."""
+    """host or host:port to which peers connect; a missing part is taken from host and port."""
 
     health_port: Port = 0
-    """Unencrypted port where health answers and nothing else, for probes without credentials; 0:
-    health answers on the service's port alone.
+    """Unencrypted port that answers only health checks, for probes without credentials; 0: health
+    answers only on the service's port.
     """
 
     metrics_port: Port | None = None
-    """Port of the same interface where Prometheus reads metrics, unencrypted and without a token;
-    0: a free one; none: no metrics.
+    """Port on the same interface where Prometheus reads metrics, without encryption or token; 0: a
+    free port; none: no metrics.
     """
 
 
@@ -161,24 +155,24 @@ class RolloutServiceConfig(Section, frozen=True):
     """Replicas that the local launcher starts."""
 
     torch_threads: PositiveInt = 1
-    """Threads of the torch engine; more than 1 is slower for tiny models."""
+    """Threads of the torch engine on the CPU; more than 1 is slower for tiny models."""
 
     batch_invariant: bool | None = None
-    """Same tokens whatever else runs (fixed shapes, slower); none: on when max_staleness is 0,
-    unless sluice.sampling.on_policy_fill is expected.
+    """Generate the same tokens whatever else runs in the engine (fixed shapes, slower); none: on if
+    max_staleness is 0, unless sluice.sampling.on_policy_fill is expected.
     """
 
     max_queued: PositiveInt = 4096
-    """Samples that may wait for a slot before calls are refused."""
+    """Most samples that may wait for a slot; the replica refuses calls beyond it."""
 
     max_n: Annotated[PositiveInt, Meta(le=1024)] = 256
-    """Most samples in one call."""
+    """Most samples of one call."""
 
     device: str | None = None
-    """cpu, cuda or npu; none: what is there."""
+    """cpu, cuda or npu; none: an accelerator if there is one, else the CPU."""
 
     drain_timeout_s: PositiveFloat = 10.0
-    """Seconds given to running samples at shutdown."""
+    """Most seconds that running samples get to finish at shutdown."""
 
 
 ThenKey = Literal["leave_out", "drop_group"]
@@ -187,33 +181,33 @@ ScoringActionKey = Literal["score_again", "generate_again", "leave_out", "drop_g
 
 
 class ScoringFailureConfig(Section, frozen=True):
-    """A response that got no score."""
+    """What happens to a response that got no score."""
 
     action: ScoringActionKey = "leave_out"
-    """score_again: the same response is graded again; generate_again: another response is sampled;
-    leave_out: the others are trained; drop_group: the group is dropped.
+    """score_again: grade the same response again; generate_again: sample another response;
+    leave_out: train the group's other samples; drop_group: drop the group.
     """
 
     max_attempts: Annotated[PositiveInt, Meta(le=16)] = 2
-    """Times a sample is scored, or generated, in all; then see `then`."""
+    """Most times that a sample is scored or generated, in total; then `then` decides."""
 
     then: ThenKey = "leave_out"
-    """After the last attempt. leave_out: the group's other samples are trained, if enough are left;
-    drop_group: the group is dropped as failed.
+    """After the last attempt. leave_out: train the group's other samples, if enough are left
+    (min_share); drop_group: drop the group as failed.
     """
 
 
 class UnfinishedSampleConfig(Section, frozen=True):
-    """Samples that were not generated to their end."""
+    """What happens to a sample that was not generated to its end."""
 
     then: ThenKey = "leave_out"
-    """After the last attempt. leave_out: the group's other samples are trained, if enough are left;
-    drop_group: the group is dropped as failed.
+    """leave_out: train the group's other samples, if enough are left (min_share); drop_group: drop
+    the group as failed.
     """
 
 
 class SampleOutcomesConfig(Section, frozen=True):
-    """Samples without a score. None of them ever becomes a number."""
+    """What happens to samples without a score; none of them ever becomes a number."""
 
     unscorable: ScoringFailureConfig = ScoringFailureConfig()
     scorer_timeout: ScoringFailureConfig = ScoringFailureConfig(action="score_again")
@@ -223,13 +217,13 @@ class SampleOutcomesConfig(Section, frozen=True):
     # Its group's deadline or token budget aborted it.
     aborted: UnfinishedSampleConfig = UnfinishedSampleConfig()
     min_share: Annotated[float, Meta(ge=0.5, le=1)] = 0.5
-    """Share of a group's samples that must have a score for the group to be trained; two at least,
-    and all where the loss compares whole groups.
+    """Least share of a group's samples that must have a score for the group to be trained; at least
+    two samples, and all of them if the loss compares whole groups.
     """
 
     max_strikes: PositiveInt | None = 3
-    """A prompt is quarantined when so many attempts in a row fail by scorer timeouts, scorer
-    crashes or errors of an engine; none: never.
+    """A prompt is quarantined after this many strikes: attempts in a row that failed by a scorer
+    timeout, a scorer crash or an engine error; none: never.
     """
 
 
@@ -238,53 +232,47 @@ class RewardServiceConfig(Section, frozen=True):
 
     endpoint: EndpointConfig = EndpointConfig()
     generate_timeout_s: PositiveFloat = 600.0
-    """Seconds one replica may take for a group before its missing samples continue elsewhere."""
+    """Most seconds of a replica for a group; its missing samples then continue on another one."""
 
     max_attempts: PositiveInt = 5
-    """Failed attempts to generate a group's missing samples before it is left without them
-    (outcomes.engine_error).
+    """Most failed attempts to generate the missing samples of a group; after that the group
+    continues without them (outcomes.engine_error).
     """
 
     linger_ms: NonNegativeInt = 20
-    """Finished samples wait this long to travel together."""
+    """Time that a finished sample waits for others to be sent with it."""
 
     partial_interval_ms: NonNegativeInt = 500
-    """Tokens of unfinished samples come this often, so that another replica can continue them; 0:
-    never, and stalled or slow replicas are not noticed.
+    """Interval at which replicas send the tokens of unfinished samples, so that another replica can
+    continue them; 0: never, and then stalled or slow replicas are not detected.
     """
 
     stall_timeout_s: PositiveFloat = 30.0
-    """Seconds without a token or a report of progress after which a group's samples continue on
-    another replica.
-    """
+    """Seconds without progress after which a group's missing samples continue elsewhere."""
 
     slow_factor: Annotated[float, Meta(gt=1)] | None = 4.0
-    """A group on a replica that is so many times slower than the others' median moves, once; none:
-    never.
+    """A group moves to another replica, once, if its replica is this many times slower than the
+    median of the others; none: never.
     """
 
     group_deadline_s: PositiveFloat | None = None
-    """Seconds after its start when a training group ends without its unfinished samples; none:
-    never.
-    """
+    """Seconds after which a training group ends without its unfinished samples; none: never."""
 
     group_token_budget: PositiveInt | None = None
-    """Response tokens at which a training group ends without its unfinished samples; none: never.
-    """
+    """Tokens at which a training group ends without its unfinished samples; none: never."""
 
     inflight_slack: PositiveFloat = 1.5
-    """Sequences in flight per slot of the fleet, at most; above 1 keeps slots busy between calls.
-    """
+    """Most sequences in flight per slot of all replicas; above 1 keeps slots busy between calls."""
 
     max_client_pending: PositiveInt = 65536
-    """Unfinished prompts that clients may have submitted at once."""
+    """Most unfinished prompts of all clients together."""
 
     group_log: bool = True
-    """Write a line for every group that ended to groups.jsonl."""
+    """Write one line per finished group to groups.jsonl."""
 
     ledger: Literal["sqlite", "memory"] = "sqlite"
-    """Where accepted prompts are recorded; sqlite: a file of the run's folder that survives the
-    service; memory: they are lost with it.
+    """Where accepted prompts are recorded: sqlite, a file in the run's folder that survives a
+    restart of the service; memory: a restart loses them.
     """
 
     outcomes: SampleOutcomesConfig = SampleOutcomesConfig()
@@ -298,80 +286,71 @@ class TrainerServiceConfig(Section, frozen=True):
     """Torch threads of each trainer rank on CPU."""
 
     min_replicas: PositiveInt = 1
-    """Replicas that must serve before the first step."""
+    """Replicas that must be ready before the first step."""
 
     replica_wait_timeout_s: PositiveFloat = 120.0
-    """Seconds to wait for min_replicas."""
+    """Most seconds to wait for min_replicas; then the run fails."""
 
     batch_timeout_s: PositiveFloat = 600.0
-    """Seconds to wait for a train batch without any progress."""
+    """Most seconds without progress while the trainer waits for a batch; then the run fails."""
 
     heartbeat_interval_s: PositiveFloat = 1.0
-    """Seconds between a replica's heartbeats."""
+    """Seconds between two heartbeats of a replica."""
 
     replica_ttl_s: PositiveFloat = 6.0
-    """Seconds without a heartbeat after which a replica is dropped."""
+    """Seconds without a heartbeat after which a replica is removed."""
 
     replica_stall_s: PositiveFloat = 60.0
-    """Seconds without a token after which a replica that has work is out of use until it makes
-    progress.
-    """
+    """Seconds without a token after which a replica with work is unused until it progresses."""
 
     command_timeout_s: PositiveFloat = 120.0
-    """Seconds a trainer rank waits for rank 0's next command."""
+    """Most seconds that a trainer rank waits for rank 0's next command."""
 
     skip_zero_advantage: bool = False
-    """Run no passes over samples whose advantages are all 0, such as those of a group with equal
-    rewards where nothing whitens them: they have no gradient. The loss is divided as if they were
-    there.
+    """Skip the passes over samples whose advantages are all 0, which have no gradient, such as
+    groups of equal rewards. The loss is divided as if they were included.
     """
 
 
 class WeightsConfig(Section, frozen=True):
-    """Weight transfer."""
+    """Transfer of weights from the trainer to the replicas."""
 
     bucket_mb: PositiveInt = 64
-    """Largest collective, MiB."""
+    """Largest message of a collective, MiB."""
 
     timeout_s: PositiveFloat = 30.0
-    """Seconds for forming a group, and for each collective."""
+    """Most seconds to form a transfer group, and for each collective."""
 
     probe_timeout_s: PositiveFloat = 3.0
-    """Seconds a replica has to answer, before a group is formed and after a failed update."""
+    """Most seconds for a replica's answer to a probe (new group, or after a failed update)."""
 
     backend: Literal["gloo", "nccl", "hccl"] | None = None
-    """Collectives; none: by device."""
+    """Backend of the collectives; none: the one that fits the device."""
 
     delta: Literal["auto", "off"] = "auto"
-    """auto sends what changed since the version that all replicas serve, bit for bit, where that is
-    at most a quarter of the bytes; off always sends all weights.
+    """auto: send only changed elements, bit for bit, if they take at most a quarter of the bytes;
+    off: always send all weights.
     """
 
     recompute_kv: bool = False
-    """After a swap recompute the cache of running samples with the new weights; False keeps the old
-    cache.
-    """
+    """After a swap, recompute running samples' KV cache; false: keep the old cache."""
 
 
 class WatchdogConfig(Section, frozen=True):
-    """When a process without progress is reported, and when it is ended."""
+    """When a process without progress is reported, and when it exits."""
 
     stall_s: PositiveFloat | None = 300.0
-    """Seconds without progress, although there is work, after which a service logs what it waits
-    for; none: never.
-    """
+    """Seconds with work but no progress after which a service logs its waits; none: never."""
 
     give_up_s: PositiveFloat | None = 1800.0
-    """Seconds without progress after which the process ends with exit code 75, to be started again;
-    none: never.
-    """
+    """Seconds without progress after which the process exits with code 75; none: never."""
 
 
 class ServiceConfig(Section, frozen=True):
-    """sluice's own keys."""
+    """Keys that verl does not have."""
 
     run_dir: str = "runs/default"
-    """Folder for logs, metrics, checkpoints, reports."""
+    """Folder of the run: logs, metrics, checkpoints and reports."""
 
     asynchrony: AsynchronyConfig = AsynchronyConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -385,10 +364,10 @@ class ServiceConfig(Section, frozen=True):
     dashboard: DashboardConfig = DashboardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     max_message_mb: Annotated[int, Meta(ge=1, le=MOST_MESSAGE_MB)] | None = None
-    """Largest gRPC message, MiB; none: 64, or a whole train batch if larger."""
+    """Largest gRPC message, MiB; none: 64, or the size of a whole train batch if that is larger."""
 
     shutdown_grace_s: PositiveFloat = 15.0
-    """Seconds a service may take to end in order."""
+    """Most seconds for an orderly shutdown of a service."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least severe log line."""
+    """Lowest level of the log lines that are written."""

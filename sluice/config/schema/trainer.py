@@ -12,70 +12,72 @@ LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swan
 
 
 class TrainerConfig(Section, frozen=True):
-    """The run."""
+    """Length of the run, checkpoints, validation and loggers."""
 
     total_epochs: PositiveInt = 30
-    """Passes over the training set, counted in issued prompts."""
+    """Number of passes over the training set, counted by issued prompts."""
 
     total_training_steps: PositiveInt | None = None
-    """Train batches; none: rows / train_batch_size * total_epochs."""
+    """Number of train batches; none: rows / train_batch_size * total_epochs."""
 
     project_name: str = "sluice"
-    """Name in the trainer's log."""
+    """Project name for the loggers."""
 
     experiment_name: str = "default"
-    """Name in the trainer's log."""
+    """Name of the run for the loggers."""
 
     logger: list[LoggerName] = msgspec.field(default_factory=lambda: ["console", "jsonl"])
-    """Where metrics go."""
+    """Destinations of the metrics."""
 
     default_local_dir: str | None = None
-    """Folder of the checkpoints; none: <run dir>/checkpoints."""
+    """Folder of the checkpoints; none: <run_dir>/checkpoints."""
 
     save_freq: int = -1
-    """Save every k steps and at the last; <= 0: never."""
+    """Save a checkpoint every this many steps and after the last; 0 or less: never."""
 
     test_freq: int = -1
-    """Validate every k steps and at the last; <= 0: never."""
+    """Validate every this many steps and after the last; 0 or less: never."""
 
     val_before_train: bool = True
-    """Validate the first weights."""
+    """Validate before the first step."""
 
     val_only: bool = False
-    """Validate the first weights and end; needs val_before_train."""
+    """Validate once and exit, without training; requires val_before_train."""
 
     log_val_generations: NonNegativeInt = 0
-    """Validation samples shown with their scores; 0: none."""
+    """Number of validation samples that are logged with their scores; 0: none."""
 
     rollout_data_dir: str | None = None
-    """Folder for every trained sample, <step>.jsonl; none: not written."""
+    """Folder for the samples of every train batch, <step>.jsonl; none: not written."""
 
     validation_data_dir: str | None = None
-    """Folder for every validation sample, <step>.jsonl; none: not written."""
+    """Folder for the samples of every validation, <step>.jsonl; none: not written."""
 
     critic_warmup: NonNegativeInt = 0
-    """Step from which the policy is updated; before it only the critic is."""
+    """First step that updates the policy; earlier steps update only the critic."""
 
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Whether to resume from a checkpoint."""
+    """auto: resume from the newest checkpoint, if there is one; disable: start from the model;
+    resume_path: resume from resume_from_path.
+    """
 
     resume_from_path: str | None = None
-    """Folder global_step_N for resume_path."""
+    """Checkpoint folder (global_step_N) for resume_mode=resume_path."""
 
     max_actor_ckpt_to_keep: PositiveInt | None = None
-    """Older checkpoints are deleted; none: keep all."""
+    """Number of checkpoints to keep; older ones are deleted; none: keep all."""
 
     max_critic_ckpt_to_keep: PositiveInt | None = None
-    """The same for the critic's part of checkpoints."""
+    """The same for the critic's part of each checkpoint."""
 
     nnodes: PositiveInt = 1
-    """Machines of the trainer."""
+    """Number of machines of the trainer."""
 
     n_gpus_per_node: PositiveInt = 1
-    """Trainer ranks per machine (processes on CPU)."""
+    """Trainer ranks per machine, one per device (on CPUs: processes)."""
 
     device: str | None = None
-    """cpu, cuda or npu; none: what is there."""
+    """cpu, cuda or npu; none: an accelerator if there is one, else the CPU."""
 
     seed: int = 0
-    """Seed of everything random in the trainer."""
+    """Seed of all random numbers of the trainer."""

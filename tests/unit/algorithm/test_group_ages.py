@@ -44,7 +44,7 @@ class PlainAges:
             if version >= start_version
         )
 
-    def expired(self, next_version: int) -> set[str]:
+    def without_slot(self, next_version: int) -> set[str]:
         oldest_allowed = next_version - self.max_staleness
         too_old = {name for name, v in self.reserved.items() if v < oldest_allowed}
         return too_old | {
@@ -56,12 +56,12 @@ class PlainAges:
         ages = sorted((v, sequence, name) for name, (v, sequence) in self.kept.items())
         dropped = tuple(name for v, _, name in ages if v < oldest_allowed)
         eligible = [(v, name) for v, _, name in ages if oldest_allowed <= v <= version]
-        chosen, expired = eligible[: self.batch_size], self.expired(version)
+        chosen, without_slot = eligible[: self.batch_size], self.without_slot(version)
         num_missing = self.batch_size - len(chosen)
         waiting: list[int] = []
         if not num_missing and self.on_stale == "wait":
             under_way = {**self.running, **self.reserved}
-            alive = [v for name, v in under_way.items() if name not in expired]
+            alive = [v for name, v in under_way.items() if name not in without_slot]
             waiting = [v for v in alive if v == oldest_allowed]
             for limit in range(oldest_allowed + 1, chosen[-1][0]):
                 older = [v for v in alive if v <= limit]
@@ -70,7 +70,7 @@ class PlainAges:
                     waiting = older
         names = () if waiting or num_missing else tuple(name for _, name in chosen)
         return BatchDecision(
-            names, dropped, tuple(sorted(set(waiting))), tuple(sorted(expired)), num_missing
+            names, dropped, tuple(sorted(set(waiting))), tuple(sorted(without_slot)), num_missing
         )
 
 
@@ -153,7 +153,7 @@ class Both:
             del self.plain.kept[name]
 
     def cancel(self) -> None:
-        for name in self.counted.expired(self.version):
+        for name in self.counted.without_slot(self.version):
             self._leave(name)
 
     def _leave(self, name: str) -> None:
@@ -166,17 +166,17 @@ class Both:
         bound: Callable[[int], float] = self.rng.choice([float, lambda number: 0.4 * number])
         found, plain = self.counted.decide(self.version, bound), self.plain
         expected = plain.decide(self.version, bound)
-        order = [plain.running[name] for name in found.expired if name in plain.running]
+        order = [plain.running[name] for name in found.without_slot if name in plain.running]
         assert order == sorted(order)
         assert expected == BatchDecision(
             found.chosen,
             tuple(sorted(found.dropped, key=lambda name: (*plain.kept[name], name))),
             found.waiting_for,
-            tuple(sorted(found.expired)),
+            tuple(sorted(found.without_slot)),
             found.num_missing,
         )
         for next_version in (self.version, self.version + 1):
-            assert set(self.counted.expired(next_version)) == plain.expired(next_version)
+            assert set(self.counted.without_slot(next_version)) == plain.without_slot(next_version)
         for name, version in plain.running.items():
             is_too_old = self.version - version > plain.max_staleness
             drops = plain.on_stale == "drop" and is_too_old
@@ -255,14 +255,14 @@ def crowd(on_stale: OnStale = "wait") -> GroupAges:
 
 def test_the_count_sees_every_group_walked_over() -> None:
     ages = crowd()
-    assert len(ages.expired(6)) > MANY / 4  # those of version 4
+    assert len(ages.without_slot(6)) > MANY / 4  # those of version 4
     assert CountedDict.num_walked > MANY / 4
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
 def test_nothing_to_decide_is_seen_without_a_look_at_any_group(on_stale: OnStale) -> None:
     ages = crowd(on_stale)
-    assert ages.expired(5) == ()
+    assert ages.without_slot(5) == ()
     assert ages.decide(5) == BatchDecision((), (), (), (), 1)
     assert CountedDict.num_walked <= 50  # versions, several times each
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.groups.staleness import OnStale, expired_groups, may_form_batch, staleness
+from sluice.algorithm.groups.staleness import GroupAges, OnStale, staleness
 from sluice.algorithm.sampling.admission import YieldEstimate, groups_to_admit, kept_upper_bound
 
 
@@ -27,22 +26,25 @@ class Found(NamedTuple):
     chosen: tuple[int, ...]
     dropped: tuple[int, ...]
     waiting_for: tuple[str, ...]
-    expired: tuple[str, ...]
+    without_slot: tuple[str, ...]
     num_missing: int
 
 
-def by_version(kept: Iterable[tuple[int, int]]) -> dict[int, dict[str, int]]:
-    groups: dict[int, dict[str, int]] = defaultdict(dict)
+def ages_of(
+    kept: Iterable[tuple[int, int]],
+    running: Iterable[tuple[str, int]],
+    *,
+    max_staleness: int,
+    batch_size: int,
+    on_stale: OnStale = "wait",
+) -> GroupAges:
+    """Ages of kept groups, named by their place, and of running ones."""
+    ages = GroupAges(batch_size, max_staleness, on_stale)
     for place, (version, sequence) in enumerate(kept):
-        groups[version][str(place)] = sequence
-    return groups
-
-
-def running_by_version(running: Iterable[tuple[str, int]]) -> dict[int, list[str]]:
-    groups: dict[int, list[str]] = defaultdict(list)
+        ages.keep(f"kept {place}", version, sequence)
     for name, version in running:
-        groups[version].append(name)
-    return groups
+        ages.runs(name, version)
+    return ages
 
 
 def decide(
@@ -55,21 +57,15 @@ def decide(
     batch_size: int = 2,
     kept_bound: Callable[[int], float] = float,
 ) -> Found:
-    running = running_by_version(in_flight)
-    found = may_form_batch(
-        by_version(kept),
-        running,
-        version=version,
-        max_staleness=max_staleness,
-        batch_size=batch_size,
-        on_stale=on_stale,
-        kept_bound=kept_bound,
+    ages = ages_of(
+        kept, in_flight, max_staleness=max_staleness, batch_size=batch_size, on_stale=on_stale
     )
+    found = ages.decide(version, kept_bound)
     return Found(
-        tuple(int(place) for place in found.chosen),
-        tuple(int(place) for place in found.dropped),
-        tuple(name for start_version in found.waiting_for for name in running[start_version]),
-        found.expired,
+        tuple(int(name.removeprefix("kept ")) for name in found.chosen),
+        tuple(int(name.removeprefix("kept ")) for name in found.dropped),
+        tuple(name for start in found.waiting_for for name, v in in_flight if v == start),
+        found.without_slot,
         found.num_missing,
     )
 
@@ -98,7 +94,7 @@ def test_on_policy_batches_hold_the_current_version_only() -> None:
 
 def test_a_running_group_at_its_last_chance_holds_the_batch() -> None:
     found = decide([(3, 1), (3, 2)], [("late", 2), ("new", 3)], version=3, max_staleness=1)
-    assert (found.chosen, found.waiting_for, found.expired) == ((), ("late",), ())
+    assert (found.chosen, found.waiting_for, found.without_slot) == ((), ("late",), ())
 
 
 def test_drop_does_not_wait() -> None:
@@ -111,7 +107,7 @@ def test_groups_beyond_the_bound_are_dropped_and_running_ones_doomed(on_stale: O
     found = decide(
         [(1, 0), (3, 1), (3, 2)], [("a", 1)], version=3, max_staleness=1, on_stale=on_stale
     )
-    assert (found.dropped, found.expired, found.chosen) == ((0,), ("a",), (1, 2))
+    assert (found.dropped, found.without_slot, found.chosen) == ((0,), ("a",), (1, 2))
 
 
 def test_groups_are_dropped_even_when_no_batch_can_be_formed() -> None:
@@ -141,18 +137,18 @@ def test_an_expected_yield_shortens_the_wait_for_places() -> None:
 def test_running_groups_are_doomed_once_kept_ones_fill_their_places() -> None:
     # The last batch that may hold version 2 is the next one, and it is full.
     found = decide([(2, 1), (2, 2)], [("old", 2), ("new", 3)], version=3, max_staleness=1)
-    assert (found.chosen, found.expired, found.waiting_for) == ((0, 1), ("old",), ())
+    assert (found.chosen, found.without_slot, found.waiting_for) == ((0, 1), ("old",), ())
 
 
 def test_running_groups_are_doomed_where_they_would_push_out_a_younger_kept_one() -> None:
     kept = [(2, 1), (3, 2), (3, 3), (3, 4)]
     found = decide(kept, [("old", 2), ("new", 3), ("newest", 4)], version=3, max_staleness=1)
-    assert found.expired == ("old", "new")
+    assert found.without_slot == ("old", "new")
 
 
 def test_on_policy_running_groups_beside_a_full_batch_are_doomed() -> None:
     found = decide([(3, 1), (3, 2)], [("surplus", 3)], version=3, max_staleness=0)
-    assert (found.chosen, found.expired) == ((0, 1), ("surplus",))
+    assert (found.chosen, found.without_slot) == ((0, 1), ("surplus",))
 
 
 def test_a_group_of_an_unannounced_version_stays() -> None:
@@ -229,28 +225,30 @@ class Loop:
 
     def start(self) -> None:
         self.in_flight.append((self.queued.pop(0), self.version))
-        self.cancel_expired()
+        self.cancel_without_slot()
 
     def end(self, index: int, kept: bool) -> None:
         sequence, version = self.in_flight.pop(index)
         self.estimate = self.estimate.observe(kept)
         if kept:
             self.kept.append(KeptGroup(version, sequence))
-            self.cancel_expired()
+            self.cancel_without_slot()
 
     def running(self) -> list[tuple[str, int]]:
         return [(str(sequence), version) for sequence, version in self.in_flight]
 
-    def cancel_expired(self) -> None:
-        expired = expired_groups(
-            by_version(self.kept),
-            running_by_version(self.running()),
-            next_version=self.version + bool(self.num_in_training),
+    def cancel_without_slot(self) -> None:
+        ages = ages_of(
+            self.kept,
+            self.running(),
             max_staleness=self.max_staleness,
             batch_size=self.batch_size,
         )
-        self.cancelled += [sequence for sequence, _ in self.in_flight if str(sequence) in expired]
-        self.in_flight = [group for group in self.in_flight if str(group[0]) not in expired]
+        without_slot = ages.without_slot(self.version + bool(self.num_in_training))
+        self.cancelled += [
+            sequence for sequence, _ in self.in_flight if str(sequence) in without_slot
+        ]
+        self.in_flight = [group for group in self.in_flight if str(group[0]) not in without_slot]
 
     def form(self) -> None:
         if self.num_in_training:

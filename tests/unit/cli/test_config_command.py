@@ -81,7 +81,7 @@ def test_a_sound_configuration_is_exit_code_0_with_its_numbers() -> None:
     assert lines["responses per step"][3:5] == ["512", "512"]
     assert lines["accumulation steps"][2:4] == ["64", "64"]
     assert "--model-config FILE" in text
-    assert text.endswith("No rule is broken.\n")
+    assert text.endswith("No problems found.\n")
 
 
 def test_all_broken_rules_are_printed_with_one_line_that_mends_them() -> None:
@@ -92,7 +92,7 @@ def test_all_broken_rules_are_printed_with_one_line_that_mends_them() -> None:
     assert "sluice cannot run this:\n  - [whole-mini-batches] data.train_batch_size = 64" in text
     assert "verl would refuse this; sluice runs it:\n  - [micro-divides-mini] normalised" in text
     assert f"set {ACTOR}.ppo_mini_batch_size=16\n" in text
-    assert "2 rules are broken. To mend: " in text.splitlines()[-1]
+    assert "2 problems found. To fix: " in text.splitlines()[-1]
 
 
 def test_what_only_verl_refuses_can_be_left_out() -> None:
@@ -102,7 +102,7 @@ def test_what_only_verl_refuses_can_be_left_out() -> None:
     assert "verl would refuse this; sluice runs it:\n  - [micro-divides-mini]" in text
     code, text = check("--rules", "here", *broken)
     assert code == 0
-    assert "No rule is broken." in text
+    assert "No problems found." in text
 
 
 def test_missing_files_are_broken_rules_unless_files_are_left_out(tmp_path: Path) -> None:
@@ -225,10 +225,12 @@ def test_the_keys_of_a_section_are_listed_in_any_spelling_of_it() -> None:
     assert invoke("explain", "no.section")[0] == 1
 
 
-def test_the_keys_that_were_set_are_counted_by_what_becomes_of_them() -> None:
+def test_the_keys_that_were_set_are_counted_by_status() -> None:
     sound = (*SOUND, f"{ACTOR}.megatron.context_parallel_size=1")
     _, text = check(*sound)
-    assert text.splitlines()[-1].startswith("6 keys are set: 4 honoured, 2 not applicable. No rule")
+    assert text.splitlines()[-1].startswith(
+        "6 keys are set: 4 honoured, 2 not applicable. No problems"
+    )
     _, found = check_json(*sound)
     assert found["keys"][f"{ROLLOUT}.n"] == "honoured"
     assert found["keys"][f"{ACTOR}.megatron.context_parallel_size"] == "not applicable"

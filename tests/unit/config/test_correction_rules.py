@@ -129,5 +129,7 @@ def test_how_stale_samples_are_corrected_for_is_reported_at_the_start(
     overrides: tuple[str, ...], means: str
 ) -> None:
     reported = "\n".join(one.text for one in remarks(load_config(None, [STALE, *overrides])))
-    assert f"samples may be 1 versions old; {means}" in reported
-    assert not any("versions old" in one.text for one in remarks(load_config(None, [*overrides])))
+    assert f"samples may lag by at most 1 policy version; {means}" in reported
+    assert not any(
+        "samples may lag" in one.text for one in remarks(load_config(None, [*overrides]))
+    )

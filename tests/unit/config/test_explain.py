@@ -90,7 +90,7 @@ def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead()
     (one,) = notices(settings_of({}, [f"{ROLLOUT}.free_cache_engine=True"], "test"))
     assert one.text == (
         f"{ROLLOUT}.free_cache_engine = true has no effect: the engine has its own devices and "
-        "keeps its cache"
+        "keeps its KV cache"
     )
     (other,) = notices(settings_of({"critic": {"grad_clip": 0.5}}, [], "test"))
     assert (other.rule, other.text) == (
@@ -118,7 +118,7 @@ def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: in
     assert len(found) == expected
     for one in found:
         assert one.rule == KeyStatus.NOT_APPLICABLE
-        assert "run torch, vllm, sglang only" in one.text
+        assert "run only torch, vllm, sglang" in one.text
         assert one.text.endswith(f"set {ROLLOUT}.name=torch")
 
 

@@ -46,7 +46,7 @@ def quoted_lines(command: str) -> list[str]:
 def test_the_launch_of_the_page_is_accepted(launch: Path) -> None:
     code, output = checked(str(launch))
     assert code == 0, output
-    assert "No rule is broken." in output
+    assert "No problems found." in output
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_output_of_the_page_is_printed(launch: Path, command: str) -> None:
         assert line in output
 
 
-def test_every_key_of_the_list_of_what_does_not_work_has_the_standing_it_says() -> None:
+def test_every_key_of_the_list_of_what_does_not_work_has_the_status_it_says() -> None:
     rows = table_rows(PAGE, "## What does not work")
     assert len(rows) > 10
     for setting, named, _ in rows:

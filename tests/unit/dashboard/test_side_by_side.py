@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ def test_only_settings_that_mean_something_differ(tmp_path: Path) -> None:
     assert found["differences"] == [
         {"key": "actor_rollout_ref.actor.optim.lr", "values": ["1e-06", "2e-06"]}
     ]
+
+
+def test_a_copied_run_differs_in_no_path(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    run = a_run(first, [1.0], 1.0, f"data.train_files=[{first}/one.parquet,data/two.parquet]")
+    shutil.copytree(run, tmp_path / "copy")
+    assert compare_folders([run, tmp_path / "copy"], 10)["differences"] == []
+    settings = {row["key"]: row["value"] for row in settings_object(tmp_path / "copy")["settings"]}
+    assert settings["data.train_files"] == "[RUN/one.parquet, data/two.parquet]"
 
 
 def test_runs_of_one_name_are_shown_with_their_paths(tmp_path: Path) -> None:

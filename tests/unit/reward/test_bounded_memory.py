@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.app import RewardLoop, RunFiles
+from services.reward.app import RewardApp, RunFiles
 from services.reward.ledger.ledger import ACKNOWLEDGED_REMEMBERED, PromptLedger
 from sluice.config.run import RunConfig
 from sluice.errors import InvalidRequestError, NotFoundError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, submit
 
 NEVER_ENTERED = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, FrameType)
 
@@ -44,24 +44,24 @@ def num_held(root: object) -> int:
     return found
 
 
-async def steps(loop: RewardLoop, client: ScriptedClient, first: int, count: int) -> None:
+async def steps(app: RewardApp, client: ScriptedClient, first: int, count: int) -> None:
     for step in range(first, first + count):
         client.versions["a"] = step
-        await loop.pipeline.announce("trainer", step, [replica("a", step)], None)
+        await app.loop.announce("trainer", step, [replica("a", step)], None)
         names = 3 * step
-        submit(loop, ["answer=1 right=0", "answer=1 right=2", "answer=1 right=1"], first=names)
-        batch = await loop.pipeline.batches.take(step, step, 5)
-        loop.pipeline.batches.acknowledge(batch.batch_id, step)
+        submit(app, ["answer=1 right=0", "answer=1 right=2", "answer=1 right=1"], first=names)
+        batch = await app.loop.batches.take(step, step, 5)
+        app.loop.batches.acknowledge(batch.batch_id, step)
 
 
 async def test_nothing_grows_with_steps_or_prompts() -> None:
     client, files = ScriptedClient(), RunFiles(ledger=PromptLedger(ended_ids=8))
-    async with running_loop(config(), client, files=files) as loop:
+    async with running_app(config(), client, files=files) as app:
         sizes = []
         for first in (0, 100, 200):
-            await steps(loop, client, first, 100)
+            await steps(app, client, first, 100)
             client.calls.clear()
-            sizes.append(num_held(loop))
+            sizes.append(num_held(app))
     assert max(sizes) - min(sizes) <= 10, sizes
 
 
@@ -86,15 +86,15 @@ def test_an_id_is_refused_while_pending_and_among_the_last_that_ended() -> None:
 
 async def test_the_last_acknowledgements_may_be_repeated_and_older_ones_are_unknown() -> None:
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
+    async with running_app(config(), client) as app:
         batch_ids = []
         for step in range(ACKNOWLEDGED_REMEMBERED + 1):
             client.versions["a"] = step
-            await loop.pipeline.announce("trainer", step, [replica("a", step)], None)
-            submit(loop, ["answer=1 right=1"], first=step)
-            batch_ids.append((await loop.pipeline.batches.take(step, step, 5)).batch_id)
-            loop.pipeline.batches.acknowledge(batch_ids[-1], step)
+            await app.loop.announce("trainer", step, [replica("a", step)], None)
+            submit(app, ["answer=1 right=1"], first=step)
+            batch_ids.append((await app.loop.batches.take(step, step, 5)).batch_id)
+            app.loop.batches.acknowledge(batch_ids[-1], step)
         for batch_id in batch_ids[1:]:
-            loop.pipeline.batches.acknowledge(batch_id, 0)
+            app.loop.batches.acknowledge(batch_id, 0)
         with pytest.raises(NotFoundError):
-            loop.pipeline.batches.acknowledge(batch_ids[0], 0)
+            app.loop.batches.acknowledge(batch_ids[0], 0)

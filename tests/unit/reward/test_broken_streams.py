@@ -10,7 +10,7 @@ import pytest
 
 from services.reward.generation import dispatcher
 from services.reward.generation.dispatcher import BrokenStreams
-from tests.support.reward_loop import settled
+from tests.support.reward_app import settled
 
 
 @pytest.fixture

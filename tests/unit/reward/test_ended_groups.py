@@ -20,7 +20,7 @@ from sluice.telemetry.samples import SampleArchive, SampledGroup, archive_files
 from sluice.types import ChatMessage
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, submit
 from tests.support.source_tree import ROOT
 
 
@@ -50,11 +50,11 @@ async def test_kept_and_filtered_groups_are_archived_with_their_responses(tmp_pa
     log = GroupLog(tmp_path / "groups.jsonl", samples=samples, most_chars=1000)
     files = RunFiles(log=log)
     config = msgspec.convert(tree, RunConfig)
-    async with running_loop(config, ScriptedClient(), files=files) as loop:
-        submit(loop, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+    async with running_app(config, ScriptedClient(), files=files) as app:
+        submit(app, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        batch = await app.loop.batches.take(1, 0, 5)
+        app.loop.batches.acknowledge(batch.batch_id, 1)
     log.close()
     found = groups_in(tmp_path / "samples")
     assert {name: (group.end, group.step) for name, group in found.items()} == {
@@ -116,7 +116,7 @@ def test_a_text_that_is_no_unicode_costs_its_group_and_no_other(
         add(log, name, text)
     log.close()
     assert set(groups_in(tmp_path)) == {"first", "last"}
-    assert "group bad is not kept" in caplog.text
+    assert "group bad is not logged" in caplog.text
 
 
 @pytest.mark.parametrize("error", [KeyError("a defect"), OSError("the disk is full")])

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.prompts.submissions import Submission, SubmissionSession
@@ -18,11 +18,11 @@ from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, PeerDefectError, PeerError, SluiceError
 from sluice.types import ChatMessage, Failed, FailureKind, Outcome, PromptEnd, Rollout
-from tests.support.reward_loop import (
+from tests.support.reward_app import (
     InlineScorer,
     ScriptedClient,
     replica,
-    running_loop,
+    running_app,
     settled,
     submit,
 )
@@ -59,21 +59,21 @@ def config(
     return msgspec.convert(tree, RunConfig)
 
 
-async def attempted(loop: RewardLoop, name: str, words: str = MIXED) -> str:
+async def attempted(app: RewardApp, name: str, words: str = MIXED) -> str:
     """The detail of the end of a prompt that fails."""
     message = ChatMessage("user", words)
-    loop.submissions.submit(Submission(name, (message,), "math_dapo", "1", {}), SubmissionSession())
-    await settled(lambda: loop.ledger.ended(name) is not None)
-    ended = loop.ledger.ended(name)
+    app.submissions.submit(Submission(name, (message,), "math_dapo", "1", {}), SubmissionSession())
+    await settled(lambda: app.ledger.ended(name) is not None)
+    ended = app.ledger.ended(name)
     assert ended is not None
     assert ended.end is PromptEnd.DROPPED_FAILED
     return ended.detail
 
 
-def outcomes(loop: RewardLoop) -> dict[str, float]:
+def outcomes(app: RewardApp) -> dict[str, float]:
     """Samples by how they ended, but for those that are none."""
     prefix = "reward/outcomes/"
-    found = loop.statistics().items()
+    found = app.statistics().items()
     return {name.removeprefix(prefix): n for name, n in found if name.startswith(prefix) and n}
 
 
@@ -93,10 +93,10 @@ async def test_samples_of_a_group_whose_rest_fails_count_once_each(
     broken: tuple[int, ...], expected: dict[str, float]
 ) -> None:
     client = ScriptedClient(before_sample=breaking(broken, EngineError("out of memory")))
-    async with running_loop(config("staged", actor=WHOLE_GROUPS), client) as loop:
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        await attempted(loop, "p0")
-        assert outcomes(loop) == expected
+    async with running_app(config("staged", actor=WHOLE_GROUPS), client) as app:
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        await attempted(app, "p0")
+        assert outcomes(app) == expected
 
 
 async def test_a_group_without_a_sample_in_time_is_aborted_and_no_strike() -> None:
@@ -104,11 +104,11 @@ async def test_a_group_without_a_sample_in_time_is_aborted_and_no_strike() -> No
         await asyncio.Event().wait()
 
     rules = config(group_deadline_s=0.05, outcomes={"max_strikes": 1})
-    async with running_loop(rules, ScriptedClient(before_sample=hold)) as loop:
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        assert (await attempted(loop, "p0")).startswith("aborted: no sample finished within")
-        assert outcomes(loop) == {"aborted": SAMPLES}
-        assert loop.statistics()["reward/quarantine"] == 0
+    async with running_app(rules, ScriptedClient(before_sample=hold)) as app:
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        assert (await attempted(app, "p0")).startswith("aborted: no sample finished within")
+        assert outcomes(app) == {"aborted": SAMPLES}
+        assert app.statistics()["reward/quarantine"] == 0
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ async def test_lost_replicas_are_no_strike_and_errors_that_an_engine_answers_wit
     broken: tuple[int, ...], error: SluiceError, is_quarantined: bool
 ) -> None:
     client = ScriptedClient(before_sample=breaking(broken, error))
-    async with running_loop(config(outcomes={"max_strikes": 2}), client) as loop:
-        await loop.pipeline.announce("trainer", 0, [replica("a"), replica("b")], None)
-        details = [await attempted(loop, f"p{number}") for number in range(3)]
-        assert loop.statistics()["reward/quarantine"] == is_quarantined
+    async with running_app(config(outcomes={"max_strikes": 2}), client) as app:
+        await app.loop.announce("trainer", 0, [replica("a"), replica("b")], None)
+        details = [await attempted(app, f"p{number}") for number in range(3)]
+        assert app.statistics()["reward/quarantine"] == is_quarantined
     assert details[2].startswith("quarantined: ") == is_quarantined
 
 
@@ -146,13 +146,13 @@ async def test_a_group_that_fails_without_a_strike_takes_earlier_ones_back(
     kinds: tuple[FailureKind, ...], is_quarantined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fates = ScriptedOutcomes(*kinds)
-    monkeypatch.setattr("tests.support.reward_loop.InlineScorer", lambda: fates)
+    monkeypatch.setattr("tests.support.reward_app.InlineScorer", lambda: fates)
     rules = config(outcomes={"max_strikes": 2, "scorer_crash": {"action": "leave_out"}})
-    async with running_loop(rules, ScriptedClient()) as loop:
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+    async with running_app(rules, ScriptedClient()) as app:
+        await app.loop.announce("trainer", 0, [replica("a")], None)
         for number in range(3):
-            await attempted(loop, f"p{number}")
-        assert loop.statistics()["reward/quarantine"] == is_quarantined
+            await attempted(app, f"p{number}")
+        assert app.statistics()["reward/quarantine"] == is_quarantined
 
 
 async def test_a_visit_that_loses_its_replicas_takes_strikes_back() -> None:
@@ -161,13 +161,13 @@ async def test_a_visit_that_loses_its_replicas_takes_strikes_back() -> None:
     async def fail(_name: str, _request: GroupRequest, _index: int) -> None:
         raise errors.pop(0) if errors else BROKEN
 
-    async with running_loop(
+    async with running_app(
         config(outcomes={"max_strikes": 2}), ScriptedClient(before_sample=fail)
-    ) as loop:
-        await loop.pipeline.announce("trainer", 0, [replica("a"), replica("b")], None)
+    ) as app:
+        await app.loop.announce("trainer", 0, [replica("a"), replica("b")], None)
         for number in range(3):
-            await attempted(loop, f"p{number}")
-        assert loop.statistics()["reward/quarantine"] == 0
+            await attempted(app, f"p{number}")
+        assert app.statistics()["reward/quarantine"] == 0
 
 
 async def test_tokens_of_samples_that_were_drawn_again_have_failed(
@@ -190,13 +190,13 @@ async def test_tokens_of_samples_that_were_drawn_again_have_failed(
 
     monkeypatch.setattr(InlineScorer, "score", score)
     rules = config(outcomes={"unscorable": {"action": "generate_again", "max_attempts": 3}})
-    async with running_loop(rules, ScriptedClient(make=named)) as loop:
-        submit(loop, ["first"])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
-        statistics = loop.statistics()
-        counted = outcomes(loop)
+    async with running_app(rules, ScriptedClient(make=named)) as app:
+        submit(app, ["first"])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        batch = await app.loop.batches.take(1, 0, 5)
+        app.loop.batches.acknowledge(batch.batch_id, 1)
+        statistics = app.statistics()
+        counted = outcomes(app)
     uses = {use: statistics[f"reward/tokens/{use}"] for use in ("trained", "failed", "aborted")}
     assert uses == {"trained": 3 * SAMPLES, "failed": 2 * 3, "aborted": 0}
     assert counted == {"scored": SAMPLES, "unscorable": 2}

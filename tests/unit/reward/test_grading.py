@@ -11,7 +11,7 @@ import pytest
 
 from services.reward.grading.grader import Grader, OverlongShaping, overlong_shaping
 from services.reward.grading.messages import ScorerInput
-from sluice.algorithm.groups.filter import GroupNeeds, judge
+from sluice.algorithm.groups.filter import GroupNeeds, filter_group
 from sluice.config.schema.reward import RewardConfig
 from sluice.errors import ConfigError
 from sluice.types import (
@@ -143,7 +143,7 @@ LOST = Failed(FailureKind.SCORER_CRASH, "exit code 3")
 def test_a_group_is_judged_by_what_could_be_scored(
     outcomes: list[Outcome], end: PromptEnd | None
 ) -> None:
-    assert judge(graded_of(*outcomes), metric="acc").end is end
+    assert filter_group(graded_of(*outcomes), metric="acc").end is end
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_a_group_is_judged_by_what_could_be_scored(
 def test_where_the_loss_compares_whole_groups_one_sample_lost_is_too_many(
     outcomes: list[Outcome], detail: str
 ) -> None:
-    verdict = judge(graded_of(*outcomes), metric="acc", needs=GroupNeeds(whole_groups=True))
+    decision = filter_group(graded_of(*outcomes), metric="acc", needs=GroupNeeds(whole_groups=True))
     end = PromptEnd.DROPPED_FAILED if detail else None
-    assert (verdict.end, verdict.detail) == (end, detail)
+    assert (decision.end, decision.detail) == (end, detail)
 
 
 @pytest.mark.parametrize("greedy", [right(), right(-1)])
@@ -178,31 +178,31 @@ def test_a_group_is_not_filtered_by_its_greedy_response(
     outcomes: list[Outcome], end: PromptEnd | None, greedy: Scored
 ) -> None:
     graded = replace(graded_of(*outcomes), greedy=graded_of(greedy))
-    assert judge(graded, metric="acc").end is end
+    assert filter_group(graded, metric="acc").end is end
 
 
 def test_a_group_without_the_score_of_its_greedy_response_has_failed() -> None:
     graded = replace(graded_of(right(), right(-1)), greedy=graded_of(LOST))
-    verdict = judge(graded, metric="acc")
-    assert verdict.end is PromptEnd.DROPPED_FAILED
-    assert verdict.detail == (
+    decision = filter_group(graded, metric="acc")
+    assert decision.end is PromptEnd.DROPPED_FAILED
+    assert decision.detail == (
         "scorer_crash: no score of the greedy response, the baseline: exit code 3"
     )
 
 
 def test_an_empty_greedy_response_is_a_baseline_as_any_other() -> None:
     graded = replace(graded_of(right(), right(-1)), greedy=graded_of(right(-1), num_tokens=0))
-    assert judge(graded, metric="acc").end is None
+    assert filter_group(graded, metric="acc").end is None
     assert (graded.baseline_reward, graded.oldest_version) == (-1.0, 0)
 
 
 def test_without_a_filter_uniform_groups_are_kept() -> None:
-    assert judge(graded_of(right(), right()), metric=None).end is None
+    assert filter_group(graded_of(right(), right()), metric=None).end is None
 
 
 def test_a_group_without_tokens_has_failed() -> None:
-    verdict = judge(graded_of(right(), right(-1), num_tokens=0), metric="acc")
-    assert (verdict.end, verdict.detail) == (PromptEnd.DROPPED_FAILED, "all responses are empty")
+    decision = filter_group(graded_of(right(), right(-1), num_tokens=0), metric="acc")
+    assert (decision.end, decision.detail) == (PromptEnd.DROPPED_FAILED, "all responses are empty")
 
 
 def of_data_set(graded: GradedGroup) -> GradedGroup:
@@ -211,18 +211,18 @@ def of_data_set(graded: GradedGroup) -> GradedGroup:
 
 
 def test_a_clients_prompt_without_the_filters_metric_fails_alone() -> None:
-    verdict = judge(graded_of(right(), right(-1)), metric="elegance")
-    assert verdict.end is PromptEnd.DROPPED_FAILED
-    assert verdict.detail.startswith(f"{FailureKind.UNSCORABLE}: ")
-    assert "no 'elegance'" in verdict.detail
+    decision = filter_group(graded_of(right(), right(-1)), metric="elegance")
+    assert decision.end is PromptEnd.DROPPED_FAILED
+    assert decision.detail.startswith(f"{FailureKind.UNSCORABLE}: ")
+    assert "no 'elegance'" in decision.detail
 
 
 def test_a_data_set_prompt_without_the_filters_metric_is_an_error_that_names_it() -> None:
     graded = of_data_set(graded_of(right(), right(-1)))
     with pytest.raises(ConfigError, match=r"data-4 of data source 'math_dapo'.*no 'elegance'"):
-        judge(graded, metric="elegance")
+        filter_group(graded, metric="elegance")
 
 
 def test_the_first_failure_is_told() -> None:
-    verdict = judge(graded_of(LOST, LOST), metric="acc")
-    assert verdict.detail == "2 of 2 samples failed, the first: scorer_crash: exit code 3"
+    decision = filter_group(graded_of(LOST, LOST), metric="acc")
+    assert decision.detail == "2 of 2 samples failed, the first: scorer_crash: exit code 3"

@@ -10,11 +10,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.dispatcher import GroupDispatcher, generate_group
 from services.reward.generation.request import (
-    GroupBudget,
     GroupFailedError,
+    GroupProgress,
     GroupRequest,
     Purpose,
     SampleCallback,
@@ -23,7 +23,7 @@ from services.reward.group import GroupState
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, EngineError
 from sluice.types import ChatMessage, Prompt, PromptOrigin, Rollout, RolloutGroup, SamplingParams
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
 MIXED, WRONG, RIGHT = "answer=1 right=1", "answer=1 right=0", "answer=1 right=2"
@@ -67,13 +67,13 @@ class GreedyClient(ScriptedClient):
         )
 
 
-async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> None:
+async def publish(app: RewardApp, client: ScriptedClient, version: int) -> None:
     client.versions["a"] = version
-    await loop.pipeline.announce("trainer", version, [replica("a", version)], None)
+    await app.loop.announce("trainer", version, [replica("a", version)], None)
 
 
-def ends(loop: RewardLoop) -> dict[str, int]:
-    return {end.value: count for end, count in loop.ledger.by_end.items() if count}
+def ends(app: RewardApp) -> dict[str, int]:
+    return {end.value: count for end, count in app.ledger.by_end.items() if count}
 
 
 @pytest.mark.parametrize(("greedy_is_right", "reward"), [(True, 1.0), (False, -1.0)])
@@ -81,10 +81,10 @@ async def test_a_group_carries_the_reward_of_a_greedy_response_to_its_prompt(
     greedy_is_right: bool, reward: float
 ) -> None:
     client = GreedyClient(greedy_is_right)
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 2)
-        await publish(loop, client, 0)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 2)
+        await publish(app, client, 0)
+        batch = await app.loop.batches.take(1, 0, 5)
     assert [group.baseline_reward for group in batch.groups] == [reward] * 2
     assert [len(group.rollouts) for group in batch.groups] == [2, 2]
     assert all(r.num_tokens == SAMPLE_TOKENS for g in batch.groups for r in g.rollouts)
@@ -100,10 +100,10 @@ async def test_a_group_carries_the_reward_of_a_greedy_response_to_its_prompt(
 
 async def test_without_remax_no_greedy_response_is_drawn() -> None:
     client = GreedyClient()
-    async with running_loop(config(estimator="grpo"), client) as loop:
-        submit(loop, [MIXED] * 2)
-        await publish(loop, client, 0)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(estimator="grpo"), client) as app:
+        submit(app, [MIXED] * 2)
+        await publish(app, client, 0)
+        batch = await app.loop.batches.take(1, 0, 5)
     assert [group.baseline_reward for group in batch.groups] == [None, None]
     assert not any(map(is_greedy, client.requests))
     assert batch.statistics["train/greedy_tokens"] == 0
@@ -111,30 +111,30 @@ async def test_without_remax_no_greedy_response_is_drawn() -> None:
 
 async def test_the_filter_does_not_see_the_greedy_response() -> None:
     client = GreedyClient(greedy_is_right=True)
-    async with running_loop(config(), client) as loop:
-        session = submit(loop, [WRONG])
-        await publish(loop, client, 0)
-        await settled(lambda: ends(loop) == {"filtered_all_wrong": 1})
+    async with running_app(config(), client) as app:
+        session = submit(app, [WRONG])
+        await publish(app, client, 0)
+        await settled(lambda: ends(app) == {"filtered_all_wrong": 1})
     assert session.num_open == 0
 
 
 async def test_one_sample_and_one_greedy_response_make_a_group() -> None:
     client = GreedyClient(greedy_is_right=False)
-    async with running_loop(config(n=1, filters=False), client) as loop:
-        submit(loop, [RIGHT] * 2)
-        await publish(loop, client, 0)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(n=1, filters=False), client) as app:
+        submit(app, [RIGHT] * 2)
+        await publish(app, client, 0)
+        batch = await app.loop.batches.take(1, 0, 5)
     assert [(g.scores[0].reward, g.baseline_reward) for g in batch.groups] == [(1.0, -1.0)] * 2
 
 
 async def test_greedy_tokens_are_generated_tokens_and_have_a_count_of_their_own() -> None:
     client = GreedyClient()
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED, WRONG, MIXED])
-        await publish(loop, client, 0)
-        await settled(lambda: loop.groups.num_kept == 2 and bool(ends(loop)))
-        found = (await loop.pipeline.batches.take(1, 0, 5)).statistics
-        totals = loop.counters.totals()
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED, WRONG, MIXED])
+        await publish(app, client, 0)
+        await settled(lambda: app.groups.num_kept == 2 and bool(ends(app)))
+        found = (await app.loop.batches.take(1, 0, 5)).statistics
+        totals = app.counters.totals()
     assert found["train/greedy_tokens"] == 3 * GREEDY_TOKENS
     assert found["train/trained_tokens"] == 4 * SAMPLE_TOKENS
     assert found["train/generated_tokens"] == 3 * GREEDY_TOKENS + 6 * SAMPLE_TOKENS
@@ -152,11 +152,11 @@ async def test_a_prompt_without_its_greedy_response_is_dropped_with_the_reason(
             raise EngineError("the engine is on fire")
 
     client = GreedyClient(before_sample=fail)
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED])
-        await publish(loop, client, 0)
-        await settled(lambda: ends(loop) == {"dropped_failed": 1})
-        totals = loop.counters.totals()
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED])
+        await publish(app, client, 0)
+        await settled(lambda: ends(app) == {"dropped_failed": 1})
+        totals = app.counters.totals()
     line = next(line for line in caplog.messages if "dropped" in line)
     assert "(replica a): engine_error: no greedy response, the baseline" in line
     assert "on fire" in line
@@ -172,15 +172,15 @@ async def test_a_kept_group_is_as_old_as_its_oldest_response_the_greedy_one_incl
             await gate.wait()
 
     client.before_sample = hold_samples
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 2)
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 2)
+        await publish(app, client, 0)
         await settled(lambda: len(list(filter(is_greedy, client.requests))) == 2)
         client.versions["a"] = 1  # the samples' tokens are all of version 1
         gate.set()
-        await settled(lambda: loop.groups.num_kept == 2)
-        assert len(loop.groups.ages.decide(1).chosen) == 2
-        assert len(loop.groups.ages.decide(2).dropped) == 2
+        await settled(lambda: app.groups.num_kept == 2)
+        assert len(app.groups.ages.decide(1).chosen) == 2
+        assert len(app.groups.ages.decide(2).dropped) == 2
 
 
 async def hang(_name: str, _request: GroupRequest, _index: int) -> None:
@@ -189,24 +189,24 @@ async def hang(_name: str, _request: GroupRequest, _index: int) -> None:
 
 async def test_a_greedy_response_takes_a_place_on_the_fleet_as_a_sample_does() -> None:
     client = GreedyClient(before_sample=hang)
-    async with running_loop(config(n=1, filters=False, inflight_slack=1.0), client) as loop:
-        submit(loop, [MIXED])
-        await loop.pipeline.announce("trainer", 0, [replica("a", slots=3)], None)
+    async with running_app(config(n=1, filters=False, inflight_slack=1.0), client) as app:
+        submit(app, [MIXED])
+        await app.loop.announce("trainer", 0, [replica("a", slots=3)], None)
         await settled(lambda: len(client.calls) == 2)
-        submit(loop, [MIXED], first=1)  # one slot is free, two are needed
+        submit(app, [MIXED], first=1)  # one slot is free, two are needed
         for _ in range(50):
             await asyncio.sleep(0)
-        assert loop.groups["p1"].state is GroupState.WAITING
+        assert app.groups["p1"].state is GroupState.WAITING
 
 
 async def test_at_shutdown_both_streams_are_cancelled() -> None:
     client = GreedyClient(before_sample=hang)
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED])
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED])
+        await publish(app, client, 0)
         await settled(lambda: len(client.calls) == 2)
     assert client.cancelled == ["p0", "p0"]
-    assert loop.ledger.num_pending == 1
+    assert app.ledger.num_pending == 1
 
 
 PROMPT = Prompt("p", 0, (ChatMessage("user", "?"),), "s", "1", PromptOrigin.CLIENT, None)
@@ -229,9 +229,11 @@ class FakeDispatcher:
         return RolloutGroup(request.prompt, PROMPT_TOKENS, ())
 
 
-async def generated(act: Act, on_start: Callable[[int | None], None] = lambda _: None) -> None:
+async def generated(
+    act: Act, on_oldest_version: Callable[[int | None], None] = lambda _: None
+) -> None:
     dispatcher = cast("GroupDispatcher", FakeDispatcher(act))
-    request = replace(REQUEST, budget=GroupBudget(on_start=on_start))
+    request = replace(REQUEST, progress=GroupProgress(on_oldest_version=on_oldest_version))
     await generate_group(dispatcher, request, GREEDY)
 
 
@@ -242,9 +244,9 @@ async def test_a_prompt_has_started_when_the_older_of_the_two_has(
     reported: list[int | None] = []
 
     def start(request: GroupRequest) -> None:
-        part = request.budget.new_part()
-        request.budget.note_version(part, None)
-        request.budget.note_version(part, greedy if is_greedy(request) else samples)
+        part = request.progress.new_part()
+        request.progress.note_version(part, None)
+        request.progress.note_version(part, greedy if is_greedy(request) else samples)
 
     await generated(start, reported.append)
     assert reported == [None, samples, samples, 3]

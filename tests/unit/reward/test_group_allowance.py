@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
 from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
-from tests.support.reward_loop import (
+from tests.support.reward_app import (
     InlineScorer,
     ScriptedClient,
     replica,
-    running_loop,
+    running_app,
     settled,
     submit,
 )
@@ -57,9 +57,9 @@ def late_grades(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InlineScorer, "score", score)
 
 
-async def outcome_of(loop: RewardLoop, words: str) -> Any:
-    session = submit(loop, [words])
-    await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+async def outcome_of(app: RewardApp, words: str) -> Any:
+    session = submit(app, [words])
+    await app.loop.announce("trainer", 0, [replica("a")], None)
     await settled(lambda: session.num_open == 0, timeout_s=20)
     await session.next_event()
     return await session.next_event()
@@ -69,10 +69,10 @@ async def test_a_group_over_after_its_first_samples_is_judged_without_asking_for
     late_grades: None,
 ) -> None:
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        (group,) = (await loop.pipeline.batches.take(1, 0, 20)).groups
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        (group,) = (await app.loop.batches.take(1, 0, 20)).groups
     assert [r.sample_index for r in group.rollouts] == [0, 1]
     assert client.calls == [("a", "p0", (0, 1))]
 
@@ -81,9 +81,9 @@ async def test_no_strategy_is_asked_whether_a_group_that_is_over_goes_on(
     late_grades: None,
 ) -> None:
     client, asked = ScriptedClient(), []
-    async with running_loop(config(), client) as loop:
-        loop.strategy.after_probes = lambda *a, **_: asked.append(a)  # type: ignore[method-assign]
-        outcome = await outcome_of(loop, "answer=1 right=4")
+    async with running_app(config(), client) as app:
+        app.strategy.after_probes = lambda *a, **_: asked.append(a)  # type: ignore[method-assign]
+        outcome = await outcome_of(app, "answer=1 right=4")
     assert (outcome.end, outcome.detail) == (
         PromptEnd.FILTERED_ALL_RIGHT,
         "after 2 of 4 samples",
@@ -94,8 +94,8 @@ async def test_no_strategy_is_asked_whether_a_group_that_is_over_goes_on(
 
 async def test_a_group_over_without_its_baseline_fails(late_grades: None) -> None:
     client = ScriptedClient()
-    async with running_loop(config(estimator="remax"), client) as loop:
-        outcome = await outcome_of(loop, MIXED)
+    async with running_app(config(estimator="remax"), client) as app:
+        outcome = await outcome_of(app, MIXED)
     assert outcome.end is PromptEnd.DROPPED_FAILED
     assert "no score of the greedy response" in outcome.detail
     assert client.calls == [("a", "p0", (0, 1))]
@@ -107,9 +107,9 @@ async def test_parts_under_way_end_together_and_one_without_a_sample_spoils_no_g
             await asyncio.Event().wait()
 
     client = ScriptedClient(before_sample=hold)
-    async with running_loop(config(probes=3), client) as loop:
-        submit(loop, [MIXED])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        (group,) = (await loop.pipeline.batches.take(1, 0, 20)).groups
+    async with running_app(config(probes=3), client) as app:
+        submit(app, [MIXED])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        (group,) = (await app.loop.batches.take(1, 0, 20)).groups
     assert [r.sample_index for r in group.rollouts] == [0, 1]
     assert client.calls == [("a", "p0", (0, 1, 2)), ("a", "p0", (3,))]

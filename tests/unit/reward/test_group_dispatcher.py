@@ -26,7 +26,7 @@ from sluice.errors import (
 )
 from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollout, SamplingParams
 from tests.support.domain_values import with_turn
-from tests.support.reward_loop import ScriptedClient, replica, settled
+from tests.support.reward_app import ScriptedClient, replica, settled
 from tests.support.scripted_rollout import rollout_of
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
@@ -238,7 +238,7 @@ async def test_the_oldest_version_in_a_group_is_told_through_all_attempts() -> N
     setting = Setting(client)
     await setting.dispatcher.announce([replica("a", 3), replica("b", 4)])
     asked = request()
-    asked.budget.on_start = reported.append
+    asked.progress.on_oldest_version = reported.append
     group = await setting.dispatcher.generate(asked)
     assert reported == [None, 3, 3, 3]
     assert group.oldest_version == 3

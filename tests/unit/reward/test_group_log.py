@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from sluice.config.run import RunConfig
 from sluice.types import PromptEnd
 from tests.support.client_prompt import client_prompt
 from tests.support.group_events import group_ended
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, submit
 
 KEYS = (
     *("prompt_id", "key", "end", "right", "scored", "tokens", "version", "oldest_version"),
@@ -75,6 +77,21 @@ def test_a_prompt_that_never_started_leaves_no_line(tmp_path: Path) -> None:
     assert not (tmp_path / "groups.jsonl").exists()
 
 
+def test_a_group_that_cannot_be_logged_costs_its_own_line_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds: Iterator[Any] = iter([0.0, None, 1.0, 2.0])  # no time for the first group
+    file = tmp_path / "groups.jsonl"
+    log = GroupLog(file, 16, lambda: next(seconds))
+    for name, key in (("defect", "aa"), ("no text", "\ud800"), ("whole", "aa")):
+        attempt = Attempt(key, 3, None, 4)
+        log.observe(group_ended(client_prompt(prompt_id=name), attempt=attempt))
+    log.close()
+    assert [line["prompt_id"] for line in lines(file)] == ["whole"]
+    assert "group defect has no line in the log" in caplog.text
+    assert "group no text is not logged" in caplog.text
+
+
 def test_a_log_that_cannot_be_written_is_reported_once_with_the_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,11 +114,11 @@ async def test_the_loop_logs_kept_and_filtered_groups_as_they_end(tmp_path: Path
     log = GroupLog(path)
     files = RunFiles(log=log)
     config = msgspec.convert(tree, RunConfig)
-    async with running_loop(config, ScriptedClient(), files=files) as loop:
-        submit(loop, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+    async with running_app(config, ScriptedClient(), files=files) as app:
+        submit(app, ["answer=1 right=0", "answer=1 right=1", "answer=1 right=3"])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        batch = await app.loop.batches.take(1, 0, 5)
+        app.loop.batches.acknowledge(batch.batch_id, 1)
     log.close()
     found = {line["prompt_id"]: line for line in lines(path)}
     assert {name: line["end"] for name, line in found.items()} == {

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.group import GroupState
 from services.reward.groups.run import joined
-from sluice.algorithm.groups.filter import GroupNeeds, judge_probes
+from sluice.algorithm.groups.filter import GroupNeeds, filter_probes
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, InvalidRequestError
 from sluice.types import (
@@ -28,11 +28,11 @@ from sluice.types import (
     TrainBatch,
 )
 from tests.support.client_prompt import client_prompt
-from tests.support.reward_loop import (
+from tests.support.reward_app import (
     InlineScorer,
     ScriptedClient,
     replica,
-    running_loop,
+    running_app,
     settled,
     submit,
 )
@@ -69,9 +69,9 @@ def config(
     return msgspec.convert(tree, RunConfig)
 
 
-def stop_all(loop: RewardLoop) -> None:
+def stop_all(app: RewardApp) -> None:
     """No group with uniform probes goes on."""
-    loop.strategy.after_probes = lambda *_, **__: None  # type: ignore[method-assign]
+    app.strategy.after_probes = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def group_of(*outcomes: Outcome, first_index: int = 0, greedy: int = 0) -> GradedGroup:
@@ -109,21 +109,21 @@ def test_probes_judge_a_group_only_where_the_rest_could_not_help_or_they_agree(
     outcomes: tuple[Outcome, ...], whole_groups: bool, end: PromptEnd | None
 ) -> None:
     needs = GroupNeeds(whole_groups=whole_groups)
-    verdict = judge_probes(group_of(*outcomes), metric="acc", needs=needs)
-    assert (verdict.end if verdict else None) is end
+    decision = filter_probes(group_of(*outcomes), metric="acc", needs=needs)
+    assert (decision.end if decision else None) is end
 
 
-async def first_batch(loop: RewardLoop) -> TrainBatch:
-    await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-    return await loop.pipeline.batches.take(1, 0, 5)
+async def first_batch(app: RewardApp) -> TrainBatch:
+    await app.loop.announce("trainer", 0, [replica("a")], None)
+    return await app.loop.batches.take(1, 0, 5)
 
 
 async def test_a_staged_group_has_the_tokens_of_one_that_is_drawn_at_once() -> None:
     batches = []
     for strategy in ("stream", "staged"):
-        async with running_loop(config(strategy), ScriptedClient()) as loop:
-            submit(loop, [MIXED])
-            batches.append(await first_batch(loop))
+        async with running_app(config(strategy), ScriptedClient()) as app:
+            submit(app, [MIXED])
+            batches.append(await first_batch(app))
     (whole,), (staged,) = (batch.groups for batch in batches)
     assert [r.token_ids.tolist() for r in whole.rollouts] == [
         r.token_ids.tolist() for r in staged.rollouts
@@ -133,10 +133,10 @@ async def test_a_staged_group_has_the_tokens_of_one_that_is_drawn_at_once() -> N
 
 async def test_a_group_stopped_after_its_probes_tells_its_client_how_many_were_drawn() -> None:
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
-        stop_all(loop)
-        session = submit(loop, ["answer=1 right=2"])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+    async with running_app(config(), client) as app:
+        stop_all(app)
+        session = submit(app, ["answer=1 right=2"])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
         await settled(lambda: session.num_open == 0)
         await session.next_event()
         outcome: Any = await session.next_event()
@@ -150,10 +150,10 @@ async def test_a_group_stopped_after_its_probes_tells_its_client_how_many_were_d
 
 async def test_the_greedy_response_is_drawn_only_for_groups_that_go_on() -> None:
     client = ScriptedClient()
-    async with running_loop(config(estimator="remax"), client) as loop:
-        stop_all(loop)
-        submit(loop, ["answer=1 right=2", MIXED])
-        (group,) = (await first_batch(loop)).groups
+    async with running_app(config(estimator="remax"), client) as app:
+        stop_all(app)
+        submit(app, ["answer=1 right=2", MIXED])
+        (group,) = (await first_batch(app)).groups
     assert group.prompt_id == "p1"
     assert group.baseline_reward == 1.0
     assert sorted(client.calls) == [
@@ -189,14 +189,14 @@ async def test_a_group_that_goes_on_is_served_before_one_that_starts(
     monkeypatch.setattr(InlineScorer, "score", score)
     client = ScriptedClient(before_sample=hold)
     settings = config(asynchrony={"max_staleness": 7}, reward={"inflight_slack": 1.0})
-    async with running_loop(settings, client) as loop:
-        submit(loop, ["answer=1 right=1 slow", *[MIXED] * 7])
-        await loop.pipeline.announce("trainer", 0, [replica("a", slots=2)], None)
+    async with running_app(settings, client) as app:
+        submit(app, ["answer=1 right=1 slow", *[MIXED] * 7])
+        await app.loop.announce("trainer", 0, [replica("a", slots=2)], None)
         await settled(lambda: ("a", "p1", (0, 1)) in client.calls)  # the fleet is full
         grades.opened.set()
-        await settled(lambda: loop.queue.num_waiting == 1)
+        await settled(lambda: app.queue.num_waiting == 1)
         running.set()
-        await settled(lambda: loop.groups.num_kept >= 3)
+        await settled(lambda: app.groups.num_kept >= 3)
     order = [(prompt_id, indexes) for _, prompt_id, indexes in client.calls]
     assert order[:3] == [("p0", (0, 1)), ("p1", (0, 1)), ("p0", (2, 3))]
 
@@ -215,20 +215,20 @@ async def test_a_group_is_as_old_as_its_probes_when_its_rest_is_drawn_by_a_newer
 
     monkeypatch.setattr(InlineScorer, "score", score)
     client = ScriptedClient(before_sample=hold)
-    async with running_loop(config(), client) as loop:
-        submit(loop, ["answer=1 right=1 slow", MIXED, MIXED])
-        assert (await first_batch(loop)).groups[0].prompt_id == "p1"
-        loop.pipeline.batches.acknowledge(loop.ledger.open_lease.batch_id, 1)  # type: ignore[union-attr]
+    async with running_app(config(), client) as app:
+        submit(app, ["answer=1 right=1 slow", MIXED, MIXED])
+        assert (await first_batch(app)).groups[0].prompt_id == "p1"
+        app.loop.batches.acknowledge(app.ledger.open_lease.batch_id, 1)  # type: ignore[union-attr]
         client.versions["a"] = 1
-        await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
+        await app.loop.announce("trainer", 1, [replica("a", 1)], None)
         grades.opened.set()
         await settled(lambda: ("a", "p0", (2, 3)) in client.calls)
-        await settled(lambda: loop.groups.num_kept == 1)
-        assert loop.groups["p0"].state is GroupState.GENERATING
+        await settled(lambda: app.groups.num_kept == 1)
+        assert app.groups["p0"].state is GroupState.GENERATING
         with pytest.raises(DeadlineError, match="generating 1 groups"):
-            await loop.pipeline.batches.take(2, 1, 0.2)
+            await app.loop.batches.take(2, 1, 0.2)
         rest.set()
-        batch = await loop.pipeline.batches.take(2, 1, 5)
+        batch = await app.loop.batches.take(2, 1, 5)
         assert batch.groups[0].prompt_id == "p0"
         assert [r.oldest_version for r in batch.groups[0].rollouts] == [0, 0, 1, 1]
         assert batch.statistics["train/staleness_max"] == 1
@@ -259,15 +259,15 @@ async def test_the_rest_of_a_group_does_not_wait_for_a_long_probe_once_two_diffe
 
     monkeypatch.setattr(InlineScorer, "score", score)
     client = ScriptedClient(before_sample=hold)
-    async with running_loop(config(samples=5, probes=3), client) as loop:
-        submit(loop, [MIXED])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+    async with running_app(config(samples=5, probes=3), client) as app:
+        submit(app, [MIXED])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
         await settled(lambda: ("a", "p0", (3, 4)) in client.calls)
-        assert loop.groups["p0"].state is GroupState.GENERATING
-        assert loop.groups.counts["grading"] == 0
+        assert app.groups["p0"].state is GroupState.GENERATING
+        assert app.groups.counts["grading"] == 0
         long_probe.set()
-        (group,) = (await loop.pipeline.batches.take(1, 0, 5)).groups
-        assert loop.groups.counts["grading"] == 0
+        (group,) = (await app.loop.batches.take(1, 0, 5)).groups
+        assert app.groups.counts["grading"] == 0
     assert [r.sample_index for r in group.rollouts] == [0, 1, 2, 3, 4]
     assert grades.num_graded == 5  # each sample once
 
@@ -279,31 +279,31 @@ async def test_a_group_whose_probe_fails_while_its_rest_is_drawn_ends_with_that_
             raise InvalidRequestError("refused")
 
     client = ScriptedClient(before_sample=fail)
-    async with running_loop(config(samples=5, probes=3), client) as loop:
-        session = submit(loop, [MIXED])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+    async with running_app(config(samples=5, probes=3), client) as app:
+        session = submit(app, [MIXED])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
         await settled(lambda: session.num_open == 0)
         await session.next_event()
         outcome: Any = await session.next_event()
-        await settled(lambda: loop.groups.num_in_flight == 0)
+        await settled(lambda: app.groups.num_in_flight == 0)
     assert outcome.end is PromptEnd.DROPPED_FAILED
     assert "refused" in outcome.detail
 
 
 async def test_no_group_is_left_over_in_grading_when_probes_and_rest_end_together() -> None:
     client = ScriptedClient()
-    async with running_loop(config(samples=6, probes=3), client) as loop:
-        session = submit(loop, ["answer=1 right=1", "answer=1 right=2", "answer=1 right=6"] * 6)
-        await loop.pipeline.announce("trainer", 0, [replica("a", slots=64)], None)
+    async with running_app(config(samples=6, probes=3), client) as app:
+        session = submit(app, ["answer=1 right=1", "answer=1 right=2", "answer=1 right=6"] * 6)
+        await app.loop.announce("trainer", 0, [replica("a", slots=64)], None)
         for step in range(12):
-            await loop.pipeline.batches.take(step + 1, step, 5)
-            loop.pipeline.batches.acknowledge(loop.ledger.open_lease.batch_id, step + 1)  # type: ignore[union-attr]
+            await app.loop.batches.take(step + 1, step, 5)
+            app.loop.batches.acknowledge(app.ledger.open_lease.batch_id, step + 1)  # type: ignore[union-attr]
             client.versions["a"] = step + 1
             newer = [replica("a", step + 1, slots=64)]
-            await loop.pipeline.announce("trainer", step + 1, newer, None)
+            await app.loop.announce("trainer", step + 1, newer, None)
         await settled(lambda: session.num_open == 0)
-        await settled(lambda: loop.groups.num_in_flight == 0)
-        assert (loop.groups.counts["grading"], loop.groups.counts["generating"]) == (0, 0)
+        await settled(lambda: app.groups.num_in_flight == 0)
+        assert (app.groups.counts["grading"], app.groups.counts["generating"]) == (0, 0)
 
 
 @pytest.mark.parametrize("words", [MIXED, "answer=1 right=5", "answer=2 right=0"])
@@ -325,10 +325,10 @@ async def test_no_probe_is_graded_twice_nor_its_grading_cut_off_though_scorers_t
 
     monkeypatch.setattr(InlineScorer, "score", score)
     client = ScriptedClient()
-    async with running_loop(config(samples=5, probes=3), client) as loop:
-        session = submit(loop, [words] * 4)
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        kept = (lambda: loop.groups.num_kept >= 2) if words == MIXED else None
+    async with running_app(config(samples=5, probes=3), client) as app:
+        session = submit(app, [words] * 4)
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        kept = (lambda: app.groups.num_kept >= 2) if words == MIXED else None
         await settled(kept or (lambda: session.num_open == 0))
         num_sampled = sum(len(indexes) for _, _, indexes in client.calls)
         await settled(lambda: len(asked) >= num_sampled)
@@ -346,10 +346,10 @@ async def test_partial_credit_is_warned_of_once_where_strategies_go_by_right_and
         return tuple(Scored(share, share, {"acc": share}) for share in shares)
 
     monkeypatch.setattr(InlineScorer, "score", score)
-    async with running_loop(config(), ScriptedClient()) as loop:
-        submit(loop, [MIXED] * 2)
-        await first_batch(loop)
-        await settled(lambda: loop.groups.num_kept == 1)
+    async with running_app(config(), ScriptedClient()) as app:
+        submit(app, [MIXED] * 2)
+        await first_batch(app)
+        await settled(lambda: app.groups.num_kept == 1)
     warnings = [r.message for r in caplog.records if "partial credit" in r.message]
     assert len(warnings) == 1
     assert "sluice.sampling.strategy=stream" in warnings[0]

@@ -14,7 +14,7 @@ from services.reward.group import (
     IN_FLIGHT,
     PENDING_STATES,
     TRANSITIONS,
-    Discard,
+    CancelReason,
     EventKind,
     Group,
     GroupEnding,
@@ -81,7 +81,7 @@ EVENTS: dict[EventKind, Callable[[World, Group], None]] = {
     EventKind.CONTINUED: lambda world, group: world.groups.continued(group, is_sure=True),
     EventKind.KEPT: lambda world, group: world.groups.keep(group, graded(group.prompt)),
     EventKind.LEASED: lambda world, group: world.groups.lease("batch", 5, [group]),
-    EventKind.REQUEUED: lambda world, group: world.groups.requeue(group, Discard.STALE),
+    EventKind.REQUEUED: lambda world, group: world.groups.requeue(group, CancelReason.NO_SLOT),
     EventKind.ENDED: lambda world, group: world.groups.end(group, GroupEnding(PromptEnd.TRAINED)),
 }
 TO_STATE = {
@@ -153,9 +153,9 @@ def test_a_refused_prompt_leaves_no_group_and_nobody_hears_of_it() -> None:
 def test_a_requeued_group_begins_like_a_new_one_but_knows_how_often_it_was_preempted() -> None:
     world = World()
     group = world.start("p", 5)
-    group.tokens.num_received = 7
-    world.groups.requeue(group, Discard.PREEMPTED)
-    assert (group.state, group.tokens.num_received, group.start_version) == ("waiting", 0, None)
+    group.progress.num_received = 7
+    world.groups.requeue(group, CancelReason.PREEMPTED)
+    assert (group.state, group.progress.num_received, group.start_version) == ("waiting", 0, None)
     assert (group.version, group.num_preemptions) == (None, 1)
 
 
@@ -229,9 +229,9 @@ def test_a_group_that_was_just_kept_has_no_slot_to_lose() -> None:
     world = full_world()
     kept = world.start("just kept", 3)
     world.start("other", 3)
-    assert set(world.ages.expired(5)) == {"just kept", "other"}
+    assert set(world.ages.without_slot(5)) == {"just kept", "other"}
     world.keep(kept, 5)
-    assert world.ages.expired(5) == ("other",)
+    assert world.ages.without_slot(5) == ("other",)
 
 
 def test_a_reserved_slot_counts_before_the_group_holds_tokens_and_after_its_probes() -> None:
@@ -239,14 +239,18 @@ def test_a_reserved_slot_counts_before_the_group_holds_tokens_and_after_its_prob
     reserved = world.start("reserved", reserves=True)
     world.start("other", 5)
     world.keep(world.start("kept", 5))
-    assert world.ages.expired(5) == ("other",)  # both slots are taken
+    assert world.ages.without_slot(5) == ("other",)  # both slots are taken
     world.groups.set_start_version(reserved, 5)
     world.groups.set_start_version(reserved, None)  # its replica is gone
-    assert world.ages.expired(5) == ("other",)
+    assert world.ages.without_slot(5) == ("other",)
     world.groups.continued(reserved, is_sure=False)
     assert (world.groups.num_sure, world.groups.num_reserved) == (1, 1)
     world.groups.end(reserved, GroupEnding(PromptEnd.DROPPED_FAILED))
-    assert (world.groups.num_sure, world.groups.num_reserved, world.ages.expired(5)) == (0, 0, ())
+    assert (world.groups.num_sure, world.groups.num_reserved, world.ages.without_slot(5)) == (
+        0,
+        0,
+        (),
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,7 @@ def test_a_prompt_that_was_preempted_often_reserves_one_of_a_few_slots(
 def test_a_group_that_ends_another_way_begins_to_count_its_preemptions_again() -> None:
     world = World()
     group = world.start("p", 5)
-    world.groups.requeue(group, Discard.PREEMPTED)
+    world.groups.requeue(group, CancelReason.PREEMPTED)
     world.start("p", 5)
-    world.groups.requeue(group, Discard.TAKEN_OVER)
+    world.groups.requeue(group, CancelReason.TAKEN_OVER)
     assert group.num_preemptions == 0

@@ -289,7 +289,7 @@ def test_a_data_set_that_holds_images_is_refused(tmp_path: Path, suffix: str) ->
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     data = DataConfig(train_files=str(path))
-    with pytest.raises(DataError, match=r"holds images \(column 'images'\).*text alone"):
+    with pytest.raises(DataError, match=r"holds images \(column 'images'\).*text-only"):
         training_files(data)
     assert training_files(msgspec.structs.replace(data, image_key="others")) is not None
 

@@ -17,7 +17,7 @@ from sluice.algorithm.groups.staleness import GroupAges
 from sluice.config.run import RunConfig
 from sluice.telemetry.tracing import TRACER, SpanName, TraceContext
 from tests.support.client_prompt import client_prompt
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 from tests.support.seen_spans import Kept, traced
 
 MIXED, WRONG = "answer=1 right=1", "answer=1 right=0"
@@ -46,12 +46,12 @@ def stages(kept: Kept, prompt_id: str) -> Counter[str]:
 
 async def test_a_trained_prompt_passes_every_stage_in_one_trace(tmp_path: Path) -> None:
     with traced() as kept:
-        async with running_loop(config(tmp_path), ScriptedClient()) as loop:
-            await loop.pipeline.announce("t", 0, [replica("r")], None)
-            submit(loop, [MIXED])
-            batch = await loop.pipeline.batches.take(1, 0, 5.0)
-            reported = loop.traces.traceparent("p0")
-            loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+        async with running_app(config(tmp_path), ScriptedClient()) as app:
+            await app.loop.announce("t", 0, [replica("r")], None)
+            submit(app, [MIXED])
+            batch = await app.loop.batches.take(1, 0, 5.0)
+            reported = app.traces.traceparent("p0")
+            app.loop.batches.acknowledge(batch.batch_id, 1)
     (prompt,) = kept.named("prompt")
     assert reported == prompt.context.traceparent
     assert prompt.attributes["sluice.prompt.end"] == "trained"
@@ -67,10 +67,10 @@ async def test_a_trained_prompt_passes_every_stage_in_one_trace(tmp_path: Path) 
 
 async def test_a_filtered_prompt_never_waits_for_a_batch(tmp_path: Path) -> None:
     with traced() as kept:
-        async with running_loop(config(tmp_path), ScriptedClient()) as loop:
-            await loop.pipeline.announce("t", 0, [replica("r")], None)
-            submit(loop, [WRONG])
-            await settled(lambda: not len(loop.groups))
+        async with running_app(config(tmp_path), ScriptedClient()) as app:
+            await app.loop.announce("t", 0, [replica("r")], None)
+            submit(app, [WRONG])
+            await settled(lambda: not len(app.groups))
     (prompt,) = kept.named("prompt")
     assert prompt.attributes["sluice.prompt.end"] == "filtered_all_wrong"
     assert not kept.named("wait")
@@ -86,13 +86,13 @@ async def test_a_prompt_that_starts_again_stays_in_its_trace_and_no_span_stays_o
 
     client = ScriptedClient(before_sample=hold)
     with traced() as kept:
-        async with running_loop(config(tmp_path), client) as loop:
-            await loop.pipeline.announce("t", 0, [replica("r")], None)
-            submit(loop, [MIXED])
+        async with running_app(config(tmp_path), client) as app:
+            await app.loop.announce("t", 0, [replica("r")], None)
+            submit(app, [MIXED])
             await settled(lambda: bool(client.calls))
-            await loop.pipeline.announce("another", 0, [replica("r")], None)
+            await app.loop.announce("another", 0, [replica("r")], None)
             await settled(lambda: len(client.calls) == 2)
-        loop.traces.close()
+        app.traces.close()
     # The end of the loop breaks the second start off, and the prompt waits for a third.
     assert stages(kept, "p0") == Counter(
         ["prompt", "submit", *["admit"] * 3, *["generate"] * 2, *["attempt"] * 2]
@@ -108,13 +108,13 @@ async def test_a_clients_trace_is_continued_and_what_it_does_not_record_is_not(
 ) -> None:
     unsampled = TraceContext(7, 8, is_sampled=False)
     with traced() as kept:
-        async with running_loop(config(tmp_path), ScriptedClient()) as loop:
-            await loop.pipeline.announce("t", 0, [replica("r")], None)
+        async with running_app(config(tmp_path), ScriptedClient()) as app:
+            await app.loop.announce("t", 0, [replica("r")], None)
             with TRACER.within(CALLER):
-                submit(loop, [WRONG])
+                submit(app, [WRONG])
             with TRACER.within(unsampled):
-                submit(loop, [WRONG], first=1)
-            await settled(lambda: not len(loop.groups))
+                submit(app, [WRONG], first=1)
+            await settled(lambda: not len(app.groups))
     (prompt,) = kept.named("prompt")
     assert (prompt.context.trace_id, prompt.parent_id) == (CALLER.trace_id, CALLER.span_id)
     assert {span.context.trace_id for span in kept.spans} == {CALLER.trace_id}
@@ -122,11 +122,11 @@ async def test_a_clients_trace_is_continued_and_what_it_does_not_record_is_not(
 
 async def test_prompts_that_are_not_chosen_leave_nothing(tmp_path: Path) -> None:
     with traced(ratio=0.0) as kept:
-        async with running_loop(config(tmp_path), ScriptedClient()) as loop:
-            await loop.pipeline.announce("t", 0, [replica("r")], None)
-            submit(loop, [MIXED])
-            await loop.pipeline.batches.take(1, 0, 5.0)
-            assert loop.traces.traceparent("p0") == ""
+        async with running_app(config(tmp_path), ScriptedClient()) as app:
+            await app.loop.announce("t", 0, [replica("r")], None)
+            submit(app, [MIXED])
+            await app.loop.batches.take(1, 0, 5.0)
+            assert app.traces.traceparent("p0") == ""
     assert kept.begun == 0
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.reward.app import PromptSets, RewardLoop
+from services.reward.app import PromptSets, RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.prompts.dataset import training_files
 from sluice.config.run import RunConfig
 from sluice.errors import PromptTooLongError, SluiceError
 from tests.support.prompt_parquet import prompt_rows, write_prompts
-from tests.support.reward_loop import InlineScorer, ScriptedClient, replica
+from tests.support.reward_app import InlineScorer, ScriptedClient, replica
 
 
 async def refuse_all(_name: str, _request: GroupRequest, _index: int) -> None:
@@ -30,12 +30,12 @@ async def test_when_all_rows_are_too_long_the_error_names_their_limit(tmp_path: 
     }
     config = msgspec.convert(tree, RunConfig)
     client = ScriptedClient(before_sample=refuse_all)
-    loop = RewardLoop(config, PromptSets(training_files(config.data), None), InlineScorer(), client)
+    app = RewardApp(config, PromptSets(training_files(config.data), None), InlineScorer(), client)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(loop.pipeline.run())
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        running = tasks.create_task(app.loop.run())
+        await app.loop.announce("trainer", 0, [replica("a")], None)
         with pytest.raises(SluiceError, match=r"data\.max_prompt_length") as error:
-            await loop.pipeline.batches.take(1, 0, 5)
+            await app.loop.batches.take(1, 0, 5)
         running.cancel()
     assert "6 left out as too long" in str(error.value)
     assert "total_epochs" not in str(error.value)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.app import QUARANTINE_FILE, RewardLoop, open_run_files
+from services.reward.app import QUARANTINE_FILE, RewardApp, open_run_files
 from services.reward.generation.request import prompt_key
 from services.reward.grading.grader import SampleScorer
 from services.reward.grading.messages import ScorerInput
@@ -19,11 +19,11 @@ from services.reward.prompts.submissions import Submission, SubmissionSession
 from sluice.config.run import RunConfig
 from sluice.types import ChatMessage, Failed, FailureKind, PromptEnd, Scored
 from tests.support.client_prompt import client_prompt
-from tests.support.reward_loop import (
+from tests.support.reward_app import (
     InlineScorer,
     ScriptedClient,
     replica,
-    running_loop,
+    running_app,
     settled,
 )
 
@@ -137,8 +137,8 @@ def config(run_dir: Path) -> RunConfig:
     return msgspec.convert(tree, RunConfig)
 
 
-def _has_ended(loop: RewardLoop, prompt_id: str) -> bool:
-    return loop.ledger.ended(prompt_id) is not None
+def _has_ended(app: RewardApp, prompt_id: str) -> bool:
+    return app.ledger.ended(prompt_id) is not None
 
 
 async def attempts(
@@ -146,22 +146,22 @@ async def attempts(
 ) -> tuple[list[str], int, dict[str, float]]:
     """Details of the ends of the same poisonous words sent as `count` prompts, one after the other;
     calls of replicas, statistics."""
-    monkeypatch.setattr("tests.support.reward_loop.InlineScorer", lambda: scorer)
+    monkeypatch.setattr("tests.support.reward_app.InlineScorer", lambda: scorer)
     client, details = ScriptedClient(), []
     with open_run_files(rules) as files:
-        async with running_loop(rules, client, files=files) as loop:
-            await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        async with running_app(rules, client, files=files) as app:
+            await app.loop.announce("trainer", 0, [replica("a")], None)
             for number in range(first, first + count):
                 name = f"p{number}"
                 message = ChatMessage("user", "answer=1 right=2 poison")
                 sent = Submission(name, (message,), "math_dapo", "1", {})
-                loop.submissions.submit(sent, SubmissionSession())
-                await settled(partial(_has_ended, loop, name))
-                ended = loop.ledger.ended(name)
+                app.submissions.submit(sent, SubmissionSession())
+                await settled(partial(_has_ended, app, name))
+                ended = app.ledger.ended(name)
                 assert ended is not None
                 assert ended.end is PromptEnd.DROPPED_FAILED
                 details.append(ended.detail)
-            statistics = loop.statistics()
+            statistics = app.statistics()
     return details, len(client.calls), statistics
 
 

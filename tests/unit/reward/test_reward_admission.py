@@ -21,7 +21,7 @@ from sluice.errors import BatchUnfillableError, DataError, DataExhaustedError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
 from tests.support.client_prompt import client_prompt
 from tests.support.prompt_parquet import prompt_rows, write_prompts
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 
 MIXED = "answer=1 right=1"
 RIGHT = "answer=1 right=2"
@@ -59,23 +59,23 @@ async def test_groups_that_start_together_take_no_more_room_than_there_is(num_gr
         algorithm = msgspec.structs.replace(settings.algorithm, adv_estimator="remax")
         settings = msgspec.structs.replace(settings, algorithm=algorithm)
     client = ScriptedClient(before_sample=hold)
-    async with running_loop(settings, client) as loop:
-        submit(loop, [MIXED] * 20)
-        await loop.pipeline.announce("trainer", 0, [replica("a", slots=8)], None)
+    async with running_app(settings, client) as app:
+        submit(app, [MIXED] * 20)
+        await app.loop.announce("trainer", 0, [replica("a", slots=8)], None)
         await settled(lambda: len(client.calls) >= 4)
         await turns(50)
-        assert loop.queue.num_waiting == 0
-        assert loop.groups.counts["generating"] == 12 // (2 + num_greedy)  # 8 slots, slack 1.5
+        assert app.queue.num_waiting == 0
+        assert app.groups.counts["generating"] == 12 // (2 + num_greedy)  # 8 slots, slack 1.5
 
 
 async def test_a_group_larger_than_the_fleet_starts_all_the_same() -> None:
     client = ScriptedClient(before_sample=hold)
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 20)
-        await loop.pipeline.announce("trainer", 0, [replica("a", slots=1)], None)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 20)
+        await app.loop.announce("trainer", 0, [replica("a", slots=1)], None)
         await settled(lambda: len(client.calls) == 1)
         await turns(50)
-        assert loop.groups.counts["generating"] == 1
+        assert app.groups.counts["generating"] == 1
 
 
 def test_a_prompts_key_depends_on_its_words_and_not_on_its_place() -> None:
@@ -94,11 +94,11 @@ async def test_a_clients_prompt_is_never_passed_by(tmp_path: Path) -> None:
         rows = write_prompts(tmp_path / "train.parquet", prompt_rows([MIXED] * 8))
         settings = config("memory", data={"train_files": str(rows)})
         client, sets = ScriptedClient(), open_prompt_sets(settings)
-        async with running_loop(settings, client, sets, files) as loop:
-            session = submit(loop, [RIGHT])
-            await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        async with running_app(settings, client, sets, files) as app:
+            session = submit(app, [RIGHT])
+            await app.loop.announce("trainer", 0, [replica("a")], None)
             await settled(lambda: session.num_open == 0)
-            assert loop.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 1
+            assert app.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 1
 
 
 async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
@@ -108,19 +108,19 @@ async def test_a_whole_epoch_is_never_passed_by(tmp_path: Path) -> None:
     sets, client = open_prompt_sets(settings), ScriptedClient()
     with PromptMemoryStore(tmp_path / "memory.sqlite") as memory:
         files = RunFiles(memory)
-        async with running_loop(settings, client, sets, files) as loop:
-            await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        async with running_app(settings, client, sets, files) as app:
+            await app.loop.announce("trainer", 0, [replica("a")], None)
             with pytest.raises(DataExhaustedError):
-                await loop.pipeline.batches.take(1, 0, 20)
-            assert loop.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
+                await app.loop.batches.take(1, 0, 20)
+            assert app.ledger.by_end[PromptEnd.FILTERED_ALL_RIGHT] == 12
         memory.add([(key, ALWAYS_RIGHT) for key in _keys(contents)])
         client.calls.clear()
         files = RunFiles(memory)
-        async with running_loop(settings, client, sets, files) as loop:
-            await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        async with running_app(settings, client, sets, files) as app:
+            await app.loop.announce("trainer", 0, [replica("a")], None)
             with pytest.raises((DataExhaustedError, BatchUnfillableError)):
-                await loop.pipeline.batches.take(1, 0, 20)
-            ends = loop.ledger.by_end
+                await app.loop.batches.take(1, 0, 20)
+            ends = app.ledger.by_end
     # Four are passed by, the fifth is drawn, four are passed by, the tenth is drawn, two more.
     assert [prompt_id for _, prompt_id, _ in client.calls] == ["data-4", "data-9"]
     assert (ends[PromptEnd.SKIPPED], ends[PromptEnd.FILTERED_ALL_RIGHT]) == (10, 2)
@@ -131,13 +131,13 @@ async def test_a_memory_that_cannot_be_read_is_told_and_loses_no_prompt(tmp_path
     settings = config("memory", data={"train_files": str(rows)})
     memory = PromptMemoryStore(tmp_path / "memory.sqlite")
     files, sets = RunFiles(memory), open_prompt_sets(settings)
-    async with running_loop(settings, ScriptedClient(), sets, files) as loop:
+    async with running_app(settings, ScriptedClient(), sets, files) as app:
         memory.close()
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
+        await app.loop.announce("trainer", 0, [replica("a")], None)
         with pytest.raises(DataError, match="memory of prompts cannot be used"):
-            await loop.pipeline.batches.take(1, 0, 5)
-        assert loop.statistics()["reward/prompts_lost"] == 0
-        accounts = loop.ledger
+            await app.loop.batches.take(1, 0, 5)
+        assert app.statistics()["reward/prompts_lost"] == 0
+        accounts = app.ledger
         assert accounts.num_pending == accounts.num_submitted > 0
 
 

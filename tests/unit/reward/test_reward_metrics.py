@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.metrics import (
     BatchHistory,
     DemandMeter,
@@ -19,7 +19,7 @@ from services.reward.metrics import (
 from sluice.config.loading.loader import load_config
 from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics import Distribution, InstrumentReading
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 
 CONFIG = load_config(
     None,
@@ -36,11 +36,11 @@ CONFIG = load_config(
 MIXED, RIGHT = "answer=1 right=2", "answer=1 right=4"
 
 
-def metrics_of(loop: RewardLoop) -> RewardMetrics:
+def metrics_of(app: RewardApp) -> RewardMetrics:
     history = BatchHistory(1)
-    loop.counters.on_batch = history.formed
-    demand = DemandMeter(lambda: fleet_facts(loop, history.num_formed))
-    return RewardMetrics(loop, history, demand, 2)
+    app.counters.on_batch = history.formed
+    demand = DemandMeter(lambda: fleet_facts(app, history.num_formed))
+    return RewardMetrics(app, history, demand, 2)
 
 
 def reported(readings: RewardMetrics) -> Mapping[tuple[str, ...], InstrumentReading]:
@@ -48,17 +48,17 @@ def reported(readings: RewardMetrics) -> Mapping[tuple[str, ...], InstrumentRead
 
 
 async def test_counts_of_a_batch_are_those_of_the_status() -> None:
-    async with running_loop(CONFIG, ScriptedClient()) as loop:
-        metrics = metrics_of(loop)
-        submit(loop, [MIXED, MIXED, RIGHT])
-        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
+    async with running_app(CONFIG, ScriptedClient()) as app:
+        metrics = metrics_of(app)
+        submit(app, [MIXED, MIXED, RIGHT])
+        await app.loop.announce("trainer-1", 0, [replica("a", slots=8)], None)
         metrics.demand.look(0.0)
-        await settled(lambda: loop.groups.num_kept == 2)
-        batch = await loop.pipeline.batches.take(1, 0, 5.0)
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+        await settled(lambda: app.groups.num_kept == 2)
+        batch = await app.loop.batches.take(1, 0, 5.0)
+        app.loop.batches.acknowledge(batch.batch_id, 1)
         metrics.demand.look(1.0)
-        found, status = reported(metrics), loop.statistics()
-        accounts = loop.ledger
+        found, status = reported(metrics), app.statistics()
+        accounts = app.ledger
     values = {key: one.value for key, one in found.items()}
     assert values[("sluice_reward_prompts_submitted_total",)] == accounts.num_submitted == 3
     assert values[("sluice_reward_prompts_ended_total", "trained")] == 2.0
@@ -72,13 +72,13 @@ async def test_counts_of_a_batch_are_those_of_the_status() -> None:
 
 
 async def test_staleness_and_time_to_fill_are_told_of_every_batch() -> None:
-    async with running_loop(CONFIG, ScriptedClient()) as loop:
-        metrics = metrics_of(loop)
-        submit(loop, [MIXED, MIXED])
-        await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
-        await settled(lambda: loop.groups.num_kept == 2)
-        await loop.pipeline.announce("trainer-1", 1, [replica("a", 1)], None)
-        await loop.pipeline.batches.take(2, 1, 5.0)
+    async with running_app(CONFIG, ScriptedClient()) as app:
+        metrics = metrics_of(app)
+        submit(app, [MIXED, MIXED])
+        await app.loop.announce("trainer-1", 0, [replica("a")], None)
+        await settled(lambda: app.groups.num_kept == 2)
+        await app.loop.announce("trainer-1", 1, [replica("a", 1)], None)
+        await app.loop.batches.take(2, 1, 5.0)
         found = reported(metrics)
     staleness = found[("sluice_reward_staleness_versions",)].value
     fills = found[("sluice_reward_batch_fill_seconds",)].value
@@ -106,18 +106,18 @@ async def test_waits_for_generation_starve_the_trainer_and_those_for_prompts_do_
     async def wait(*_: object) -> None:
         await opened.wait()
 
-    async with running_loop(CONFIG, ScriptedClient(before_sample=wait)) as loop:
-        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=6)], None)
+    async with running_app(CONFIG, ScriptedClient(before_sample=wait)) as app:
+        await app.loop.announce("trainer-1", 0, [replica("a", slots=6)], None)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(loop.pipeline.batches.take(1, 0, 5.0))
-            await settled(lambda: loop.pipeline.batches.is_asked)
-            facts = fleet_facts(loop, 0)
+            tasks.create_task(app.loop.batches.take(1, 0, 5.0))
+            await settled(lambda: app.loop.batches.is_asked)
+            facts = fleet_facts(app, 0)
             assert (facts.num_replicas, facts.num_slots, facts.slots_in_use) == (1, 6, 0)
             assert not facts.is_starved
-            submit(loop, [MIXED, MIXED])
-            await settled(lambda: fleet_facts(loop, 0).slots_in_use > 0)
-            assert fleet_facts(loop, 0).is_starved
+            submit(app, [MIXED, MIXED])
+            await settled(lambda: fleet_facts(app, 0).slots_in_use > 0)
+            assert fleet_facts(app, 0).is_starved
             # A replica holds more sequences than slots, which count once.
-            assert fleet_facts(loop, 0).slots_in_use <= 6
+            assert fleet_facts(app, 0).slots_in_use <= 6
             opened.set()
-        assert not fleet_facts(loop, 1).is_starved
+        assert not fleet_facts(app, 1).is_starved

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError
 from sluice.types import TrainBatch
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 
 MIXED, WRONG = "answer=1 right=1", "answer=1 right=0"
 
@@ -28,45 +28,45 @@ def config(num_waves: int = 0, **sections: Any) -> RunConfig:
     return msgspec.convert(tree, RunConfig)
 
 
-async def publish(loop: RewardLoop, version: int, trainer: str = "trainer") -> None:
-    await loop.pipeline.announce(trainer, version, [replica("a", version)], None)
+async def publish(app: RewardApp, version: int, trainer: str = "trainer") -> None:
+    await app.loop.announce(trainer, version, [replica("a", version)], None)
 
 
 def ids(batch: TrainBatch) -> list[str]:
     return [group.prompt_id for group in batch.groups]
 
 
-def ends(loop: RewardLoop) -> dict[str, int]:
-    accounts = loop.ledger
+def ends(app: RewardApp) -> dict[str, int]:
+    accounts = app.ledger
     assert accounts.num_submitted == sum(accounts.by_end.values()) + accounts.num_pending
     return {end.value: count for end, count in accounts.by_end.items() if count}
 
 
 async def test_surplus_ends_and_the_next_wave_waits_for_the_next_policy() -> None:
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
-        session = submit(loop, [MIXED] * 12)
-        await publish(loop, 0)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(), client) as app:
+        session = submit(app, [MIXED] * 12)
+        await publish(app, 0)
+        batch = await app.loop.batches.take(1, 0, 5)
         assert ids(batch) == ["p0", "p1"]
-        assert ends(loop) == {"dropped_surplus": 2}
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+        assert ends(app) == {"dropped_surplus": 2}
+        app.loop.batches.acknowledge(batch.batch_id, 1)
         assert len(client.calls) == 4
         client.versions["a"] = 1
-        await publish(loop, 1)
-        assert ids(await loop.pipeline.batches.take(2, 1, 5)) == ["p4", "p5"]
+        await publish(app, 1)
+        assert ids(await app.loop.batches.take(2, 1, 5)) == ["p4", "p5"]
         assert session.num_open == 12 - 2 - 4
 
 
 async def test_a_lease_that_is_taken_back_needs_no_further_wave() -> None:
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 12)
-        await publish(loop, 0)
-        old = await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 12)
+        await publish(app, 0)
+        old = await app.loop.batches.take(1, 0, 5)
         with pytest.raises(DeadlineError):  # of another version: the groups are too old for it
-            await loop.pipeline.batches.take(2, -1, 0.05)
-        again = await loop.pipeline.batches.take(1, 0, 5)
+            await app.loop.batches.take(2, -1, 0.05)
+        again = await app.loop.batches.take(1, 0, 5)
         assert again.batch_id != old.batch_id
         assert ids(again) == ids(old)
         assert len(client.calls) == 4
@@ -80,24 +80,24 @@ async def test_another_trainer_begins_with_a_first_wave() -> None:
             await gate.wait()
 
     client = ScriptedClient(before_sample=hold)
-    async with running_loop(config(num_waves=1), client) as loop:
-        submit(loop, [MIXED] * 8)
-        await publish(loop, 0)
-        await settled(lambda: loop.groups.num_kept == 3)
+    async with running_app(config(num_waves=1), client) as app:
+        submit(app, [MIXED] * 8)
+        await publish(app, 0)
+        await settled(lambda: app.groups.num_kept == 3)
         gate.set()
-        await publish(loop, 0, "another")
-        assert ids(await loop.pipeline.batches.take(1, 0, 5)) == ["p0", "p1"]
+        await publish(app, 0, "another")
+        assert ids(await app.loop.batches.take(1, 0, 5)) == ["p0", "p1"]
         assert len(client.calls) == 8
-        assert ends(loop) == {"dropped_surplus": 2}
+        assert ends(app) == {"dropped_surplus": 2}
 
 
 async def test_a_wave_that_keeps_too_few_is_an_error_for_whoever_takes_a_batch() -> None:
     client = ScriptedClient()
-    async with running_loop(config(num_waves=2), client) as loop:
-        submit(loop, [WRONG] * 7 + [MIXED] * 5)
-        await publish(loop, 0)
+    async with running_app(config(num_waves=2), client) as app:
+        submit(app, [WRONG] * 7 + [MIXED] * 5)
+        await publish(app, 0)
         with pytest.raises(BatchUnfillableError, match=r"Generated too many\. .*1 of 2 groups"):
-            await loop.pipeline.batches.take(1, 0, 5)
+            await app.loop.batches.take(1, 0, 5)
         with pytest.raises(BatchUnfillableError):
-            await loop.pipeline.batches.take(1, 0, 5)
+            await app.loop.batches.take(1, 0, 5)
         assert len(client.calls) == 8

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from services.reward.generation.request import for_prompt, training_sampling, validation_sampling
-from services.reward.groups.leases import YieldGuard
 from services.reward.groups.loop import LoopFacts, awaited_now
+from services.reward.records.yield_guard import YieldGuard
 from sluice.config.run import RunConfig
 from sluice.config.schema.rollout import RolloutConfig
 from sluice.errors import BatchUnfillableError
 from sluice.types import ChatMessage, Prompt, PromptEnd, PromptOrigin
-from tests.support.reward_loop import (
+from tests.support.reward_app import (
     ScriptedClient,
     publish,
-    running_loop,
+    running_app,
     settled,
     submit,
 )
@@ -79,15 +79,15 @@ async def test_a_wait_is_as_old_as_its_kind_whatever_its_words(
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("services.reward.groups.loop.time", clock)
     client = ScriptedClient(before_sample=hold)
-    async with running_loop(RunConfig(), client) as loop:
-        submit(loop, ["answer=1 right=1"])
-        await publish(loop, client, 0)
-        await settled(lambda: loop.groups.counts["generating"] == 1)
-        (before, _), *_ = loop.pipeline.awaited()
+    async with running_app(RunConfig(), client) as app:
+        submit(app, ["answer=1 right=1"])
+        await publish(app, client, 0)
+        await settled(lambda: app.groups.counts["generating"] == 1)
+        (before, _), *_ = app.loop.awaited()
         now[0] = 12.0
-        submit(loop, ["answer=1 right=1"], first=1)
-        await settled(lambda: loop.groups.counts["generating"] == 2)
-        ((after, seconds),) = loop.pipeline.awaited()
+        submit(app, ["answer=1 right=1"], first=1)
+        await settled(lambda: app.groups.counts["generating"] == 2)
+        ((after, seconds),) = app.loop.awaited()
         assert (before.key, seconds) == (after.key, 2.0)
         assert before.phase != after.phase
         gate.set()

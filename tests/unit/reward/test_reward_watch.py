@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.group import GroupTable
 from services.reward.metrics import RewardWork
 from sluice.config.loading.loader import load_config
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 
 SETTINGS = ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=2")
 
@@ -23,11 +23,11 @@ async def test_groups_that_replicas_generate_are_work_that_moves_with_every_samp
         await released[index].wait()
 
     client = ScriptedClient(before_sample=before)
-    async with running_loop(load_config(None, SETTINGS), client) as loop:
-        work = RewardWork(loop, patience_s=600.0)
+    async with running_app(load_config(None, SETTINGS), client) as app:
+        work = RewardWork(app, patience_s=600.0)
         assert not work.work_state().has_work
-        submit(loop, ["answer=1 right=1"])
-        await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
+        submit(app, ["answer=1 right=1"])
+        await app.loop.announce("trainer-1", 0, [replica("a")], None)
         await settled(lambda: bool(client.calls))
         before_sample = work.work_state()
         assert before_sample.has_work
@@ -45,29 +45,29 @@ async def test_groups_whose_replicas_have_left_are_no_work_of_the_service() -> N
         await asyncio.Event().wait()
 
     client = ScriptedClient(before_sample=never)
-    async with running_loop(load_config(None, SETTINGS), client) as loop:
-        work = RewardWork(loop, patience_s=600.0)
-        await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
-        submit(loop, ["answer=1 right=1"])
+    async with running_app(load_config(None, SETTINGS), client) as app:
+        work = RewardWork(app, patience_s=600.0)
+        await app.loop.announce("trainer-1", 0, [replica("a")], None)
+        submit(app, ["answer=1 right=1"])
         await settled(lambda: bool(client.calls))
         assert work.work_state().has_work
-        await loop.pipeline.announce("trainer-1", 0, [], None)
+        await app.loop.announce("trainer-1", 0, [], None)
         assert not work.work_state().has_work
-        assert loop.groups.counts["generating"] == 1
+        assert app.groups.counts["generating"] == 1
         assert "rollout fleet" in {wait.peer for wait in work.work_state().waits}
 
 
 async def test_what_the_watchdog_asks_every_second_does_not_count_all_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with running_loop(load_config(None, SETTINGS), ScriptedClient()) as loop:
-        work = RewardWork(loop, patience_s=600.0)
+    async with running_app(load_config(None, SETTINGS), ScriptedClient()) as app:
+        work = RewardWork(app, patience_s=600.0)
         before = work.work_state()
-        await loop.pipeline.announce("trainer-1", 0, [replica("a")], None)
-        monkeypatch.setattr(RewardLoop, "statistics", None)
+        await app.loop.announce("trainer-1", 0, [replica("a")], None)
+        monkeypatch.setattr(RewardApp, "statistics", None)
         for walk in ("__iter__", "in_state", "in_order"):
             monkeypatch.setattr(GroupTable, walk, None)
-        submit(loop, ["answer=1 right=1"])
+        submit(app, ["answer=1 right=1"])
         await settled(lambda: work.work_state().progress != before.progress)
-        await settled(lambda: loop.groups.num_kept == 1)
-        assert loop.counters.progress == (0, 2, 16)
+        await settled(lambda: app.groups.num_kept == 1)
+        assert app.counters.progress == (0, 2, 16)

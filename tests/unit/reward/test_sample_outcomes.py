@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.app import PromptSets, RewardLoop
+from services.reward.app import PromptSets, RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.group import EventKind, GroupEvent, PromptOutcome
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError
 from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout, Scored
-from tests.support.reward_loop import InlineScorer, ScriptedClient, publish, replica, submit
+from tests.support.reward_app import InlineScorer, ScriptedClient, publish, replica, submit
 from tests.support.scripted_rollout import rollout_of
 
 SAMPLES = 4
@@ -77,12 +77,12 @@ class Texts(ScriptedClient):
 @asynccontextmanager
 async def running(
     rules: RunConfig, client: ScriptedClient, scorer: InlineScorer
-) -> AsyncIterator[RewardLoop]:
-    loop = RewardLoop(rules, PromptSets(None, None), scorer, client)
+) -> AsyncIterator[RewardApp]:
+    app = RewardApp(rules, PromptSets(None, None), scorer, client)
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(loop.pipeline.run())
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        yield loop
+        task = tasks.create_task(app.loop.run())
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        yield app
         task.cancel()
 
 
@@ -93,10 +93,10 @@ async def first_group(
 ) -> tuple[list[str], dict[str, float], Counter[str]]:
     """The texts of the first trained group, the statistics, and what the scorer was asked."""
     scorer = Scorer(fails)
-    async with running(rules, client or Texts(), scorer) as loop:
-        submit(loop, ["first", "second"])
-        batch = await loop.pipeline.batches.take(1, 0, 5)
-        statistics = loop.statistics()
+    async with running(rules, client or Texts(), scorer) as app:
+        submit(app, ["first", "second"])
+        batch = await app.loop.batches.take(1, 0, 5)
+        statistics = app.statistics()
     (group,) = batch.groups
     return [rollout.text for rollout in group.rollouts], statistics, scorer.asked
 
@@ -188,10 +188,10 @@ async def test_a_group_goes_without_samples_that_no_replica_can_generate(
 
 async def test_a_client_is_told_how_the_samples_of_its_prompt_ended() -> None:
     rules, scorer = config(), Scorer(of_sample(0, UNSCORABLE, 1))
-    async with running(rules, Texts(), scorer) as loop:
-        session = submit(loop, ["first"])
-        batch = await loop.pipeline.batches.take(1, 0, 5)
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+    async with running(rules, Texts(), scorer) as app:
+        session = submit(app, ["first"])
+        batch = await app.loop.batches.take(1, 0, 5)
+        app.loop.batches.acknowledge(batch.batch_id, 1)
         session.close_input()
         events = [event async for event in _events(session)]
     outcome = next(event for event in events if isinstance(event, PromptOutcome))
@@ -260,32 +260,32 @@ async def _ends_of(
     ended: list[PromptOutcome] = []
     scorer = Scorer(next_outcome)
     client = Texts(before_sample=break_some)
-    async with running(config(rules, sampling=sampling), client, scorer) as loop:
+    async with running(config(rules, sampling=sampling), client, scorer) as app:
 
         def note(event: GroupEvent) -> None:
             if event.kind is EventKind.ENDED:
                 ended.append(event.group.outcome)
 
-        loop.groups.observe(note)
-        submit(loop, [f"prompt {number}" for number in range(12)])
+        app.groups.observe(note)
+        submit(app, [f"prompt {number}" for number in range(12)])
         async with asyncio.timeout(20):
             while len(ended) < 12:
-                await _train_what_is_kept(loop, client)
-        accounts = loop.ledger
-        statistics = loop.statistics()
+                await _train_what_is_kept(app, client)
+        accounts = app.ledger
+        statistics = app.statistics()
     assert (accounts.num_submitted, accounts.num_pending) == (12, 0)
     assert statistics["reward/prompts_lost"] == 0
     assert statistics["reward/tokens/pending"] == 0
     return ended
 
 
-async def _train_what_is_kept(loop: RewardLoop, client: ScriptedClient) -> None:
-    if loop.groups.num_kept:
-        version = loop.groups.policy_version or 0
-        batch = await loop.pipeline.batches.take(version + 1, version, 5)
+async def _train_what_is_kept(app: RewardApp, client: ScriptedClient) -> None:
+    if app.groups.num_kept:
+        version = app.groups.policy_version or 0
+        batch = await app.loop.batches.take(version + 1, version, 5)
         check_scored(batch.groups)
-        loop.pipeline.batches.acknowledge(batch.batch_id, version + 1)
-        await publish(loop, client, version + 1)
+        app.loop.batches.acknowledge(batch.batch_id, version + 1)
+        await publish(app, client, version + 1)
     await asyncio.sleep(0.001)
 
 

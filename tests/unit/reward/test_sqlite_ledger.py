@@ -64,7 +64,7 @@ def apply(ledger: PromptLedger, event: Event) -> None:
         ledger.restart_data(DataProgress(number, (number + 2,)))
         ledger.begin_trainer(f"trainer-{number}")
     elif what == "release":
-        ledger.release_lease()
+        ledger.void_lease()
     else:
         apply_to_pending(ledger, what, number, end)
 

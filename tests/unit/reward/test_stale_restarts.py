@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.request import GenerateEvent, GroupRequest
 from services.reward.group import GroupState
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError
 from sluice.types import ReplicaInfo, Rollout, TrainBatch
-from tests.support.reward_loop import (
+from tests.support.reward_app import (
     ScriptedClient,
     publish,
     replica,
-    running_loop,
+    running_app,
     settled,
     submit,
     train,
@@ -66,8 +66,8 @@ def ids(batch: TrainBatch) -> list[str]:
     return [group.prompt_id for group in batch.groups]
 
 
-def ended(loop: RewardLoop) -> dict[str, int]:
-    return {end.value: count for end, count in loop.ledger.by_end.items() if count}
+def ended(app: RewardApp) -> dict[str, int]:
+    return {end.value: count for end, count in app.ledger.by_end.items() if count}
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
@@ -76,19 +76,19 @@ async def test_no_kept_group_is_lost_to_the_bound_when_more_run_than_have_a_plac
 ) -> None:
     gates = Gates(("p3", 1), ("p4", 1), ("p5", 1))
     client = ScriptedClient(before_sample=gates)
-    async with running_loop(config(on_stale=on_stale), client) as loop:
-        loop.strategy.estimate = RECKLESS
-        submit(loop, [MIXED] * 6)
-        await publish(loop, client, 0)
+    async with running_app(config(on_stale=on_stale), client) as app:
+        app.strategy.estimate = RECKLESS
+        submit(app, [MIXED] * 6)
+        await publish(app, client, 0)
         await settled(lambda: len(client.calls) == 6)
         gates.open("p3")
-        await settled(lambda: loop.groups.num_kept == 4)  # all places of version 0 are taken
+        await settled(lambda: app.groups.num_kept == 4)  # all places of version 0 are taken
         gates.open("p4", "p5")
         await turns(50)  # they would be kept meanwhile
-        batches = [await train(loop, client, step) for step in (1, 2, 3)]
+        batches = [await train(app, client, step) for step in (1, 2, 3)]
         assert [ids(batch) for batch in batches] == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
         assert sorted(client.cancelled) == ["p4", "p5"]
-        assert ended(loop) == {"trained": 6}
+        assert ended(app) == {"trained": 6}
         assert sum(batch.statistics["train/surplus_discarded"] for batch in batches) == 0
         assert batches[2].statistics["train/staleness_max"] <= 1
 
@@ -96,20 +96,20 @@ async def test_no_kept_group_is_lost_to_the_bound_when_more_run_than_have_a_plac
 async def test_places_that_the_leased_batch_has_taken_count_no_more() -> None:
     gates = Gates(("p2", 1), ("p3", 1), ("p4", 1))
     client = ScriptedClient(before_sample=gates)
-    async with running_loop(config(), client) as loop:
-        loop.strategy.estimate = RECKLESS
-        submit(loop, [MIXED] * 5)
-        await publish(loop, client, 0)
-        leased = await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(), client) as app:
+        app.strategy.estimate = RECKLESS
+        submit(app, [MIXED] * 5)
+        await publish(app, client, 0)
+        leased = await app.loop.batches.take(1, 0, 5)
         gates.open("p2", "p3")
         await settled(lambda: "p4" in client.cancelled)
         gates.open("p4")
-        loop.pipeline.batches.acknowledge(leased.batch_id, 1)
-        await publish(loop, client, 1)
-        assert ids(await train(loop, client, 2)) == ["p2", "p3"]
-        await settled(lambda: loop.groups.num_kept == 1)
-        assert loop.groups["p4"].state is GroupState.KEPT
-        assert ended(loop) == {"trained": 4}
+        app.loop.batches.acknowledge(leased.batch_id, 1)
+        await publish(app, client, 1)
+        assert ids(await train(app, client, 2)) == ["p2", "p3"]
+        await settled(lambda: app.groups.num_kept == 1)
+        assert app.groups["p4"].state is GroupState.KEPT
+        assert ended(app) == {"trained": 4}
 
 
 class LateStart(ScriptedClient):
@@ -135,31 +135,31 @@ class LateStart(ScriptedClient):
 
 async def test_a_group_that_starts_after_its_place_was_taken_starts_again() -> None:
     client = LateStart("p4")
-    async with running_loop(config(), client) as loop:
-        loop.strategy.estimate = RECKLESS
-        submit(loop, [MIXED] * 5)
-        await publish(loop, client, 0)
-        await settled(lambda: loop.groups.num_kept == 4)
+    async with running_app(config(), client) as app:
+        app.strategy.estimate = RECKLESS
+        submit(app, [MIXED] * 5)
+        await publish(app, client, 0)
+        await settled(lambda: app.groups.num_kept == 4)
         client.gate.set()
-        await settled(lambda: loop.groups["p4"].state is GroupState.WAITING)
+        await settled(lambda: app.groups["p4"].state is GroupState.WAITING)
         for step in (1, 2):
-            await train(loop, client, step)
-        await settled(lambda: loop.groups.num_kept == 1)
-        assert ended(loop) == {"trained": 4}
+            await train(app, client, step)
+        await settled(lambda: app.groups.num_kept == 1)
+        assert ended(app) == {"trained": 4}
 
 
 async def test_tokens_drawn_in_vain_are_booked_as_stale() -> None:
     gates = Gates(("p3", 1), ("p4", 1), ("p5", 0))
     client = ScriptedClient(before_sample=gates)
-    async with running_loop(config(), client) as loop:
-        loop.strategy.estimate = RECKLESS
-        submit(loop, [MIXED] * 6)
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        app.strategy.estimate = RECKLESS
+        submit(app, [MIXED] * 6)
+        await publish(app, client, 0)
         await settled(lambda: len(client.calls) == 6)
         gates.open("p3")
-        await settled(lambda: loop.groups.counts[GroupState.WAITING] == 2)
+        await settled(lambda: app.groups.counts[GroupState.WAITING] == 2)
         gates.open("p4", "p5")
-        batches = [await train(loop, client, step) for step in (1, 2, 3)]
+        batches = [await train(app, client, step) for step in (1, 2, 3)]
     totals = {
         name: sum(batch.statistics[f"train/{name}"] for batch in batches)
         for name in (
@@ -177,23 +177,23 @@ async def test_tokens_drawn_in_vain_are_booked_as_stale() -> None:
         "trained_tokens": 12 * TOKENS_PER_SAMPLE,
         "generated_tokens": 13 * TOKENS_PER_SAMPLE,
     }
-    assert loop.counters.totals()["reward/discarded_tokens/stale"] == TOKENS_PER_SAMPLE
+    assert app.counters.totals()["reward/discarded_tokens/stale"] == TOKENS_PER_SAMPLE
 
 
 async def test_a_batch_waits_for_as_many_running_groups_as_are_likely_to_be_kept() -> None:
     gates = Gates(("p0", 0), ("p1", 0), ("p2", 0))
     client = ScriptedClient(before_sample=gates)
-    async with running_loop(config(max_staleness=2), client) as loop:
-        submit(loop, [MIXED] * 3)
-        await publish(loop, client, 1)
+    async with running_app(config(max_staleness=2), client) as app:
+        submit(app, [MIXED] * 3)
+        await publish(app, client, 1)
         await settled(lambda: len(client.calls) == 3)
-        await publish(loop, client, 2)
-        submit(loop, [MIXED] * 2, first=3)
-        await settled(lambda: loop.groups.num_kept == 2)
+        await publish(app, client, 2)
+        submit(app, [MIXED] * 2, first=3)
+        await settled(lambda: app.groups.num_kept == 2)
         with pytest.raises(DeadlineError):  # were all three kept, one would find no place
-            await loop.pipeline.batches.take(3, 2, 0.05)
-        loop.strategy.estimate = RECKLESS
-        assert ids(await loop.pipeline.batches.take(3, 2, 5)) == ["p3", "p4"]
+            await app.loop.batches.take(3, 2, 0.05)
+        app.strategy.estimate = RECKLESS
+        assert ids(await app.loop.batches.take(3, 2, 5)) == ["p3", "p4"]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -205,22 +205,22 @@ async def test_whatever_the_order_of_events_every_kept_group_is_trained_in_time(
         await turns(rng.choice((0, 1, 5, 40, 200)))
 
     client = ScriptedClient(before_sample=jitter)
-    async with running_loop(config(max_staleness=max_staleness), client) as loop:
-        submit(loop, [MIXED if rng.random() < 0.7 else WRONG for _ in range(60)])
-        await publish(loop, client, 0)
+    async with running_app(config(max_staleness=max_staleness), client) as app:
+        submit(app, [MIXED if rng.random() < 0.7 else WRONG for _ in range(60)])
+        await publish(app, client, 0)
         steps = 0
-        while loop.ledger.num_pending >= 2 * (max_staleness + 2):
-            loop.strategy.estimate = RECKLESS
-            batch = await loop.pipeline.batches.take(steps + 1, steps, 5)
+        while app.ledger.num_pending >= 2 * (max_staleness + 2):
+            app.strategy.estimate = RECKLESS
+            batch = await app.loop.batches.take(steps + 1, steps, 5)
             await turns(rng.randrange(60))
-            loop.pipeline.batches.acknowledge(batch.batch_id, steps + 1)
+            app.loop.batches.acknowledge(batch.batch_id, steps + 1)
             steps += 1
-            await publish(loop, client, steps)
+            await publish(app, client, steps)
             assert batch.statistics["train/staleness_max"] <= max_staleness
-            assert loop.statistics()["reward/prompts_lost"] == 0
-        assert "dropped_stale" not in ended(loop)
-        assert loop.statistics()["reward/groups_acknowledged"] == ended(loop)["trained"]
-        assert loop.counters.totals()["reward/groups_restarted"] > 0
+            assert app.statistics()["reward/prompts_lost"] == 0
+        assert "dropped_stale" not in ended(app)
+        assert app.statistics()["reward/groups_acknowledged"] == ended(app)["trained"]
+        assert app.counters.totals()["reward/groups_restarted"] > 0
 
 
 async def test_a_group_that_is_cancelled_after_its_last_pause_starts_again_and_is_not_judged() -> (
@@ -229,13 +229,13 @@ async def test_a_group_that_is_cancelled_after_its_last_pause_starts_again_and_i
     """A replica that tells version 0 when 1 is announced: its groups are too old at their start."""
     client = ScriptedClient()
     strict = config(max_staleness=0)
-    async with running_loop(strict, client) as loop:
-        submit(loop, [MIXED, MIXED])
-        await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
+    async with running_app(strict, client) as app:
+        submit(app, [MIXED, MIXED])
+        await app.loop.announce("trainer", 1, [replica("a", 1)], None)
         await settled(lambda: len(client.calls) >= 6)
-        assert loop.pipeline.batches.error is None
-        assert not loop.groups.num_kept
+        assert app.loop.batches.error is None
+        assert not app.groups.num_kept
         client.versions["a"] = 1
-        batch = await loop.pipeline.batches.take(1, 1, 5.0)
+        batch = await app.loop.batches.take(1, 1, 5.0)
     assert {group.prompt_id for group in batch.groups} == {"p0", "p1"}
-    assert loop.statistics()["reward/groups_kept"] == 2.0
+    assert app.statistics()["reward/groups_kept"] == 2.0

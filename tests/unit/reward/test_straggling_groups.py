@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,9 @@ from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import (
     GenerateEvent,
-    GroupBudget,
     GroupFailedError,
+    GroupProgress,
     GroupRequest,
-    GroupTokens,
     Purpose,
 )
 from sluice.algorithm.groups.stragglers import StragglerRules
@@ -35,7 +33,7 @@ from sluice.types import (
     SamplingParams,
     VersionSpan,
 )
-from tests.support.reward_loop import replica, settled
+from tests.support.reward_app import replica, settled
 from tests.support.scripted_rollout import PROMPT_TOKENS
 
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=8, seed=7)
@@ -116,7 +114,7 @@ class Setting:
 
     def __init__(self, parts: Parts, *, attempts: int = 3, **rules: Any) -> None:
         self.parts = parts
-        self.tokens = GroupTokens()
+        self.tokens = GroupProgress()  # of the last request
         self.queue = ReplicaQueue(1.0, lambda: None)
         self.dispatcher = GroupDispatcher(
             parts, self.queue, max_attempts=attempts, rules=StragglerRules(**rules)
@@ -129,19 +127,19 @@ class Setting:
         indexes = tuple(range(samples))
         return await self.ask(GroupRequest(PROMPT, indexes, SAMPLING, purpose, lowest))
 
-    async def part(self, budget: GroupBudget, *indexes: int, lowest: int = 0) -> RolloutGroup:
+    async def part(self, budget: GroupProgress, *indexes: int, lowest: int = 0) -> RolloutGroup:
         """Some samples of a group that is asked for by several requests."""
         request = GroupRequest(
-            *(PROMPT, indexes, SAMPLING, Purpose.TRAINING, lowest), budget=budget
+            *(PROMPT, indexes, SAMPLING, Purpose.TRAINING, lowest), progress=budget
         )
         return await self.ask(request)
 
     async def ask(self, request: GroupRequest) -> RolloutGroup:
         async with asyncio.timeout(20):
-            request = replace(request, tokens=self.tokens)
-            request.budget.on_start = self.reported.append
+            self.tokens = request.progress
+            request.progress.on_oldest_version = self.reported.append
             if request.purpose is Purpose.TRAINING:
-                request.budget.rules = self.dispatcher.rules
+                request.progress.rules = self.dispatcher.rules
             return await self.dispatcher.generate(request)
 
 
@@ -335,7 +333,7 @@ async def test_a_last_sample_that_exceeds_the_budget_is_whole_all_the_same() -> 
 
 
 async def test_a_part_of_a_group_that_has_taken_its_time_is_not_asked_of_a_replica() -> None:
-    setting, budget = Setting(Parts(), group_deadline_s=0.1), GroupBudget()
+    setting, budget = Setting(Parts(), group_deadline_s=0.1), GroupProgress()
     await setting.dispatcher.announce([replica("a")])
     check_whole(await setting.part(budget, 0, 1))
     await asyncio.sleep(0.15)
@@ -348,7 +346,7 @@ async def test_a_part_of_a_group_that_has_taken_its_time_is_not_asked_of_a_repli
 
 async def test_the_deadline_of_a_groups_first_start_ends_parts_that_have_not_started() -> None:
     parts = Parts(a=(sent(whole(0, 6)), asyncio.Event()))
-    setting, budget = Setting(parts, group_deadline_s=0.1), GroupBudget()
+    setting, budget = Setting(parts, group_deadline_s=0.1), GroupProgress()
     await setting.dispatcher.announce([replica("a")])
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(setting.part(budget, 2, lowest=5))  # no replica has it
@@ -364,7 +362,7 @@ async def test_the_tokens_of_all_parts_count_and_end_those_of_which_nothing_come
     parts = Parts(
         a=(delta(0, 0, 3), spends, sent(whole(0, 6))), b=(delta(1, 0, 3), asyncio.Event())
     )
-    setting, budget = Setting(parts, group_token_budget=9), GroupBudget()
+    setting, budget = Setting(parts, group_token_budget=9), GroupProgress()
     await setting.dispatcher.announce([replica("a"), replica("b")])
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(setting.part(budget, 0))

@@ -2,60 +2,59 @@
 
 from __future__ import annotations
 
-import pytest
-
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
-from sluice.errors import ExhaustedError
+from sluice.config.schema.limits import LimitsConfig
 from sluice.types import ChatMessage
 
 
-def send(submissions: Submissions, session: SubmissionSession, prompt_id: str, most: int) -> None:
-    submissions.check_quota(session, most)
+async def refusal(submissions: Submissions, session: SubmissionSession, prompt_id: str) -> str:
+    """Submit a prompt; return why it was refused, empty if it was accepted."""
     turn = (ChatMessage("user", "hello"),)
     submissions.submit(Submission(prompt_id, turn, "math_dapo", "1", {}), session)
+    receipt = await session.next_event()
+    assert isinstance(receipt, Receipt)
+    assert receipt.is_retryable == bool(receipt.refused_because)
+    return receipt.refused_because
 
 
-def test_the_calls_of_one_client_count_together_and_others_and_nobodys_do_not() -> None:
+def limited(**limits: int) -> Submissions:
     ledger = PromptLedger()
-    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99)
+    return Submissions(ledger, ledger.accept, lambda _: None, 99, LimitsConfig(**limits))
+
+
+async def test_the_calls_of_one_client_count_together_and_others_and_nobodys_do_not() -> None:
+    submissions = limited(max_client_prompts=2)
     with (
-        submissions.session(client="a") as first,
-        submissions.session(client="b") as other,
+        submissions.session("a") as first,
+        submissions.session("b") as other,
         submissions.session() as unnamed,
     ):
-        with submissions.session(client="a") as second:
-            send(submissions, first, "1", 2)
-            send(submissions, second, "2", 2)
+        with submissions.session("a") as second:
+            assert not await refusal(submissions, first, "1")
+            assert not await refusal(submissions, second, "2")
             for session in (first, second):
-                with pytest.raises(ExhaustedError, match=r"client 'a': 2 prompts .*max_client"):
-                    send(submissions, session, "3", 2)
+                refused = await refusal(submissions, session, "3")
+                assert refused.startswith("client 'a': 2 prompts are unfinished")
+                assert "max_client_prompts allows; wait" in refused
             for number in range(4, 9):
-                send(submissions, unnamed, str(number), 2)
-            send(submissions, other, "9", 2)
-        send(submissions, first, "3", 2)  # what a call that ended had is nobody's
+                assert not await refusal(submissions, unnamed, str(number))
+            assert not await refusal(submissions, other, "9")
+        assert not await refusal(submissions, first, "3")  # a call that ended has no prompts
 
 
-async def test_a_prompt_that_a_client_has_already_takes_no_further_room() -> None:
-    ledger = PromptLedger()
-    submissions = Submissions(ledger, ledger.accept, lambda _: None, 1)
-    turn = (ChatMessage("user", "hello"),)
-    prompt, other = (Submission(name, turn, "math_dapo", "1", {}) for name in "12")
-    with submissions.session(client="a") as broken, submissions.session(client="a") as back:
-        submissions.submit(prompt, broken, lambda: submissions.check_quota(broken, 1))
-        for again in (prompt, other):
-            submissions.submit(again, back, lambda: submissions.check_quota(back, 1))
-        found, refused = [await back.next_event() for _ in range(2)]
-    assert isinstance(found, Receipt)
-    assert isinstance(refused, Receipt)
-    assert found == Receipt("1", 0)
-    assert (refused.prompt_id, refused.is_retryable) == ("2", True)
-    assert "max_client_prompts allows; wait" in refused.refused_because
+async def test_a_prompt_that_a_client_sends_again_counts_once() -> None:
+    submissions = limited(max_client_prompts=1)
+    with submissions.session("a") as broken, submissions.session("a") as back:
+        assert not await refusal(submissions, broken, "1")
+        assert not await refusal(submissions, back, "1")
+        assert await refusal(submissions, back, "2")
 
 
-def test_a_call_may_have_so_many_unfinished_prompts() -> None:
-    session = SubmissionSession()
-    session.num_open = 3
-    session.check_capacity(4)
-    with pytest.raises(ExhaustedError, match=r"3 prompts of this call .*max_prompts_per_stream"):
-        session.check_capacity(3)
+async def test_one_call_has_a_limit_of_unfinished_prompts() -> None:
+    submissions = limited(max_prompts_per_stream=1)
+    with submissions.session() as session:
+        assert not await refusal(submissions, session, "1")
+        refused = await refusal(submissions, session, "2")
+    assert refused.startswith("1 prompts of this call are unfinished")
+    assert "max_prompts_per_stream allows" in refused

@@ -16,7 +16,7 @@ from services.reward.prompts.submissions import (
     Submissions,
     SubmissionSession,
 )
-from sluice.errors import ExhaustedError
+from sluice.config.schema.limits import LimitsConfig
 from sluice.types import ChatMessage, PromptEnd
 from tests.support.group_events import group_ended
 
@@ -42,10 +42,6 @@ def ledger() -> PromptLedger:
 @pytest.fixture
 def submissions(ledger: PromptLedger) -> Submissions:
     return Submissions(ledger, ledger.accept, lambda source: void(scorer_for(source)), 2)
-
-
-def client_is_full() -> None:
-    raise ExhaustedError("the client has enough")
 
 
 def void(_: object) -> None:
@@ -106,7 +102,8 @@ async def test_unfinished_prompts_are_bounded(
 async def test_a_prompt_that_can_never_be_accepted_is_not_told_to_wait_for_room(
     ledger: PromptLedger,
 ) -> None:
-    submissions = Submissions(ledger, ledger.accept, lambda _: None, 2, max_image_bytes=4)
+    limits = LimitsConfig(max_client_images_mb=1, max_prompts_per_stream=2)
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 9, limits)
     with submissions.session() as session:
         for name in "xab":
             submissions.submit(submission(name), session)
@@ -118,13 +115,13 @@ async def test_a_prompt_that_can_never_be_accepted_is_not_told_to_wait_for_room(
             (submission("a", ground_truth="2"), "'a' was used before"),
             (submission("a"), "'a' was used before"),
             (submission("x", ground_truth="2"), "'x' was used before"),
-            (submission("c", images=(b"large",)), "send fewer or smaller ones"),
+            (submission("c", images=(bytes((1 << 20) + 1),)), "send fewer or smaller ones"),
         ):
-            submissions.submit(wrong, session, client_is_full)
+            submissions.submit(wrong, session)
             refused = await receipt(session)
             assert reason in refused.refused_because
             assert not refused.is_retryable
-        submissions.submit(submission("c"), session, client_is_full)
+        submissions.submit(submission("c"), session)
         assert (await receipt(session)).is_retryable
 
 
@@ -159,7 +156,7 @@ async def test_a_client_that_does_not_read_is_not_given_more(submissions: Submis
         for _ in range(MAX_UNSENT):
             submissions.submit(submission(""), session)
         async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(session.capacity())
+            waiting = tasks.create_task(session.wait_to_receive())
             await asyncio.sleep(0)
             assert not waiting.done()
             await receipt(session)

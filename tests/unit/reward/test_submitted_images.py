@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import Receipt, Submission, Submissions, SubmissionSession
+from sluice.config.schema.limits import LimitsConfig
 from sluice.types import ChatMessage, PromptEnd
 from tests.support.group_events import group_ended
+
+LIMITS = LimitsConfig(max_client_images_mb=2)
 
 
 def submission(prompt_id: str, *images: bytes) -> Submission:
@@ -21,7 +24,7 @@ async def receipt(session: SubmissionSession) -> Receipt:
 
 async def test_unfinished_images_of_all_clients_together_are_bounded() -> None:
     ledger = PromptLedger()
-    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, max_image_bytes=2 << 20)
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, LIMITS)
     with submissions.session(client="a") as first, submissions.session(client="b") as second:
         submissions.submit(submission("1", bytes(1 << 20)), first)
         submissions.submit(submission("2", bytes((1 << 20) + 1)), second)
@@ -40,7 +43,7 @@ async def test_unfinished_images_of_all_clients_together_are_bounded() -> None:
 
 async def test_images_that_there_will_never_be_room_for_are_refused_for_good() -> None:
     ledger = PromptLedger()
-    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, max_image_bytes=2 << 20)
+    submissions = Submissions(ledger, ledger.accept, lambda _: None, 99, LIMITS)
     with submissions.session() as session:
         submissions.submit(submission("1", bytes((2 << 20) + 1)), session)
         refused = await receipt(session)

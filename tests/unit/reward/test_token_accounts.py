@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.reward.app import RewardLoop
-from services.reward.generation.request import GroupRequest, GroupTokens
+from services.reward.app import RewardApp
+from services.reward.generation.request import GroupProgress, GroupRequest
 from services.reward.records.statistics import GroupStatistics, TokenUse, uses_of_group
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError, SluiceError
@@ -25,7 +25,7 @@ from sluice.types import (
     Scored,
 )
 from tests.support.client_prompt import client_prompt
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, submit
 from tests.support.scripted_rollout import PROMPT_TOKENS, answer_text, rollout_of
 
 RIGHT = Scored(1.0, 1.0, {"acc": 1.0})
@@ -46,18 +46,18 @@ def graded(*samples: tuple[int, Outcome], greedy: int | None = None) -> GradedGr
 
 def test_a_trained_groups_tokens_are_told_apart_by_what_became_of_each_sample() -> None:
     group = graded((8, RIGHT), (4, UNSCORED), (2, ABORTED), greedy=16)
-    found = uses_of_group(TokenUse.TRAINED, GroupTokens(num_received=31), group)
+    found = uses_of_group(TokenUse.TRAINED, GroupProgress(num_received=31), group)
     assert found == {TokenUse.TRAINED: 24, TokenUse.FAILED: 4, TokenUse.ABORTED: 2 + 1}
 
 
 def test_a_broken_off_group_is_of_one_use_but_for_what_was_thrown_away_before() -> None:
-    tokens = GroupTokens(num_received=9, num_thrown_away=3)
+    tokens = GroupProgress(num_received=9, num_thrown_away=3)
     found = uses_of_group(TokenUse.STALE, tokens, None)
     assert found == Counter({TokenUse.STALE: 6, TokenUse.ABORTED: 3})
 
 
 def test_samples_in_whose_places_others_were_drawn_have_failed() -> None:
-    tokens = GroupTokens(num_received=20, num_replaced=5)
+    tokens = GroupProgress(num_received=20, num_replaced=5)
     broken_off = uses_of_group(TokenUse.STALE, tokens, None)
     assert broken_off == Counter({TokenUse.STALE: 15, TokenUse.FAILED: 5})
     found = uses_of_group(TokenUse.TRAINED, tokens, graded((8, RIGHT), (7, RIGHT)))
@@ -73,9 +73,9 @@ def test_an_interval_ends_and_the_totals_continue() -> None:
     assert statistics.totals()["reward/tokens/evaluation"] == 7
 
 
-def balance(loop: RewardLoop) -> dict[str, float]:
+def balance(app: RewardApp) -> dict[str, float]:
     """The books at this moment, which must balance."""
-    statistics = loop.statistics()
+    statistics = app.statistics()
     tokens = {
         name.removeprefix("reward/tokens/"): count
         for name, count in statistics.items()
@@ -107,17 +107,17 @@ class Whims:
 
     def __init__(self, numbers: list[int]) -> None:
         self._numbers, self._at = numbers, 0
-        self.loop: RewardLoop | None = None
+        self.app: RewardApp | None = None
 
     def next(self) -> int:
         self._at += 1
         return self._numbers[self._at % len(self._numbers)]
 
     async def before_sample(self, _name: str, _request: GroupRequest, _index: int) -> None:
-        assert self.loop is not None
+        assert self.app is not None
         for _ in range(self.next() % 4):
             await asyncio.sleep(0)
-            balance(self.loop)
+            balance(self.app)
         if self.next() % 13 == 0:
             raise EngineError("the engine is on fire")
 
@@ -128,25 +128,25 @@ class Whims:
 
 async def drive(whims: Whims, rules: RunConfig) -> dict[str, float]:
     client = ScriptedClient(before_sample=whims.before_sample, make=whims.make)
-    async with running_loop(rules, client) as loop:
-        whims.loop = loop
-        submit(loop, [f"answer=1 right={whims.next() % 5}" for _ in range(24)])
+    async with running_app(rules, client) as app:
+        whims.app = app
+        submit(app, [f"answer=1 right={whims.next() % 5}" for _ in range(24)])
         trainer, version = "trainer-0", 0
         for turn in range(12):
             if whims.next() % 5 == 0:
                 trainer = f"trainer-{turn + 1}"
-            await loop.pipeline.announce(trainer, version, [replica("a", version)], None)
+            await app.loop.announce(trainer, version, [replica("a", version)], None)
             client.versions["a"] = version
             try:
-                batch = await loop.pipeline.batches.take(1, version, 0.02)
+                batch = await app.loop.batches.take(1, version, 0.02)
             except SluiceError:
                 continue
             finally:
-                balance(loop)
+                balance(app)
             if whims.next() % 3:
-                loop.pipeline.batches.acknowledge(batch.batch_id, 1)
-                balance(loop)
-        return balance(loop)
+                app.loop.batches.acknowledge(batch.batch_id, 1)
+                balance(app)
+        return balance(app)
 
 
 @settings(max_examples=25, deadline=None)
@@ -164,13 +164,13 @@ def test_the_books_balance_at_every_instant(
 
 
 async def test_what_an_interval_received_and_trained_is_in_its_batchs_statistics() -> None:
-    async with running_loop(config("stream", "wait", 1), ScriptedClient()) as loop:
-        submit(loop, ["answer=1 right=1", "answer=1 right=0"] * 4)
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        first = await loop.pipeline.batches.take(1, 0, 5)
-        loop.pipeline.batches.acknowledge(first.batch_id, 1)
-        await loop.pipeline.announce("trainer", 1, [replica("a", 1)], None)
-        second = await loop.pipeline.batches.take(2, 1, 5)
+    async with running_app(config("stream", "wait", 1), ScriptedClient()) as app:
+        submit(app, ["answer=1 right=1", "answer=1 right=0"] * 4)
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        first = await app.loop.batches.take(1, 0, 5)
+        app.loop.batches.acknowledge(first.batch_id, 1)
+        await app.loop.announce("trainer", 1, [replica("a", 1)], None)
+        second = await app.loop.batches.take(2, 1, 5)
     assert first.statistics["train/tokens/trained"] == 0
     assert second.statistics["train/tokens/trained"] == 2 * 4 * 8
     wrong = [b.statistics["train/tokens/filtered_all_wrong"] for b in (first, second)]

@@ -33,7 +33,7 @@ from services.reward.records.group_log import SampleDumps
 from sluice.data.prompt_rows import PromptRow
 from sluice.errors import DeadlineError, EngineError, PeerError, PromptTooLongError
 from sluice.types import ChatMessage, Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
-from tests.support.reward_loop import InlineScorer, ScriptedClient, replica, settled
+from tests.support.reward_app import InlineScorer, ScriptedClient, replica, settled
 from tests.support.scripted_rollout import rollout_of
 
 SAMPLES = 2

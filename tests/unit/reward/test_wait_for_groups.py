@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.reward.app import RewardLoop
-from services.reward.groups import leases
+from services.reward.app import RewardApp
+from services.reward.groups import batches
 from sluice.config.loading.loader import load_config
 from sluice.types import TrainBatch
-from tests.support.reward_loop import ScriptedClient, replica, running_loop, settled, submit
+from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit
 
 CONFIG = load_config(
     None,
@@ -37,35 +37,35 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 
 async def asking(
-    tasks: asyncio.TaskGroup, loop: RewardLoop, step: int, version: int = 0
+    tasks: asyncio.TaskGroup, app: RewardApp, step: int, version: int = 0
 ) -> asyncio.Task[TrainBatch]:
-    task = tasks.create_task(loop.pipeline.batches.take(step, version, 5.0))
-    await settled(lambda: loop.pipeline.batches.is_asked)
+    task = tasks.create_task(app.loop.batches.take(step, version, 5.0))
+    await settled(lambda: app.loop.batches.is_asked)
     return task
 
 
 async def test_it_counts_from_the_question_until_the_batch_is_full(clock: Clock) -> None:
-    async with running_loop(CONFIG, ScriptedClient()) as loop, asyncio.TaskGroup() as tasks:
-        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
-        task = await asking(tasks, loop, 1)
+    async with running_app(CONFIG, ScriptedClient()) as app, asyncio.TaskGroup() as tasks:
+        await app.loop.announce("trainer-1", 0, [replica("a", slots=8)], None)
+        task = await asking(tasks, app, 1)
         clock.now = 107.0
-        submit(loop, [MIXED, MIXED])
+        submit(app, [MIXED, MIXED])
         batch = await task
     assert batch.statistics["timing_s/wait_groups"] == 7.0
 
 
 async def test_a_batch_that_was_full_before_the_question_has_no_wait(clock: Clock) -> None:
-    async with running_loop(CONFIG, ScriptedClient()) as loop:
-        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
-        submit(loop, [MIXED, MIXED])
-        await settled(lambda: loop.groups.num_kept == 2)
+    async with running_app(CONFIG, ScriptedClient()) as app:
+        await app.loop.announce("trainer-1", 0, [replica("a", slots=8)], None)
+        submit(app, [MIXED, MIXED])
+        await settled(lambda: app.groups.num_kept == 2)
         clock.now = 107.0
-        batch = await loop.pipeline.batches.take(1, 0, 5.0)
+        batch = await app.loop.batches.take(1, 0, 5.0)
     assert batch.statistics["timing_s/wait_groups"] == 0.0
 
 
@@ -73,23 +73,23 @@ async def test_a_repeated_question_counts_from_the_first_and_another_steps_from_
     clock: Clock,
 ) -> None:
     client = ScriptedClient()
-    async with running_loop(CONFIG, client) as loop, asyncio.TaskGroup() as tasks:
-        await loop.pipeline.announce("trainer-1", 0, [replica("a", slots=8)], None)
-        lost = await asking(tasks, loop, 1)
+    async with running_app(CONFIG, client) as app, asyncio.TaskGroup() as tasks:
+        await app.loop.announce("trainer-1", 0, [replica("a", slots=8)], None)
+        lost = await asking(tasks, app, 1)
         lost.cancel()
         await asyncio.wait([lost])
         clock.now = 103.0
-        again = await asking(tasks, loop, 1)
+        again = await asking(tasks, app, 1)
         clock.now = 110.0
-        submit(loop, [MIXED, MIXED])
+        submit(app, [MIXED, MIXED])
         first = await again
-        loop.pipeline.batches.acknowledge(first.batch_id, 1)
+        app.loop.batches.acknowledge(first.batch_id, 1)
         client.versions["a"] = 1
-        await loop.pipeline.announce("trainer-1", 1, [replica("a", 1, slots=8)], None)
+        await app.loop.announce("trainer-1", 1, [replica("a", 1, slots=8)], None)
         clock.now = 120.0
-        task = await asking(tasks, loop, 2, 1)
+        task = await asking(tasks, app, 2, 1)
         clock.now = 124.0
-        submit(loop, [MIXED, MIXED], 2)
+        submit(app, [MIXED, MIXED], 2)
         second = await task
     assert first.statistics["timing_s/wait_groups"] == 10.0
     assert second.statistics["timing_s/wait_groups"] == 4.0

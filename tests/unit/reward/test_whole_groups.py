@@ -11,7 +11,7 @@ from services.reward.grading.messages import ScorerInput
 from sluice.config.derived import needs_greedy_baseline, needs_whole_groups
 from sluice.config.run import RunConfig
 from sluice.types import Failed, FailureKind, Scored
-from tests.support.reward_loop import InlineScorer, ScriptedClient, replica, running_loop, submit
+from tests.support.reward_app import InlineScorer, ScriptedClient, replica, running_app, submit
 
 SAMPLES = 4
 CRASH = "Answer: nothing"
@@ -45,11 +45,11 @@ def scorer_that_loses_a_sample_of_p0(monkeypatch: pytest.MonkeyPatch) -> None:
 async def first_batch(run: RunConfig) -> tuple[list[tuple[str, int]], dict[str, float]]:
     """Prompt and number of samples of each group, and the statistics."""
     client = ScriptedClient()
-    async with running_loop(run, client) as loop:
+    async with running_app(run, client) as app:
         # Of p0's samples the wrong one is lost, of p1's and p2's none.
-        submit(loop, ["answer=1 right=3 lost", "answer=1 right=3", "answer=1 right=2"])
-        await loop.pipeline.announce("trainer", 0, [replica("a")], None)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
+        submit(app, ["answer=1 right=3 lost", "answer=1 right=3", "answer=1 right=2"])
+        await app.loop.announce("trainer", 0, [replica("a")], None)
+        batch = await app.loop.batches.take(1, 0, 5)
     return [(g.prompt_id, len(g.rollouts)) for g in batch.groups], dict(batch.statistics)
 
 

@@ -16,10 +16,10 @@ from sluice.algorithm.groups.staleness import RESERVE_AFTER
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
 from sluice.types import ReplicaInfo, Rollout, TrainBatch
-from tests.support.reward_loop import (
+from tests.support.reward_app import (
     ScriptedClient,
     publish,
-    running_loop,
+    running_app,
     settled,
     submit,
     train,
@@ -88,20 +88,20 @@ async def test_what_a_full_batch_does_not_need_is_drawn_anew_by_the_next_policy(
 ) -> None:
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
-    async with running_loop(config(), client) as loop:
-        loop.strategy.estimate = TWO_THIRDS
-        submit(loop, [MIXED] * 4)
-        await publish(loop, client, 0)
-        first = await train(loop, client, 1)
+    async with running_app(config(), client) as app:
+        app.strategy.estimate = TWO_THIRDS
+        submit(app, [MIXED] * 4)
+        await publish(app, client, 0)
+        first = await train(app, client, 1)
         assert SLOW not in ids(first)
         slow.gate.set()
-        second = await train(loop, client, 2)
+        second = await train(app, client, 2)
         assert ids(first) | ids(second) == {"p0", "p1", "p2", "p3"}
         assert SLOW in client.cancelled
         for batch in (first, second):
             assert batch.statistics["train/staleness_max"] == 0
             assert batch.statistics["train/surplus_discarded"] == 0
-        tokens = loop.counters.totals()
+        tokens = app.counters.totals()
     assert tokens["reward/tokens/withdrawn"] == 8  # the sample that had come
     assert tokens["reward/tokens/stale"] == 0
     assert "starts again" not in caplog.text  # nothing that anybody should look at
@@ -110,33 +110,33 @@ async def test_what_a_full_batch_does_not_need_is_drawn_anew_by_the_next_policy(
 async def test_a_prompt_that_was_withdrawn_too_often_is_waited_for() -> None:
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
-    async with running_loop(config(), client) as loop:
-        loop.strategy.estimate = TWO_THIRDS
-        submit(loop, [MIXED] * (2 * RESERVE_AFTER + 3))
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        app.strategy.estimate = TWO_THIRDS
+        submit(app, [MIXED] * (2 * RESERVE_AFTER + 3))
+        await publish(app, client, 0)
         for step in range(1, RESERVE_AFTER + 1):
-            assert SLOW not in ids(await train(loop, client, step))
-        await settled(lambda: loop.groups.num_kept == 1)
+            assert SLOW not in ids(await train(app, client, step))
+        await settled(lambda: app.groups.num_kept == 1)
         await turns(100)
-        assert loop.groups.num_kept == 1  # the other place is claimed
+        assert app.groups.num_kept == 1  # the other place is claimed
         slow.gate.set()
-        assert SLOW in ids(await train(loop, client, RESERVE_AFTER + 1))
+        assert SLOW in ids(await train(app, client, RESERVE_AFTER + 1))
         assert client.cancelled.count(SLOW) == RESERVE_AFTER
 
 
 async def test_a_claim_that_comes_to_nothing_gives_its_place_to_another() -> None:
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
-    async with running_loop(config(), client) as loop:
-        loop.strategy.estimate = TWO_THIRDS
-        submit(loop, [WRONG, *[MIXED] * (2 * RESERVE_AFTER + 2)])
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        app.strategy.estimate = TWO_THIRDS
+        submit(app, [WRONG, *[MIXED] * (2 * RESERVE_AFTER + 2)])
+        await publish(app, client, 0)
         for step in range(1, RESERVE_AFTER + 1):
-            await train(loop, client, step)
-        await settled(lambda: loop.groups.num_kept == 1)
+            await train(app, client, step)
+        await settled(lambda: app.groups.num_kept == 1)
         slow.gate.set()
-        assert len(ids(await train(loop, client, RESERVE_AFTER + 1))) == 2
-        assert loop.ledger.by_end["filtered_all_wrong"] == 1
+        assert len(ids(await train(app, client, RESERVE_AFTER + 1))) == 2
+        assert app.ledger.by_end["filtered_all_wrong"] == 1
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
@@ -144,17 +144,17 @@ async def test_a_group_that_begins_when_its_batch_has_gone_is_drawn_anew_and_not
     on_stale: str,
 ) -> None:
     client = LateClient("p2")
-    async with running_loop(config(asynchrony={"on_stale": on_stale}), client) as loop:
-        loop.strategy.estimate = TWO_THIRDS
-        submit(loop, [MIXED] * 4)
-        await publish(loop, client, 0)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(asynchrony={"on_stale": on_stale}), client) as app:
+        app.strategy.estimate = TWO_THIRDS
+        submit(app, [MIXED] * 4)
+        await publish(app, client, 0)
+        batch = await app.loop.batches.take(1, 0, 5)
         client.late.set()  # its first token would be of a version whose batch is at the trainer
-        await settled(lambda: loop.groups["p2"].state is GroupState.WAITING)
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
-        await publish(loop, client, 1)
-        assert ids(batch) | ids(await train(loop, client, 2)) == {"p0", "p1", "p2", "p3"}
-        assert loop.ledger.by_end["dropped_stale"] == 0
+        await settled(lambda: app.groups["p2"].state is GroupState.WAITING)
+        app.loop.batches.acknowledge(batch.batch_id, 1)
+        await publish(app, client, 1)
+        assert ids(batch) | ids(await train(app, client, 2)) == {"p0", "p1", "p2", "p3"}
+        assert app.ledger.by_end["dropped_stale"] == 0
 
 
 async def test_a_reservation_in_the_middle_of_a_batch_preempts_a_group_that_runs_for_its_slot() -> (
@@ -168,20 +168,20 @@ async def test_a_reservation_in_the_middle_of_a_batch_preempts_a_group_that_runs
             await gate.wait()
 
     client = LateClient("p3", before_sample=held)
-    async with running_loop(config(), client) as loop:
-        loop.strategy.estimate = TWO_THIRDS
-        submit(loop, [WRONG, *[MIXED] * 5])
-        loop.groups["p3"].num_preemptions = RESERVE_AFTER
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        app.strategy.estimate = TWO_THIRDS
+        submit(app, [WRONG, *[MIXED] * 5])
+        app.groups["p3"].num_preemptions = RESERVE_AFTER
+        await publish(app, client, 0)
         gates["p1"].set()
-        await settled(lambda: loop.groups.num_kept == 1)
+        await settled(lambda: app.groups.num_kept == 1)
         gates["p0"].set()  # filtered, and p3 starts
         await settled(lambda: "p3" in client.begun)
         gates["p2"].set()
         await turns(100)
-        assert loop.groups.num_kept == 1
+        assert app.groups.num_kept == 1
         client.late.set()
-        batch = await train(loop, client, 1)
+        batch = await train(app, client, 1)
         assert ids(batch) == {"p1", "p3"}
         assert batch.statistics["train/surplus_discarded"] == 0
 
@@ -189,12 +189,12 @@ async def test_a_reservation_in_the_middle_of_a_batch_preempts_a_group_that_runs
 async def test_an_exact_batch_draws_nothing_in_vain_and_waits() -> None:
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
-    async with running_loop(config(on_policy_fill="exact"), client) as loop:
-        loop.strategy.estimate = TWO_THIRDS
-        submit(loop, [MIXED] * 4)
-        await publish(loop, client, 0)
-        await settled(lambda: loop.groups.num_kept == 1)
+    async with running_app(config(on_policy_fill="exact"), client) as app:
+        app.strategy.estimate = TWO_THIRDS
+        submit(app, [MIXED] * 4)
+        await publish(app, client, 0)
+        await settled(lambda: app.groups.num_kept == 1)
         assert {prompt_id for _, prompt_id, _ in client.calls} == {"p0", "p1"}
         slow.gate.set()
-        assert ids(await train(loop, client, 1)) == {"p0", "p1"}
+        assert ids(await train(app, client, 1)) == {"p0", "p1"}
         assert not client.cancelled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.reward.groups.leases import YieldGuard
+from services.reward.records.yield_guard import YieldGuard
 from sluice.errors import BatchUnfillableError, DataExhaustedError
 from sluice.types import PromptEnd
 

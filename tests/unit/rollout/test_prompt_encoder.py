@@ -244,5 +244,5 @@ def test_a_text_model_refuses_images(vision_model: Path, tmp_path: Path) -> None
     save_config("qwen3", tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(vision_model / name, tmp_path / name)
-    with pytest.raises(InvalidRequestError, match="1 for a model that reads text alone"):
+    with pytest.raises(InvalidRequestError, match="1 for a model that reads only text"):
         encoder(tmp_path).encode_chat(user_turns("<image>"), (SMALL,))

@@ -113,5 +113,5 @@ def test_a_group_that_is_broken_off_gives_back_the_visit_it_was_drawn_as() -> No
     group.start_version = 0
     loop._batching.started(group)
     group.attempt = replace(attempt, probability=0.5)  # it went on by chance
-    loop._cancel_expired([group])
+    loop._cancel_without_slot([group])
     assert loop.given_back == [attempt]

@@ -284,7 +284,7 @@ class TorchEngine(InboxEngine[TorchCore]):
         if reader is None:
             raise InvalidRequestError(
                 f"request {request.request_id}: {len(request.images)} images for a model that "
-                "reads text alone; send none, or serve a vision-language model"
+                "reads only text; send none, or serve a vision-language model"
             )
         return await self._image_turn.read(
             len(request.sample_indexes),

@@ -86,7 +86,7 @@ class ChatPrompt(google.protobuf.message.Message):
     @property
     def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Encoded image files (PNG, JPEG or WebP), one for each "<image>" in the turns' texts, in their
-        order. Without images the texts are used unchanged. Refused if the model reads text alone, and
+        order. Without images the texts are used unchanged. Refused if the model reads only text, and
         beyond sluice.limits.
         """
 

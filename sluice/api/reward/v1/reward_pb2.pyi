@@ -102,7 +102,7 @@ class SubmitPromptsRequest(google.protobuf.message.Message):
     @property
     def images(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Encoded image files (PNG, JPEG or WebP), one for each "<image>" in the turns' texts, in their
-        order. Without images the texts are used unchanged. Refused if the model reads text alone, and
+        order. Without images the texts are used unchanged. Refused if the model reads only text, and
         beyond sluice.limits.
         """
 
@@ -272,7 +272,7 @@ class TrainGroup(google.protobuf.message.Message):
     samples; finite. Absent unless the run's advantage estimator needs it (remax).
     """
     num_images: builtins.int
-    """How many images the prompt has."""
+    """Number of images of the prompt."""
     traceparent: builtins.str
     """The prompt's span, as W3C Trace Context writes it ("traceparent"). Empty if the prompt is not
     traced.
@@ -369,7 +369,7 @@ global___TrainBatch = TrainBatch
 
 @typing.final
 class TakeBatchRequest(google.protobuf.message.Message):
-    """Asks for the next batch."""
+    """Requests the next batch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -412,7 +412,7 @@ global___TakeBatchResponse = TakeBatchResponse
 
 @typing.final
 class TakeImagesRequest(google.protobuf.message.Message):
-    """Asks for the images of a batch."""
+    """Requests the images of a batch."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -748,7 +748,7 @@ global___EvaluateResponse = EvaluateResponse
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):
-    """Asks for counters."""
+    """Requests counters."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

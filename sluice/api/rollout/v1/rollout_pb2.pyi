@@ -77,7 +77,7 @@ class GenerateRequest(google.protobuf.message.Message):
     priority: builtins.int
     """-100 to 100. Samples of higher priority get free slots first; training has 0."""
     token_budget: builtins.int
-    """Most response tokens of all samples together, at least one a sample. Each gets an equal share,
+    """Most response tokens of all samples together, at least one per sample. Each gets an equal share,
     rounded down, as its max_tokens unless that is smaller. 0 or absent: no bound.
     """
     @property
@@ -220,7 +220,7 @@ global___GenerateResponse = GenerateResponse
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):
-    """Asks for load, capacity and version."""
+    """Requests load, capacity and version."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

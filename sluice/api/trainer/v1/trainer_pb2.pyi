@@ -231,7 +231,7 @@ global___HeartbeatResponse = HeartbeatResponse
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):
-    """Asks for the state of the run."""
+    """Requests the state of the run."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -449,7 +449,7 @@ global___WatchStepsResponse = WatchStepsResponse
 
 @typing.final
 class SaveCheckpointRequest(google.protobuf.message.Message):
-    """Asks for a checkpoint."""
+    """Requests a checkpoint."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

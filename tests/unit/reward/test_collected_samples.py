@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from services.reward.generation.request import (
     GenerateEvent,
-    GroupBudget,
+    GroupProgress,
     GroupRequest,
-    GroupTokens,
     Purpose,
 )
-from services.reward.generation.stream import CollectedGroup
+from services.reward.generation.stream import CollectedSamples
 from sluice.algorithm.growing_sample import GrowingSample, NewTokens
 from sluice.errors import PeerError
 from sluice.types import ChatMessage, FinishReason, Prompt, PromptOrigin, Rollout, SamplingParams
@@ -55,6 +54,9 @@ class Replica:
         return self.grown[index].rollout(index, reason, "text")
 
 
+PROMPT_TOKENS = np.zeros(1, np.uint32)
+STARTED = GenerateEvent((PROMPT_TOKENS, LOWEST), ())
+
 steps = st.lists(
     st.tuples(
         st.integers(0, SAMPLES - 1),
@@ -70,14 +72,15 @@ steps = st.lists(
 def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
     sizes: list[int], happenings: list[tuple[int, int, str, int]]
 ) -> None:
-    counts, received = GroupTokens(), 0
-    group = CollectedGroup(replace(REQUEST, tokens=counts, budget=GroupBudget()))
-    group.request.budget.started(np.zeros(1, np.uint32), 0.0)
+    counts, received = GroupProgress(), 0
+    group = CollectedSamples(replace(REQUEST, progress=counts))
+    counts.started(PROMPT_TOKENS, 0.0)
 
     def begin(version: int) -> Replica:
         partials = list(group.partials())
         assert all(v.version >= LOWEST for p in partials for v in p.version_spans)
         group.requested(f"replica {version}")
+        arrive(STARTED)
         return Replica(sizes, version, partials)
 
     def arrive(event: GenerateEvent) -> int:
@@ -104,14 +107,15 @@ def test_any_way_home_gives_the_same_samples_and_counts_each_token_once(
         assert rollout.behavior_logprobs.tolist() == expected.behavior_logprobs.tolist()
         assert rollout.finish_reason is FinishReason.STOP
     assert counts.num_received == received
-    assert counts.num_samples == SAMPLES
+    assert counts.num_requested == SAMPLES
     assert group.num_tokens == sum(sizes)
     assert counts.num_received - counts.num_thrown_away == sum(sizes)
 
 
 def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
-    group = CollectedGroup(replace(REQUEST, budget=GroupBudget()))
-    group.request.budget.started(np.zeros(1, np.uint32), 0.0)
+    group = CollectedSamples(replace(REQUEST, progress=GroupProgress()))
+    group.request.progress.started(PROMPT_TOKENS, 0.0)
+    group.take(STARTED, "r")
     replica = Replica([4, 4, 4], LOWEST, [])
     group.take(GenerateEvent(None, (), (replica.draw(1, 3),)), "r")
     group.take(GenerateEvent(None, (replica.whole(0, FinishReason.STOP),)), "r")
@@ -123,9 +127,10 @@ def test_a_group_ended_early_holds_what_came_of_each_sample() -> None:
 
 
 def test_what_a_defective_replica_sent_was_received_and_thrown_away() -> None:
-    counts = GroupTokens()
-    group = CollectedGroup(replace(REQUEST, tokens=counts, budget=GroupBudget()))
-    group.request.budget.started(np.zeros(1, np.uint32), 0.0)
+    counts = GroupProgress()
+    group = CollectedSamples(replace(REQUEST, progress=counts))
+    group.request.progress.started(PROMPT_TOKENS, 0.0)
+    group.take(STARTED, "r")
     group.take(GenerateEvent(None, (), (tokens(0, 0, 3, LOWEST),)), "r")
     other = Replica([9, 9, 5], LOWEST, []).whole(2, FinishReason.STOP)
     unlike = replace(other, sample_index=0)
@@ -135,3 +140,14 @@ def test_what_a_defective_replica_sent_was_received_and_thrown_away() -> None:
     with pytest.raises(PeerError, match="sample 7 was not asked for"):
         group.take(GenerateEvent(None, (), (tokens(7, 0, 2, LOWEST),)), "r")
     assert counts.num_received == 7
+
+
+def test_each_stream_names_the_prompts_tokens_before_its_samples() -> None:
+    group = CollectedSamples(replace(REQUEST, progress=GroupProgress()))
+    group.request.progress.started(PROMPT_TOKENS, 0.0)
+    group.requested("a")
+    group.take(STARTED, "a")
+    group.take(GenerateEvent(None, (), (tokens(0, 0, 1, LOWEST),)), "a")
+    group.requested("b")
+    with pytest.raises(PeerError, match="sent samples before the prompt's tokens"):
+        group.take(GenerateEvent(None, (), (tokens(0, 1, 1, LOWEST),)), "b")

@@ -1,4 +1,4 @@
-"""The reward loop in this process: real coordinator, scripted replicas and scorers, no sockets."""
+"""The reward loop in this process: the real loop, scripted replicas and scorers, no sockets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from services.reward.app import PromptSets, RewardLoop, RunFiles
+from services.reward.app import PromptSets, RewardApp, RunFiles
 from services.reward.generation.request import GenerateEvent, GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.grading.scorers.math_dapo import compute_score
@@ -81,26 +81,26 @@ class InlineScorer:
 
 
 @asynccontextmanager
-async def running_loop(
+async def running_app(
     config: RunConfig,
     client: ScriptedClient,
     sets: PromptSets | None = None,
     files: RunFiles | None = None,
-) -> AsyncIterator[RewardLoop]:
-    """A loop, by default without a data set and without files, its coordinator running."""
-    loop = RewardLoop(config, sets or PromptSets(None, None), InlineScorer(), client, files)
+) -> AsyncIterator[RewardApp]:
+    """The app, by default without a data set and without files, its group loop running."""
+    app = RewardApp(config, sets or PromptSets(None, None), InlineScorer(), client, files)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(loop.pipeline.run())
-        yield loop
+        running = tasks.create_task(app.loop.run())
+        yield app
         running.cancel()
 
 
-def submit(loop: RewardLoop, contents: Sequence[str], first: int = 0) -> SubmissionSession:
+def submit(app: RewardApp, contents: Sequence[str], first: int = 0) -> SubmissionSession:
     """Submit prompts ``p<first>``, ... whose reference answer is 1."""
     session = SubmissionSession()
     for number, content in enumerate(contents, first):
         message = ChatMessage("user", content)
-        loop.submissions.submit(Submission(f"p{number}", (message,), "math_dapo", "1", {}), session)
+        app.submissions.submit(Submission(f"p{number}", (message,), "math_dapo", "1", {}), session)
     return session
 
 
@@ -111,17 +111,17 @@ async def settled(condition: Callable[[], bool], timeout_s: float = 5.0) -> None
             await asyncio.sleep(0)
 
 
-async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> None:
+async def publish(app: RewardApp, client: ScriptedClient, version: int) -> None:
     """Replica "a" serves a version, which is announced."""
     client.versions["a"] = version
-    await loop.pipeline.announce("trainer", version, [replica("a", version)], None)
+    await app.loop.announce("trainer", version, [replica("a", version)], None)
 
 
-async def train(loop: RewardLoop, client: ScriptedClient, step: int) -> TrainBatch:
+async def train(app: RewardApp, client: ScriptedClient, step: int) -> TrainBatch:
     """Take a batch, acknowledge it and publish what it made."""
-    batch = await loop.pipeline.batches.take(step, step - 1, 5)
-    loop.pipeline.batches.acknowledge(batch.batch_id, step)
-    await publish(loop, client, step)
+    batch = await app.loop.batches.take(step, step - 1, 5)
+    app.loop.batches.acknowledge(batch.batch_id, step)
+    await publish(app, client, step)
     return batch
 
 

@@ -1,52 +1,42 @@
-"""Lease train batches to the trainer: form one when the staleness rules allow, take it back,
-recover it after a crash, acknowledge it.
+"""Lease train batches to the trainer: form one when the staleness rules allow it, void its lease,
+recover the lease after a crash, acknowledge it.
 
-A kept group leaves in one of two ways: in an acknowledged batch, or because it grew too stale. Only
-the sampling strategy `rounds` drops what a batch did not take.
+A kept group leaves in one of two ways: in an acknowledged batch, or dropped because it is too old.
+Only the sampling strategy `rounds` drops what a batch did not take.
 
-Running groups that would have no slot in any batch in time are cancelled here too. Consumes: each
-group that starts and each that is kept; only these two events can leave a running group without a
-slot. Produces: cancelled tasks, whose prompts wait again (a newer policy generates their samples)
-or, under ``on_stale: drop`` and beyond the bound already, end as stale. Under ``on_stale: wait``
-admission leaves this to bad luck alone, so it is logged and counted as ``stale``. Where an
-on-policy batch is filled on average every batch preempts some groups: those are counted
-as ``withdrawn``, and reserve a slot if it happens to them often (`algorithm.groups.staleness`).
+This module also cancels running groups that no batch has a slot for in time. A group can lose its
+slot only when another group starts or is kept, so these two events trigger the check. The prompt of
+a cancelled group starts again under a newer policy; with ``on_stale: drop`` it ends as stale if it
+is beyond the bound already. With ``on_stale: wait`` admission makes this rare, so each case is
+logged and counted as ``stale``. Where an on-policy batch is filled on average, every batch preempts
+some groups: they are counted as ``withdrawn``, and a prompt that is preempted often reserves a slot
+(`algorithm.groups.staleness`).
 
-The batch that was leased when the reward service died: its samples died too, but the trainer may
-hold it. What the trainer does next decides. An acknowledgement, or the announcement of a later
-version: it was trained. Another call for a batch, or another trainer: it was not, and its prompts
-wait again.
+When the reward service dies, the samples of the leased batch die too, but the trainer may hold the
+batch. The trainer's next call decides. If it acknowledges the batch, or announces a later version,
+the batch was trained. If it takes another batch, or another trainer announces itself, the batch was
+not trained, and its prompts start again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Collection
 from functools import partial
 from uuid import uuid4
 
-from services.reward.group import (
-    CancelReason,
-    Discard,
-    EndCause,
-    EventKind,
-    Group,
-    GroupEnding,
-    GroupEvent,
-    GroupState,
-    GroupTable,
-)
+from services.reward.group import CancelReason, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.settings import BatchRules
 from services.reward.ledger.ledger import PromptLedger, not_leased
 from services.reward.prompts.source import PromptSource
 from services.reward.records.statistics import GroupStatistics
-from sluice.algorithm.sampling.admission import LastGroups, YieldFloor, kept_upper_bound
+from services.reward.records.yield_guard import YieldGuard
+from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
 from sluice.concurrency.deadlines import deadline
-from sluice.errors import DataExhaustedError, DeadlineError, SluiceError
+from sluice.concurrency.waits import ChangeSignal
+from sluice.errors import DeadlineError, SluiceError
 from sluice.types import GradedGroup, PromptEnd, Scored, TrainBatch, TrainGroup
 
 logger = logging.getLogger(__name__)
@@ -74,7 +64,7 @@ class TrainBatches:
 
     Attributes:
         error: why there are no more batches.
-        reason: describes what a batch waits for.
+        reason: describes the cause of the wait; set by the loop.
     """
 
     def __init__(
@@ -100,7 +90,7 @@ class TrainBatches:
         self._carries_over = not strategy.discards_surplus
         self._preempts = strategy.preempts
         self._num_asking = 0
-        self._asked = (-1, 0.0)  # a step, and when its batch was first asked for
+        self._asked = (-1, 0.0)  # a step, and when its batch was first requested
         self._was_taken_back = False
         self._batch: TrainBatch | None = None
         self.error: SluiceError | None = None
@@ -139,7 +129,7 @@ class TrainBatches:
             SluiceError: what stopped the loop.
         """
         self._num_asking += 1
-        if self._asked[0] != step:  # else the trainer asks again: its first call was lost
+        if self._asked[0] != step:  # else the trainer repeats a call that was lost
             self._asked = (step, time.monotonic())
         try:
             async with deadline(seconds, peer=PEER, phase="filling a batch"):
@@ -207,23 +197,22 @@ class TrainBatches:
             self.acknowledge(lease.batch_id, lease.version + 1)
 
     def void_lease(self) -> list[Group]:
-        """Void the lease. Return the groups that were leased, which are to wait or to end."""
+        """Take the leased groups back; return those that the caller requeues or ends
+        (`GroupTable.void_lease`)."""
         self._batch = None
-        groups = self._groups.leased()
-        self._ledger.release_lease()
-        return groups
+        return self._groups.void_lease()
 
-    def cancel_expired(self) -> None:
-        """Cancel the running groups that kept ones leave no batch slot for."""
+    def cancel_without_slot(self) -> None:
+        """Cancel the running groups that no batch has a slot for in time."""
         announced = self._groups.policy_version
         if announced is not None:
             next_version = max(announced, self._next_version())
-            self._cancel(self._groups.ages.expired(next_version), next_version)
+            self._cancel(self._groups.ages.without_slot(next_version), next_version)
 
-    def _cancel(self, expired: Collection[str], next_version: int) -> None:
+    def _cancel(self, without_slot: Collection[str], next_version: int) -> None:
         if not self._carries_over:  # kept groups do not wait: a batch slot is of no use to them
             return
-        for prompt_id in expired:
+        for prompt_id in without_slot:
             reason = CancelReason.NO_SLOT
             if self._preempts:  # where batches preempt, a late group is preempted, never dropped
                 reason = CancelReason.PREEMPTED
@@ -241,26 +230,22 @@ class TrainBatches:
         return 0 if newest is None else newest + 1
 
     def _leased_again(self, version: int) -> TrainBatch | None:
-        """Return the leased batch, if it was formed for `version` by this service.
-
-        Another one is void. Its groups wait for another batch; an earlier service's groups have
-        lost their samples, so their prompts wait to start again.
-        """
+        """Return the leased batch if this service formed it for `version`; void any other."""
         lease = self._ledger.open_lease
         if lease is None:
             return None
-        if self._batch is not None and lease.version == version:
+        if self._batch is None:
+            logger.warning("batch %s died with the service that leased it", lease.batch_id)
+        elif lease.version == version:
             return self._batch
-        if self._batch is not None:
+        else:
             logger.warning("batch %s taken back: version %d asks", lease.batch_id, version)
-            self._batch, self._was_taken_back = None, True
-            self._groups.take_back_lease()
-            return None
-        logger.warning("batch %s died with the service that leased it", lease.batch_id)
-        for group in self.void_lease():
-            self._groups.requeue(group, Discard.TAKEN_OVER)
-            self._source.put(group.prompt)
-        self._changes.notify()
+            self._was_taken_back = True
+        if lost := self.void_lease():
+            for group in lost:
+                self._groups.requeue(group, CancelReason.TAKEN_OVER)
+                self._source.put(group.prompt)
+            self._changes.notify()
         return None
 
     def _formed(self, version: int) -> TrainBatch | None:
@@ -274,7 +259,7 @@ class TrainBatches:
             assert group.graded is not None
             detail = f"oldest token of version {group.graded.oldest_version}, batch of {version}"
             groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
-        self._cancel(decision.expired, version)
+        self._cancel(decision.without_slot, version)
         # The last wave of the data may be too small to end: its prompts are trained on all the
         # same, where they fill a batch.
         is_last = source.is_exhausted and not groups.num_in_flight
@@ -298,6 +283,8 @@ class TrainBatches:
                     self._groups.end(group, GroupEnding(PromptEnd.DROPPED_SURPLUS, detail))
         batch_id = uuid4().hex
         train_groups = tuple(_train_group(group.graded) for group in chosen if group.graded)
+        # The trainer saves this progress with the weights that the batch makes, so the batch's own
+        # rows count as ended although they are only leased.
         positions = [group.prompt.position for group in chosen]
         progress = self._ledger.progress(at for at in positions if at is not None)
         self._groups.lease(batch_id, version, chosen)
@@ -325,87 +312,6 @@ class TrainBatches:
         return self._batch
 
 
-_YIELD_ENDS = {
-    PromptEnd.FILTERED_ALL_RIGHT,
-    PromptEnd.FILTERED_ALL_WRONG,
-    PromptEnd.FILTERED_UNIFORM,
-    PromptEnd.DROPPED_FAILED,
-}
-
-
-class YieldGuard:
-    """An observer that stops a run whose data hardly yield any group that is kept, and explains it.
-
-    Args:
-        min_yield: least share of kept groups; 0: no bound.
-        num_groups: how many of the last groups the share is taken over.
-    """
-
-    def __init__(self, min_yield: float, num_groups: int) -> None:
-        self._floor, self._last = YieldFloor(min_yield, num_groups), LastGroups()
-        self._ends: deque[str] = deque(maxlen=num_groups)  # how the same groups ended
-        self._last_failure = ""
-        self._num_left_out, self._last_left_out = 0, ""
-        self._num_quarantined = 0
-
-    def observe(self, event: GroupEvent) -> None:
-        """Count a group that was kept, filtered or failed. A prompt that is too long or in
-        quarantine shows nothing about the yield of the others."""
-        if event.kind is EventKind.KEPT:
-            self.ended(None, "")
-        ending = event.group.ending
-        if event.kind is not EventKind.ENDED or ending is None:
-            return
-        match ending.cause:
-            case EndCause.OVERLONG:
-                self.left_out(ending.detail)
-            case EndCause.QUARANTINE:
-                self._num_quarantined += 1
-            case EndCause.RESULT if ending.end in _YIELD_ENDS:
-                self.ended(ending.end, ending.detail)
-
-    def ended(self, end: PromptEnd | None, detail: str) -> None:
-        """Note how a group ended; ``None``: it was kept."""
-        self._last = self._floor.after(self._last, is_kept=end is None)
-        self._ends.append("kept" if end is None else end.value)
-        if end is PromptEnd.DROPPED_FAILED:
-            self._last_failure = detail
-
-    def left_out(self, detail: str) -> None:
-        """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""
-        self._num_left_out += 1
-        self._last_left_out = detail
-
-    def check_yield(self) -> None:
-        """Raise `BatchUnfillableError` if too few of the last groups were kept (`YieldFloor`)."""
-        if self._floor.is_hopeless(self._last):
-            raise self._floor.error(self._last, self._summary())
-
-    def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
-        """Return the error for a data set that ended before the batch was full."""
-        if self._num_left_out and not self._ends:
-            remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
-        else:
-            remedy = (
-                "raise trainer.total_epochs, give more rows in data.train_files, or lower "
-                "data.train_batch_size"
-            )
-        return DataExhaustedError(
-            f"the data set is exhausted with {num_kept} of {batch_size} groups for the next batch"
-            f"{self._summary()}; {remedy}"
-        )
-
-    def _summary(self) -> str:
-        counts = ", ".join(f"{n} {name}" for name, n in sorted(Counter(self._ends).items()))
-        failure = f"; last failure: {self._last_failure}" if self._last_failure else ""
-        left_out = ""
-        if self._num_left_out:
-            left_out = f"; {self._num_left_out} left out as too long, last: {self._last_left_out}"
-        if self._num_quarantined:
-            left_out += f"; {self._num_quarantined} in quarantine (reward/quarantine.jsonl)"
-        return f" (last {len(self._ends)} groups: {counts or 'none'}{left_out}{failure})"
-
-
 def _train_group(graded: GradedGroup) -> TrainGroup:
     """Return the scored samples of a graded group, as the optimizer sees them."""
     pairs = [
@@ -422,26 +328,3 @@ def _train_group(graded: GradedGroup) -> TrainGroup:
         baseline_reward=graded.baseline_reward,
         images=graded.group.prompt.images,
     )
-
-
-class ChangeSignal:
-    """Take `next_change` before looking at the state, then wait for it: no change is missed.
-
-    Args:
-        then: notified as well, after this one.
-    """
-
-    def __init__(self, then: ChangeSignal | None = None) -> None:
-        self._event = asyncio.Event()
-        self._then = then
-
-    def next_change(self) -> asyncio.Event:
-        """Return an event that is set at the first `notify` from now on."""
-        return self._event
-
-    def notify(self) -> None:
-        """Wake all waiters."""
-        event, self._event = self._event, asyncio.Event()
-        event.set()
-        if self._then is not None:
-            self._then.notify()

@@ -1,4 +1,4 @@
-"""The coordinator: admission, staleness, take-over, one end for every prompt."""
+"""The group loop: admission, staleness, take-over, one end for every prompt."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.reward.app import RewardLoop
+from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
 from services.reward.group import CancelReason, EventKind, GroupEvent, GroupState
 from sluice.config.run import RunConfig
 from sluice.errors import BatchUnfillableError, DeadlineError, EngineError
 from sluice.types import DataProgress, Failed, FailureKind, PromptEnd
-from tests.support.reward_loop import (
+from tests.support.reward_app import (
     InlineScorer,
     ScriptedClient,
     replica,
-    running_loop,
+    running_app,
     settled,
     submit,
 )
@@ -42,8 +42,8 @@ def config(**asynchrony: Any) -> RunConfig:
     return msgspec.convert(tree, RunConfig)
 
 
-def ends(loop: RewardLoop) -> dict[str, int]:
-    accounts = loop.ledger
+def ends(app: RewardApp) -> dict[str, int]:
+    accounts = app.ledger
     assert accounts.num_submitted == sum(accounts.by_end.values()) + accounts.num_pending
     return {end.value: count for end, count in accounts.by_end.items() if count}
 
@@ -66,23 +66,23 @@ class Gate:
             await self.opened.wait()
 
 
-async def publish(loop: RewardLoop, client: ScriptedClient, version: int) -> None:
+async def publish(app: RewardApp, client: ScriptedClient, version: int) -> None:
     client.versions["a"] = version
-    await loop.pipeline.announce("trainer", version, [replica("a", version)], None)
+    await app.loop.announce("trainer", version, [replica("a", version)], None)
 
 
 async def test_at_staleness_zero_nothing_starts_beyond_what_the_batch_needs() -> None:
     client = ScriptedClient()
-    async with running_loop(config(max_staleness=0), client) as loop:
-        submit(loop, [MIXED, WRONG, MIXED, MIXED, MIXED])
-        await publish(loop, client, 0)
-        batch = await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(max_staleness=0), client) as app:
+        submit(app, [MIXED, WRONG, MIXED, MIXED, MIXED])
+        await publish(app, client, 0)
+        batch = await app.loop.batches.take(1, 0, 5)
         assert [g.prompt_id for g in batch.groups] == ["p0", "p2"]
-        loop.pipeline.batches.acknowledge(batch.batch_id, 1)
+        app.loop.batches.acknowledge(batch.batch_id, 1)
         await turns(50)
         assert len(client.calls) == 3
-        await publish(loop, client, 1)
-        batch = await loop.pipeline.batches.take(2, 1, 5)
+        await publish(app, client, 1)
+        batch = await app.loop.batches.take(2, 1, 5)
         assert [g.prompt_id for g in batch.groups] == ["p3", "p4"]
         assert batch.statistics["train/staleness_max"] == 0
 
@@ -95,12 +95,12 @@ async def test_an_observers_error_at_the_end_of_a_cancelled_group_ends_the_servi
             raise ZeroDivisionError("a defect of an observer")
 
     async def run() -> None:
-        async with running_loop(config(), client) as loop:
-            loop.groups.observe(fail)
-            submit(loop, [MIXED])
-            await publish(loop, client, 0)
-            await settled(lambda: loop.groups.counts["generating"] == 1)
-            loop.groups["p0"].cancel(CancelReason.PREEMPTED)
+        async with running_app(config(), client) as app:
+            app.groups.observe(fail)
+            submit(app, [MIXED])
+            await publish(app, client, 0)
+            await settled(lambda: app.groups.counts["generating"] == 1)
+            app.groups["p0"].cancel(CancelReason.PREEMPTED)
             await asyncio.sleep(5)
 
     with pytest.raises(ExceptionGroup) as failure:
@@ -116,53 +116,53 @@ async def test_a_group_that_is_cancelled_before_its_task_begins_starts_again() -
             asyncio.get_running_loop().call_soon(cancel)
 
     def cancel() -> None:
-        group = loop.groups["p0"]
+        group = app.groups["p0"]
         if not cancelled and group.task is not None:
             cancelled.append(group.is_running)
             group.cancel(CancelReason.NO_SLOT)
 
     cancelled: list[bool] = []
-    async with running_loop(config(), client) as loop:
-        loop.groups.observe(cancel_once)
-        submit(loop, [MIXED, MIXED])
-        await publish(loop, client, 0)
-        await loop.pipeline.batches.take(1, 0, 5)
+    async with running_app(config(), client) as app:
+        app.groups.observe(cancel_once)
+        submit(app, [MIXED, MIXED])
+        await publish(app, client, 0)
+        await app.loop.batches.take(1, 0, 5)
         assert cancelled == [False]
-        assert loop.statistics()["reward/groups_restarted"] == 1
-        assert loop.statistics()["reward/prompts_lost"] == 0
+        assert app.statistics()["reward/groups_restarted"] == 1
+        assert app.statistics()["reward/prompts_lost"] == 0
 
 
 async def test_waiting_holds_a_batch_back_for_a_group_that_would_grow_stale() -> None:
     gate = Gate("p0")
     client = ScriptedClient(before_sample=gate)
-    async with running_loop(config(on_stale="wait"), client) as loop:
-        submit(loop, [MIXED] * 4)
-        await publish(loop, client, 0)
-        await settled(lambda: loop.groups.num_kept == 3)
-        first = await loop.pipeline.batches.take(1, 0, 5)
-        loop.pipeline.batches.acknowledge(first.batch_id, 1)
-        await publish(loop, client, 1)
-        submit(loop, [MIXED] * 3, first=4)
+    async with running_app(config(on_stale="wait"), client) as app:
+        submit(app, [MIXED] * 4)
+        await publish(app, client, 0)
+        await settled(lambda: app.groups.num_kept == 3)
+        first = await app.loop.batches.take(1, 0, 5)
+        app.loop.batches.acknowledge(first.batch_id, 1)
+        await publish(app, client, 1)
+        submit(app, [MIXED] * 3, first=4)
         with pytest.raises(DeadlineError):
-            await loop.pipeline.batches.take(2, 1, 0.05)
+            await app.loop.batches.take(2, 1, 0.05)
         gate.opened.set()
-        second = await loop.pipeline.batches.take(2, 1, 5)
+        second = await app.loop.batches.take(2, 1, 5)
         assert {g.prompt_id for g in second.groups} == {"p0", "p3"}
-        assert ends(loop) == {"trained": 2}
+        assert ends(app) == {"trained": 2}
 
 
 async def test_dropping_cancels_groups_that_are_too_old_and_drops_kept_ones() -> None:
     gate = Gate("p0")
     client = ScriptedClient(before_sample=gate)
-    async with running_loop(config(on_stale="drop"), client) as loop:
-        session = submit(loop, [MIXED] * 4)
-        await publish(loop, client, 0)
-        await settled(lambda: loop.groups.num_kept == 3)
-        await publish(loop, client, 2)
-        submit(loop, [MIXED] * 2, first=4)
-        batch = await loop.pipeline.batches.take(3, 2, 5)
+    async with running_app(config(on_stale="drop"), client) as app:
+        session = submit(app, [MIXED] * 4)
+        await publish(app, client, 0)
+        await settled(lambda: app.groups.num_kept == 3)
+        await publish(app, client, 2)
+        submit(app, [MIXED] * 2, first=4)
+        batch = await app.loop.batches.take(3, 2, 5)
         await settled(lambda: "p0" in client.cancelled)
-        await settled(lambda: ends(loop) == {"dropped_stale": 4})
+        await settled(lambda: ends(app) == {"dropped_stale": 4})
         assert [g.prompt_id for g in batch.groups] == ["p4", "p5"]
         assert batch.statistics["train/surplus_discarded"] == 3
         assert session.num_open == 0
@@ -170,52 +170,52 @@ async def test_dropping_cancels_groups_that_are_too_old_and_drops_kept_ones() ->
 
 async def test_a_lease_is_formed_anew_for_a_newer_version() -> None:
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 8)
-        await publish(loop, client, 0)
-        old = await loop.pipeline.batches.take(1, 0, 5)
-        await publish(loop, client, 1)
-        new = await loop.pipeline.batches.take(2, 1, 5)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 8)
+        await publish(app, client, 0)
+        old = await app.loop.batches.take(1, 0, 5)
+        await publish(app, client, 1)
+        new = await app.loop.batches.take(2, 1, 5)
         assert old.batch_id != new.batch_id
         assert {g.prompt_id for g in new.groups} == {g.prompt_id for g in old.groups}
         assert new.policy_version == 1
-        assert ends(loop) == {}
+        assert ends(app) == {}
 
 
 async def test_another_trainer_restarts_what_is_under_way() -> None:
     gate = Gate("p1", "p3")
     client = ScriptedClient(before_sample=gate)
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 4)
-        await publish(loop, client, 5)
-        await loop.pipeline.batches.take(6, 5, 5)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 4)
+        await publish(app, client, 5)
+        await app.loop.batches.take(6, 5, 5)
         gate.held = set()
         client.versions["a"] = 3
-        await loop.pipeline.announce("another", 3, [replica("a", 3)], None)
+        await app.loop.announce("another", 3, [replica("a", 3)], None)
         assert sorted(client.cancelled) == ["p1", "p3"]
-        batch = await loop.pipeline.batches.take(4, 3, 5)
+        batch = await app.loop.batches.take(4, 3, 5)
         assert [g.prompt_id for g in batch.groups] == ["p0", "p1"]
         assert all(r.oldest_version == 3 for g in batch.groups for r in g.rollouts)
-        assert loop.ledger.num_submitted == 4
+        assert app.ledger.num_submitted == 4
 
 
 async def test_hopeless_yield_is_told_with_the_last_failure() -> None:
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
-        submit(loop, [WRONG] * 5)
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        submit(app, [WRONG] * 5)
+        await publish(app, client, 0)
         with pytest.raises(BatchUnfillableError, match="5 filtered_all_wrong"):
-            await loop.pipeline.batches.take(1, 0, 5)
-        assert ends(loop) == {"filtered_all_wrong": 5}
+            await app.loop.batches.take(1, 0, 5)
+        assert ends(app) == {"filtered_all_wrong": 5}
 
 
 async def test_a_take_that_ends_names_what_is_generating() -> None:
     client = ScriptedClient(before_sample=Gate("p0", "p1"))
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 2)
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 2)
+        await publish(app, client, 0)
         with pytest.raises(DeadlineError, match=r"generating 2 groups \(0 of 2 groups kept\)"):
-            await loop.pipeline.batches.take(1, 0, 0.05)
+            await app.loop.batches.take(1, 0, 0.05)
 
 
 async def test_a_defect_in_one_group_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +226,9 @@ async def test_a_defect_in_one_group_ends_the_loop(monkeypatch: pytest.MonkeyPat
 
     async def run_until_it_fails() -> None:
         client = ScriptedClient()
-        async with running_loop(config(), client) as loop:
-            submit(loop, [MIXED])
-            await publish(loop, client, 0)
+        async with running_app(config(), client) as app:
+            submit(app, [MIXED])
+            await publish(app, client, 0)
             await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as error:
@@ -245,10 +245,10 @@ async def test_a_failed_prompt_is_logged_with_its_replica_and_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = ScriptedClient(before_sample=fail_p0)
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED])
-        await publish(loop, client, 0)
-        await settled(lambda: ends(loop) == {"dropped_failed": 1})
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED])
+        await publish(app, client, 0)
+        await settled(lambda: ends(app) == {"dropped_failed": 1})
     line = next(line for line in caplog.messages if "dropped" in line)
     assert line.startswith("prompt p0 dropped as failed (replica a): ")
     assert "on fire" in line
@@ -258,14 +258,14 @@ async def test_a_stale_prompt_is_logged_with_its_replica_and_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = ScriptedClient(before_sample=Gate("p0"))
-    async with running_loop(config(on_stale="drop"), client) as loop:
-        submit(loop, [MIXED] * 2)
-        await publish(loop, client, 0)
-        await settled(lambda: loop.groups.num_kept == 1)
-        await publish(loop, client, 2)
+    async with running_app(config(on_stale="drop"), client) as app:
+        submit(app, [MIXED] * 2)
+        await publish(app, client, 0)
+        await settled(lambda: app.groups.num_kept == 1)
+        await publish(app, client, 2)
         with pytest.raises(DeadlineError):
-            await loop.pipeline.batches.take(3, 2, 0.05)
-        await settled(lambda: ends(loop) == {"dropped_stale": 2})
+            await app.loop.batches.take(3, 2, 0.05)
+        await settled(lambda: ends(app) == {"dropped_stale": 2})
     assert sorted(line for line in caplog.messages if "dropped" in line) == [
         "prompt p0 dropped as stale (replica a): started under version 0, too old to be trained",
         "prompt p1 dropped as stale (replica a): oldest token of version 0, batch of 2",
@@ -282,35 +282,35 @@ async def test_a_sample_without_a_score_is_logged_with_its_prompt_and_replica(
 
     monkeypatch.setattr(InlineScorer, "score", crash)
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED])
-        await publish(loop, client, 0)
-        await settled(lambda: ends(loop) == {"dropped_failed": 1})
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED])
+        await publish(app, client, 0)
+        await settled(lambda: ends(app) == {"dropped_failed": 1})
     failure = "2 of 2 samples without a score, the first: scorer_crash: exit code 3"
     assert f"prompt p0 (replica a): {failure}" in caplog.messages
 
 
 async def test_progress_told_again_by_the_same_trainer_changes_nothing() -> None:
     client = ScriptedClient()
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 2)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 2)
         for version in (0, 0, 1):
             client.versions["a"] = version
             fleet = [replica("a", version)]
-            await loop.pipeline.announce("trainer", version, fleet, DataProgress(7 * version))
-            await settled(lambda: loop.groups.num_kept == 2)
-            assert loop.ledger.progress() == DataProgress(0)
+            await app.loop.announce("trainer", version, fleet, DataProgress(7 * version))
+            await settled(lambda: app.groups.num_kept == 2)
+            assert app.ledger.progress() == DataProgress(0)
         assert len(client.calls) == 2
         assert client.cancelled == []
 
 
 async def test_at_shutdown_streams_are_cancelled_and_prompts_stay_pending() -> None:
     client = ScriptedClient(before_sample=Gate("p0", "p1"))
-    async with running_loop(config(), client) as loop:
-        submit(loop, [MIXED] * 2)
-        await publish(loop, client, 0)
+    async with running_app(config(), client) as app:
+        submit(app, [MIXED] * 2)
+        await publish(app, client, 0)
         await settled(lambda: len(client.calls) == 2)
-        assert loop.groups.counts[GroupState.GENERATING] == 2
+        assert app.groups.counts[GroupState.GENERATING] == 2
     assert sorted(client.cancelled) == ["p0", "p1"]
-    assert loop.ledger.num_pending == 2
-    assert loop.ledger.by_end[PromptEnd.DROPPED_FAILED] == 0
+    assert app.ledger.num_pending == 2
+    assert app.ledger.by_end[PromptEnd.DROPPED_FAILED] == 0

@@ -1,0 +1,90 @@
+"""Stop a run whose data hardly yield any group that is kept, and explain it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from services.reward.group import EndCause, EventKind, GroupEvent
+from sluice.algorithm.sampling.admission import LastGroups, YieldFloor
+from sluice.errors import DataExhaustedError
+from sluice.types import PromptEnd
+
+_YIELD_ENDS = {
+    PromptEnd.FILTERED_ALL_RIGHT,
+    PromptEnd.FILTERED_ALL_WRONG,
+    PromptEnd.FILTERED_UNIFORM,
+    PromptEnd.DROPPED_FAILED,
+}
+
+
+class YieldGuard:
+    """An observer that stops a run whose data hardly yield any group that is kept, and explains it.
+
+    Args:
+        min_yield: least share of kept groups; 0: no bound.
+        num_groups: how many of the last groups the share is taken over.
+    """
+
+    def __init__(self, min_yield: float, num_groups: int) -> None:
+        self._floor, self._last = YieldFloor(min_yield, num_groups), LastGroups()
+        self._ends: deque[str] = deque(maxlen=num_groups)  # how the same groups ended
+        self._last_failure = ""
+        self._num_left_out, self._last_left_out = 0, ""
+        self._num_quarantined = 0
+
+    def observe(self, event: GroupEvent) -> None:
+        """Count a group that was kept, filtered or failed. A prompt that is too long or in
+        quarantine shows nothing about the yield of the others."""
+        if event.kind is EventKind.KEPT:
+            self.ended(None, "")
+        ending = event.group.ending
+        if event.kind is not EventKind.ENDED or ending is None:
+            return
+        match ending.cause:
+            case EndCause.OVERLONG:
+                self.left_out(ending.detail)
+            case EndCause.QUARANTINE:
+                self._num_quarantined += 1
+            case EndCause.RESULT if ending.end in _YIELD_ENDS:
+                self.ended(ending.end, ending.detail)
+
+    def ended(self, end: PromptEnd | None, detail: str) -> None:
+        """Note how a group ended; ``None``: it was kept."""
+        self._last = self._floor.after(self._last, is_kept=end is None)
+        self._ends.append("kept" if end is None else end.value)
+        if end is PromptEnd.DROPPED_FAILED:
+            self._last_failure = detail
+
+    def left_out(self, detail: str) -> None:
+        """Note a prompt that was not generated for: it is longer than data.max_prompt_length."""
+        self._num_left_out += 1
+        self._last_left_out = detail
+
+    def check_yield(self) -> None:
+        """Raise `BatchUnfillableError` if too few of the last groups were kept (`YieldFloor`)."""
+        if self._floor.is_hopeless(self._last):
+            raise self._floor.error(self._last, self._summary())
+
+    def exhausted(self, num_kept: int, batch_size: int) -> DataExhaustedError:
+        """Return the error for a data set that ended before the batch was full."""
+        if self._num_left_out and not self._ends:
+            remedy = "raise data.max_prompt_length, set data.truncation, or give shorter prompts"
+        else:
+            remedy = (
+                "raise trainer.total_epochs, give more rows in data.train_files, or lower "
+                "data.train_batch_size"
+            )
+        return DataExhaustedError(
+            f"the data set is exhausted with {num_kept} of {batch_size} groups for the next batch"
+            f"{self._summary()}; {remedy}"
+        )
+
+    def _summary(self) -> str:
+        counts = ", ".join(f"{n} {name}" for name, n in sorted(Counter(self._ends).items()))
+        failure = f"; last failure: {self._last_failure}" if self._last_failure else ""
+        left_out = ""
+        if self._num_left_out:
+            left_out = f"; {self._num_left_out} left out as too long, last: {self._last_left_out}"
+        if self._num_quarantined:
+            left_out += f"; {self._num_quarantined} in quarantine (reward/quarantine.jsonl)"
+        return f" (last {len(self._ends)} groups: {counts or 'none'}{left_out}{failure})"
