@@ -25,7 +25,7 @@ _RECENT = (
     ("Entropy", "actor/entropy", "number"),
     ("KL per step", "actor/ppo_kl", "number"),
     ("Gradient norm", "actor/grad_norm", "number"),
-    ("Clip fraction", "actor/pg_clipfrac", "share"),
+    ("Clip fraction", "actor/pg_clipfrac", "number"),
     ("Response length", "response_length/mean", "number"),
     ("Learning rate", "actor/lr", "number"),
     ("Tokens/s", metric_names.TOKENS_PER_S, "count"),
