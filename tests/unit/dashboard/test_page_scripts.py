@@ -75,3 +75,46 @@ def test_small_numbers_keep_their_digits_on_an_axis(scripts: Path) -> None:
     assert value(scripts, "number_text.js", numbers) == [
         "1e−6", "2.5e−4", "0.001", "0", "1230", "66.5k", "-3.5e−5",
     ]  # fmt: skip
+
+
+_NODES = """
+const nodes = new Map();
+globalThis.document = { getElementById(id) {
+  if (id === "run-answers") return null; // an exported page has this
+  if (!nodes.has(id)) {
+    nodes.set(id, { textContent: "", parentElement: {}, dataset: {}, replaceChildren() {} });
+  }
+  return nodes.get(id);
+} };
+const m = await import("./status.js");
+const run = {
+  name: "run", health: HEALTH, reasons: [], phase: HEALTH, phase_seconds: 0.2, step: 20,
+  total_steps: 20, training_seconds: 70, accuracy: null, reward: null, tokens_per_s: null,
+  tokens_per_s_now: null, wait: null, awaited: [],
+};
+m.showStatus(run);
+const wait = nodes.get("fact-wait");
+console.log(JSON.stringify([nodes.get("fact-phase").textContent, wait.parentElement.hidden]));
+"""
+
+
+@pytest.mark.parametrize(
+    ("health", "phase", "hides_the_wait"),
+    [
+        ("finished", "finished", True),
+        ("not running", "not running", True),
+        ("healthy", "healthy, for 0 s", False),
+    ],
+)
+def test_a_run_that_is_over_shows_no_duration_and_no_wait(
+    scripts: Path, health: str, phase: str, *, hides_the_wait: bool
+) -> None:
+    ran = subprocess.run(
+        ["node", "--input-type=module", "-e", _NODES.replace("HEALTH", json.dumps(health))],
+        cwd=scripts,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(ran.stdout) == [phase, hides_the_wait]
