@@ -23,6 +23,8 @@ Logprobs = npt.NDArray[np.float32]
 IMAGE_MARK = "<image>"
 """Marks the place of an image in a message's text."""
 
+_DIGEST_BYTES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
@@ -425,9 +427,6 @@ class ReplicaInfo:
     address: str
     slots: int
     ranks: int = 1
-
-
-_DIGEST_BYTES = 16
 
 
 def layout_digest(tensors: Iterable[TensorSpec]) -> str:

@@ -62,6 +62,8 @@ expected and the nearest keys. Nothing is ignored in silence: every key has one 
 | refused | it is an error with the reason, unless it is the default |
 """
 
+_Row = Callable[[Entry], tuple[str, ...]]
+
 
 def page() -> str:
     """Return the whole page."""
@@ -107,7 +109,6 @@ def _refused(key: Entry) -> tuple[str, ...]:
     return _name(key), _default(key), f"{_explanation(key)} *Here:* {key.instead}."
 
 
-_Row = Callable[[Entry], tuple[str, ...]]
 _TABLES: dict[KeyStatus, tuple[str, tuple[str, ...], _Row]] = {
     KeyStatus.HONOURED: ("", ("key", "takes", "default", "meaning"), _honoured),
     KeyStatus.MAPPED: ("Mapped:", ("key", "takes", "default", "meaning"), _mapped),

@@ -45,6 +45,28 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     return {"score": right, "acc": right}
 """
 
+_ENDLESS = (
+    "trainer.total_training_steps=1000000",
+    "trainer.total_epochs=1000000",
+    "trainer.save_freq=5",
+    "trainer.test_freq=1000000",  # after the last batch
+    "trainer.val_before_train=false",
+    "trainer.logger=[jsonl]",
+    "reward.scorer_pool.num_workers=1",
+)
+# Deadlines that a run of minutes can reach.
+SHORT_DEADLINES = (
+    "sluice.trainer.min_replicas=1",
+    "sluice.trainer.replica_ttl_s=4",
+    "sluice.trainer.replica_stall_s=20",
+    "sluice.trainer.replica_wait_timeout_s=120",
+    "sluice.trainer.batch_timeout_s=120",
+    "sluice.reward.generate_timeout_s=60",
+    "sluice.reward.stall_timeout_s=10",
+    "sluice.weights.timeout_s=10",
+    "sluice.shutdown_grace_s=30",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -87,27 +109,6 @@ SIZES = {
         has_chance_scorer=False,
     ),
 }
-_ENDLESS = (
-    "trainer.total_training_steps=1000000",
-    "trainer.total_epochs=1000000",
-    "trainer.save_freq=5",
-    "trainer.test_freq=1000000",  # after the last batch
-    "trainer.val_before_train=false",
-    "trainer.logger=[jsonl]",
-    "reward.scorer_pool.num_workers=1",
-)
-# Deadlines that a run of minutes can reach.
-SHORT_DEADLINES = (
-    "sluice.trainer.min_replicas=1",
-    "sluice.trainer.replica_ttl_s=4",
-    "sluice.trainer.replica_stall_s=20",
-    "sluice.trainer.replica_wait_timeout_s=120",
-    "sluice.trainer.batch_timeout_s=120",
-    "sluice.reward.generate_timeout_s=60",
-    "sluice.reward.stall_timeout_s=10",
-    "sluice.weights.timeout_s=10",
-    "sluice.shutdown_grace_s=30",
-)
 
 
 def prepare_run(

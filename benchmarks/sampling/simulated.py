@@ -33,6 +33,8 @@ _FIGURES = (
     "hard_share_spread",
 )
 
+Figures = dict[str, float]
+
 
 def strategies(seeds: Sequence[int], steps: int) -> dict[str, object]:
     """Simulate all strategies on all mixtures; return figures by mixture, and of all mixtures.
@@ -97,9 +99,6 @@ def _farthest_from_one(ratios: Sequence[float]) -> float:
 
 def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 3)
-
-
-Figures = dict[str, float]
 
 
 def by_mixture(

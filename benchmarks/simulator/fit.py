@@ -30,6 +30,15 @@ NUM_NEIGHBOURS = 128
 
 LONG_SHARE = 0.1
 
+_NUM_SAMPLE_GROUPS = 2000
+"""Groups that step times are fitted to: the last ones."""
+_OUTAGE_FACTOR = 10.0
+"""A wait beyond so many medians is an outage, not a hand-over."""
+
+# A record does not hold how many sequences ran at each moment, so step times read off it are a
+# little wrong. Tokens per busy second are exact: a few simulations scale the step times to them.
+NUM_ROUNDS = 3
+
 
 class FittedWorkload:
     """Recorded groups in their order of start.
@@ -91,12 +100,6 @@ def _values(record: GroupRecord, num_samples: int) -> list[float] | None:
     if record.is_decided_by_grades and record.scored >= min(num_samples, 2):
         return None
     return [float(number) if record.is_kept else 0.0 for number in range(num_samples)]
-
-
-_NUM_SAMPLE_GROUPS = 2000
-"""Groups that step times are fitted to: the last ones."""
-_OUTAGE_FACTOR = 10.0
-"""A wait beyond so many medians is an outage, not a hand-over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +259,6 @@ def _span(group: GroupRecord) -> tuple[float, float]:
     assert group.generated_s is not None
     begin = group.generated_s if group.started_s is None else group.started_s
     return begin, max(begin, group.generated_s)
-
-
-# A record does not hold how many sequences ran at each moment, so step times read off it are a
-# little wrong. Tokens per busy second are exact: a few simulations scale the step times to them.
-NUM_ROUNDS = 3
 
 
 def calibrated(fitted: FittedRun, settings: SimulationSettings) -> SimulationSettings:

@@ -52,7 +52,7 @@ class EngineHeartbeat:
         return self._turns
 
     async def run(self) -> None:
-        """Probe for ever."""
+        """Probe until cancelled."""
         while True:
             await self._probe()
             self._turns += 1
@@ -72,7 +72,7 @@ async def report_weights(
     notify: NotifyHealth,
     interval_s: float = _HEALTH_INTERVAL_S,
 ) -> None:
-    """Report to health, under a name of its own, whether this replica has weights; run for ever.
+    """Report to health, under a name of its own, whether this replica has weights.
 
     The process as a whole is healthy before that: it must stay, and be found, while it waits.
 

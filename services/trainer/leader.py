@@ -22,7 +22,7 @@ import torch
 from services.trainer.fleet.delivery import SyncCounts
 from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
-from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
+from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
@@ -64,7 +64,7 @@ from sluice.config.derived import (
 from sluice.config.loading.yaml_text import flat_settings
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device, transfer_device
-from sluice.rpc.client import open_channel, reward_stub
+from sluice.rpc.client import ChannelPool, open_channel, reward_stub
 from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.ports import bound_socket
 from sluice.rpc.server import RpcServer
@@ -140,7 +140,7 @@ async def _lead(config: RunConfig) -> None:
         observed = _observed(config, trained, instance_id)
         reporter = await _open_reporter(config, trained.start.replaces_after, observed.history)
         stack.push_async_callback(reporter.close)
-        replicas = ReplicaChannels(message_mb(config) << 20, credentials)
+        replicas = ChannelPool(message_mb(config) << 20, credentials)
         stack.push_async_callback(replicas.close)
         publisher = _publisher(config, trained, replicas, credentials, observed)
         stack.push_async_callback(publisher.close)
@@ -155,14 +155,14 @@ async def _lead(config: RunConfig) -> None:
         accounting = RunAccountant(
             observed.fleet,
             observed.state,
-            ask_replica=replicas.counters,
+            ask_replica=partial(replica_counters, replicas),
             ask_reward=reward.counters,
         )
         checkpoint = trained.start.checkpoint
         loop = TrainLoop(
             _loop_settings(config, dataset_rows),
-            policy=trained.policy,
-            data=reward,
+            learner=trained.policy,
+            reward=reward,
             publisher=publisher,
             reporter=reporter,
             accounting=accounting,
@@ -192,7 +192,7 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
 
 
 async def _run_loop(
-    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ReplicaChannels
+    loop: TrainLoop, fleet: Fleet, accounting: RunAccountant, replicas: ChannelPool
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_silent(fleet), name="heartbeats")
@@ -211,12 +211,12 @@ async def _expire_silent(fleet: Fleet) -> None:
 
 
 async def _refresh_accounting(
-    accounting: RunAccountant, fleet: Fleet, replicas: ReplicaChannels
+    accounting: RunAccountant, fleet: Fleet, replicas: ChannelPool
 ) -> None:
     """Refresh the accounts during a step too, for status calls."""
     while True:
         await accounting.take()
-        await replicas.forget_others([member.info for member in fleet.members()])
+        await replicas.retain({member.info.address for member in fleet.members()})
         await asyncio.sleep(_ACCOUNTING_INTERVAL_S)
 
 
@@ -300,7 +300,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
 def _publisher(
     config: RunConfig,
     trained: _Trained,
-    replicas: ReplicaChannels,
+    replicas: ChannelPool,
     credentials: Credentials,
     observed: TrainerMetrics,
 ) -> WeightPublisher:

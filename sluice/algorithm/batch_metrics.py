@@ -13,6 +13,11 @@ from sluice.types import TrainBatch
 FloatRows = npt.NDArray[np.float64]
 IntRows = npt.NDArray[np.int64]
 
+RESPONSE_PHASES = ("gen",)
+"""Phases whose time is divided by response tokens; all others by prompt and response tokens."""
+
+PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchRows:
@@ -117,12 +122,6 @@ def _lengths(name: str, lengths: IntRows, limit: int) -> dict[str, float]:
     if lengths.size == 0:
         return {}
     return {**_spread(name, lengths), f"{name}/clip_ratio": float((lengths >= limit).mean())}
-
-
-RESPONSE_PHASES = ("gen",)
-"""Phases whose time is divided by response tokens; all others by prompt and response tokens."""
-
-PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 def throughput_metrics(

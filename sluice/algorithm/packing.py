@@ -19,6 +19,9 @@ LINEAR_WORKLOAD = 24_576
 """Cost of the layers that are linear in length against attention, from verl. Per layer the two are
 about ``24 h^2 L`` and ``4 h L^2`` operations, a ratio of ``6 h``; 4096 is the h of a 7B model."""
 
+IMBALANCE_TOLERANCE = 1.1
+"""Groups are split between ranks only while the heaviest rank exceeds this times the mean."""
+
 
 def workload(num_tokens: int) -> int:
     """Cost of a sequence in arbitrary units: ``24576 * L + L**2``."""
@@ -95,10 +98,6 @@ def _merge(left: _State, right: _State) -> _State:
         _Slot(a.weight + b.weight, a.num_items + b.num_items, a.items + b.items) for a, b in pairs
     ]
     return _state(merged, len(merged))
-
-
-IMBALANCE_TOLERANCE = 1.1
-"""Groups are split between ranks only while the heaviest rank exceeds this times the mean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,26 +15,6 @@ if TYPE_CHECKING:
 
     BatchAdvantages = Callable[[AdvantageInputs, AdvantageSettings], Advantages]
 
-
-def import_named(table: Mapping[str, str], name: str, *, key: str) -> object:
-    """Import what `table` holds under `name` as ``"module:attribute"``.
-
-    Args:
-        table: known names and where they live.
-        name: the configured name.
-        key: the configuration key that held `name`, for the error.
-
-    Raises:
-        ConfigError: `name` is not in `table`.
-    """
-    target = table.get(name)
-    if target is None:
-        raise ConfigError(f"{key}: unknown value '{name}'; known: {', '.join(sorted(table))}")
-    module, _, attribute = target.partition(":")
-    found: object = getattr(import_module(module), attribute)
-    return found
-
-
 _ADVANTAGES = "sluice.algorithm.advantages"
 
 BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
@@ -65,19 +45,6 @@ BATCH_ESTIMATORS: Mapping[str, str] = MappingProxyType(
 `AdvantageInputs` lists what a batch may hold; each estimator's docstring the fields that it needs.
 """
 
-
-def batch_estimator(name: str) -> BatchAdvantages:
-    """Import the estimator called `name`; it maps a padded batch to values of [rows, width].
-
-    Raises:
-        ConfigError: the name is unknown (lists the known ones), or, when the estimator runs, the
-            batch lacks a field.
-    """
-    found = import_named(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
-    return cast("BatchAdvantages", found)
-
-
-LOSS_MODE_KEY = "actor.policy_loss.loss_mode"
 _LOSSES = "sluice.algorithm.losses"
 
 POLICY_OBJECTIVES: Mapping[str, str] = MappingProxyType(
@@ -129,10 +96,41 @@ choose tokens by comparing all of them, and ``adpo`` compares the rows of a grou
 """
 
 
+def import_named(table: Mapping[str, str], name: str, *, key: str) -> object:
+    """Import what `table` holds under `name` as ``"module:attribute"``.
+
+    Args:
+        table: known names and where they live.
+        name: the configured name.
+        key: the configuration key that held `name`, for the error.
+
+    Raises:
+        ConfigError: `name` is not in `table`.
+    """
+    target = table.get(name)
+    if target is None:
+        raise ConfigError(f"{key}: unknown value '{name}'; known: {', '.join(sorted(table))}")
+    module, _, attribute = target.partition(":")
+    found: object = getattr(import_module(module), attribute)
+    return found
+
+
+def batch_estimator(name: str) -> BatchAdvantages:
+    """Import the estimator called `name`; it maps a padded batch to values of [rows, width].
+
+    Raises:
+        ConfigError: the name is unknown (lists the known ones), or, when the estimator runs, the
+            batch lacks a field.
+    """
+    found = import_named(BATCH_ESTIMATORS, name, key="algorithm.adv_estimator")
+    return cast("BatchAdvantages", found)
+
+
 def policy_objective(name: str) -> ObjectiveFunction:
     """Import the objective called `name`: weighed, aggregated, with its metrics.
 
     Raises:
         ConfigError: the name is unknown; the message lists the known ones.
     """
-    return cast("ObjectiveFunction", import_named(POLICY_OBJECTIVES, name, key=LOSS_MODE_KEY))
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    return cast("ObjectiveFunction", import_named(POLICY_OBJECTIVES, name, key=key))

@@ -15,6 +15,15 @@ from sluice.types import ReplicaInfo
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 
+HEADROOM = 1.1
+"""A fleet that is exactly fast enough makes the trainer wait about every other time."""
+
+MOST_GROWTH = 4.0
+"""Most times the present fleet that one measurement may give: beyond it nothing is known about how
+the work would spread. The next measurement continues from there."""
+
+_DEMAND_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedReplica:
@@ -242,16 +251,6 @@ class ReplicaRouter:
 
     def _capacity(self, member: RoutedReplica) -> int:
         return math.floor(member.announced.info.slots * self._slack)
-
-
-HEADROOM = 1.1
-"""A fleet that is exactly fast enough makes the trainer wait about every other time."""
-
-MOST_GROWTH = 4.0
-"""Most times the present fleet that one measurement may give: beyond it nothing is known about how
-the work would spread. The next measurement continues from there."""
-
-_DEMAND_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _READABLE = 0o644
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
+TOLERANCE = 1e-6  # verl's, absolute and relative
+
 
 def is_weight_file(file: Path) -> bool:
     """Return whether `file` holds weights, in any of the formats of model directories."""
@@ -131,9 +133,6 @@ def _check_tied(where: dict[str, Path], dropped: list[str]) -> None:
     for name in dropped:
         tied = read_tensor(where[embedding], embedding) if embedding else None
         check_equal_embeddings(read_tensor(where[name], name), tied, name)
-
-
-TOLERANCE = 1e-6  # verl's, absolute and relative
 
 
 def compare_weights(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sluice.client.run_address import RunAddress
 from sluice.errors import ConfigError, InvalidRequestError
-from sluice.rpc.client import Metadata, open_channel
+from sluice.rpc.client import ChannelPool, Metadata
 from sluice.rpc.metadata import CLIENT_KEY, MAX_NAME_LENGTH
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def default_client_name() -> str:
     return f"{start[: MAX_NAME_LENGTH - len(pid) - 1]}:{pid}"
 
 
-class ServiceChannels:
-    """One channel per address, opened by its first use.
+class ServiceChannels(ChannelPool):
+    """The channels of one client: they send its name, and stay closed once they are closed.
 
     Args:
         address: credentials and limits of all channels.
@@ -36,9 +36,8 @@ class ServiceChannels:
     """
 
     def __init__(self, address: RunAddress, client_name: str) -> None:
-        self._address = address
+        super().__init__(address.max_message_bytes, address.credentials, self._named)
         self._name = client_name or default_client_name()
-        self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False
 
     @property
@@ -53,14 +52,7 @@ class ServiceChannels:
             ConfigError: the channels are closed.
         """
         self.check_open()
-        if address not in self._channels:
-            self._channels[address] = open_channel(
-                address,
-                max_message_bytes=self._address.max_message_bytes,
-                credentials=self._address.credentials,
-                metadata=self._named,
-            )
-        return self._channels[address]
+        return super().to(address)
 
     def _named(self) -> Metadata:
         self.check_open()  # a retried call may find the channel closed
@@ -72,7 +64,7 @@ class ServiceChannels:
         Raises:
             InvalidRequestError: the message `name` is over the limit.
         """
-        size, most = message.ByteSize(), self._address.max_message_bytes
+        size, most = message.ByteSize(), self._max_message_bytes
         if size > most:
             raise InvalidRequestError(f"{name}: {size} bytes; send at most {most} at a time")
 
@@ -84,6 +76,4 @@ class ServiceChannels:
     async def close(self) -> None:
         """Close all channels, which cancels their calls, and open no other."""
         self._closed = True
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.close()
+        await super().close()

@@ -25,6 +25,9 @@ Image = bytes | str | Path
 _LARGEST_FILE_BYTES = 1 << 30
 """More than any service accepts; it keeps a wrong path from filling the memory."""
 
+MAX_SAMPLES = MAX_SAMPLE_INDEX + 1
+_UINT32, _UINT64 = (1 << 32) - 1, (1 << 64) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class ChatWithImages:
@@ -62,9 +65,6 @@ def _encoded(field: str, image: Image) -> bytes:
 
 Prompt = str | Sequence[ChatMessage] | Sequence[int] | TokenIds | ChatWithImages
 """A text to continue, a conversation (with or without images), or token ids."""
-
-MAX_SAMPLES = MAX_SAMPLE_INDEX + 1
-_UINT32, _UINT64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def check_traceparent(value: str) -> None:

@@ -31,6 +31,9 @@ _DAY_S = 24 * 3600.0
 Rule = Callable[[str, Any], None]
 """Takes a field's name and value. Raises InvalidRequestError."""
 
+_NAME: Rule = check_name
+_NAME_OR_NONE: Rule = partial(check_name, may_be_empty=True)
+
 
 def check_fields(message: Message, prefix: str = "") -> None:
     """Check the fields of a message that have a rule; an absent optional field passes.
@@ -90,8 +93,6 @@ def _store_key(field: str, value: bytes) -> None:
         raise InvalidRequestError(f"{field}: {len(value)} bytes; send 32, or none")
 
 
-_NAME: Rule = check_name
-_NAME_OR_NONE: Rule = partial(check_name, may_be_empty=True)
 _NUMBER, _STEP = _whole(0, MAX_NUMBER), _whole(1, MAX_NUMBER)
 _SOURCE = _text(256)
 

@@ -18,6 +18,8 @@ MAX_NUMBER = 2**53
 MAX_NAME_BYTES = 128
 _SHOWN_CHARACTERS = 60
 
+_WIDTH_BYTES = 4
+
 
 def shortened(value: object) -> str:
     """Return a value as errors and logs show it: one line, printable, not long."""
@@ -63,9 +65,6 @@ def check_count(field: str, values: Sized, highest: int) -> None:
     """Check for at most `highest` elements."""
     if len(values) > highest:
         raise InvalidRequestError(f"{field}: {len(values)} given; send at most {highest}")
-
-
-_WIDTH_BYTES = 4
 
 
 def _checked(data: bytes, field: str) -> bytes:

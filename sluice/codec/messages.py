@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from sluice.api.rollout.v1 import rollout_pb2 as rollout
     from sluice.api.trainer.v1 import trainer_pb2 as trainer
 
+MAX_REPLICAS = 4096
+
+MAX_TEMPLATE_KWARGS_BYTES = 1 << 16
+# A Struct's numbers are doubles, which hold no larger integer exactly.
+_LARGEST_INTEGER = 1 << 53
+# Each level takes several levels of a message, and protobuf reads 100.
+_MAX_LEVELS = 16
+_FIELD = "chat_template_kwargs"
+_JSON_TYPES = (bool, int, float, str, list, tuple, Mapping, type(None))
+
+_MOST_WAITS = 64
+
 
 def replica_to_proto(replica: ReplicaInfo, policy_version: int) -> common.Replica:
     """Encode a replica and its policy version (ignored in a registration)."""
@@ -57,9 +69,6 @@ def counters_from_proto(
     """Return a replica's counters from its heartbeat or its status answer."""
     values = {name: getattr(message, name) for name in COUNTER_NAMES}
     return ReplicaCounters(**{**values, "seconds_by_state": dict(message.seconds_by_state)})
-
-
-MAX_REPLICAS = 4096
 
 
 def check_replicas(replicas: Sequence[common.Replica]) -> None:
@@ -161,15 +170,6 @@ def struct_from_proto(struct: Struct, field: str, max_bytes: int, key: str = "")
         ) from error
 
 
-MAX_TEMPLATE_KWARGS_BYTES = 1 << 16
-# A Struct's numbers are doubles, which hold no larger integer exactly.
-_LARGEST_INTEGER = 1 << 53
-# Each level takes several levels of a message, and protobuf reads 100.
-_MAX_LEVELS = 16
-_FIELD = "chat_template_kwargs"
-_JSON_TYPES = (bool, int, float, str, list, tuple, Mapping, type(None))
-
-
 def template_kwargs_to_proto(values: Mapping[str, object]) -> Struct | None:
     """Encode arguments; return None for an empty mapping.
 
@@ -223,9 +223,6 @@ def _check_levels(value: object, path: str, levels: int) -> None:
         )
     for name, each in inner:
         _check_levels(each, name, levels - 1)
-
-
-_MOST_WAITS = 64
 
 
 @dataclass(frozen=True, slots=True)

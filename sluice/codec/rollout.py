@@ -31,6 +31,10 @@ _FINISH_TO_PROTO = {
 }
 _FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
 
+# Bounds on what one request may cost a replica before it generates anything.
+MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
+MAX_STOPS, MAX_STOP_BYTES = 16, 128
+
 
 def rollout_to_proto(rollout: Rollout) -> common.Rollout:
     """Encode one sample."""
@@ -178,11 +182,6 @@ def chat_messages_from_proto(messages: Sequence[common.ChatMessage]) -> tuple[Ch
         if not message.role:
             raise InvalidRequestError(f"messages[{index}].role: empty; use system, user, assistant")
     return tuple(ChatMessage(m.role, m.content) for m in messages)
-
-
-# Bounds on what one request may cost a replica before it generates anything.
-MAX_TURNS, MAX_ROLE_BYTES = 1024, 64
-MAX_STOPS, MAX_STOP_BYTES = 16, 128
 
 
 def check_generate(request: rollout.GenerateRequest, max_n: int) -> None:

@@ -14,6 +14,8 @@ from sluice.errors import DeadlineError, SluiceError
 _units = itertools.count(1)
 _latest = 0
 
+ResultT = TypeVar("ResultT")
+
 
 def advance() -> None:
     """Count a unit of work: a micro-batch, a bucket of weights, progress of a long wait."""
@@ -43,9 +45,6 @@ async def deadline(
         if not scope.expired():
             raise
         raise DeadlineError(peer, phase, seconds, remedy) from error
-
-
-ResultT = TypeVar("ResultT")
 
 
 async def while_progressing(

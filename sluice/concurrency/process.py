@@ -24,6 +24,12 @@ from sluice.errors import SluiceError, leaves
 SUPERVISOR_VARIABLE = "SLUICE_SUPERVISOR_PID"
 _PR_SET_PDEATHSIG = 1
 
+FOLDER = "processes"
+START_FIELD = 19
+"""Ticks from the machine's start to the process's, in `stat_fields`."""
+_STATE_FIELD = 0
+_STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
+
 
 def end_with_supervisor() -> None:
     """Ask the kernel for SIGKILL when the parent dies, if the parent supervises this process.
@@ -48,13 +54,6 @@ def exempt_start_up() -> None:
     # replica's decode steps among them, although it frees next to nothing.
     gc.collect()
     gc.freeze()
-
-
-FOLDER = "processes"
-START_FIELD = 19
-"""Ticks from the machine's start to the process's, in `stat_fields`."""
-_STATE_FIELD = 0
-_STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
 
 
 @dataclass(frozen=True, slots=True)

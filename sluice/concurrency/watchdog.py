@@ -42,6 +42,10 @@ _MOST_TASKS = 500
 _MOST_LOOKS_MISSED = 3
 logger = logging.getLogger(__name__)
 
+MOST_CPUS = 8
+"""CPUs assumed busy at once while a thread keeps the lock. If it is the only busy one, it is found
+that many times later."""
+
 
 def write_stacks(file: TextIO, loop: asyncio.AbstractEventLoop | None) -> None:
     """Write the stacks of all threads and tasks. Any thread may call, also while the loop hangs.
@@ -176,11 +180,6 @@ class StallJudge:
             self._is_reported = True
             return StallVerdict.STALLED
         return StallVerdict.FINE
-
-
-MOST_CPUS = 8
-"""CPUs assumed busy at once while a thread keeps the lock. If it is the only busy one, it is found
-that many times later."""
 
 
 class CpuDeadline:

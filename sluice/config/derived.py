@@ -13,6 +13,26 @@ from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 
 DEFAULT_MESSAGE_MB = 64
 
+GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
+"""Advantage estimators whose baseline is the reward of a greedy response to the prompt."""
+
+OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
+"""Advantage estimators that read the old policy's logprobs and squared probabilities."""
+
+MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
+    "gae",
+    "gdpo",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+}
+"""Advantage estimators that read which tokens rollout correction rejects.
+
+In these, a masked token changes the advantage of other tokens. The other estimators give a row one
+number and do not read the mask, or refuse rejections (`adpo`).
+"""
+
 
 def world_size(config: RunConfig) -> int:
     """Return the trainer ranks: machines times ranks per machine."""
@@ -37,7 +57,7 @@ def max_model_len(config: RunConfig) -> int:
 def replica_devices(config: RunConfig) -> int:
     """Return the devices that one replica computes on, each a rank of transfer groups.
 
-    The torch engine has one whatever the parallel sizes are.
+    The embedded engine has one whatever the parallel sizes are.
     """
     rollout = config.actor_rollout_ref.rollout
     if rollout.name == "torch":
@@ -182,27 +202,6 @@ def largest_batch_mb(config: RunConfig) -> int:
     per_group = 4 * data.max_prompt_length
     per_group += 12 * data.max_response_length * config.actor_rollout_ref.rollout.n
     return math.ceil(per_group * data.train_batch_size / (1 << 20))
-
-
-GREEDY_BASELINE_ESTIMATORS = frozenset({"remax"})
-"""Advantage estimators whose baseline is the reward of a greedy response to the prompt."""
-
-OLD_LOGPROB_ESTIMATORS = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
-"""Advantage estimators that read the old policy's logprobs and squared probabilities."""
-
-MASK_ESTIMATORS = OLD_LOGPROB_ESTIMATORS | {
-    "gae",
-    "gdpo",
-    "opo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-}
-"""Advantage estimators that read which tokens rollout correction rejects.
-
-In these, a masked token changes the advantage of other tokens. The other estimators give a row one
-number and do not read the mask, or refuse rejections (`adpo`).
-"""
 
 
 def needs_greedy_baseline(config: RunConfig) -> bool:

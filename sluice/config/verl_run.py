@@ -259,7 +259,7 @@ def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
 
 
 def own_batch(config: RunConfig) -> BatchPlan:
-    """Return batch sizes as sluice runs them: every trainer rank trains other rows."""
+    """Return the batch sizes with sluice's data-parallel size: each trainer rank is one."""
     split = ParallelSplit(config.trainer.nnodes, config.trainer.n_gpus_per_node)
     return _batch(config, split)
 

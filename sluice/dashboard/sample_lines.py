@@ -16,6 +16,8 @@ from sluice.types import PromptEnd
 MOST_STEP = (1 << 31) - 1
 MOST_GROUP_BYTES = 256 << 20
 
+_OWN_COLUMNS = frozenset({"input", "output", "gts", "score", "step", "reward", "uid"})
+
 
 class SampleSource(StrEnum):
     """The writer of a file of samples."""
@@ -46,7 +48,6 @@ _BY_END = {
     PromptEnd.DROPPED_FAILED.value: ShownOutcome.FAILED,
     PromptEnd.DROPPED_SURPLUS.value: ShownOutcome.SURPLUS,
 }
-_OWN_COLUMNS = frozenset({"input", "output", "gts", "score", "step", "reward", "uid"})
 
 
 class _DumpRow(msgspec.Struct):

@@ -28,6 +28,8 @@ CHOICE_INSTRUCTION = r"Give the letters of all right choices in \boxed{}."
 Row = Mapping[str, object]
 VerlRow = dict[str, object]
 
+_VERL_COLUMNS = ("prompt", "data_source", "reward_model")
+
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
@@ -152,7 +154,6 @@ def _json_lines(row: Row, place: str, index: int, wishes: Wishes) -> VerlRow:
     return {**made, "data_source": source} if isinstance(source, str) and source else made
 
 
-_VERL_COLUMNS = ("prompt", "data_source", "reward_model")
 PUBLISHED_SETS: Mapping[str, PublishedSet] = {
     "dapo-math-17k": PublishedSet((_VERL_COLUMNS,), _verl_format, "math_dapo", "train"),
     "aime-2024": PublishedSet(

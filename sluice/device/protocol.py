@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""torch.distributed's backend by kind of device."""
+
+WITHOUT_GATHER = frozenset({"hccl"})
+"""Backends that refuse `gather`. An all-gather replaces it; all ranks but one drop the result."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
@@ -65,13 +71,6 @@ class Device(Protocol):
     def supports_bfloat16(self) -> bool:
         """Return whether its kernels compute with bfloat16."""
         ...
-
-
-BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""torch.distributed's backend by kind of device."""
-
-WITHOUT_GATHER = frozenset({"hccl"})
-"""Backends that refuse `gather`. An all-gather replaces it; all ranks but one drop the result."""
 
 
 def rank_backends(kind: str) -> str:

@@ -81,7 +81,7 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
 
 
 def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ...]:
-    """Return what this host's trainer ranks, replicas and reward service take."""
+    """Return the memory that trainer ranks, replicas and the reward service need on this host."""
     config = examined.config
     own, layout = own_training_layout(config), rollout_layout(config)
     training, rollout = training_memory(shape, own), rollout_memory(shape, layout, None)

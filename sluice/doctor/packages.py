@@ -28,6 +28,24 @@ _LOGGER_EXTRAS = {
     "trackio": "trackio",
 }
 
+TORCH_DEADLINE_S = 120.0
+_PROBE_S = 110.0
+# torch's own message distinguishes a missing driver from an old one.
+_PROBE = """
+import json, torch
+reason = ""
+try:
+    torch.cuda.init()
+except Exception as error:
+    reason = str(error).strip().splitlines()[0]
+print(json.dumps({
+    "cuda": torch.version.cuda,
+    "is_rocm": torch.version.hip is not None,
+    "num_usable": 0 if reason else torch.cuda.device_count(),
+    "reason": reason,
+}))
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
@@ -187,25 +205,6 @@ def engine_finding(name: str, installed: str | None) -> Finding:
             f"install {name} {span}, or run the contract of engines first (docs/engines.md)",
         )
     return fine(f"{name} {installed} (the adapter has run with {span})")
-
-
-TORCH_DEADLINE_S = 120.0
-_PROBE_S = 110.0
-# torch's own message distinguishes a missing driver from an old one.
-_PROBE = """
-import json, torch
-reason = ""
-try:
-    torch.cuda.init()
-except Exception as error:
-    reason = str(error).strip().splitlines()[0]
-print(json.dumps({
-    "cuda": torch.version.cuda,
-    "is_rocm": torch.version.hip is not None,
-    "num_usable": 0 if reason else torch.cuda.device_count(),
-    "reason": reason,
-}))
-"""
 
 
 class TorchBuild(msgspec.Struct, frozen=True):

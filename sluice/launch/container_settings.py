@@ -21,12 +21,6 @@ DASHBOARD_VARIABLE = "SLUICE_DASHBOARD"
 COLLECTOR = "http://collector:4317"
 """Where spans are taken, by OTLP over gRPC."""
 
-
-def observed_settings() -> tuple[str, ...]:
-    """Return overrides (``key=value``) for metrics at the layout's ports, and spans."""
-    return (*metrics_settings(), f"sluice.telemetry.traces.endpoint={COLLECTOR}")
-
-
 DEVICE_VARIABLE = "SLUICE_DEVICE"
 """The device that `compose.gpu.yaml` and `compose.npu.yaml` give to trainer and replicas."""
 
@@ -39,6 +33,11 @@ _DURATION = re.compile(
     r"(?:(?P<s>\d+(?:\.\d+)?)s)?(?:(?P<ms>\d+(?:\.\d+)?)ms)?"
 )
 _UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+
+
+def observed_settings() -> tuple[str, ...]:
+    """Return overrides (``key=value``) for metrics at the layout's ports, and spans."""
+    return (*metrics_settings(), f"sluice.telemetry.traces.endpoint={COLLECTOR}")
 
 
 def device_settings(device: str) -> tuple[str, ...]:

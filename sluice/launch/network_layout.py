@@ -34,6 +34,10 @@ EXIT_MARGIN_S = 5.0
 # By then an engine has killed what its launcher has not.
 _ENGINE_MARGIN_S = 10.0
 
+# The live page's port; a process next to the trainer's rank 0 can serve the page.
+DASHBOARD_PORT = 8080
+_EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; tokens restrict the callers
+
 
 @dataclass(frozen=True, slots=True)
 class ServicePorts:
@@ -53,9 +57,6 @@ SERVICE_PORTS: dict[Kind, ServicePorts] = {
     "rollout": ServicePorts(7001, 7101, 7201),
     "reward": ServicePorts(7002, 7102, 7202),
 }
-# The live page's port; a process next to the trainer's rank 0 can serve the page.
-DASHBOARD_PORT = 8080
-_EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; tokens restrict the callers
 
 
 @dataclass(frozen=True, slots=True)

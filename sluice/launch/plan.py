@@ -24,6 +24,21 @@ COMMAND = ("-m", "services.reward.scorer_check")
 PartT = TypeVar("PartT", bound=Section)
 TIMEOUT_S = 90.0  # above the check's own deadline
 
+_PATHS = (
+    "actor_rollout_ref.model.path",
+    "critic.model.path",
+    "data.train_files",
+    "data.val_files",
+    "reward.custom_reward_function.path",
+    "trainer.default_local_dir",
+    "trainer.resume_from_path",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "sluice.run_dir",
+    *(f"sluice.security.{name}" for name in FILE_FIELDS),
+)
+_PACKAGE, _FILE = "pkg://", "file://"
+
 
 def check_reward_function(reward: RewardConfig) -> None:
     """Load the configured function in a process of its own, under a scorer's limits.
@@ -45,22 +60,6 @@ def check_reward_function(reward: RewardConfig) -> None:
         raise DeadlineError("custom reward function", "loading it", TIMEOUT_S) from error
     if ended.returncode != 0:
         raise ConfigError(ended.stderr.strip().removeprefix("sluice: ERROR "))
-
-
-_PATHS = (
-    "actor_rollout_ref.model.path",
-    "critic.model.path",
-    "data.train_files",
-    "data.val_files",
-    "reward.custom_reward_function.path",
-    "trainer.default_local_dir",
-    "trainer.resume_from_path",
-    "trainer.rollout_data_dir",
-    "trainer.validation_data_dir",
-    "sluice.run_dir",
-    *(f"sluice.security.{name}" for name in FILE_FIELDS),
-)
-_PACKAGE, _FILE = "pkg://", "file://"
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -31,6 +31,10 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Not the interpreter's own generator, which runs seed to be repeatable: two would choose the same.
 _random = random.SystemRandom()
 
+TRAINER = "trainer"
+REWARD = "reward"
+_REPLICA = "rollout-"
+
 
 def free_ports(hosts: list[str], besides: Container[int] = ()) -> list[int]:
     """Return one free port per host; they differ, since all are held until all are known.
@@ -100,11 +104,6 @@ def own_address(peer_host: str, patience_s: float = 0.0) -> str:
                     "and is sluice.trainer.endpoint.advertise right?"
                 ) from error
         time.sleep(_RETRY_S)
-
-
-TRAINER = "trainer"
-REWARD = "reward"
-_REPLICA = "rollout-"
 
 
 @dataclass(frozen=True, slots=True)

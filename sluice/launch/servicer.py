@@ -71,8 +71,8 @@ def launcher_of(run_dir: Path) -> LauncherAddress:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NotReadyError(
             f"run: {run_dir} has no {LAUNCHER_NAME}, so no launcher runs there; give the folder "
-            "(sluice.run_dir) of a run that `sluice up` has started and that is active. Replicas "
-            "that another launcher has started (containers, Kubernetes) are scaled there"
+            "(sluice.run_dir) of a run that `sluice up` has started and that is active. Scale "
+            "replicas that another launcher has started (containers, Kubernetes) with that launcher"
         ) from error
 
 

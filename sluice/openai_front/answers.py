@@ -144,7 +144,7 @@ class AnswerBuilder:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def first_chunk(self, index: int) -> JsonObject | None:
-        """Return what a choice begins with in a stream: its role, in a chat."""
+        """Return the first chunk of a choice: in a chat its role, otherwise ``None``."""
         if not self._is_chat:
             return None
         return self._chunk(self._choice(index, {"delta": {"role": "assistant", "content": ""}}))
@@ -152,13 +152,13 @@ class AnswerBuilder:
     def chunk(self, event: SampleDelta | SampleFinished) -> JsonObject:
         """Return the chunk of the event added last."""
         if isinstance(event, SampleFinished):
-            said: JsonObject = {"delta": {}} if self._is_chat else {"text": ""}
+            content: JsonObject = {"delta": {}} if self._is_chat else {"text": ""}
             reason = event.rollout.finish_reason.value
-            return self._chunk(self._choice(event.rollout.sample_index, said, reason=reason))
-        said = {"delta": {"content": event.text}} if self._is_chat else {"text": event.text}
+            return self._chunk(self._choice(event.rollout.sample_index, content, reason=reason))
+        content = {"delta": {"content": event.text}} if self._is_chat else {"text": event.text}
         index = event.sample_index
         offset = len(self._choices[index].text) - len(event.text)
-        return self._chunk(self._choice(index, said, self._tokens(event), offset))
+        return self._chunk(self._choice(index, content, self._tokens(event), offset))
 
     def usage_chunk(self) -> JsonObject:
         """Return the chunk that ends a stream if the request asked for the usage."""
@@ -171,13 +171,13 @@ class AnswerBuilder:
     def _choice(
         self,
         index: int,
-        said: JsonObject,
+        content: JsonObject,
         tokens: Sequence[_AnswerToken] | None = None,
         offset: int = 0,
         reason: str | None = None,
     ) -> JsonObject:
         """Return a choice, or a part of one; its first token begins at `offset` of its text."""
-        choice: JsonObject = {"index": index, **said, "logprobs": None, "finish_reason": reason}
+        choice: JsonObject = {"index": index, **content, "logprobs": None, "finish_reason": reason}
         if tokens is not None and self._asked.logprobs:
             choice["logprobs"] = self._logprobs(tokens, offset)
         if tokens is not None and self._asked.token_ids:

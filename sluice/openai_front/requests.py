@@ -33,20 +33,6 @@ _COMPLETION_TOKENS = 16  # the dialect's default for a completion without max_to
 _SEED_BITS = 63
 _TEXT, _IMAGE = "text", "image_url"
 
-
-@dataclass(frozen=True, slots=True)
-class Unoffered:
-    """A field that would change the answer, and that no engine here honours.
-
-    Attributes:
-        neutral: values besides null that change nothing; errors name the first.
-        remedy: what to do instead.
-    """
-
-    neutral: tuple[object, ...] = ()
-    remedy: str = ""
-
-
 _NO_TOOLS = "functions are not called; describe them in a message"
 _NO_PROMPT_LOGPROBS = "logprobs of prompts are not known"
 _SEND_MAX_TOKENS = "send max_tokens"
@@ -110,6 +96,19 @@ _OF_COMPLETION: tuple[_Row, ...] = (
     ("chat_template_kwargs", ({},), "ask /v1/chat/completions, which has a template"),
     ("max_completion_tokens", (), _SEND_MAX_TOKENS),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Unoffered:
+    """A field that would change the answer, and that no engine here honours.
+
+    Attributes:
+        neutral: values besides null that change nothing; errors name the first.
+        remedy: what to do instead.
+    """
+
+    neutral: tuple[object, ...] = ()
+    remedy: str = ""
 
 
 def _by_field(*tables: Sequence[_Row]) -> Mapping[str, Unoffered]:

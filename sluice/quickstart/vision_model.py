@@ -43,6 +43,9 @@ PATCH_PIXELS = 8
 _WIDTH = 64
 _READABLE = 0o644
 
+Encode = Callable[[str], TokenIds]
+"""Encodes a text; a picture is one token."""
+
 
 def make_config(tokenizer: Tokenizer) -> Qwen2_5_VLConfig:
     """Return two layers of width 64 behind a vision tower of one layer, tied embeddings, float32.
@@ -123,10 +126,6 @@ def save_model(model: Qwen2_5_VLForConditionalGeneration, directory: Path) -> No
         transformers_logging.enable_progress_bar()
     for file in directory.glob("*.safetensors"):
         file.chmod(_READABLE)  # safetensors makes them readable for the owner only
-
-
-Encode = Callable[[str], TokenIds]
-"""Encodes a text; a picture is one token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,6 +34,8 @@ CLIENT_METHODS = frozenset(
 )
 _REFLECTION_PREFIX = "/grpc.reflection."
 
+_REMEDY = "set sluice.security.token_file, or SLUICE_TOKEN, to one that this service accepts"
+
 
 def is_allowed(role: Role, method: str) -> bool:
     """Return whether a caller of that role may use the method."""
@@ -43,8 +45,6 @@ def is_allowed(role: Role, method: str) -> bool:
 
 
 # ruff: noqa: ANN401 - gRPC does not type its handlers
-
-_REMEDY = "set sluice.security.token_file, or SLUICE_TOKEN, to one that this service accepts"
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

@@ -5,7 +5,8 @@ errors of our own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 import grpc
@@ -24,6 +25,15 @@ from sluice.rpc.status import CLASS_KEY, RPC_ERRORS, error_of
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
+
+Metadata = tuple[tuple[str, str], ...]
+
+# A frozen peer is noticed within 15 s.
+_KEEPALIVE_MS = 10_000
+_PING_TIMEOUT_MS = 5_000
+
+RequestT = TypeVar("RequestT", contravariant=True)
+ResponseT = TypeVar("ResponseT", covariant=True)
 
 
 def rollout_stub(channel: grpc.aio.Channel) -> rollout_pb2_grpc.RolloutServiceAsyncStub:
@@ -57,8 +67,6 @@ def trainer_stub(channel: grpc.aio.Channel) -> trainer_pb2_grpc.TrainerServiceAs
 
 
 # ruff: noqa: ANN401 - grpc.aio.Channel is typed with Any
-
-Metadata = tuple[tuple[str, str], ...]
 
 
 class _SendingChannel:
@@ -97,11 +105,6 @@ class _SendingChannel:
             return call
 
         return method
-
-
-# A frozen peer is noticed within 15 s.
-_KEEPALIVE_MS = 10_000
-_PING_TIMEOUT_MS = 5_000
 
 
 def open_channel(
@@ -150,8 +153,68 @@ def _connected(
     return grpc.aio.secure_channel(address, credentials.for_channel(), options=options)
 
 
-RequestT = TypeVar("RequestT", contravariant=True)
-ResponseT = TypeVar("ResponseT", covariant=True)
+class ChannelPool:
+    """One channel to each address, opened by its first use. Close it.
+
+    Args:
+        max_message_bytes: largest message either way.
+        credentials: shown to the peers.
+        metadata: returns what each call sends besides, such as the caller's name.
+    """
+
+    def __init__(
+        self,
+        max_message_bytes: int,
+        credentials: Credentials = OPEN,
+        metadata: Callable[[], Metadata] = tuple,
+    ) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._credentials = credentials
+        self._metadata = metadata
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._num_users = Counter[str]()
+        self._retained: frozenset[str] = frozenset()
+
+    def to(self, address: str) -> grpc.aio.Channel:
+        """Return the channel to host:port."""
+        if address not in self._channels:
+            self._channels[address] = open_channel(
+                address,
+                max_message_bytes=self._max_message_bytes,
+                credentials=self._credentials,
+                metadata=self._metadata,
+            )
+        return self._channels[address]
+
+    def acquire(self, address: str) -> grpc.aio.Channel:
+        """Return the channel, which then stays open until `release`."""
+        self._num_users[address] += 1
+        return self.to(address)
+
+    async def release(self, address: str) -> None:
+        """Close the channel after its last user, unless its address is retained."""
+        self._num_users[address] -= 1
+        await self._close_unused(address)
+
+    async def retain(self, addresses: Collection[str]) -> None:
+        """Close the channels to all other addresses, each after its last user."""
+        self._retained = frozenset(addresses)
+        for address in list(self._channels):
+            await self._close_unused(address)
+
+    async def close(self) -> None:
+        """Close all channels, which cancels their calls."""
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+    async def _close_unused(self, address: str) -> None:
+        # Closing a channel in use would cancel its calls, which reads like our own cancellation.
+        if self._num_users[address] or address in self._retained:
+            return
+        del self._num_users[address]
+        if (channel := self._channels.pop(address, None)) is not None:
+            await channel.close()
 
 
 class UnaryMethod(Protocol[RequestT, ResponseT]):

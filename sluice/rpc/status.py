@@ -20,13 +20,6 @@ RPC_ERRORS = EventCounts()
 QUOTA_REFUSALS = EventCounts()
 """By the key of the limiting setting."""
 
-
-def short_method(path: str) -> str:
-    """Return ``Service/Method`` of a path such as ``/sluice.api.reward.v1.RewardService/Score``."""
-    service, _, method = path.removeprefix("/").partition("/")
-    return f"{service.rpartition('.')[2]}/{method}"
-
-
 _KEY = "sluice.security"
 # Words of gRPC and BoringSSL, the more specific ones first.
 _REMEDY_BY_SIGN = (
@@ -44,35 +37,6 @@ _REMEDY_BY_SIGN = (
     ("andshake failed", f"TLS fails; compare {_KEY} of both sides"),
 )
 _CLOSED = ("Socket closed", "Connection reset")
-
-_run_has_no_tls = False
-
-
-def expect_no_tls() -> None:
-    """Declare this process a service of a run without TLS.
-
-    A peer that closes a connection at once has then died, and did not miss a certificate. Clients
-    do not call this, because their settings may differ from the run's.
-    """
-    global _run_has_no_tls
-    _run_has_no_tls = True
-
-
-def handshake_remedy(details: str) -> str:
-    """Return the remedy for UNAVAILABLE with these details; empty: TLS is not at fault."""
-    if _run_has_no_tls:
-        return ""
-    for sign, remedy in _REMEDY_BY_SIGN:
-        if sign in details:
-            return remedy
-    if "failed to connect" in details and any(sign in details for sign in _CLOSED):
-        return (
-            "it ended the connection at once, as servers with TLS do when the caller has none, or "
-            f"shows a certificate that is missing, expired or of another CA; compare {_KEY} of "
-            "both sides"
-        )
-    return ""
-
 
 CLASS_KEY = "sluice-error"
 # Details travel as percent-encoded metadata, and peers accept 8 KiB of metadata.
@@ -110,6 +74,41 @@ _CLASS_NEEDED = (
 _ERROR_BY_NAME = {
     (kind.__name__, code): kind for kind, code in _CODE_BY_ERROR if code in _CLASS_NEEDED
 }
+
+
+def short_method(path: str) -> str:
+    """Return ``Service/Method`` of a path such as ``/sluice.api.reward.v1.RewardService/Score``."""
+    service, _, method = path.removeprefix("/").partition("/")
+    return f"{service.rpartition('.')[2]}/{method}"
+
+
+_run_has_no_tls = False
+
+
+def expect_no_tls() -> None:
+    """Declare this process a service of a run without TLS.
+
+    A peer that closes a connection at once has then died, and did not miss a certificate. Clients
+    do not call this, because their settings may differ from the run's.
+    """
+    global _run_has_no_tls
+    _run_has_no_tls = True
+
+
+def handshake_remedy(details: str) -> str:
+    """Return the remedy for UNAVAILABLE with these details; empty: TLS is not at fault."""
+    if _run_has_no_tls:
+        return ""
+    for sign, remedy in _REMEDY_BY_SIGN:
+        if sign in details:
+            return remedy
+    if "failed to connect" in details and any(sign in details for sign in _CLOSED):
+        return (
+            "it ended the connection at once, as servers with TLS do when the caller has none, or "
+            f"shows a certificate that is missing, expired or of another CA; compare {_KEY} of "
+            "both sides"
+        )
+    return ""
 
 
 class CallStatus(NamedTuple):

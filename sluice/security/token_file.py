@@ -175,7 +175,7 @@ def read_tokens(path: Path, key: str) -> tuple[Token, ...]:
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{key} = {str(path)!r} cannot be read ({error.strerror}); give this user the right"
+            f"{key} = {str(path)!r} cannot be read ({error.strerror}); let this user read it"
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{key} = {str(path)!r} is not ASCII text") from error

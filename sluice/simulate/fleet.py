@@ -12,6 +12,8 @@ from sluice.simulate.group import GroupPart, SimulatedGroup, SimulatedSample
 from sluice.simulate.settings import FleetSettings
 from sluice.types import ReplicaInfo
 
+_CLOCK_SLACK = 1e-6
+
 
 class EventQueue:
     """Actions by time; actions of one time in the order of planning."""
@@ -37,9 +39,6 @@ class EventQueue:
         self.now, _, action = heappop(self._events)
         action()
         return True
-
-
-_CLOCK_SLACK = 1e-6
 
 
 class SimulatedReplica:

@@ -33,6 +33,13 @@ from sluice.simulate.recorder import LeaseMark, SimulatedStepTimes, SimulationRe
 from sluice.simulate.settings import SimulationSettings
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples, Workload
 
+_REMEDY = (
+    "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
+    "(--group-size); of a run, lower its min_yield"
+)
+_BATCHES_WITHOUT_BOUND = 100
+"""Without a bound of the run, a simulation ends when none of so many batches' groups is kept."""
+
 
 class _Preemptions:
     """Preempted groups by name, until a group of the prompt ends."""
@@ -185,14 +192,6 @@ class PromptFeed:
             self._order.add(self._next_position, expected, version)
             self._next_position += 1
         return self._order.take(version, self._forecast.tokens_in_time(now_s))
-
-
-_REMEDY = (
-    "simulate prompts that are solved sometimes (--mixture, --workload), or larger groups "
-    "(--group-size); of a run, lower its min_yield"
-)
-_BATCHES_WITHOUT_BOUND = 100
-"""Without a bound of the run, a simulation ends when none of so many batches' groups is kept."""
 
 
 class SimulatedLoop:

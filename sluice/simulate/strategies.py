@@ -10,6 +10,8 @@ from sluice.simulate.result import SimulationResult, simulate
 from sluice.simulate.settings import IDEAL_TRAINER, SimulationSettings
 from sluice.simulate.workload import Workload
 
+OpenWorkload = Callable[[], Workload]
+
 
 def simulate_fill_times(
     settings: SimulationSettings,
@@ -28,9 +30,6 @@ def simulate_fill_times(
     """
     ideal = replace(settings, trainer=IDEAL_TRAINER)
     return simulate(ideal, workload, on_step=on_step)
-
-
-OpenWorkload = Callable[[], Workload]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,18 @@ from sluice.algorithm.sampling.pass_rates import HARD_BELOW
 from sluice.errors import ConfigError
 from sluice.types import PromptEnd
 
+Floats = npt.NDArray[np.float64]
+
+NUM_PROMPTS = 8192
+LONG_SHARE = 0.1
+"""Prompts with the longest answers, which count as long."""
+
+_LEAST_RATE = 1e-6
+"""Log odds are finite."""
+
+_Tokens = Annotated[float, Meta(ge=1, le=1e7)]
+_Sigma = Annotated[float, Meta(ge=0, le=5)]
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPrompt:
@@ -81,16 +93,6 @@ class Workload(Protocol):
         ...
 
 
-Floats = npt.NDArray[np.float64]
-
-NUM_PROMPTS = 8192
-LONG_SHARE = 0.1
-"""Prompts with the longest answers, which count as long."""
-
-_LEAST_RATE = 1e-6
-"""Log odds are finite."""
-
-
 class BetaComponent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts whose pass rates are distributed as Beta(alpha, beta).
 
@@ -103,8 +105,22 @@ class BetaComponent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight: Annotated[float, Meta(ge=0.001, le=1e6)] = 1.0
 
 
-_Tokens = Annotated[float, Meta(ge=1, le=1e7)]
-_Sigma = Annotated[float, Meta(ge=0, le=5)]
+# Three stages of a run. Over a run prompts move from hard to easy, so that groups that are all
+# right become more frequent (DAPO, figure 3b). docs/simulator.md has the numbers and reasons.
+def _mixture(*, hard: float, middle: float, easy: float) -> tuple[BetaComponent, ...]:
+    """Return kinds of prompts with their shares, which sum to 1."""
+    return (
+        BetaComponent(0.25, 5.0, hard),
+        BetaComponent(1.2, 1.2, middle),
+        BetaComponent(6.0, 0.25, easy),
+    )
+
+
+MIXTURES = {
+    "early": _mixture(hard=0.60, middle=0.30, easy=0.10),
+    "mid": _mixture(hard=0.32, middle=0.40, easy=0.28),
+    "late": _mixture(hard=0.20, middle=0.25, easy=0.55),
+}
 
 
 class ResponseLengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -190,26 +206,6 @@ def _pass_rates(description: WorkloadDescription, draws: np.random.Generator) ->
     by_kind = np.stack([draws.beta(kind.alpha, kind.beta, num_prompts) for kind in kinds])
     rates = by_kind[chosen, np.arange(num_prompts)]
     return np.clip(rates, _LEAST_RATE, 1.0 - _LEAST_RATE)
-
-
-# Three stages of a run. Over a run prompts move from hard to easy, so that groups that are all
-# right become more frequent (DAPO, figure 3b). docs/simulator.md has the numbers and reasons.
-
-
-def _mixture(*, hard: float, middle: float, easy: float) -> tuple[BetaComponent, ...]:
-    """Return kinds of prompts with their shares, which sum to 1."""
-    return (
-        BetaComponent(0.25, 5.0, hard),
-        BetaComponent(1.2, 1.2, middle),
-        BetaComponent(6.0, 0.25, easy),
-    )
-
-
-MIXTURES = {
-    "early": _mixture(hard=0.60, middle=0.30, easy=0.10),
-    "mid": _mixture(hard=0.32, middle=0.40, easy=0.28),
-    "late": _mixture(hard=0.20, middle=0.25, easy=0.55),
-}
 
 
 def mixture_workload(

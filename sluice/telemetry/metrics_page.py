@@ -39,6 +39,8 @@ _MOST_REQUESTS = 8
 _REQUEST_TIMEOUT_S = 5.0
 _POLL_S = 0.2
 
+FOLDER = "metrics_targets"
+
 
 class MetricsPage:
     """The page of metrics and the server that answers with it.
@@ -183,9 +185,6 @@ def ask_loop(
     if wait([answer], timeout_s).done or not answer.cancel():
         return answer.result()
     return None
-
-
-FOLDER = "metrics_targets"
 
 
 def forget_targets(run_dir: Path) -> None:

@@ -15,6 +15,15 @@ from sluice.telemetry.metrics import EventCounts
 
 _IMPORTED_S = time.monotonic()
 
+SPANS = EventCounts()
+"""Recorded spans by `SpanOutcome`, counted for each destination."""
+TELEMETRY_CPU = EventCounts()
+"""CPU seconds by `TelemetryPart`.
+
+Threads of libraries, such as gRPC's, do not count; nor does recording a span, which is too short to
+be timed each time: `benchmarks/telemetry/span_cost.py` measures it.
+"""
+
 
 def process_age_s() -> float:
     """Return the seconds since the process started.
@@ -41,16 +50,6 @@ class SpanOutcome(StrEnum):
 
     SENT = "sent"
     DROPPED = "dropped"
-
-
-SPANS = EventCounts()
-"""Recorded spans by `SpanOutcome`, counted for each destination."""
-TELEMETRY_CPU = EventCounts()
-"""CPU seconds by `TelemetryPart`.
-
-Threads of libraries, such as gRPC's, do not count; nor does recording a span, which is too short to
-be timed each time: `benchmarks/telemetry/span_cost.py` measures it.
-"""
 
 
 @contextmanager

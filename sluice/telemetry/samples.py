@@ -18,6 +18,10 @@ FOLDER_NAME = "samples"
 _NUM_FILES = 8
 _FLUSH_BYTES = 1 << 20
 
+_CUT = "\n[… {} characters left out …]\n"
+
+_OWN_COLUMNS = ("input", "output", "gts", "score", "step")
+
 
 class SampleArchive:
     """Files of lines, of bounded size together; the oldest are deleted.
@@ -81,9 +85,6 @@ def archive_files(folder: Path) -> list[Path]:
 def mib(number: int) -> int:
     """Return the bytes of that many MiB."""
     return number << 20
-
-
-_CUT = "\n[… {} characters left out …]\n"
 
 
 class SampledResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -195,9 +196,6 @@ def _response(rollout: Rollout, outcome: Outcome, most_chars: int) -> SampledRes
     return msgspec.structs.replace(
         response, score=outcome.score, reward=outcome.reward, metrics=dict(outcome.metrics)
     )
-
-
-_OWN_COLUMNS = ("input", "output", "gts", "score", "step")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ RANDOM = random.Random()
 
 Attributes = Mapping[str, str | int | float | bool]
 
+_NO_ATTRIBUTES: Attributes = {}
+
 
 class SpanName(StrEnum):
     """What a span times."""
@@ -148,7 +150,6 @@ class Moment(NamedTuple):
 
 
 _current: ContextVar[TraceContext | None] = ContextVar("span", default=None)
-_NO_ATTRIBUTES: Attributes = {}
 
 
 class Span:

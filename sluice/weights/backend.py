@@ -25,6 +25,13 @@ from sluice.errors import ConfigError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_HCCL_POLL_S = 0.005
+_GROUP_POLL_S = 0.0005
+_LOOK_AGAIN = timedelta(milliseconds=20)
+_GLOO_LANES = 2
+"""Connections and threads that move bytes. Collectives take turns on them; with one lane rank 0
+copies everything to every member in one thread."""
+
 
 class Work(Protocol):
     """A collective that was started."""
@@ -75,14 +82,6 @@ class Membership:
     def timeout(self) -> timedelta:
         """Return `timeout_s` in the form that torch takes."""
         return timedelta(seconds=self.timeout_s)
-
-
-_HCCL_POLL_S = 0.005
-_GROUP_POLL_S = 0.0005
-_LOOK_AGAIN = timedelta(milliseconds=20)
-_GLOO_LANES = 2
-"""Connections and threads that move bytes. Collectives take turns on them; with one lane rank 0
-copies everything to every member in one thread."""
 
 
 class _HcclBackend(Protocol):

@@ -33,6 +33,20 @@ from sluice.weights.plan import Bucket, TransferPlan, torch_dtype
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+Positions: TypeAlias = NDArray[np.int64]
+Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+_WHOLE = 255
+
+BLOCK_ELEMENTS = 1 << 18
+
+ByteArray: TypeAlias = NDArray[np.uint8]
+
+# Form; number of changed elements, of gap words, of values given whole.
+_HEADER = struct.Struct("<B3xIII")
+
 
 def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return int64 ``[changed]``, rising positions in the flattened tensors where bits differ.
@@ -43,10 +57,6 @@ def changed_positions(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """
     bits = _BITS[new.element_size()]
     return (old.view(-1).view(bits) != new.view(-1).view(bits)).nonzero().view(-1)
-
-
-Positions: TypeAlias = NDArray[np.int64]
-Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 
 def encode_gaps(positions: Positions) -> Words:
@@ -93,11 +103,6 @@ def _words(gaps: Positions, width: type[np.uint8 | np.uint16]) -> Words:
     return words
 
 
-Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
-
-_WHOLE = 255
-
-
 def encode_steps(old: Bits, new: Bits) -> tuple[NDArray[np.uint8], Bits]:
     """Return the steps from `old` to `new`, unsigned of one width, ``[changed]``, nowhere equal.
 
@@ -133,21 +138,12 @@ def decode_steps(old: Bits, steps: NDArray[np.uint8], whole: Bits) -> Bits:
     return new
 
 
-BLOCK_ELEMENTS = 1 << 18
-
-ByteArray: TypeAlias = NDArray[np.uint8]
-
-
 class _Form(IntEnum):
     """How a block is written; the value is the number of bytes of a gap word."""
 
     PLAIN = 0
     NARROW_GAPS = 1
     WIDE_GAPS = 2
-
-
-# Form; number of changed elements, of gap words, of values given whole.
-_HEADER = struct.Struct("<B3xIII")
 
 
 @dataclass(frozen=True, slots=True)

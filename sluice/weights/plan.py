@@ -36,6 +36,18 @@ _WIRE_DTYPES = (
     torch.bool,
 )
 
+ALIGNMENT_BYTES = 64
+"""Where tensors start. Models compute from memory with the layout of the stream, and the speed and
+last bits of a matrix product may depend on where its operands lie in a cache line."""
+
+MIN_BUCKET_BYTES = 4096
+
+_WANTED_BUCKETS = 4
+_WORTHWHILE_BUCKET_BYTES = 4 << 20
+
+_FRAMING = "store over gRPC; header, buckets, trailer; XXH3-128 of each tensor"
+"""Part of the plan's digest: two ends that would disagree on it do not begin."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``bfloat16`` for ``torch.bfloat16``."""
@@ -57,19 +69,6 @@ def torch_dtype(name: str) -> torch.dtype:
             f"{', '.join(sorted(_BY_NAME))}"
         )
     return _BY_NAME[name]
-
-
-ALIGNMENT_BYTES = 64
-"""Where tensors start. Models compute from memory with the layout of the stream, and the speed and
-last bits of a matrix product may depend on where its operands lie in a cache line."""
-
-MIN_BUCKET_BYTES = 4096
-
-_WANTED_BUCKETS = 4
-_WORTHWHILE_BUCKET_BYTES = 4 << 20
-
-_FRAMING = "store over gRPC; header, buckets, trailer; XXH3-128 of each tensor"
-"""Part of the plan's digest: two ends that would disagree on it do not begin."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class SnapshotBuffers:
             self._released.notify_all()
 
     def _back_slot(self, timeout_s: float) -> _SnapshotSlot:
-        """Return the slot that is not the newest, once it has no reader; hide it from readers."""
+        """Wait until the older slot has no reader, hide it from readers, and return it."""
         deadline = time.monotonic() + timeout_s
         with self._released:
             slot = self._slots[1] if self._newest is self._slots[0] else self._slots[0]

@@ -31,6 +31,10 @@ _TRAILER_MAGIC = b"sluice-w"
 _TRAILER_FORMAT = struct.Struct("<8sqQ")
 _CHECK_BYTES = 16
 
+_NUM_FRAMING_COLLECTIVES = 2  # header and trailer, in addition to the buckets
+
+_IN_FLIGHT = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Base:
@@ -147,11 +151,6 @@ def _check_sum(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=_CHECK_BYTES).digest()
 
 
-_NUM_FRAMING_COLLECTIVES = 2  # header and trailer, in addition to the buckets
-
-_IN_FLIGHT = 2
-
-
 def version_deadline_s(plan: TransferPlan, timeout_s: float) -> float:
     """Return the seconds that all collectives of one version may take together.
 
@@ -192,7 +191,7 @@ class DirectPort:
 
 
 class DeviceSendingPort:
-    """The sender's port for a wire on a device: each bucket is copied there from the buffer."""
+    """The sender's port for a device: it copies each bucket there from the buffer."""
 
     def __init__(self, buffer: WeightBuffer, plan: TransferPlan, device: torch.device) -> None:
         self._buffer = buffer
@@ -207,7 +206,7 @@ class DeviceSendingPort:
 
 
 class DeviceReceivingPort:
-    """The receiver's port for a wire on a device: each bucket is copied to the buffer."""
+    """The receiver's port for a device: it copies each bucket into the buffer."""
 
     def __init__(self, buffer: WeightBuffer, device: torch.device) -> None:
         self._buffer = buffer

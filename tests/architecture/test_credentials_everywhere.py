@@ -85,7 +85,7 @@ def test_whatever_opens_a_connection_passes_credentials_on() -> None:
 
 def test_every_callable_that_takes_credentials_is_looked_at() -> None:
     known = {"open_channel", "RpcServer", "RunMonitor", "RolloutClient"}
-    known |= {"ReplicaChannels", "Launcher", "survey_waits"}
+    known |= {"ChannelPool", "Launcher", "survey_waits"}
     assert known <= openers()
 
 

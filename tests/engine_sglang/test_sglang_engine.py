@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
+from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.settings import SglangSettings
 from sluice.errors import ConfigError, EngineError, InvalidRequestError
@@ -116,7 +116,7 @@ async def test_the_same_seed_gives_the_tokens_of_the_embedded_engine(
 ) -> None:
     await world.serve(world.first)
     wanted = request(samples=4, max_tokens=40, temperature=0.8, top_p=0.9, top_k=30)
-    embedded = TorchEngine(TorchEngineSettings(str(folder), slots=4, max_model_len=64))
+    embedded = EmbeddedEngine(EmbeddedEngineSettings(str(folder), slots=4, max_model_len=64))
     await embedded.start()
     await embedded.load_weights(weights_of(world.first, embedded), 1, "one")
     expected = await generate(embedded, wanted)

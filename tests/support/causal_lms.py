@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
+from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from services.rollout.engines.protocol import GenerationRequest, PartialSample, SampleChunk
 from sluice.types import SamplingParams
 
@@ -77,15 +77,15 @@ def reference_model(directory: Path, seed: int = 0) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def weights_of(model: PreTrainedModel, engine: TorchEngine) -> dict[str, torch.Tensor]:
+def weights_of(model: PreTrainedModel, engine: EmbeddedEngine) -> dict[str, torch.Tensor]:
     """The tensors that the engine's layout names."""
     state = model.state_dict()
     return {spec.name: state[spec.name] for spec in engine.weight_layout}
 
 
-def engine_settings(directory: Path, **changes: Any) -> TorchEngineSettings:
+def engine_settings(directory: Path, **changes: Any) -> EmbeddedEngineSettings:
     """A small engine on the CPU."""
-    return TorchEngineSettings(
+    return EmbeddedEngineSettings(
         **({"model_path": str(directory), "slots": 8, "max_model_len": 48} | changes)
     )
 
@@ -93,9 +93,9 @@ def engine_settings(directory: Path, **changes: Any) -> TorchEngineSettings:
 @asynccontextmanager
 async def running_engine(
     directory: Path, model: PreTrainedModel | None = None, **changes: Any
-) -> AsyncIterator[TorchEngine]:
+) -> AsyncIterator[EmbeddedEngine]:
     """A started engine, serving `model` as version 1 if one is given; stopped at the end."""
-    engine = TorchEngine(engine_settings(directory, **changes))
+    engine = EmbeddedEngine(engine_settings(directory, **changes))
     await engine.start()
     try:
         if model is not None:
@@ -125,7 +125,7 @@ def request(
 
 
 async def chunks_of(
-    engine: TorchEngine, wanted: GenerationRequest, *, every_token: bool = False
+    engine: EmbeddedEngine, wanted: GenerationRequest, *, every_token: bool = False
 ) -> list[SampleChunk]:
     """All chunks of a request, in order."""
     async with asyncio.timeout(30), aclosing(engine.generate(wanted, every_token=every_token)) as s:
@@ -145,7 +145,7 @@ def samples_of(chunks: Sequence[SampleChunk]) -> Samples:
     return samples
 
 
-async def generate(engine: TorchEngine, wanted: GenerationRequest) -> Samples:
+async def generate(engine: EmbeddedEngine, wanted: GenerationRequest) -> Samples:
     """Runs a request to its end."""
     return samples_of(await chunks_of(engine, wanted))
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel
 
 from services.rollout.engines.causal_lm import build_causal_lm
-from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
+from services.trainer.fleet.replica_client import ReplicaClient
 from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
@@ -29,7 +29,7 @@ from sluice.client import AsyncClient, GenerateOptions, RunAddress, Sampling
 from sluice.codec.fields import token_ids_to_bytes
 from sluice.device.cpu import CpuDevice
 from sluice.quickstart.tokenizer import save_tokenizer
-from sluice.rpc.client import open_channel, rollout_stub
+from sluice.rpc.client import ChannelPool, open_channel, rollout_stub
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.sender import WeightSender
 from tests.support.causal_lms import VOCABULARY, expected_logprobs, reference_model
@@ -141,7 +141,7 @@ async def _publish(replica: ReplicaInfo, folder: Path, model: PreTrainedModel) -
     layout, state = weight_layout(folder), model.state_dict()
     given_up = threading.Event()
     sender = WeightSender(device=CpuDevice(), bucket_bytes=1 << 16, timeout_s=60.0)
-    channels = ReplicaChannels(_MESSAGE_BYTES)
+    channels = ChannelPool(_MESSAGE_BYTES)
     client = ReplicaClient(replica, channels, timeout_s=60, transfer_timeout_s=60)
     buffer = buffer_of({spec.name: state[spec.name] for spec in layout})
     try:

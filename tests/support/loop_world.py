@@ -86,8 +86,8 @@ class World:
         )
         return TrainLoop(
             replace(SETTINGS, **settings),
-            policy=self,
-            data=self,
+            learner=self,
+            reward=self,
             publisher=self,
             reporter=Record(self),
             accounting=accounting,
@@ -197,10 +197,10 @@ class Record:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._world.recorded[f"step {step}"] = dict(metrics)
 
-    def evaluation(self, step: int, evaluation: ValidationReport, seconds: float) -> None:
+    def validation(self, step: int, evaluation: ValidationReport, seconds: float) -> None:
         self._world.recorded[f"evaluation {step}"] = dict(evaluation.metrics)
 
-    def evaluation_failed(self, step: int, seconds: float) -> None:
+    def validation_failed(self, step: int, seconds: float) -> None:
         self._world.recorded[f"failed evaluation {step}"] = seconds
 
     def accounts(self, accounts: Mapping[str, float]) -> None:

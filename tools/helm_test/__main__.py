@@ -38,6 +38,23 @@ DEFAULTS = "defaults"
 
 Document = dict[str, Any]
 
+# Pods of a Job cannot be changed, so its name must follow them, and nothing else.
+_BEFORE: Values = {"metrics": {"enabled": True}}
+_KEEP_TRAINER: tuple[Values, ...] = (
+    {},
+    {"trainer": {"backoffLimit": 20}},
+    {"rollout": {"replicas": 7, "autoscaling": {"enabled": True}}},
+    {"networkPolicy": {"enabled": False}},
+)
+_REPLACE_TRAINER: tuple[Values, ...] = (
+    {"run": {"name": "second"}},
+    {"run": {"settings": ["trainer.save_freq=7"]}},
+    {"run": {"files": {"a.py": "x = 1"}}},
+    {"image": {"compute": {"tag": 2}}},
+    {"trainer": {"ranks": 2}},
+    {"shutdownGraceSeconds": 30},
+)
+
 
 def lint_problems(values: Values) -> list[str]:
     """Return what Helm's linter finds, warnings included."""
@@ -149,24 +166,6 @@ def refusal_problems() -> Iterator[str]:
                 yield f"{values}: refused without the name {field}: {error}"
         else:
             yield f"{values}: taken"
-
-
-# Pods of a Job cannot be changed, so its name must follow them, and nothing else.
-_BEFORE: Values = {"metrics": {"enabled": True}}
-_KEEP_TRAINER: tuple[Values, ...] = (
-    {},
-    {"trainer": {"backoffLimit": 20}},
-    {"rollout": {"replicas": 7, "autoscaling": {"enabled": True}}},
-    {"networkPolicy": {"enabled": False}},
-)
-_REPLACE_TRAINER: tuple[Values, ...] = (
-    {"run": {"name": "second"}},
-    {"run": {"settings": ["trainer.save_freq=7"]}},
-    {"run": {"files": {"a.py": "x = 1"}}},
-    {"image": {"compute": {"tag": 2}}},
-    {"trainer": {"ranks": 2}},
-    {"shutdownGraceSeconds": 30},
-)
 
 
 def upgrade_problems() -> Iterator[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from services.reward.generation.request import PHASE, GenerateEvent, GroupRequest
 from sluice.api.rollout.v1 import rollout_pb2
@@ -18,29 +17,16 @@ from sluice.codec.rollout import (
     sampling_to_proto,
 )
 from sluice.errors import InvalidRequestError, PeerError
-from sluice.rpc.client import open_channel, rollout_stub, stream_call
+from sluice.rpc.client import ChannelPool, rollout_stub, stream_call
 from sluice.rpc.credentials import OPEN, Credentials
 from sluice.rpc.metadata import SERVICE_KEY
 from sluice.types import ReplicaInfo, Rollout
 
-if TYPE_CHECKING:
-    import grpc
-
-    from sluice.api.rollout.v1 import rollout_pb2_grpc
-
-
 MAX_REQUEST_ID_CHARACTERS = 32
 
 
-@dataclass(slots=True)
-class _Channel:
-    channel: grpc.aio.Channel
-    stub: rollout_pb2_grpc.RolloutServiceAsyncStub
-    num_streams: int = 0
-
-
 class RolloutClient:
-    """One channel per replica address.
+    """Stream samples from replicas, over one channel to each address.
 
     Args:
         linger_ms: finished samples may wait this long to travel together.
@@ -61,23 +47,19 @@ class RolloutClient:
     ) -> None:
         self._linger_ms, self._timeout_s = linger_ms, timeout_s
         self._partial_interval_ms = partial_interval_ms
-        self._max_message_bytes, self._credentials = max_message_bytes, credentials
-        self._channels: dict[str, _Channel] = {}
-        self._wanted: frozenset[str] = frozenset()
+        self._channels = ChannelPool(
+            max_message_bytes, credentials, metadata=lambda: ((SERVICE_KEY, "reward"),)
+        )
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for held in self._channels.values():
-            await held.channel.close()
-        self._channels.clear()
+        await self._channels.close()
 
     async def retain(self, addresses: Collection[str]) -> None:
         """Close the channels to all other addresses, each when its last stream has ended."""
-        self._wanted = frozenset(addresses)
-        for address in list(self._channels):
-            await self._close_unwanted(address)
+        await self._channels.retain(addresses)
 
     async def generate(
         self,
@@ -87,49 +69,21 @@ class RolloutClient:
         partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream the samples of one group as they come; leaving early cancels the call."""
-        held = self._held(replica.address)
-        held.num_streams += 1
-        messages = self._stream(held, replica, self._message(request, sample_indexes, partials))
-        try:
-            async with aclosing(messages):
-                async for message in messages:
-                    yield _decode(message, replica.name)
-        finally:
-            held.num_streams -= 1
-            await self._close_unwanted(replica.address)
-
-    def _stream(
-        self,
-        held: _Channel,
-        replica: ReplicaInfo,
-        message: rollout_pb2.GenerateRequest,
-    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
-        return stream_call(
-            held.stub.Generate,
-            message,
+        channel = self._channels.acquire(replica.address)
+        messages = stream_call(
+            rollout_stub(channel).Generate,
+            self._message(request, sample_indexes, partials),
             name="RolloutService/Generate",
             peer=replica.name,
             phase=PHASE,
             deadline_s=self._timeout_s,
         )
-
-    def _held(self, address: str) -> _Channel:
-        if address not in self._channels:
-            channel = open_channel(
-                address,
-                max_message_bytes=self._max_message_bytes,
-                credentials=self._credentials,
-                metadata=lambda: ((SERVICE_KEY, "reward"),),
-            )
-            self._channels[address] = _Channel(channel, rollout_stub(channel))
-        return self._channels[address]
-
-    async def _close_unwanted(self, address: str) -> None:
-        # Closing a channel in use would cancel its streams, which reads like our own cancellation.
-        held = self._channels.get(address)
-        if held is not None and held.num_streams == 0 and address not in self._wanted:
-            del self._channels[address]
-            await held.channel.close()
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    yield _decode(message, replica.name)
+        finally:
+            await self._channels.release(replica.address)
 
     def _message(
         self, request: GroupRequest, sample_indexes: Sequence[int], partials: Sequence[Rollout]

@@ -1,6 +1,4 @@
-"""Collect the samples of one request, and end its stream when the replica stalls or a bound is
-reached.
-"""
+"""Collect the samples of one request; end its stream at a stall or at a bound."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from sluice.types import FinishReason, Rollout, RolloutGroup
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What one event added.
+    """The tokens and samples that one event added.
 
     Attributes:
         new_tokens: tokens that were not known before, by sample index.

@@ -112,8 +112,8 @@ class SentTokens:
 
 
 @dataclass(slots=True, eq=False)
-class UnsentTokens:
-    """What became of the tokens that an engine sampled for calls.
+class RequestTokens:
+    """The sent and the unsent tokens of all requests of an engine.
 
     Used from the event loop only. `generation.GenerationRunner` alone counts: tokens as it sends
     them, and a call's unsent sampled tokens when the call ends.
@@ -207,7 +207,7 @@ class Engine(Protocol):
     """One replica's engine."""
 
     @property
-    def accounting(self) -> UnsentTokens:
+    def accounting(self) -> RequestTokens:
         """What became of tokens; the code that sends them writes it."""
         ...
 

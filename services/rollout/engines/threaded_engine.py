@@ -22,9 +22,9 @@ from services.rollout.engines.protocol import (
     EngineLoad,
     GenerationRequest,
     PauseMode,
+    RequestTokens,
     SampleChunk,
     StagedVersion,
-    UnsentTokens,
 )
 from services.rollout.engines.request_rules import ImageTurn, check_capacity, check_request
 from services.rollout.engines.settings import EngineSettings
@@ -39,6 +39,8 @@ from sluice.types import TensorSpec, TransferGroupSpec
 
 _CLOSE_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 60.0
+
+_T = TypeVar("_T")
 
 
 class EngineState(StrEnum):
@@ -225,7 +227,6 @@ class EngineCore(ABC, Generic[RunT]):
 
 
 CoreT = TypeVar("CoreT", bound=EngineCore[Any])
-_T = TypeVar("_T")
 
 
 class ThreadedEngine(ABC, Generic[CoreT]):
@@ -244,11 +245,11 @@ class ThreadedEngine(ABC, Generic[CoreT]):
         self._numbers = count()
         self._unfinished: set[ChunkStream] = set()
         self._image_turn = ImageTurn()
-        self._accounting = UnsentTokens()
+        self._accounting = RequestTokens()
         self._clock = StateClock(process_age_s())
 
     @property
-    def accounting(self) -> UnsentTokens:
+    def accounting(self) -> RequestTokens:
         """What became of the tokens that calls got out of this engine."""
         return self._accounting
 

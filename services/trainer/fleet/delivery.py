@@ -42,6 +42,18 @@ logger = logging.getLogger(__name__)
 PeerT = TypeVar("PeerT")
 AnswerT = TypeVar("AnswerT")
 
+GroupMember = ReplicaInfo | None
+"""One end of a collective; ``None`` is the trainer."""
+
+SignsOfLife = Callable[[], Mapping[str, float]]
+"""Returns the time of each replica's last heartbeat, by instance id, on a rising clock."""
+
+_ASKS = 2
+"""Probes before a member is left out: on a loaded machine one answer may be late."""
+
+ReadAgain = Callable[[Snapshot], AbstractContextManager[WeightBuffer | None]]
+"""Opens an earlier snapshot's memory, or None if it was overwritten; see `SnapshotBuffers`."""
+
 
 @dataclass(slots=True)
 class Answers(Generic[PeerT, AnswerT]):
@@ -154,19 +166,6 @@ class SyncCounts:
         else:
             self.dense_bytes += sent_bytes
         self.stall_s += stall_s
-
-
-GroupMember = ReplicaInfo | None
-"""One end of a collective; ``None`` is the trainer."""
-
-SignsOfLife = Callable[[], Mapping[str, float]]
-"""Returns the time of each replica's last heartbeat, by instance id, on a rising clock."""
-
-_ASKS = 2
-"""Probes before a member is left out: on a loaded machine one answer may be late."""
-
-ReadAgain = Callable[[Snapshot], AbstractContextManager[WeightBuffer | None]]
-"""Opens an earlier snapshot's memory, or None if it was overwritten; see `SnapshotBuffers`."""
 
 
 @dataclass(slots=True)

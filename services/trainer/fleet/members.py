@@ -21,6 +21,12 @@ from sluice.types import ReplicaInfo
 
 logger = logging.getLogger(__name__)
 
+MAX_MEMBERS = 4_096
+"""Replicas at one time; as many as an announcement to the reward service may name."""
+
+MAX_INSTANCES = 65_536
+"""Processes over the life of a trainer: the counters of those that left still count."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSign:
@@ -91,13 +97,6 @@ class FleetMember:
     load: ReplicaCounters
     tokens_per_second: float
     idle_share: float
-
-
-MAX_MEMBERS = 4_096
-"""Replicas at one time; as many as an announcement to the reward service may name."""
-
-MAX_INSTANCES = 65_536
-"""Processes over the life of a trainer: the counters of those that left still count."""
 
 
 class Fleet:
@@ -226,7 +225,7 @@ class Fleet:
         self.expel(info, reason)
 
     def mark_serving(self, info: ReplicaInfo, version: int) -> None:
-        """Mark a replica that has proved that it holds `version`."""
+        """Record that a replica serves `version`, unless another instance has its name."""
         member = self._members.get(info.name)
         if member is None or member.info.instance_id != info.instance_id:
             return

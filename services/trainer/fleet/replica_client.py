@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
-from typing import TYPE_CHECKING
-
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.weights.v1 import weights_pb2 as weights
@@ -13,95 +9,43 @@ from sluice.codec.messages import counters_from_proto
 from sluice.codec.weights import group_spec_to_proto
 from sluice.errors import PeerError, WeightSyncError
 from sluice.rpc.client import (
+    ChannelPool,
     RequestT,
     ResponseT,
     UnaryMethod,
-    open_channel,
     rollout_stub,
     unary_call,
     weight_sync_stub,
 )
-from sluice.rpc.credentials import OPEN, Credentials
 from sluice.types import ReplicaInfo, TransferGroupSpec
-
-if TYPE_CHECKING:
-    import grpc
 
 # Accounting prefers old counters to a long wait.
 _COUNTERS_WITHIN_S = 2.0
 _COUNTERS_PHASE = "asking for its counters"
 
 
-class ReplicaChannels:
-    """One channel to each replica. Close it.
+async def replica_counters(channels: ChannelPool, replica: ReplicaInfo) -> ReplicaCounters:
+    """Return a replica's present counters, without waiting for a step of its engine.
 
-    Args:
-        max_message_bytes: largest message either way.
-        credentials: what replicas are shown.
+    Raises:
+        SluiceError: the replica does not answer, or another process answers there.
     """
-
-    def __init__(self, max_message_bytes: int, credentials: Credentials = OPEN) -> None:
-        self._max_message_bytes = max_message_bytes
-        self._credentials = credentials
-        self._by_instance: dict[str, grpc.aio.Channel] = {}
-        self._num_users = Counter[str]()
-
-    def to(self, replica: ReplicaInfo) -> grpc.aio.Channel:
-        """Return the channel to a replica, opened by its first use."""
-        channel = self._by_instance.get(replica.instance_id)
-        if channel is None:
-            channel = self._by_instance[replica.instance_id] = open_channel(
-                replica.address,
-                max_message_bytes=self._max_message_bytes,
-                credentials=self._credentials,
-            )
-        return channel
-
-    def acquire(self, replica: ReplicaInfo) -> grpc.aio.Channel:
-        """Return the channel, which then stays open until `release`."""
-        self._num_users[replica.instance_id] += 1
-        return self.to(replica)
-
-    def release(self, replica: ReplicaInfo) -> None:
-        """Let the channel close once the replica is no member any more."""
-        self._num_users[replica.instance_id] -= 1
-
-    async def counters(self, replica: ReplicaInfo) -> ReplicaCounters:
-        """Return a replica's present counters, without waiting for a step of its engine.
-
-        Raises:
-            SluiceError: the replica does not answer, or another process answers there.
-        """
-        # Hold the channel: closing it under the call would cancel the task that reads the answer.
-        channel = self.acquire(replica)
-        try:
-            answer = await unary_call(
-                rollout_stub(channel).GetStatus,
-                rollout.GetStatusRequest(without_engine=True),
-                peer=replica.name,
-                phase=_COUNTERS_PHASE,
-                deadline_s=_COUNTERS_WITHIN_S,
-            )
-        finally:
-            self.release(replica)
-        if answer.instance_id != replica.instance_id:
-            detail = f"process {answer.instance_id} answers there"
-            raise PeerError(replica.name, _COUNTERS_PHASE, detail)
-        return counters_from_proto(answer)
-
-    async def forget_others(self, members: Collection[ReplicaInfo]) -> None:
-        """Close the channels to replicas that are no members and that no delivery uses."""
-        known = {info.instance_id for info in members}
-        for instance_id in self._by_instance.keys() - known:
-            # Closing would cancel the calls under way.
-            if self._num_users[instance_id] <= 0:
-                del self._num_users[instance_id]
-                await self._by_instance.pop(instance_id).close()
-
-    async def close(self) -> None:
-        """Close all channels."""
-        self._num_users.clear()
-        await self.forget_others(())
+    # Hold the channel: closing it under the call would cancel the task that reads the answer.
+    channel = channels.acquire(replica.address)
+    try:
+        answer = await unary_call(
+            rollout_stub(channel).GetStatus,
+            rollout.GetStatusRequest(without_engine=True),
+            peer=replica.name,
+            phase=_COUNTERS_PHASE,
+            deadline_s=_COUNTERS_WITHIN_S,
+        )
+    finally:
+        await channels.release(replica.address)
+    if answer.instance_id != replica.instance_id:
+        detail = f"process {answer.instance_id} answers there"
+        raise PeerError(replica.name, _COUNTERS_PHASE, detail)
+    return counters_from_proto(answer)
 
 
 class ReplicaClient:
@@ -117,7 +61,7 @@ class ReplicaClient:
     def __init__(
         self,
         replica: ReplicaInfo,
-        channels: ReplicaChannels,
+        channels: ChannelPool,
         *,
         timeout_s: float,
         transfer_timeout_s: float,
@@ -126,13 +70,13 @@ class ReplicaClient:
         self._timeout_s = timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._channels = channels
-        channel = channels.acquire(replica)
+        channel = channels.acquire(replica.address)
         self._weights = weight_sync_stub(channel)
         self._rollout = rollout_stub(channel)
 
     async def close(self) -> None:
         """Release the channel."""
-        self._channels.release(self.replica)
+        await self._channels.release(self.replica.address)
 
     async def join(self, spec: TransferGroupSpec) -> None:
         """Join a transfer group.

@@ -42,6 +42,8 @@ from sluice.vision.image_prompts import load_image_prompts
 
 KL_CONTROL_FILE = "kl_control.json"
 
+NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
+
 
 class TensorSet(StrEnum):
     """A set of named tensors; moments are AdamW's state."""
@@ -54,7 +56,6 @@ class TensorSet(StrEnum):
     CRITIC_MOMENTS = "critic_moments"
 
 
-NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
 OpenTensorSet: TypeAlias = Callable[[TensorSet], AbstractContextManager[NamedTensors]]
 """Opens a stream of whole tensors on rank 0."""
 

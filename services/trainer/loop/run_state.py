@@ -15,6 +15,8 @@ from sluice.errors import NotReadyError
 
 _STEPS_KEPT = 1024
 
+ResultT = TypeVar("ResultT")
+
 
 class RunPhase(StrEnum):
     """The current activity of the trainer."""
@@ -217,9 +219,6 @@ class RunState:
 
 def _ended() -> NotReadyError:
     return NotReadyError("the run has ended and saves no more; its last checkpoint stands")
-
-
-ResultT = TypeVar("ResultT")
 
 
 async def under_control(

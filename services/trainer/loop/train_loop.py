@@ -103,8 +103,8 @@ class TrainLoop:
         self,
         settings: LoopSettings,
         *,
-        policy: LearnerThread,
-        data: RewardClient,
+        learner: LearnerThread,
+        reward: RewardClient,
         publisher: WeightPublisher,
         reporter: Reporter,
         accounting: RunAccountant,
@@ -113,8 +113,8 @@ class TrainLoop:
         resume_from: DataProgress | None,
     ) -> None:
         self._settings = settings
-        self._policy = policy
-        self._data = data
+        self._learner = learner
+        self._reward = reward
         self._publisher = publisher
         self._reporter = reporter
         self._accounting = accounting
@@ -124,11 +124,11 @@ class TrainLoop:
         # batch that is being trained, so that a restarted service does not sample it again.
         self._progress = resume_from
         self._progress_in_hand = resume_from
-        self._announcer = PolicyAnnouncer(data, fleet, state, lambda: self._progress_in_hand)
-        self._evaluation: asyncio.Task[None] | None = None
-        self._evaluation_error: SluiceError | None = None
+        self._announcer = PolicyAnnouncer(reward, fleet, state, lambda: self._progress_in_hand)
+        self._validation: asyncio.Task[None] | None = None
+        self._validation_error: SluiceError | None = None
         self._saved_step = state.step
-        self._evaluated_step = state.step
+        self._validated_step = state.step
         self._groups_trained = 0
         self._acknowledged_before: float | None = None
         self._accounts: Mapping[str, float] = {}
@@ -162,10 +162,10 @@ class TrainLoop:
         await self._announcer.announce()
         # Only now: the announcement makes the reward service settle the batches of an earlier
         # trainer, which do not count as this one's.
-        self._acknowledged_before = acknowledged_groups(await self._data.accounts())
+        self._acknowledged_before = acknowledged_groups(await self._reward.accounts())
         validates_first = self._settings.val_before_train or self._settings.val_only
         if self._settings.validates and validates_first:
-            self._start_evaluation(tasks, self._state.step)
+            self._start_validation(tasks, self._state.step)
         return tasks.create_task(self._watch_fleet(), name="fleet")
 
     async def _is_over(self) -> bool:
@@ -192,10 +192,10 @@ class TrainLoop:
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
         self._state.enter(RunPhase.TRAINING)
         with trace.stage(SpanName.TRAIN_STEP):
-            learner = await self._policy.train(batch, step)
+            learner = await self._learner.train(batch, step)
         trained_s = time.monotonic()
         # A running validation must end first: publishing changes the version that replicas serve.
-        await self._await_evaluation()
+        await self._await_validation()
         published_from_s = time.monotonic()
         with trace.stage(SpanName.PUBLISH):
             report = await self._publish(step)
@@ -230,14 +230,14 @@ class TrainLoop:
         if self._settings.validates and _is_due(
             step, self._settings.test_freq, self._state.is_over
         ):
-            self._start_evaluation(tasks, step)
+            self._start_validation(tasks, step)
 
     async def _next_batch(self, step: int) -> TrainBatch | None:
         """Return the batch of `step`; None if a control call or the end of the data came first."""
         batch = None
         try:
             batch = await self._under_control(
-                self._data.take_batch(step, step - 1, self._generated_tokens),
+                self._reward.take_batch(step, step - 1, self._generated_tokens),
                 RunPhase.WAITING_FOR_BATCH,
                 lambda: self._is_stopped() or self._state.is_paused,
             )
@@ -249,7 +249,7 @@ class TrainLoop:
         return batch
 
     async def _acknowledge(self, batch: TrainBatch, step: int) -> None:
-        await self._data.acknowledge(batch.batch_id, step)
+        await self._reward.acknowledge(batch.batch_id, step)
         self._groups_trained += len(batch.groups)
         self._progress = batch.progress
 
@@ -280,7 +280,7 @@ class TrainLoop:
 
     async def _publish(self, version: int) -> PublishReport:
         self._state.enter(RunPhase.PUBLISHING)
-        await self._policy.freeze(version)
+        await self._learner.freeze(version)
         report = await self._publisher.publish(version)
         self._state.version = version
         return report
@@ -295,30 +295,30 @@ class TrainLoop:
             await self._publisher.seed_newcomers()
             await self._announcer.announce()
 
-    def _start_evaluation(self, tasks: asyncio.TaskGroup, step: int) -> None:
-        self._evaluated_step = step
-        self._evaluation = tasks.create_task(self._evaluate(step), name=f"evaluation-{step}")
+    def _start_validation(self, tasks: asyncio.TaskGroup, step: int) -> None:
+        self._validated_step = step
+        self._validation = tasks.create_task(self._validate(step), name=f"validation-{step}")
 
-    async def _evaluate(self, step: int) -> None:
+    async def _validate(self, step: int) -> None:
         began_s = time.monotonic()
-        self._evaluation_error = None
+        self._validation_error = None
         try:
             with TRACER.stage(SpanName.EVALUATE):
-                evaluation = await self._data.evaluate(
+                report = await self._reward.evaluate(
                     step, self._settings.examples, self._generated_tokens
                 )
         except SluiceError as error:
             logger.error("no validation of version %d: %s", step, error)  # noqa: TRY400 - no bug
-            self._evaluation_error = error
-            self._reporter.evaluation_failed(step, time.monotonic() - began_s)
+            self._validation_error = error
+            self._reporter.validation_failed(step, time.monotonic() - began_s)
             return
-        self._reporter.evaluation(step, evaluation, time.monotonic() - began_s)
+        self._reporter.validation(step, report, time.monotonic() - began_s)
 
-    async def _await_evaluation(self) -> None:
-        if self._evaluation is not None:
+    async def _await_validation(self) -> None:
+        if self._validation is not None:
             self._state.enter(RunPhase.EVALUATING)
-            await self._evaluation
-            self._evaluation = None
+            await self._validation
+            self._validation = None
 
     async def _save_if_due(self, step: int) -> None:
         last = step >= self._state.total_steps or self._state.stop_reason is not None
@@ -331,33 +331,33 @@ class TrainLoop:
     async def _save(self, step: int) -> None:
         self._state.enter(RunPhase.SAVING)
         with TRACER.stage(SpanName.SAVE):
-            path = await self._policy.save(step, self._progress or DataProgress(0))
+            path = await self._learner.save(step, self._progress or DataProgress(0))
         self._saved_step = step
         logger.info("checkpoint of step %d saved", step)
         self._state.answer_saves(step, path)
 
     async def _finish(self, tasks: asyncio.TaskGroup) -> None:
-        await self._await_evaluation()
+        await self._await_validation()
         step = self._state.step
         validates = self._settings.validates and self._settings.test_freq > 0
-        if validates and step > self._evaluated_step:  # stopped before it was due
-            self._start_evaluation(tasks, step)
-            await self._await_evaluation()
+        if validates and step > self._validated_step:  # stopped before it was due
+            self._start_validation(tasks, step)
+            await self._await_validation()
         if self._state.is_save_wanted or (self._settings.save_freq > 0 and step > self._saved_step):
             await self._save(step)
         self._accounts = await self._final_accounts()
         self._reporter.accounts(self._accounts)
         logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")
         await self._state.finish()
-        if self._evaluation_error is not None:
-            raise self._evaluation_error
+        if self._validation_error is not None:
+            raise self._validation_error
 
     async def _final_accounts(self) -> dict[str, float]:
         accounting = await self._accounting.settle()
         tokens, busy_s = self._fleet.totals()
         known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **accounting}
         try:
-            counted = await self._data.accounts()
+            counted = await self._reward.accounts()
         except SluiceError as error:
             logger.warning("accounts.json holds only what the trainer knows: %s", error)
             return {"groups_trained": float(self._groups_trained), **known}
@@ -411,9 +411,9 @@ class PolicyAnnouncer:
     """
 
     def __init__(
-        self, data: RewardClient, fleet: Fleet, state: RunState, progress: CurrentProgress
+        self, reward: RewardClient, fleet: Fleet, state: RunState, progress: CurrentProgress
     ) -> None:
-        self._data = data
+        self._reward = reward
         self._fleet = fleet
         self._state = state
         self._progress = progress
@@ -436,7 +436,7 @@ class PolicyAnnouncer:
             current = (version, self._fleet.in_state(MemberState.SERVING))
             if current == self._last:
                 return
-            await self._data.announce(*current, self._progress)
+            await self._reward.announce(*current, self._progress)
             self._last = current
 
 

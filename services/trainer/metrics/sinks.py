@@ -321,22 +321,22 @@ class Reporter:
         for sink in self._sinks:
             sink.write(step, metrics)
 
-    def evaluation(self, step: int, evaluation: ValidationReport, seconds: float) -> None:
+    def validation(self, step: int, report: ValidationReport, seconds: float) -> None:
         """Record validation numbers of the version after `step`, and its examples."""
-        metrics = {**evaluation.metrics, "timing_s/testing": seconds, "val/failed": 0.0}
-        metrics["val/generated_tokens"] = float(evaluation.generated_tokens)
+        metrics = {**report.metrics, "timing_s/testing": seconds, "val/failed": 0.0}
+        metrics["val/generated_tokens"] = float(report.generated_tokens)
         self.step(step, metrics)
         rows = [
             {"input": e.prompt, "output": e.response, "gts": e.ground_truth, "score": e.score}
-            for e in evaluation.examples
+            for e in report.examples
         ]
         lines = "".join(json.dumps({**row, "step": step}) + "\n" for row in rows)
         self._write_file(self._run_dir / "validation" / f"{step}.jsonl", lines)
-        shown = choose_examples(evaluation.examples, self._shown_generations)
+        shown = choose_examples(report.examples, self._shown_generations)
         for sink in self._sinks if shown else ():
             sink.write_generations(step, shown)
 
-    def evaluation_failed(self, step: int, seconds: float) -> None:
+    def validation_failed(self, step: int, seconds: float) -> None:
         """Record that the version after `step` could not be validated."""
         self.step(step, {"val/failed": 1.0, "timing_s/testing": seconds})
 

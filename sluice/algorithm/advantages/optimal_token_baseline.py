@@ -11,6 +11,8 @@ from sluice.algorithm.advantages.statistics import Groups
 
 WEIGHT_EPSILON = 1e-8
 
+_NAME = "tir_optimal_token_baseline"
+
 
 @torch.no_grad()
 def optimal_token_baseline(inputs: AdvantageInputs, _settings: AdvantageSettings) -> Advantages:
@@ -63,9 +65,6 @@ def _without_tail(
 ) -> torch.Tensor:
     tail = lone_tail(inputs.mask.sum(-1), groups, returns.shape[1])
     return (returns - torch.where(tail, 0.0, baselines)) * inputs.mask
-
-
-_NAME = "tir_optimal_token_baseline"
 
 
 @torch.no_grad()

@@ -14,6 +14,9 @@ from sluice.algorithm.advantages.statistics import masked_mean
 from sluice.algorithm.kl_estimator import kl_estimate
 from sluice.errors import ConfigError
 
+MAX_PROPORTIONAL_ERROR = 0.2
+CONTROLLER_TYPES = ("fixed", "adaptive")
+
 
 def last_token_rewards(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return each row's score on its last masked position, 0 elsewhere.
@@ -31,10 +34,6 @@ def last_token_rewards(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     rewards = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
     from_the_end = mask.flip(-1).to(torch.int8).argmax(-1, keepdim=True)
     return rewards.scatter(-1, mask.shape[-1] - 1 - from_the_end, scores.unsqueeze(-1))
-
-
-MAX_PROPORTIONAL_ERROR = 0.2
-CONTROLLER_TYPES = ("fixed", "adaptive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

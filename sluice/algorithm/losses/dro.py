@@ -18,8 +18,8 @@ def dro_objective(
     """
     if settings.dro_beta is None or settings.dro_beta <= 0.0:
         raise ConfigError(
-            f"actor.policy_loss.dro_beta must be > 0 with loss_mode=dro, got {settings.dro_beta}; "
-            "it weighs the penalty on leaving the old policy"
+            "actor_rollout_ref.actor.policy_loss.dro_beta must be > 0 with loss_mode=dro, got "
+            f"{settings.dro_beta}; it weighs the penalty on leaving the old policy"
         )
     log_ratio = inputs.logprobs - inputs.old_logprobs
     penalty = 0.5 * settings.dro_beta * log_ratio.square()

@@ -26,6 +26,7 @@ def geo_mean_objective(
     log_ratio = inputs.logprobs - inputs.old_logprobs
     bounded = log_ratio.clamp(-settings.clip_low, settings.clip_high)
     sign = inputs.advantages.sign()
+    # The sign turns the minimum into a maximum where A < 0: both lower the objective.
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
     rows = (inputs.row_index, inputs.num_rows)
     row_loss = -row_means(inputs.advantages, *rows) * row_means(pessimistic, *rows).exp()

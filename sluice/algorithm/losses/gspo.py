@@ -29,6 +29,7 @@ def gspo_objective(
     """
     log_ratio = inputs.logprobs.detach() - inputs.old_logprobs
     log_sequence = row_means(log_ratio, inputs.row_index, inputs.num_rows)[inputs.row_index]
+    # 0 in value: it only gives the sequence's ratio the gradient of this token.
     own = inputs.logprobs - inputs.logprobs.detach()
     ratio = (own + log_sequence).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
     unclipped, clipped = surrogate_terms(

@@ -14,6 +14,9 @@ from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs, MetricMean
 from sluice.algorithm.losses.settings import PolicyLossSettings
 from sluice.errors import ConfigError
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are kept within +- this where a loss needs it; float32 stays finite."""
+
 
 class LossAggregation(StrEnum):
     """How tokens and rows are weighted against each other."""
@@ -61,13 +64,15 @@ def aggregate(
     """
     if mode not in set(LossAggregation):
         raise ConfigError(
-            f"actor.loss_agg_mode: unknown value '{mode}'; known: {', '.join(LossAggregation)}"
+            f"actor_rollout_ref.actor.loss_agg_mode: unknown value '{mode}'; known: "
+            f"{', '.join(LossAggregation)}"
         )
     needs_factor = mode == LossAggregation.SEQ_MEAN_TOKEN_SUM_NORM
     if needs_factor and (loss_scale_factor is None or loss_scale_factor <= 0):
         raise ConfigError(
-            f"actor.loss_scale_factor must be positive with loss_agg_mode={mode}, got "
-            f"{loss_scale_factor}; data.max_response_length is verl's default"
+            "actor_rollout_ref.actor.loss_scale_factor must be positive with "
+            f"loss_agg_mode={mode}, got {loss_scale_factor}; "
+            "data.max_response_length is verl's default"
         )
     values = loss.to(torch.promote_types(loss.dtype, torch.float32))
     if mode == LossAggregation.SEQ_MEAN_TOKEN_MEAN:
@@ -86,10 +91,6 @@ def aggregate(
 def _row_lengths(row_index: torch.Tensor) -> torch.Tensor:
     """Return the length of each token's row, int64 [tokens]."""
     return torch.bincount(row_index)[row_index]
-
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are kept within +- this where a loss needs it; float32 stays finite."""
 
 
 def bounded_log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:

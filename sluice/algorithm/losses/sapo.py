@@ -28,6 +28,7 @@ def sapo_objective(
     positive = inputs.advantages > 0
     tau = torch.full_like(inputs.advantages, settings.tau_neg)
     tau = tau.masked_fill(positive, settings.tau_pos)
+    # The slope of a sigmoid is 1/4 at 0: with 4 / tau the gradient at ratio 1 is PPO's.
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * (4.0 / tau)
     metrics = {
         "actor/pg_clipfrac": zero_metric(inputs),

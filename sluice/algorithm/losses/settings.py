@@ -75,7 +75,7 @@ class AdpoSettings:
     adaptive_tau: AdaptiveTauSettings | None = None
 
     def __post_init__(self) -> None:
-        key, known = "actor.policy_loss.loss_variant", ", ".join(ADPO_VARIANTS)
+        key, known = "actor_rollout_ref.actor.policy_loss.loss_variant", ", ".join(ADPO_VARIANTS)
         if self.variant in ADPO_UNSUPPORTED:
             raise ConfigError(
                 f"{key}={self.variant} is not supported: only verlm has it and no paper states "
@@ -86,12 +86,13 @@ class AdpoSettings:
         for name in ("tau", "beta_reward"):
             if getattr(self, name) <= 0.0:
                 raise ConfigError(
-                    f"actor.policy_loss.{name} must be > 0, got {getattr(self, name)}"
+                    f"actor_rollout_ref.actor.policy_loss.{name} must be > 0, got "
+                    f"{getattr(self, name)}"
                 )
         if self.num_generations < 2:
             raise ConfigError(
                 f"algorithm.num_generations={self.num_generations}: ADPO compares the responses "
-                "of a prompt; give 2 or more, and the same as rollout.n"
+                "of a prompt; give 2 or more, and the same as actor_rollout_ref.rollout.n"
             )
 
 
@@ -147,7 +148,7 @@ class PolicyLossSettings:
             ("tau_neg", self.tau_neg),
         ):
             if value <= 0.0:
-                raise ConfigError(f"actor.{key} must be > 0, got {value}")
+                raise ConfigError(f"actor_rollout_ref.actor.{key} must be > 0, got {value}")
         if self.bypass_loss not in BYPASS_LOSSES:
             raise ConfigError(
                 f"algorithm.rollout_correction.loss_type: unknown value '{self.bypass_loss}'; "
@@ -163,6 +164,6 @@ def check_clip_bounds(clip_low: float, clip_high: float, clip_c: float) -> None:
     """
     if clip_c <= 1.0 or clip_low < 0.0 or clip_high < 0.0:
         raise ConfigError(
-            f"actor.clip_ratio_c must be > 1 and clip_ratio_low, clip_ratio_high >= 0; got "
-            f"{clip_c}, {clip_low}, {clip_high}"
+            "actor_rollout_ref.actor.clip_ratio_c must be > 1 and clip_ratio_low, "
+            f"clip_ratio_high >= 0; got {clip_c}, {clip_low}, {clip_high}"
         )

@@ -83,6 +83,7 @@ def vanilla_policy_loss(
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     unclipped, clipped = surrogate_terms(log_ratio.exp(), advantages, clip_low, clip_high)
     pessimistic = torch.maximum(unclipped, clipped)
+    # For A < 0 the clip leaves -A r unbounded as r grows; the ceiling removes that gradient.
     ceiling = -advantages * clip_c
     negative = advantages < 0
     loss = torch.where(negative, torch.minimum(pessimistic, ceiling), pessimistic)

@@ -22,6 +22,8 @@ from sluice.algorithm.rollout_correction.weights import importance_weights
 
 MAX_LOG_RATIO = 20.0
 
+NORM_FACTOR = "rollout_is_batch_norm_factor"
+
 
 @torch.no_grad()
 def off_policy_statistics(
@@ -66,9 +68,6 @@ def off_policy_statistics(
 
 def _squared_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     return (2.0 * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
-
-
-NORM_FACTOR = "rollout_is_batch_norm_factor"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

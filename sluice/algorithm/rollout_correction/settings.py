@@ -23,6 +23,10 @@ REJECTION_OPTIONS = (
 
 _SECTION = "algorithm.rollout_correction"
 
+WEIGHT_LEVELS = ("token", "sequence")
+BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
+BYPASS_LOSS_MODE = "bypass_mode"
+
 
 @dataclass(frozen=True, slots=True)
 class WeightBounds:
@@ -128,11 +132,6 @@ def _numbers(spec: str, key: str, expected: str) -> tuple[float | None, float]:
     if not 1 <= len(numbers) <= 2 or not all(0.0 < n < math.inf for n in numbers):
         raise ConfigError(f"{key} = {spec!r}: expected {expected}, all > 0")
     return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
-
-
-WEIGHT_LEVELS = ("token", "sequence")
-BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
-BYPASS_LOSS_MODE = "bypass_mode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from enum import StrEnum
 
 import torch
 
+WEIGHT_EPSILON = 1e-8
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRows:
@@ -53,9 +55,6 @@ class TokenRows:
     def any(self, flags: torch.Tensor) -> torch.Tensor:
         """Return whether a flag is set in each row: bool [tokens] to [rows]."""
         return self.sum(flags.float()) > 0
-
-
-WEIGHT_EPSILON = 1e-8
 
 
 class Reading(StrEnum):

@@ -44,6 +44,13 @@ from sluice.errors import BatchUnfillableError, ConfigError
 DEFAULT_Z = 3.0
 _ROUNDING = 1e-9
 
+DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
+"""The values of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
+REMEDY = (
+    "choose prompts the policy solves sometimes, draw more samples (actor_rollout_ref.rollout.n), "
+    "or lower min_yield (raise max_num_gen_batches if that was given)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class YieldEstimate:
@@ -172,14 +179,6 @@ def groups_with_capacity(num_free: int, *, first_sequences: int, is_idle: bool) 
     """
     capacity = max(0, num_free // first_sequences)
     return max(1, capacity) if is_idle and num_free > 0 else capacity
-
-
-DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
-"""The values of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
-REMEDY = (
-    "choose prompts the policy solves sometimes, draw more samples (actor_rollout_ref.rollout.n), "
-    "or lower min_yield (raise max_num_gen_batches if that was given)"
-)
 
 
 @dataclass(frozen=True, slots=True)

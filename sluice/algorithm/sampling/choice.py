@@ -23,6 +23,9 @@ from sluice.algorithm.sampling.rules import SamplingRules
 
 CERTAIN_GROUPS_PRICE = 1.0
 
+_EASY_FROM = 0.5
+_LEAST_SAVING = 1.0
+
 
 def plain_price(population: Weights, samples_per_group: int) -> float:
     """Return the samples generated for each trained one when no prompt is skipped; at least 1."""
@@ -121,10 +124,6 @@ def _uniform_probes(
                 samples_per_group=samples_per_group,
             ),
         )
-
-
-_EASY_FROM = 0.5
-_LEAST_SAVING = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

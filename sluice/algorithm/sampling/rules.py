@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+OnPolicyFill = Literal["exact", "expected"]
+"""What starts at S = 0: groups that a batch surely needs, or is expected to need."""
+
+_ROUNDING = 1e-9  # 0.28 of 100 are 28 groups
+
 
 class StrategyName(StrEnum):
     """How prompts are started until a batch of mixed groups is full.
@@ -32,12 +37,6 @@ class StrategyName(StrEnum):
     def uses_memory(self) -> bool:
         """Whether earlier attempts of a prompt decide about this one."""
         return self in (StrategyName.MEMORY, StrategyName.STAGED_MEMORY)
-
-
-OnPolicyFill = Literal["exact", "expected"]
-"""What starts at S = 0: groups that a batch surely needs, or is expected to need."""
-
-_ROUNDING = 1e-9  # 0.28 of 100 are 28 groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,21 @@ _DTYPES = {
 _LOGGERS = {"file": "jsonl", "vemlp_wandb": "wandb"}
 _MANAGERS = {"prime": "naive", "rate_limited": "naive", "limited": "naive", "remote": "naive"}
 
+NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_function.name")
+"""Keys whose null means the default in verl."""
+
+_COPIES = (
+    (f"{_ENGINE}.update_weights_bucket_megabytes", "sluice.weights.bucket_mb"),
+    (f"{_ROLLOUT}.limit_images", "sluice.limits.max_prompt_images"),
+    ("reward.num_workers", "reward.scorer_pool.num_workers"),
+    # Megatron's names of the learning-rate schedule.
+    (f"{_ACTOR}.optim.lr_decay_style", f"{_ACTOR}.optim.lr_scheduler_type"),
+    (f"{_ACTOR}.optim.lr_decay_steps", f"{_ACTOR}.optim.total_training_steps"),
+    ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
+    ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
+)
+"""Keys whose values another key takes over as they are."""
+
 
 def _words(words: Mapping[str, str]) -> Callable[[object], object]:
     """Return a translation of a word, or of each word of a list."""
@@ -73,9 +88,6 @@ WORDS: dict[str, Callable[[object], object]] = {
     "trainer.max_critic_ckpt_to_keep": _keep_all,
 }
 """Keys whose values have other words in verl, with the function that translates them."""
-
-NULL_IS_DEFAULT = ("algorithm.filter_groups.metric", "reward.custom_reward_function.name")
-"""Keys whose null means the default in verl."""
 
 
 def translate_words(tree: SettingsTree) -> None:
@@ -185,19 +197,6 @@ def _replicas(settings: _Settings) -> None:
     sizes = [f"{_ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data")]
     per_replica = int(settings.number(sizes[0]) * settings.number(sizes[1]))
     settings.put("sluice.rollout.replicas", max(1, devices // per_replica))
-
-
-_COPIES = (
-    (f"{_ENGINE}.update_weights_bucket_megabytes", "sluice.weights.bucket_mb"),
-    (f"{_ROLLOUT}.limit_images", "sluice.limits.max_prompt_images"),
-    ("reward.num_workers", "reward.scorer_pool.num_workers"),
-    # Megatron's names of the learning-rate schedule.
-    (f"{_ACTOR}.optim.lr_decay_style", f"{_ACTOR}.optim.lr_scheduler_type"),
-    (f"{_ACTOR}.optim.lr_decay_steps", f"{_ACTOR}.optim.total_training_steps"),
-    ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
-    ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
-)
-"""Keys whose values another key takes over as they are."""
 
 
 def _copies(settings: _Settings) -> None:

@@ -16,6 +16,9 @@ from sluice.config.memory.shape import ModelShape
 
 Backend = Literal["fsdp", "megatron", "replicated"]
 
+LOGIT_BYTES = 4 + 2 + 1
+"""Per token and vocabulary entry: a float32 and a bfloat16 copy, and part of a temporary (verl)."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
@@ -68,10 +71,6 @@ class TrainingLayout:
         """Ranks that train different rows."""
         cut = {"fsdp": self.sp, "megatron": self.tp * self.pp * self.cp, "replicated": 1}
         return max(self.world // cut[self.backend], 1)
-
-
-LOGIT_BYTES = 4 + 2 + 1
-"""Per token and vocabulary entry: a float32 and a bfloat16 copy, and part of a temporary (verl)."""
 
 
 @dataclass(frozen=True, slots=True)

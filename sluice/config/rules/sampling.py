@@ -16,6 +16,21 @@ _REWARD_KEY = "sluice.reward"
 # A replica reports progress every second interval at most, and one report may be late.
 INTERVALS_BEFORE_A_STALL = 4
 
+_SAMPLING_KEY = "sluice.sampling"
+_ON_POLICY: Mapping[OnPolicyFill, str] = {
+    "exact": (
+        f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = exact no "
+        "sample is thrown away, but a batch waits for its longest answers several times; where "
+        f"answers differ much in length {_SAMPLING_KEY}.on_policy_fill=expected fills it about "
+        "twice as fast, and so does a max_staleness of 1"
+    ),
+    "expected": (
+        f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = expected "
+        "as many groups run as are expected to fill a batch; when it is full, the others are "
+        "sampled again by the next policy"
+    ),
+}
+
 
 def straggler_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield each limit that would end a group that makes progress."""
@@ -38,22 +53,6 @@ def straggler_problems(config: RunConfig) -> Iterator[Problem]:
             "group's budget",
             "raise it, or set it to null",
         )
-
-
-_SAMPLING_KEY = "sluice.sampling"
-_ON_POLICY: Mapping[OnPolicyFill, str] = {
-    "exact": (
-        f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = exact no "
-        "sample is thrown away, but a batch waits for its longest answers several times; where "
-        f"answers differ much in length {_SAMPLING_KEY}.on_policy_fill=expected fills it about "
-        "twice as fast, and so does a max_staleness of 1"
-    ),
-    "expected": (
-        f"with sluice.asynchrony.max_staleness = 0 and {_SAMPLING_KEY}.on_policy_fill = expected "
-        "as many groups run as are expected to fill a batch; when it is full, the others are "
-        "sampled again by the next policy"
-    ),
-}
 
 
 def strategy_problems(config: RunConfig) -> list[Problem]:

@@ -27,6 +27,8 @@ from sluice.launch.service_spec import ServiceSpec
 
 _PACKAGE, _FILE = "pkg://", "file://"
 
+_EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 recognised, not bound
+
 
 def paths_of(kind: Kind, config: RunConfig) -> dict[str, str]:
     """Return the paths that must exist before a service starts, by the key that names each."""
@@ -64,9 +66,6 @@ def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _listed(files: str | list[str] | None) -> list[str]:
     return [files] if isinstance(files, str) else files or []
-
-
-_EVERY_INTERFACE = {"0.0.0.0", "::"}  # noqa: S104 recognised, not bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,9 @@ _RETRY_S, _LOOK_AGAIN_S, _REMIND_S = 0.5, 10.0, 30.0
 # Longer than a network hiccup: by then the process has ended with its host, or its node is lost.
 _SILENCE_S = 10.0
 
+# Errors of a host that a repetition does not mend.
+_UNFIT = (HostLostError, PeerDefectError)
+
 
 class RemoteChild(Child):
     """A process that a host on another node keeps; if the host dies, the process dies with it."""
@@ -103,10 +106,6 @@ class RemoteChild(Child):
                 if now_s - silent_since_s > _SILENCE_S:
                     return -signal.SIGKILL
             await asyncio.sleep(_RETRY_S)
-
-
-# Errors of a host that a repetition does not mend.
-_UNFIT = (HostLostError, PeerDefectError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from sluice.algorithm.losses.objective import LossAggregation, aggregate
 from sluice.algorithm.losses.vanilla import PolicyLoss, vanilla_policy_loss
 from sluice.errors import ConfigError
 
+ACTOR = r"actor_rollout_ref\.actor"
 MODES = [str(mode) for mode in LossAggregation]
 
 
@@ -151,14 +152,17 @@ def test_low_precision_losses_are_summed_in_float32() -> None:
 
 
 def test_an_unknown_mode_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="loss_agg_mode: unknown value 'mean'; known: token-mean"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{ACTOR}\.loss_agg_mode: unknown value 'mean'; known: token-mean",
+    ):
         aggregate(
             torch.zeros(1), torch.zeros(1).long(), mode="mean", global_tokens=1, global_rows=1
         )
 
 
 def test_the_norm_mode_needs_its_divisor() -> None:
-    with pytest.raises(ConfigError, match="loss_scale_factor must be positive"):
+    with pytest.raises(ConfigError, match=rf"{ACTOR}\.loss_scale_factor must be positive"):
         aggregate(
             torch.zeros(1),
             torch.zeros(1).long(),

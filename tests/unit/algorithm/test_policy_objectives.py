@@ -25,6 +25,7 @@ from sluice.algorithm.losses.settings import AdpoSettings, PolicyLossSettings
 from sluice.algorithm.registry import POLICY_OBJECTIVES, SILENT_AT_ZERO_ADVANTAGE, policy_objective
 from sluice.errors import ConfigError
 
+ACTOR = r"actor_rollout_ref\.actor"
 NAMES = sorted(POLICY_OBJECTIVES)
 BY_MICRO_BATCH = {"clip_cov", "kl_cov"}  # verl takes their covariances over a micro-batch
 OVERRIDING = {"gspo", "sapo", "geo_mean", "adpo"}
@@ -295,17 +296,20 @@ def test_adpo_needs_groups_and_their_number() -> None:
 @pytest.mark.parametrize("beta", [None, 0.0, -1.0])
 def test_dro_needs_a_positive_beta(beta: float | None) -> None:
     inputs = rows_of([2, 2], 3)
-    with pytest.raises(ConfigError, match="dro_beta must be > 0"):
+    with pytest.raises(ConfigError, match=rf"{ACTOR}\.policy_loss\.dro_beta must be > 0"):
         policy_objective("dro")(inputs, counts_of(inputs), replace(SETTINGS, dro_beta=beta))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"clip_c": 1.0}, "clip_ratio_c must be > 1"),
+        ({"clip_c": 1.0}, rf"{ACTOR}\.clip_ratio_c must be > 1"),
         ({"clip_low": -0.1}, "clip_ratio_low, clip_ratio_high >= 0"),
-        ({"kl_cov_ratio": 0.0}, "kl_cov_ratio must be > 0, got 0"),
-        ({"tau_neg": -1.0}, "tau_neg must be > 0"),
+        (
+            {"kl_cov_ratio": 0.0},
+            rf"{ACTOR}\.policy_loss\.kl_cov_ratio must be > 0, got 0",
+        ),
+        ({"tau_neg": -1.0}, rf"{ACTOR}\.tau_neg must be > 0"),
         ({"bypass_loss": "ppo"}, "unknown value 'ppo'; known: ppo_clip, reinforce"),
     ],
 )
@@ -318,10 +322,13 @@ def test_impossible_settings_are_refused(change: dict[str, object], message: str
     ("change", "message"),
     [
         ({"variant": "alphapo"}, "alphapo is not supported: only verlm has it"),
-        ({"variant": "soft"}, "unknown value 'soft'; known: softmax, scaled, plackett_luce"),
-        ({"tau": 0.0}, "tau must be > 0"),
+        (
+            {"variant": "soft"},
+            rf"{ACTOR}\.policy_loss\.loss_variant: unknown value 'soft'; known: softmax, scaled",
+        ),
+        ({"tau": 0.0}, rf"{ACTOR}\.policy_loss\.tau must be > 0"),
         ({"beta_reward": -1.0}, "beta_reward must be > 0"),
-        ({"num_generations": 1}, "give 2 or more"),
+        ({"num_generations": 1}, r"the same as actor_rollout_ref\.rollout\.n"),
     ],
 )
 def test_impossible_adpo_settings_are_refused(change: dict[str, object], message: str) -> None:
@@ -336,7 +343,10 @@ def test_padded_tensors_of_other_shapes_are_refused() -> None:
 
 
 def test_an_unknown_objective_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="loss_mode: unknown value 'ppo'; known: adpo, bypass"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{ACTOR}\.policy_loss\.loss_mode: unknown value 'ppo'; known: adpo",
+    ):
         policy_objective("ppo")
 
 

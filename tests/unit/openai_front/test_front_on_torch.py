@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.generation import GenerationRunner
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
 from sluice.api.rollout.v1 import rollout_pb2_grpc
@@ -26,7 +26,7 @@ TURNS = [{"role": "user", "content": "hi"}]
 
 
 @asynccontextmanager
-async def front_on_torch(folder: Path) -> AsyncIterator[tuple[HttpFront, TorchEngine]]:
+async def front_on_torch(folder: Path) -> AsyncIterator[tuple[HttpFront, EmbeddedEngine]]:
     """A front on one replica with a tiny model, in this process, over real sockets."""
     save_config("qwen3", folder)
     model = reference_model(folder)

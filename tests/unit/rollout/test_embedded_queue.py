@@ -7,14 +7,14 @@ from collections import deque
 import numpy as np
 
 from services.rollout.engines.embedded.batch_invariance import DecodeShapes
-from services.rollout.engines.embedded.loop import GroupQueue, WaitingGroup, prefill_batches
+from services.rollout.engines.embedded.loop import PrefillQueue, PrefillUnit, prefill_batches
 from services.rollout.engines.embedded.rows import RowTable, RunningSample
 from services.rollout.engines.sampling import sample_keys, uniforms
 
 
-def _group(owner: str, samples: int, tokens: int = 3) -> WaitingGroup:
+def _group(owner: str, samples: int, tokens: int = 3) -> PrefillUnit:
     prompt = np.arange(tokens)
-    return WaitingGroup(
+    return PrefillUnit(
         prompt,
         deque(
             RunningSample(
@@ -35,14 +35,14 @@ def _group(owner: str, samples: int, tokens: int = 3) -> WaitingGroup:
     )
 
 
-def _queue(slots: int, *groups: WaitingGroup) -> GroupQueue:
-    queue = GroupQueue(slots)
+def _queue(slots: int, *groups: PrefillUnit) -> PrefillQueue:
+    queue = PrefillQueue(slots)
     for group in groups:
         queue.append(group)
     return queue
 
 
-def _admitted(queue: GroupQueue, free: int) -> list[tuple[object, int]]:
+def _admitted(queue: PrefillQueue, free: int) -> list[tuple[object, int]]:
     return [(a.samples[0].owner, len(a.samples)) for a in queue.admit(free)]
 
 
@@ -54,11 +54,11 @@ def test_groups_enter_in_order_of_arrival_and_only_the_first_is_split() -> None:
     assert queue.waiting == 0
 
 
-def test_a_split_group_keeps_its_prefilled_prompt() -> None:
+def test_a_split_unit_keeps_its_prefilled_prompt() -> None:
     group = _group("a", 6)
     queue = _queue(4, group)
-    first = queue.admit(4)[0].group
-    second = queue.admit(4)[0].group
+    first = queue.admit(4)[0].unit
+    second = queue.admit(4)[0].unit
     assert first is second is group
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from services.rollout.engines.causal_lm import CheckpointLayout
 from services.rollout.engines.embedded import engine as torch_engine
-from services.rollout.engines.embedded.engine import TorchCore
+from services.rollout.engines.embedded.engine import EmbeddedCore
 from services.rollout.engines.thread import LoopThread
 
 SLOTS = 8
@@ -50,7 +50,7 @@ Join = Callable[[Callable[[], None]], None]
 @asynccontextmanager
 async def running() -> AsyncIterator[tuple[Loop, Join]]:
     loop, thread = Loop(), LoopThread("torch")
-    core = TorchCore(cast("Any", loop), CheckpointLayout(9, (), ()))
+    core = EmbeddedCore(cast("Any", loop), CheckpointLayout(9, (), ()))
     try:
         yield loop, lambda join: thread.begin(core.run(cast("Any", join)))
     finally:

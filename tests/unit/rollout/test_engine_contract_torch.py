@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file
 
-from services.rollout.engines.embedded.engine import TorchEngine, TorchEngineSettings
+from services.rollout.engines.embedded.engine import EmbeddedEngine, EmbeddedEngineSettings
 from tests.support.engine_contract_suite import RunningContract
 from tests.support.engine_contract_weights import LifecycleContract
 from tests.support.engine_contract_world import (
@@ -25,20 +25,20 @@ from tests.support.engine_contract_world import (
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def _make(folder: Path) -> TorchEngine:
-    return TorchEngine(
-        TorchEngineSettings(
+def _make(folder: Path) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        EmbeddedEngineSettings(
             str(folder), slots=SLOTS, max_model_len=MAX_MODEL_LEN, recompute_kv=True
         )
     )
 
 
-async def _serve_saved(engine: TorchEngine, folder: Path, version: int) -> None:
+async def _serve_saved(engine: EmbeddedEngine, folder: Path, version: int) -> None:
     await engine.load_weights(load_file(folder / "model.safetensors"), version, "saved")
 
 
 class _Insight:
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
     def prefilled_tokens(self) -> int:

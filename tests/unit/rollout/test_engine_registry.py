@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.engines.embedded.engine import TorchEngine, create
+from services.rollout.engines.embedded.engine import EmbeddedEngine, create
 from services.rollout.engines.registry import ENGINES, create_engine, find_engine
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -13,7 +13,7 @@ from sluice.errors import ConfigError
 
 
 def test_the_configured_engine_is_made() -> None:
-    assert isinstance(create_engine(RunConfig()), TorchEngine)
+    assert isinstance(create_engine(RunConfig()), EmbeddedEngine)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.loop import GenerationLoop
 from services.rollout.engines.request_rules import ImageTurn
 from services.rollout.generation import GenerationRunner
@@ -37,7 +37,7 @@ ONCE = RetryPolicy(patience_s=0.0)
 
 
 @asynccontextmanager
-async def replica(folder: Path, slots: int) -> AsyncIterator[tuple[str, TorchEngine]]:
+async def replica(folder: Path, slots: int) -> AsyncIterator[tuple[str, EmbeddedEngine]]:
     """A replica with a quota of four samples a client."""
     save_config("qwen3", folder)
     model = reference_model(folder)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import (
     GenerationRequest,
     PartialSample,
+    RequestTokens,
     SampleChunk,
-    UnsentTokens,
 )
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamSettings
 from sluice.errors import EngineError
@@ -39,7 +39,7 @@ class ScriptedEngine:
 
     def __init__(self, *script: Any) -> None:
         self.script, self.was_closed = script, False
-        self.accounting = UnsentTokens()
+        self.accounting = RequestTokens()
 
     async def generate(
         self,
@@ -359,7 +359,7 @@ TEXT = "aé€😀b"
 class ByteEngine:
     """Generates the bytes of `TEXT`, one a chunk."""
 
-    accounting = UnsentTokens()
+    accounting = RequestTokens()
 
     async def generate(self, request: GenerationRequest, **_: object):  # type: ignore[no-untyped-def]  # noqa: ANN201
         data = TEXT.encode()
@@ -395,7 +395,7 @@ async def test_the_texts_before_and_after_the_cut_add_up(cut: int) -> None:
 
 
 async def _samples(
-    engine: TorchEngine, stop: tuple[str, ...], options: StreamSettings
+    engine: EmbeddedEngine, stop: tuple[str, ...], options: StreamSettings
 ) -> tuple[dict[int, Rollout], str]:
     """The samples, and the text that sample 0 streamed."""
     events: list[GenerationEvent] = []

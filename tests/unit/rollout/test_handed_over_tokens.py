@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import (
     EngineLoad,
     GenerationRequest,
     PartialSample,
+    RequestTokens,
     SampleChunk,
-    UnsentTokens,
     num_tokens,
 )
 from services.rollout.generation import (
@@ -117,7 +117,7 @@ async def call(
         return
 
 
-async def break_off(engine: TorchEngine, generation: GenerationRunner) -> None:
+async def break_off(engine: EmbeddedEngine, generation: GenerationRunner) -> None:
     """A call that ends after tokens were sampled for it and before any was sent."""
 
     async def send(_event: GenerationEvent) -> None:
@@ -133,7 +133,7 @@ async def break_off(engine: TorchEngine, generation: GenerationRunner) -> None:
         running.cancel()
 
 
-async def at_rest(engine: TorchEngine) -> EngineLoad:
+async def at_rest(engine: EmbeddedEngine) -> EngineLoad:
     """Counters once everything that was asked of the engine before is done."""
     for _ in range(3):
         load = await engine.probe()
@@ -283,7 +283,7 @@ class ScriptedEngine:
     """Yields chunks; samples of the given numbers of tokens, cut and mixed as drawn."""
 
     def __init__(self, chunks: Sequence[tuple[SampleChunk, ...]]) -> None:
-        self.accounting = UnsentTokens()
+        self.accounting = RequestTokens()
         self._chunks = chunks
 
     async def generate(

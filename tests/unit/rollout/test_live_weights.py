@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.rollout.engines.causal_lm import CausalLM, build_causal_lm
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.fused_decoder import FusedDecoder
 from services.rollout.engines.weight_inbox import ChangedElements, LiveWeights, NewWeights
 from sluice.errors import EngineError
@@ -131,7 +131,7 @@ async def test_an_engine_that_failed_in_the_middle_of_a_swap_serves_no_more(
         del broken["model.norm.weight"]
         taken(self, NewWeights(broken), serving_digest)
 
-    engine: TorchEngine
+    engine: EmbeddedEngine
     async with running_engine(tmp_path, model) as engine:
         assert await generate(engine, request())
         monkeypatch.setattr(LiveWeights, "take", take_half)

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from services.rollout.engines.protocol import (
     GenerationRequest,
     PartialSample,
+    RequestTokens,
     SampleChunk,
-    UnsentTokens,
 )
 from services.rollout.generation import GenerationEvent, GenerationRunner, StreamSettings
 from sluice.algorithm.growing_sample import GrowingSample
@@ -67,7 +67,7 @@ class ScriptedEngine:
 
     def __init__(self, *script: Any, queued: int = 1, slots_may_wait: bool = False) -> None:
         self.script = script
-        self.accounting = UnsentTokens()
+        self.accounting = RequestTokens()
         self.tokens = Load(queued=queued, slots_may_wait=slots_may_wait)
 
     def load(self) -> Load:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.generation import GenerationRunner
 from services.rollout.prompt_encoder import PromptEncoder
 from services.rollout.servicer import ReplicaIdentity, RolloutServicer
@@ -35,7 +35,7 @@ OPTIONS = GenerateOptions(n=2, sampling=Sampling(max_tokens=6, ignore_eos=True, 
 
 
 @asynccontextmanager
-async def replica(folder: Path) -> AsyncIterator[tuple[str, TorchEngine]]:
+async def replica(folder: Path) -> AsyncIterator[tuple[str, EmbeddedEngine]]:
     model = save_model("qwen2_5_vl", folder)
     encoder = PromptEncoder(folder)
     async with running_engine(folder, model, slots=4, max_model_len=128) as engine:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.threaded_engine import EngineState, StateClock
 from sluice.errors import WeightSyncError
 from sluice.telemetry.process import process_age_s
@@ -71,7 +71,7 @@ def test_the_present_state_counts_up_to_the_moment_of_the_question() -> None:
     assert clock.seconds_by_state()["starting"] == 2.0
 
 
-def state_of(engine: TorchEngine) -> EngineState:
+def state_of(engine: EmbeddedEngine) -> EngineState:
     return engine._clock.state
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines.embedded.decoder import PrefilledPrompts, TokenRow
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.embedded.loop import GenerationLoop
 from services.rollout.engines.protocol import Engine, GenerationRequest, PartialSample
 from sluice.errors import (
@@ -58,7 +58,7 @@ async def _until(holds: Callable[[], bool]) -> None:
 
 
 async def test_the_engine_has_the_protocols_form(model_path: Path) -> None:
-    engine: Engine = TorchEngine(engine_settings(model_path))
+    engine: Engine = EmbeddedEngine(engine_settings(model_path))
     await engine.start()
     assert (engine.vocab_size, engine.max_model_len) == (VOCABULARY, 48)
     await engine.stop()
@@ -85,7 +85,7 @@ async def test_a_path_that_holds_no_causal_language_model_is_named(
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=str(tmp_path)):
-        await TorchEngine(engine_settings(tmp_path)).start()
+        await EmbeddedEngine(engine_settings(tmp_path)).start()
 
 
 async def test_before_the_first_weights_nothing_is_generated(model_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.embedded.engine import TorchEngine
+from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.protocol import SampleChunk
 from sluice.concurrency.threads import wait_for_retired_threads
 from sluice.device.cpu import CpuDevice
@@ -39,7 +39,7 @@ _PLAIN = SamplingParams(1.0, 1.0, -1, 1, 0)
 
 
 async def _swap_during(
-    engine: TorchEngine, new: PreTrainedModel, *, tokens: int, every_token: bool
+    engine: EmbeddedEngine, new: PreTrainedModel, *, tokens: int, every_token: bool
 ) -> list[SampleChunk]:
     """Chunks of a request of 12 samples during which `new` begins to serve as version 2."""
     wanted = request(_PROMPT, samples=12, max_tokens=tokens)
@@ -138,7 +138,9 @@ async def test_the_other_name_of_a_tied_tensor_may_come_along(tmp_path: Path) ->
 class _Trainer:
     """The sending end, in threads of this process."""
 
-    def __init__(self, sender: WeightSender, engine: TorchEngine, model: PreTrainedModel) -> None:
+    def __init__(
+        self, sender: WeightSender, engine: EmbeddedEngine, model: PreTrainedModel
+    ) -> None:
         self.sender, self.engine = sender, engine
         self.weights = weights_of(model, engine)
         self.digest = plain_digest(self.weights)

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from services.trainer.fleet.replica_client import ReplicaChannels, ReplicaClient
+from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
 from services.trainer.loop.reward_client import RewardClient
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.reward.v1 import reward_pb2, reward_pb2_grpc
 from sluice.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.errors import PeerError, SluiceError
-from sluice.rpc.client import reward_stub
+from sluice.rpc.client import ChannelPool, reward_stub
 from sluice.types import ReplicaInfo
 from tests.support.rpc_server import connected
 
@@ -61,15 +61,15 @@ async def serving(replica: Replica) -> AsyncIterator[ReplicaInfo]:
 
 
 @pytest.fixture
-async def calls() -> AsyncIterator[ReplicaChannels]:
-    calls = ReplicaChannels(1 << 20)
+async def calls() -> AsyncIterator[ChannelPool]:
+    calls = ChannelPool(1 << 20)
     yield calls
     await calls.close()
 
 
-async def test_a_replica_reports_all_counters_of_the_accounting(calls: ReplicaChannels) -> None:
+async def test_a_replica_reports_all_counters_of_the_accounting(calls: ChannelPool) -> None:
     async with serving(Replica()) as info:
-        reported = await calls.counters(info)
+        reported = await replica_counters(calls, info)
     seconds = {"idle": 1.5, "generating": 2.5}
     assert reported == ReplicaCounters(
         generated_tokens=100,
@@ -82,66 +82,66 @@ async def test_a_replica_reports_all_counters_of_the_accounting(calls: ReplicaCh
     )
 
 
-async def test_counters_do_not_wait_for_an_engines_step(calls: ReplicaChannels) -> None:
+async def test_counters_do_not_wait_for_an_engines_step(calls: ChannelPool) -> None:
     replica = Replica()
     async with serving(replica) as info:
-        await calls.counters(info)
+        await replica_counters(calls, info)
     assert replica.asked_without_engine
 
 
 async def test_the_counters_of_another_process_at_the_same_address_are_not_taken(
-    calls: ReplicaChannels,
+    calls: ChannelPool,
 ) -> None:
     async with serving(Replica()) as info:
         with pytest.raises(PeerError, match="process a-1 answers there"):
-            await calls.counters(replace(info, instance_id="a-0"))
+            await replica_counters(calls, replace(info, instance_id="a-0"))
 
 
-async def test_a_replica_that_is_gone_is_an_error(calls: ReplicaChannels) -> None:
+async def test_a_replica_that_is_gone_is_an_error(calls: ChannelPool) -> None:
     async with serving(Replica()) as info:
-        await calls.counters(info)
+        await replica_counters(calls, info)
     with pytest.raises(SluiceError):
-        await calls.counters(info)
+        await replica_counters(calls, info)
 
 
 async def test_a_replica_that_has_left_is_forgotten_and_can_come_back(
-    calls: ReplicaChannels,
+    calls: ChannelPool,
 ) -> None:
     replica = Replica()
     async with serving(replica) as info:
-        await calls.counters(info)
-        first = calls.to(info)
-        await calls.forget_others([])
-        await calls.counters(info)
-        second = calls.to(info)
-        await calls.forget_others([info])
-        assert calls.to(info) is second is not first
+        await replica_counters(calls, info)
+        first = calls.to(info.address)
+        await calls.retain([])
+        await replica_counters(calls, info)
+        second = calls.to(info.address)
+        await calls.retain([info.address])
+        assert calls.to(info.address) is second is not first
     assert replica.num_asked == 2
 
 
 async def test_a_replica_that_leaves_during_the_call_still_reports_its_counters(
-    calls: ReplicaChannels,
+    calls: ChannelPool,
 ) -> None:
     replica = Replica()
     replica.answers.clear()
     async with serving(replica) as info, asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        reported = tasks.create_task(calls.counters(info))
+        reported = tasks.create_task(replica_counters(calls, info))
         await replica.asked.wait()
-        await calls.forget_others([])
+        await calls.retain([])
         replica.answers.set()
     assert reported.result().generated_tokens == 100
 
 
-async def test_the_channel_of_a_delivery_outlives_the_membership(calls: ReplicaChannels) -> None:
+async def test_the_channel_of_a_delivery_outlives_the_membership(calls: ChannelPool) -> None:
     async with serving(Replica()) as info:
         steering = ReplicaClient(info, calls, timeout_s=5.0, transfer_timeout_s=5.0)
-        channel = calls.to(info)
-        await calls.forget_others([])
+        channel = calls.to(info.address)
+        await calls.retain([])
         await steering.probe(5.0)
-        assert calls.to(info) is channel
+        assert calls.to(info.address) is channel
         await steering.close()
-        await calls.forget_others([])
-        assert calls.to(info) is not channel
+        await calls.retain([])
+        assert calls.to(info.address) is not channel
 
 
 async def test_the_reward_service_tells_its_statistics() -> None:

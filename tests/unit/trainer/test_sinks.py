@@ -313,7 +313,7 @@ def test_a_record_that_cannot_be_written_is_one_warning_and_not_the_end(
     sink = Kept()
     record = Reporter([sink], tmp_path)
     for step in (1, 2):
-        record.evaluation(step, ValidationReport({"m": 0.5}, (), 1), 1.0)
+        record.validation(step, ValidationReport({"m": 0.5}, (), 1), 1.0)
     record.accounts({"submitted": 3.0})
     assert [step for step, _ in sink.written] == [1, 2]
     (reported,) = caplog.records
@@ -324,7 +324,7 @@ def test_a_validation_leaves_its_numbers_and_its_examples(tmp_path: Path) -> Non
     sink = Kept()
     examples = (Example("1 + 1 = ?", "2 ✓", "2", 1.0), Example("1 + 2 = ?", "2", "3", -1.0))
     evaluation = ValidationReport({"val-core/s/acc/mean@1": 0.5}, examples, 17)
-    Reporter([sink], tmp_path).evaluation(4, evaluation, 2.5)
+    Reporter([sink], tmp_path).validation(4, evaluation, 2.5)
     assert sink.written == [
         (
             4,
@@ -344,7 +344,7 @@ def test_a_validation_leaves_its_numbers_and_its_examples(tmp_path: Path) -> Non
 
 def test_a_failed_validation_leaves_a_row_that_says_so(tmp_path: Path) -> None:
     sink = Kept()
-    Reporter([sink], tmp_path).evaluation_failed(4, 2.5)
+    Reporter([sink], tmp_path).validation_failed(4, 2.5)
     assert sink.written == [(4, {"val/failed": 1.0, "timing_s/testing": 2.5})]
     assert not (tmp_path / "validation").exists()
 

@@ -24,7 +24,7 @@ import torch
 from services.rollout.engines.causal_lm import CheckpointLayout, build_causal_lm
 from services.rollout.engines.embedded.batch_invariance import prove_shapes
 from services.rollout.engines.embedded.decoder_choice import choose_decoder
-from services.rollout.engines.embedded.loop import GenerationLoop, TorchRun
+from services.rollout.engines.embedded.loop import EmbeddedRun, GenerationLoop
 from services.rollout.engines.protocol import CommitResult, GenerationRequest, PauseMode
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.thread import ChunkStream
@@ -45,8 +45,8 @@ _GATHER_MOST_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class TorchEngineSettings(EngineSettings):
-    """Settings of one `TorchEngine`.
+class EmbeddedEngineSettings(EngineSettings):
+    """Settings of one `EmbeddedEngine`.
 
     Attributes:
         batch_invariant: a sample's tokens and logprobs do not depend on other rows, to the bit.
@@ -55,12 +55,14 @@ class TorchEngineSettings(EngineSettings):
     batch_invariant: bool = False
 
 
-def create(config: RunConfig) -> TorchEngine:
+def create(config: RunConfig) -> EmbeddedEngine:
     """Return the engine for a run configuration."""
-    return TorchEngine(TorchEngineSettings.of(config, batch_invariant=batch_invariant(config)))
+    return EmbeddedEngine(
+        EmbeddedEngineSettings.of(config, batch_invariant=batch_invariant(config))
+    )
 
 
-class TorchCore(EngineCore[TorchRun]):
+class EmbeddedCore(EngineCore[EmbeddedRun]):
     """The generation loop of one model; see `build`."""
 
     name = "torch"
@@ -82,7 +84,7 @@ class TorchCore(EngineCore[TorchRun]):
         self._num_gathered = 0
 
     @classmethod
-    async def build(cls, settings: TorchEngineSettings) -> TorchCore:
+    async def build(cls, settings: EmbeddedEngineSettings) -> EmbeddedCore:
         """Build the model in this thread: torch sets device and threads per thread.
 
         Raises:
@@ -146,11 +148,11 @@ class TorchCore(EngineCore[TorchRun]):
         pace: Pace,
         stream: ChunkStream,
         images: ImagePrompt | None,
-    ) -> TorchRun:
+    ) -> EmbeddedRun:
         """Return a run for `run`."""
-        return TorchRun(request, pace, stream, images)
+        return EmbeddedRun(request, pace, stream, images)
 
-    async def run(self, run: TorchRun) -> None:
+    async def run(self, run: EmbeddedRun) -> None:
         """Queue a request; its stream ends with its last sample."""
         if self._broken is not None:
             run.stream.end(self._broken)
@@ -161,7 +163,7 @@ class TorchCore(EngineCore[TorchRun]):
         except SluiceError as error:  # nothing else waits for this call
             run.stream.end(EngineError(str(error)))
 
-    async def cancel(self, run: TorchRun) -> None:
+    async def cancel(self, run: EmbeddedRun) -> None:
         """Free the rows of a request before the next step, and end its stream."""
         with self._between_steps():
             self.loop.cancel(run)
@@ -258,23 +260,23 @@ class TorchCore(EngineCore[TorchRun]):
 
     def _break(self, cause: Exception) -> EngineError:
         """End every stream with the error that broke the loop; return it."""
-        logger.error("the torch engine broke", exc_info=cause)
-        self._broken = EngineError(f"the torch engine broke: {cause!r}")
+        logger.error("the embedded engine broke", exc_info=cause)
+        self._broken = EngineError(f"the embedded engine broke: {cause!r}")
         for run in self.loop.runs:
             run.stream.end(self._broken)
         return self._broken
 
 
-class TorchEngine(InboxEngine[TorchCore]):
+class EmbeddedEngine(InboxEngine[EmbeddedCore]):
     """See `services.rollout.engines.protocol.Engine`."""
 
-    def __init__(self, settings: TorchEngineSettings) -> None:
+    def __init__(self, settings: EmbeddedEngineSettings) -> None:
         super().__init__("torch", settings)
         self._settings = settings
 
     async def start(self) -> None:
         """Build the model without weights. Raises ConfigError for a path that holds no model."""
-        core = await self._build(TorchCore.build(self._settings))
+        core = await self._build(EmbeddedCore.build(self._settings))
         self._open_inbox(core.loop.weights.places)
 
     async def _read_images(self, request: GenerationRequest) -> ImagePrompt | None:

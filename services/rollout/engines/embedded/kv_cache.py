@@ -204,6 +204,7 @@ def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Return the softmax over the last axis; `sinks`, [..., 1], take part and are left out."""
     if sinks is None:
         return torch.softmax(scores, -1)
+    # A sink takes probability and has no value, so its column is dropped after the softmax.
     column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
 

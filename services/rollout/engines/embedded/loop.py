@@ -41,7 +41,7 @@ _REFILL_SHARE = 16
 _PREFILL_TOKENS = 8192
 
 
-class TorchRun(EngineRun):
+class EmbeddedRun(EngineRun):
     """A request in the loop.
 
     Attributes:
@@ -64,14 +64,14 @@ class TorchRun(EngineRun):
 
 
 @dataclass(slots=True, eq=False)
-class WaitingGroup:
-    """Samples that continue the same tokens.
+class PrefillUnit:
+    """Waiting samples that continue the same tokens, so that one prefill serves them all.
 
     Attributes:
         tokens: the prompt, and earlier tokens of a sample that is continued.
         samples: those that still wait.
         prefilled: where the state of ``tokens[:-1]`` is, once it was computed.
-        priority: groups of higher priority go first.
+        priority: units of higher priority are first.
         images: the prompt's.
     """
 
@@ -84,68 +84,68 @@ class WaitingGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdmittedSamples:
-    """Samples of one group that enter now."""
+    """Samples of one unit that enter now."""
 
-    group: WaitingGroup
+    unit: PrefillUnit
     samples: tuple[RunningSample, ...]
 
 
 @dataclass(slots=True, eq=False)
-class GroupQueue:
-    """Waiting groups by priority, then in order of arrival.
+class PrefillQueue:
+    """Waiting prefill units by priority, then in order of arrival.
 
-    A group's samples share one prefill. If slots run out in the middle of a group, its prefilled
+    The samples of a unit share one prefill. If slots run out in the middle of a unit, its prefilled
     prompt is kept for the samples that follow.
     """
 
     slots: int
-    _groups: deque[WaitingGroup] = field(default_factory=deque)
+    _units: deque[PrefillUnit] = field(default_factory=deque)
     waiting: int = 0
 
-    def append(self, group: WaitingGroup) -> None:
-        """Take a group with at least one sample."""
-        place = len(self._groups)
-        while place and self._groups[place - 1].priority < group.priority:
+    def append(self, unit: PrefillUnit) -> None:
+        """Take a unit with at least one sample."""
+        place = len(self._units)
+        while place and self._units[place - 1].priority < unit.priority:
             place -= 1
-        self._groups.insert(place, group)
-        self.waiting += len(group.samples)
+        self._units.insert(place, unit)
+        self.waiting += len(unit.samples)
 
     def admit(self, free: int) -> list[AdmittedSamples]:
         """Return the samples that enter `free` slots.
 
         While others run, at least a sixteenth of all slots is refilled at a time: a prefill of one
-        group costs about as much as one of several.
+        unit costs about as much as one of several.
         """
         # Few waiting samples need not wait for so many free slots.
         if free < min(self.waiting, max(1, self.slots // _REFILL_SHARE)):
             return []
         admissions = []
-        while free > 0 and self._groups:
-            group = self._groups[0]
-            count = min(free, len(group.samples))
+        while free > 0 and self._units:
+            unit = self._units[0]
+            count = min(free, len(unit.samples))
             admissions.append(
-                AdmittedSamples(group, tuple(group.samples.popleft() for _ in range(count)))
+                AdmittedSamples(unit, tuple(unit.samples.popleft() for _ in range(count)))
             )
             free -= count
             self.waiting -= count
-            if not group.samples:
-                self._groups.popleft()
+            if not unit.samples:
+                self._units.popleft()
         return admissions
 
     def remove(self, unwanted: Callable[[RunningSample], bool]) -> list[RunningSample]:
         """Take the samples that fulfil `unwanted` out of the queue."""
         removed: list[RunningSample] = []
-        for group in self._groups:
-            removed.extend(sample for sample in group.samples if unwanted(sample))
-            group.samples = deque(sample for sample in group.samples if not unwanted(sample))
-        self._groups = deque(group for group in self._groups if group.samples)
+        for unit in self._units:
+            removed.extend(sample for sample in unit.samples if unwanted(sample))
+            unit.samples = deque(sample for sample in unit.samples if not unwanted(sample))
+        self._units = deque(unit for unit in self._units if unit.samples)
         self.waiting -= len(removed)
         return removed
 
     def forget_prefilled(self) -> None:
-        """Prefill waiting groups again: the weights have changed."""
-        for group in self._groups:
-            group.prefilled = None
+        """Prefill waiting units again: the weights have changed."""
+        for unit in self._units:
+            unit.prefilled = None
 
 
 def prefill_batches(lengths: list[int], token_budget: int) -> Iterator[list[int]]:
@@ -200,7 +200,7 @@ class GenerationLoop:
         self._prefill_tokens = _PREFILL_TOKENS if invariant_shapes is None else 0
         self._recompute_kv = recompute_kv
         self._table = RowTable(slots, max_model_len)
-        self._queue = GroupQueue(slots)
+        self._queue = PrefillQueue(slots)
         self._plan = SamplingPlan()
         self._next_due = math.inf
         self._pause: PauseMode | None = None
@@ -208,7 +208,7 @@ class GenerationLoop:
         self.digest = ""
         self.generated_tokens = 0
         self.prefilled_tokens = 0
-        self.runs: set[TorchRun] = set()
+        self.runs: set[EmbeddedRun] = set()
 
     @property
     def slots(self) -> int:
@@ -251,7 +251,7 @@ class GenerationLoop:
                 self._queue.forget_prefilled()
                 self._recompute()
 
-    def submit(self, run: TorchRun) -> None:
+    def submit(self, run: EmbeddedRun) -> None:
         """Queue a request's samples; one that is complete already ends at once."""
         self.runs.add(run)
         request = run.request
@@ -273,11 +273,13 @@ class GenerationLoop:
         if fresh:
             self._enqueue(prompt, fresh, run)
 
-    def _enqueue(self, tokens: TokenRow, samples: deque[RunningSample], run: TorchRun) -> None:
+    def _enqueue(self, tokens: TokenRow, samples: deque[RunningSample], run: EmbeddedRun) -> None:
         priority = run.request.priority
-        self._queue.append(WaitingGroup(tokens, samples, priority=priority, images=run.images))
+        self._queue.append(PrefillUnit(tokens, samples, priority=priority, images=run.images))
 
-    def _sample(self, run: TorchRun, index: int, key: np.uint64, tokens: TokenRow) -> RunningSample:
+    def _sample(
+        self, run: EmbeddedRun, index: int, key: np.uint64, tokens: TokenRow
+    ) -> RunningSample:
         sampling, prompt = run.request.sampling, run.request.prompt_token_ids
         eos = () if sampling.ignore_eos else self._layout.eos_token_ids
         return RunningSample(
@@ -296,7 +298,7 @@ class GenerationLoop:
             images=run.images,
         )
 
-    def cancel(self, run: TorchRun) -> None:
+    def cancel(self, run: EmbeddedRun) -> None:
         """Drop a request's samples, free their rows, and end its stream."""
         self._queue.remove(lambda sample: sample.owner is run)
         for row in self._table.occupied():
@@ -378,15 +380,15 @@ class GenerationLoop:
             return
         admissions = self._queue.admit(self._table.free) if self._queue.waiting else []
         # A prompt of one token has no state before its last token.
-        new = [a.group for a in admissions if a.group.prefilled is None and len(a.group.tokens) > 1]
-        prompts, images = [group.tokens[:-1] for group in new], [group.images for group in new]
+        new = [a.unit for a in admissions if a.unit.prefilled is None and len(a.unit.tokens) > 1]
+        prompts, images = [unit.tokens[:-1] for unit in new], [unit.images for unit in new]
         for prefilled, members in self._prefill(prompts, images):
             for place, member in enumerate(members):
                 new[member].prefilled = (prefilled, place)
         self._enter(admissions)
 
     def _enter(self, admissions: Sequence[AdmittedSamples]) -> None:
-        samples = [(sample, a.group.prefilled) for a in admissions for sample in a.samples]
+        samples = [(sample, a.unit.prefilled) for a in admissions for sample in a.samples]
         if not samples:
             return
         rows = self._table.enter([sample for sample, _ in samples])
@@ -427,7 +429,7 @@ class GenerationLoop:
         if now >= self._next_due:
             self._hand_out_partials(now)
 
-    def _plan_partials(self, entered: Iterable[TorchRun]) -> None:
+    def _plan_partials(self, entered: Iterable[EmbeddedRun]) -> None:
         """Set when requests whose samples enter hand out tokens of unfinished samples."""
         for run in entered:
             if run.pace.interval_s is not None and math.isinf(run.due):
@@ -482,7 +484,7 @@ class GenerationLoop:
             if run.remaining == 0:
                 self._end(run)
 
-    def _end(self, run: TorchRun) -> None:
+    def _end(self, run: EmbeddedRun) -> None:
         self.runs.discard(run)
         run.stream.end(None)
 

@@ -115,10 +115,10 @@ def runner_environment(given: Mapping[str, str]) -> dict[str, str]:
         return {}
     if chosen is not None:
         raise ConfigError(
-            f"{_RUNNER_VARIABLE}={chosen}: vLLM {_version()} does not tell its model runner V2 "
-            f"of samples whose cache is recomputed, and would end; {_V1_REMEDY}, or unset it"
+            f"{_RUNNER_VARIABLE}={chosen}: vLLM {_version()} does not report recomputed "
+            f"samples to its model runner V2, which would fail; {_V1_REMEDY}, or unset it"
         )
-    _log.info("vLLM %s takes its model runner V1: V2 would not keep all rules", _version())
+    _log.info("vLLM %s uses its model runner V1: V2 misses recomputed samples", _version())
     return {_RUNNER_VARIABLE: "0"}
 
 

@@ -83,7 +83,7 @@ class VllmWorkers:
             raise ConfigError(str(failure["error"]))
 
     async def heartbeat(self, timeout_s: float) -> int:
-        """Ask through the engine's loop for the samples that workers hold since their last step."""
+        """Return how many samples the workers hold; answered in the engine's loop."""
         answers = await self._call("sluice_pulse", timeout_s=timeout_s)
         return max(msgspec.convert(answers, list[int]))
 

@@ -40,6 +40,25 @@ _CPU = "cpu"
 ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
 CRITIC_SHARDING = "critic.fsdp"
 
+WholeTensors: TypeAlias = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
+"""Opens a stream of named whole tensors, even if this rank holds only shards of them."""
+
+HUGGINGFACE_FOLDER = "huggingface"
+OPTIMIZER_FILE = "optimizer.safetensors"
+EXTRA_STATE_FILE = "extra_state.json"
+_READABLE = 0o644
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "*processor_config.json",
+    "*.model",
+    "*.tiktoken",
+)
+
 
 def random_state(device: torch.device) -> dict[str, str]:
     """Return the states of the CPU's and the device's random generators as hex, by device type."""
@@ -65,26 +84,6 @@ def restore_random_state(states: Mapping[str, str], device: torch.device) -> Non
 
 def _from_hex(state: str) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytes.fromhex(state), dtype=np.uint8).copy())
-
-
-WholeTensors: TypeAlias = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
-"""Opens a stream of named whole tensors, even if this rank holds only shards of them."""
-
-HUGGINGFACE_FOLDER = "huggingface"
-OPTIMIZER_FILE = "optimizer.safetensors"
-EXTRA_STATE_FILE = "extra_state.json"
-_READABLE = 0o644
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
-    "*processor_config.json",
-    "*.model",
-    "*.tiktoken",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
