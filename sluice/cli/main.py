@@ -23,6 +23,7 @@ from sluice.cli.run.quickstart import quickstart
 from sluice.cli.run.scale import scale
 from sluice.cli.run.up import train, up
 from sluice.cli.simulate.command import simulate
+from sluice.cli.watch.compare import compare
 from sluice.cli.watch.dashboard import dashboard
 from sluice.cli.watch.status import status
 from sluice.concurrency.process import exit_status
@@ -63,6 +64,7 @@ commands.command("train")(train)
 commands.command("doctor")(doctor)
 commands.command("status")(status)
 commands.command("dashboard")(dashboard)
+commands.command("compare")(compare)
 commands.command("scale")(scale)
 commands.command("prepare")(prepare)
 commands.command("generate")(generate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,12 +22,16 @@ def dashboard(
     *,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: the system chooses.")] = 0,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--compare", metavar="RUN", help="Show this run beside it; repeatable."),
+    ] = None,
     export: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the page with its data to a file, and end."),
     ] = None,
 ) -> None:
-    """Show a run in the browser: curves, groups, fleet, use of time and tokens, samples.
+    """Show a run in the browser: curves, groups, fleet, use of time and tokens, samples, logs.
 
     Serves a page that needs no other network; it reads the run's folder and asks the services of a
     running run. Ends with Ctrl-C. On other interfaces than loopback it requires a token of
@@ -35,23 +40,24 @@ def dashboard(
     \b
     Examples:
       sluice dashboard runs/quickstart --port 8080
+      sluice dashboard runs/two --compare runs/one
       sluice dashboard runs/quickstart --export report.html
     """
     if export is not None:
-        write_report(run, export)
+        write_report(run, export, others or ())
         typer.echo(f"report: {export}")
         return
     end_with_supervisor()
     if SUPERVISOR_VARIABLE in os.environ:
         os.nice(_NICE)  # started by a trainer, which comes first
-    asyncio.run(_serve(run, host, port))
+    asyncio.run(_serve(run, host, port, others or ()))
 
 
-async def _serve(run: Path, host: str, port: int) -> None:
+async def _serve(run: Path, host: str, port: int, others: Sequence[Path]) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, stop=stop, on_address=_print_address)
+        await serve_page(run, host, port, others=others, stop=stop, on_address=_print_address)
 
 
 def _print_address(url: str) -> None:
-    typer.echo(f"the page of the run: {url}")
+    typer.echo(f"dashboard: {url}")

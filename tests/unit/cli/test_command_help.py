@@ -19,6 +19,7 @@ NAMES = (
     "doctor",
     "status",
     "dashboard",
+    "compare",
     "scale",
     "prepare",
     "generate",
