@@ -16,6 +16,7 @@ from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
 from sluice.dashboard.curves import COMPOSITION
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.step_history import StepHistory
+from sluice.report.notices import low_yield
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import account_views
 from sluice.telemetry.metric_names import REWARD, STEP_S, TOKENS_PER_S
@@ -23,7 +24,6 @@ from sluice.telemetry.metric_names import REWARD, STEP_S, TOKENS_PER_S
 _STUCK_S = 60.0
 _STUCK_STEPS = 5.0
 _MANY_FAILED = 0.1
-_FEW_KEPT = 0.05
 _RESIDUAL = 0.02
 _AT_REST = frozenset({"paused", "finished"})
 _COMING, _LEAVING = "pending", "draining"
@@ -126,18 +126,18 @@ def _attention(facts: RunFacts) -> Iterator[str]:
 def _restarts(facts: RunFacts) -> Iterator[str]:
     for process in facts.processes:
         if not process.pid and process.restarts and not process.is_draining:
-            yield f"{process.name} is being restarted (try {process.restarts})"
+            yield process.restart_text
 
 
 def _composition(recent: Mapping[str, float]) -> Iterator[str]:
     total = sum(recent.values())
     if total <= 0:
         return
-    failed, kept = recent.get("failed", 0.0) / total, recent.get("kept", 0.0) / total
+    failed = recent.get("failed", 0.0) / total
     if failed > _MANY_FAILED:
         yield f"{failed:.0%} of the groups of the last steps failed"
-    if kept < _FEW_KEPT:
-        yield f"only {kept:.1%} of the groups of the last steps were mixed"
+    if notice := low_yield({f"train/groups_{kind}": count for kind, count in recent.items()}):
+        yield f"{notice} (last steps)"
 
 
 @dataclass(frozen=True, slots=True)
