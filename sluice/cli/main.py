@@ -30,6 +30,7 @@ from sluice.cli.run.scale import scale
 from sluice.cli.run.stop import stop
 from sluice.cli.run.up import train, up
 from sluice.cli.simulate.command import simulate
+from sluice.cli.watch.compare import compare
 from sluice.cli.watch.dashboard import dashboard, open_run
 from sluice.cli.watch.logs import logs
 from sluice.cli.watch.report import report
@@ -122,6 +123,7 @@ _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
         "logs": logs,
         "open": open_run,
         "dashboard": dashboard,
+        "compare": compare,
         "report": report,
     },
     "Change a run": {"scale": scale, "submit": submit, "stop": stop},

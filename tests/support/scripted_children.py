@@ -13,7 +13,7 @@ from typing import Any
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import RestartPolicy, ServiceSpec
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 SLEEP = "import time; print('ready'); time.sleep(600)"
 # Says `ready`, and ends with `code` after saying `bye` when it is asked to.

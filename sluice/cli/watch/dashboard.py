@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -27,13 +27,17 @@ def dashboard(
     run_option: RunOption = None,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: the system chooses.")] = 0,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--compare", metavar="RUN", help="Show this run beside it; repeatable."),
+    ] = None,
     export: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the page with its data to a file, and end."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run in the browser: curves, groups, fleet, use of time and tokens, samples.
+    """Show a run in the browser: curves, groups, fleet, use of time and tokens, samples, logs.
 
     Serves a page that needs no other network; it reads the run's folder and asks the services of a
     running run. Ends with Ctrl-C. On other interfaces than loopback it requires a token of
@@ -42,11 +46,12 @@ def dashboard(
     \b
     Examples:
       sluice dashboard runs/quickstart --port 8080
+      sluice dashboard runs/two --compare runs/one
       sluice dashboard runs/quickstart --export report.html
     """
     run = named_run(run, run_option)
     if export is not None:
-        write_report(run, export)
+        write_report(run, export, others or ())
         if as_json:
             print_json({"report": str(export)})
         else:
@@ -55,7 +60,8 @@ def dashboard(
     end_with_supervisor()
     if SUPERVISOR_VARIABLE in os.environ:
         os.nice(_NICE)  # started by a trainer, which comes first
-    asyncio.run(_serve(run, host, port, _json_address if as_json else _print_address))
+    show = _json_address if as_json else _print_address
+    asyncio.run(_serve(run, host, port, show, others or ()))
 
 
 def open_run(
@@ -105,14 +111,20 @@ def _served_address(run: Path) -> str | None:
         return None
 
 
-async def _serve(run: Path, host: str, port: int, on_address: Callable[[str], None]) -> None:
+async def _serve(
+    run: Path,
+    host: str,
+    port: int,
+    on_address: Callable[[str], None],
+    others: Sequence[Path] = (),
+) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, stop=stop, on_address=on_address)
+        await serve_page(run, host, port, others=others, stop=stop, on_address=on_address)
 
 
 def _print_address(url: str) -> None:
-    typer.echo(f"the page of the run: {url}")
+    typer.echo(f"dashboard: {url}")
 
 
 def _json_address(url: str) -> None:

@@ -133,7 +133,12 @@ def flow_text(value: object) -> str:
 
 def flat_settings(config: RunConfig) -> dict[str, object]:
     """Return every value by its dotted key; lists stay whole."""
-    return dict(_leaves("", msgspec.to_builtins(config)))
+    return flat_tree(msgspec.to_builtins(config))
+
+
+def flat_tree(tree: object) -> dict[str, object]:
+    """Return every value of nested mappings by its dotted key; lists stay whole."""
+    return dict(_leaves("", tree))
 
 
 def _leaves(prefix: str, value: object) -> Iterator[tuple[str, object]]:

@@ -28,6 +28,7 @@ NAMES = (
     "doctor",
     "status",
     "dashboard",
+    "compare",
     "scale",
     "prepare",
     "generate",

@@ -101,7 +101,7 @@ class Screen(io.StringIO):
         return super().write(text)
 
     async def until(self, text: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while text not in self.getvalue():
                 self.written.clear()
                 await self.written.wait()

@@ -109,7 +109,7 @@ async def test_the_fleet_is_asked_at_once_between_two_looks_at_the_reward_servic
         asked.append("replica")
         if asked.count("replica") == 2:
             all_asked.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await all_asked.wait()
         return load(1)
 
@@ -215,7 +215,7 @@ async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
     run_accounting = RunAccountant(
         accounting.fleet, accounting.state, ask_replica=hang, ask_reward=accounting.ask_reward
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         named = await run_accounting.take()
     assert "rollout_seconds_residual" in named
     assert "tokens_residual" not in named

@@ -117,7 +117,7 @@ async def test_a_paused_run_wakes_for_every_call_it_has_to_look_at(
             state.stop("enough")
         else:
             state.resume()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await waiting
         if call == "saved":
             saving.cancel()
