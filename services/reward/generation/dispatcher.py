@@ -259,11 +259,10 @@ class GroupDispatcher:
         watch.reschedule()
 
     def _reason_to_end(self, watch: StreamWatch, collected: CollectedSamples) -> StreamEnd | None:
-        """Return why a healthy stream should end; ``None``: it continues."""
+        """Note the stream's rate; return why it should end, or ``None``: it continues."""
         missing = collected.missing
-        is_over = collected.request.progress.check(
-            _now()
-        )  # after the last sample, too: others wait
+        # Checked after the last sample too: other requests of the group wait for it.
+        is_over = collected.request.progress.check(_now())
         if not missing:
             return None
         if is_over:

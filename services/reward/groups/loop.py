@@ -102,7 +102,7 @@ class GroupLoop:
         runs: runs each group.
         traces: the spans of prompts.
         changes: notified when a group moved on.
-        capacity: notified also when there may be capacity for another group.
+        capacity: notified by each of `changes`, and when there may be capacity for another group.
     """
 
     def __init__(  # noqa: PLR0913 - by keyword, and in one place

@@ -118,7 +118,7 @@ class GroupRun:
 
     async def _run(self, group: Group) -> None:
         try:
-            graded, decision = await self._filtered(group)
+            graded, decision = await self._graded_and_filtered(group)
         except OverlongPromptError as error:
             group.check_cancelled()
             self._quarantine.cleared(group.prompt)
@@ -162,11 +162,13 @@ class GroupRun:
         self._quarantine.cleared(group.prompt)
         return None
 
-    async def _filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
+    async def _graded_and_filtered(self, group: Group) -> tuple[GradedGroup, FilterDecision]:
         """Return the graded samples and the filter's decision, perhaps after the probes alone."""
         num_samples, first = self._settings.samples_per_group, group.attempt.first_samples
         if first >= num_samples:
-            graded = await self._sampled(group, range(num_samples), self._settings.greedy)
+            graded = await self._sampled_and_graded(
+                group, range(num_samples), self._settings.greedy
+            )
         else:
             graded, rest = await self._staged(group, range(first))
             if rest is None:
@@ -177,7 +179,7 @@ class GroupRun:
                 # If the group is over, no replica gets this request: its samples return aborted.
                 self._groups.continued(group, is_sure=samples_differ(graded.scored, self._metric))
                 others = range(first, num_samples)
-                rest = await self._sampled(group, others, self._settings.greedy)
+                rest = await self._sampled_and_graded(group, others, self._settings.greedy)
             graded = joined(graded, rest)
         graded = await self._regenerated(group, graded)
         with TRACER.stage(SpanName.FILTER) as span:
@@ -201,7 +203,7 @@ class GroupRun:
                 else:
                     self._groups.continued(group, is_sure=True)
                     others = range(indexes.stop, self._settings.samples_per_group)
-                    generating = self._sampled(group, others, self._settings.greedy)
+                    generating = self._sampled_and_graded(group, others, self._settings.greedy)
                     rest = tasks.create_task(generating, name=f"{name}, rest")
         except ExceptionGroup as errors:
             raise decisive(errors) from errors
@@ -242,7 +244,7 @@ class GroupRun:
         group.attempt = continued
         return None
 
-    async def _sampled(
+    async def _sampled_and_graded(
         self,
         group: Group,
         indexes: Sequence[int],
@@ -250,8 +252,8 @@ class GroupRun:
         round_number: int = 1,
     ) -> GradedGroup:
         """Return samples of a group and its greedy response, if there is one, graded."""
-        sampled = await self._generated(group, indexes, greedy, round_number)
-        return await self._graded(group, sampled)
+        generated = await self._generated(group, indexes, greedy, round_number)
+        return await self._graded(group, generated)
 
     async def _regenerated(self, group: Group, graded: GradedGroup) -> GradedGroup:
         """Return the group with new samples for those that the policy generates again.
@@ -266,7 +268,9 @@ class GroupRun:
                 group, is_sure=samples_differ(graded.scored, self._metric), replaced=replaced
             )
             indexes = [rollout.sample_index for rollout in replaced]
-            graded = joined(graded, await self._sampled(group, indexes, round_number=num_rounds))
+            graded = joined(
+                graded, await self._sampled_and_graded(group, indexes, round_number=num_rounds)
+            )
         return graded
 
     async def _generated(

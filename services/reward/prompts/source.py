@@ -93,7 +93,7 @@ class PromptSource:
         self._stream = self._open_stream(progress) if self._open_stream else None
 
     def put(self, prompt: Prompt) -> None:
-        """Issue an accepted prompt before any later one and before the data set."""
+        """Queue an accepted prompt before any later one and before the data set."""
         heappush(self._waiting, (prompt.sequence, prompt))
 
     def forget_data(self) -> None:

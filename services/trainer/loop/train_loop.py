@@ -195,15 +195,15 @@ class TrainLoop:
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
         self._state.enter(RunPhase.TRAINING)
         with trace.stage(SpanName.TRAIN_STEP):
-            learner = await self._learner.train(batch, step)
+            learned = await self._learner.train(batch, step)
         trained_s = time.monotonic()
         # A running validation must end first: publishing changes the version that replicas serve.
         await self._await_validation()
         published_from_s = time.monotonic()
         with trace.stage(SpanName.PUBLISH):
             report = await self._publish(step)
-        # In one turn, so that no other announcement of the new version comes before the
-        # acknowledgement of the batch that made it.
+        # The announcer's lock covers both: no other announcement of the new version may come before
+        # the acknowledgement of the batch that made it.
         await self._announcer.announce(after=lambda: self._acknowledge(batch, step))
         published_s = time.monotonic()
         await self._save_if_due(step)
@@ -219,7 +219,7 @@ class TrainLoop:
             **step_metrics(
                 step,
                 batch,
-                learner,
+                learned,
                 times,
                 self._fleet_interval(fleet_began),
                 scale=self._settings.scale,

@@ -268,8 +268,8 @@ def is_right(scored: Scored) -> bool | None:
 def fewest_samples(n: int, *, whole_groups: bool, least_share: float = LEAST_SHARE) -> int:
     """Return the number of scored samples that a group needs.
 
-    Half of the samples, and at least two of several: a comparison among fewer would be another one
-    than the configured.
+    Half of the samples, and at least two of several: fewer would be a much smaller group than the
+    configured one.
 
     Args:
         n: samples generated for a prompt, >= 1.
@@ -288,7 +288,7 @@ def filter_group(
 
     A group fails when fewer than `fewest_samples` were scored, or when a sample failed in a way
     that costs the group. It fails as well when its greedy response, if it has one, was not scored.
-    That response is not filtered by.
+    The filter does not look at that response.
 
     Args:
         graded: the group.

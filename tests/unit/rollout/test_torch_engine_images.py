@@ -191,7 +191,7 @@ async def test_images_for_a_text_model_are_refused(tmp_path: Path) -> None:
         await engine.load_weights(
             {spec.name: torch.zeros(spec.shape) for spec in engine.weight_layout}, 1, "one"
         )
-        with pytest.raises(InvalidRequestError, match="1 images for a model that reads text"):
+        with pytest.raises(InvalidRequestError, match="1 images for a model that reads only text"):
             await generate(engine, wanted)
 
 

@@ -39,7 +39,7 @@ from sluice.vision.image_prompts import ImagePrompt, ImagePromptReader
 class BatchTable:
     """The batch's rows in the order of its groups and their rollouts; W is the longest response."""
 
-    scores: Tensor  # float32 [rows], shaped rewards
+    rewards: Tensor  # float32 [rows]
     group_index: Tensor  # int64 [rows]
     mask: Tensor  # bool [rows, W], true at response tokens
     baselines: Tensor  # float32 [rows], reward of the prompt's greedy response; nan: none given
@@ -51,7 +51,7 @@ def batch_table(batch: TrainBatch, device: torch.device) -> BatchTable:
     lengths = torch.tensor([batch.groups[g].rollouts[i].num_tokens for g, i in rows], device=device)
     width = max(1, int(lengths.max()))
     return BatchTable(
-        scores=torch.tensor(
+        rewards=torch.tensor(
             [batch.groups[g].scores[i].reward for g, i in rows], dtype=torch.float32, device=device
         ),
         group_index=torch.tensor([g for g, _ in rows], device=device),

@@ -67,7 +67,7 @@ def token_advantages(
     Raises:
         ConfigError: the estimator lacks an input; names it.
     """
-    rewards = last_token_rewards(table.scores, table.mask)
+    rewards = last_token_rewards(table.rewards, table.mask)
     metrics: dict[str, float] = {}
     if settings.kl_kind is not None:
         assert passed.old_logprobs is not None

@@ -166,7 +166,7 @@ class PolicyUpdate:
             early = self._estimate(batch, table, PassTables())
             skipped = zero_advantage_rows(early.advantages, self._parallel)
             timer.end_phase("adv")
-        # All passes of the policy before this batch come first: the first step changes the weights.
+        # Passes that need the policy before this batch come first: optimizer steps change it.
         cut = self._cut(batch, step, skipped)
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
         sums = UpdateSums(self._mean_names, self._no_corrections)
