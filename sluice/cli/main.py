@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Callable
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -37,6 +34,7 @@ from sluice.cli.watch.report import report
 from sluice.cli.watch.runs import runs
 from sluice.cli.watch.status import status
 from sluice.concurrency.process import exit_status
+from sluice.report.versions import software_versions
 
 commands = typer.Typer(
     name="sluice",
@@ -45,41 +43,6 @@ commands = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_GIT_S = 5.0
-
-
-_LISTED_PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray", "grpcio", "typer")
-
-
-def _version_details(*, is_long: bool) -> Iterator[str]:
-    """Yield the commit of a checkout, and the versions of Python and of packages, if wanted."""
-    if not is_long:
-        return
-    commit = _commit()
-    if commit:
-        yield f"commit {commit}"
-    yield f"python {platform.python_version()} ({platform.platform()})"
-    for name in _LISTED_PACKAGES:
-        try:
-            yield f"{name} {version(name)}"
-        except PackageNotFoundError:
-            yield f"{name} not installed"
-
-
-def _commit() -> str:
-    """Return the commit of the checkout that holds this file; empty: it is in none."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return ""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=_GIT_S, check=False
-        ).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
 # In the docstrings of commands a backspace (\b) keeps click from re-wrapping the text below.
 
 
@@ -103,7 +66,8 @@ def _sluice(
     Example: sluice quickstart
     """
     if show_version:
-        typer.echo("\n".join([f"sluice {version('sluice')}", *_version_details(is_long=verbose)]))
+        versions = software_versions() if verbose else {"sluice": version("sluice")}
+        typer.echo("\n".join(f"{name} {value}" for name, value in versions.items()))
         raise typer.Exit
     if context.invoked_subcommand is None:
         raise typer.BadParameter("name a command; sluice --help lists them")

@@ -24,6 +24,7 @@ from sluice.dashboard.sample_browser import (
 )
 from sluice.dashboard.side_by_side import ComparedRun, metric_of_runs, side_by_side
 from sluice.dashboard.step_history import StepHistory
+from sluice.report.versions import versions_of_run
 from sluice.telemetry.metric_names import described
 
 NO_POINTS = 1
@@ -123,8 +124,8 @@ class RunData:
         return side_by_side(self._runs, most)
 
     def settings(self) -> dict[str, Any]:
-        """Return the configuration by key, with defaults."""
-        return settings_object(self._run_dir)
+        """Return the configuration by key, with defaults, and the versions of the software."""
+        return {**settings_object(self._run_dir), "versions": versions_of_run(self._run_dir)}
 
     def log(self, service: str) -> dict[str, Any]:
         """Return the newest lines of a service's log."""

@@ -33,6 +33,7 @@ class RunSummary:
             known, and 0 if they are not.
         accuracy_before: held-out accuracy of the untrained policy; ``None``: not validated.
         accuracy_after: held-out accuracy at the last validation; ``None``: there was none.
+        accuracy_best, accuracy_best_step: the highest one, and the step after which it was found.
         seconds_total: the whole command.
         seconds_services: from the start of the services to their end.
         seconds_dapo: the training steps with all their waits.
@@ -48,6 +49,8 @@ class RunSummary:
     is_finished: bool
     accuracy_before: float | None
     accuracy_after: float | None
+    accuracy_best: float | None
+    accuracy_best_step: int | None
     seconds_total: float
     seconds_services: float
     seconds_dapo: float
@@ -73,6 +76,8 @@ class RunSummary:
         """Return a few lines for the console."""
         before = "" if self.accuracy_before is None else f"{self.accuracy_before:.3f} -> "
         after = "-" if self.accuracy_after is None else f"{self.accuracy_after:.3f}"
+        if self.accuracy_best is not None and self.accuracy_best != self.accuracy_after:
+            after += f" (best {self.accuracy_best:.3f} after step {self.accuracy_best_step})"
         head = "" if self.is_finished else "not finished: the numbers so far\n"
         ratio = self.generated_tokens / max(self.trained_tokens, 1)
         skipped = f"{self.prompts_skipped} skipped + " if self.prompts_skipped else ""
@@ -119,6 +124,7 @@ def summarize(
     """
     record = read_progress(run_dir)
     accuracies = record.accuracies()
+    best = max(accuracies, key=lambda point: point.accuracy, default=None)
     is_finished = bool(record.accounts)
     accounts = record.accounts or accounts or {}
     seconds_total = recorded_seconds(run_dir) if seconds_total is None else seconds_total
@@ -136,6 +142,8 @@ def summarize(
         is_finished=is_finished,
         accuracy_before=next((one.accuracy for one in accuracies if one.step == 0), None),
         accuracy_after=accuracies[-1].accuracy if accuracies else None,
+        accuracy_best=best.accuracy if best else None,
+        accuracy_best_step=best.step if best else None,
         seconds_total=round(seconds_total, 2),
         seconds_services=round(seconds_services, 2),
         seconds_dapo=round(record.total(metric_names.STEP_S), 2),

@@ -12,18 +12,19 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.cli.running_run import newest_step
-from sluice.cli.terminal import print_line, printable
+from sluice.cli.terminal import print_json, print_line, printable
 from sluice.cli.watch.progress import duration_text
 from sluice.client.run_address import CONFIG_NAME
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.dashboard.serving import write_report
-from sluice.errors import DataError, SluiceError
+from sluice.errors import SluiceError
 from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd
-from sluice.report.run_record import METRICS_NAME, AccuracyPoint, RunRecord, read_progress
+from sluice.report.run_record import METRICS_NAME, RunRecord, read_progress
 from sluice.report.summary import summarize
+from sluice.report.versions import SUMMARY_NAME, software_versions
 
-SUMMARY_NAME, REPORT_NAME = "summary.json", "report.html"
+REPORT_NAME = "report.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ def end_run(
     total_steps: int | None,
     seconds: RunSeconds,
     shown: Collection[str] = (),
-) -> RunOutcome:
+    as_json: bool = False,
+) -> None:
     """Write `summary.json` and `report.html` of a run that has ended, and print its last lines.
 
     Args:
@@ -112,6 +114,7 @@ def end_run(
         total_steps: of the whole run; None: unknown.
         seconds: how long it took.
         shown: log lines that the user has seen already.
+        as_json: print the summary to standard output as one JSON object, as the last line.
     """
     run_dir = Path(config.sluice.run_dir)
     for failure in end.failures:
@@ -119,41 +122,24 @@ def end_run(
         console.print(Text("failed: ", style="red") + Text(printable(text)), soft_wrap=True)
     record = read_progress(run_dir)
     outcome = outcome_of(config, end, record, total_steps)
-    summary: dict[str, object] = {}
     print_line(console, _first_line(outcome, seconds.total))
+    summary = summarize(run_dir, seconds_total=seconds.total, seconds_services=seconds.services)
     if record.steps or record.validations:
-        for line in _validation_lines(record):
-            print_line(console, line)
-        try:
-            found = summarize(
-                run_dir, seconds_total=seconds.total, seconds_services=seconds.services
-            )
-        except DataError:
-            pass
-        else:
-            summary = asdict(found)
-            print_line(console, found.as_text())
+        print_line(console, summary.as_text())
+    numbers = {**asdict(summary), **asdict(outcome), "versions": software_versions()}
+    _write_summary(run_dir / SUMMARY_NAME, numbers)
+    if record.steps or record.validations:
         _write_report(run_dir, console)
-    _write_summary(run_dir / SUMMARY_NAME, {**summary, **asdict(outcome)})
     for name, text in _where(run_dir, outcome):
         print_line(console, f"{name:<11} {text}")
-    return outcome
+    if as_json:
+        print_json(numbers)
 
 
 def _first_line(outcome: RunOutcome, seconds: float) -> str:
     total = "" if outcome.total_steps is None else f" of {outcome.total_steps}"
     reason = f": {outcome.reason}" if outcome.reason else ""
     return f"{outcome.outcome} after step {outcome.step}{total}, {duration_text(seconds)}{reason}"
-
-
-def _validation_lines(record: RunRecord) -> Iterator[str]:
-    points = record.accuracies()
-    if points:
-        best: AccuracyPoint = max(points, key=lambda point: point.accuracy)
-        yield (
-            f"validation accuracy {points[0].accuracy:.3f} -> {points[-1].accuracy:.3f} "
-            f"(best {best.accuracy:.3f} after step {best.step})"
-        )
 
 
 def _where(run_dir: Path, outcome: RunOutcome) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.run.up import Quiet, ShowLogs, detail_of, start_run
+from sluice.cli.arguments import AsJson
+from sluice.cli.run.up import Quiet, ShowLogs, display_of, start_run
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config
 from sluice.config.rules.checks import check_config
@@ -59,6 +60,7 @@ def quickstart(
     ] = Path("runs/quickstart"),
     logs: ShowLogs = False,
     quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a tiny model and data set, train it with DAPO by three services, and report.
 
@@ -72,11 +74,10 @@ def quickstart(
       sluice quickstart --task shapes --run-dir runs/shapes
     """
     began_s = time.monotonic()
-    detail = detail_of(logs=logs, quiet=quiet)
-    console = Console()
+    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
     _load(overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
-    with preparation(console) as show:
+    with preparation(display.console) as show:
         assets = prepare(run_dir / "assets", task=task, seed=seed, progress=show)
     config = _load([*asset_settings(assets, run_dir, seed), *(overrides or [])])
     check_config(config)
@@ -84,7 +85,7 @@ def quickstart(
     mark_run_folder(run_dir)  # an override may name another one
     # A quickstart always starts at step 0: results of an earlier one would mix with its own.
     remove_results(run_dir, _RESULTS)
-    end = start_run(config, console, detail=detail, began_s=began_s)
+    end = start_run(config, display, began_s=began_s)
     raise typer.Exit(end.exit_code)
 
 

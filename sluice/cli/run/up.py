@@ -6,13 +6,14 @@ import asyncio
 import json
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import ConfigArguments, script_settings, split_arguments
+from sluice.cli.arguments import AsJson, ConfigArguments, script_settings, split_arguments
 from sluice.cli.run.ending import RunSeconds, end_run
 from sluice.cli.running_run import launched_processes
 from sluice.cli.terminal import ConsoleHandler, print_line
@@ -94,6 +95,7 @@ def up(  # noqa: PLR0913 - options of the command
     resources: Demanded = None,
     capacity_timeout: CapacityTimeout = 300.0,
     old_capacity_timeout: OldCapacityTimeout = None,
+    as_json: AsJson = False,
 ) -> None:
     """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
 
@@ -112,8 +114,8 @@ def up(  # noqa: PLR0913 - options of the command
         raise ConfigError(
             "--resources: only a Ray cluster hands them out; add --on ray, or leave --resources out"
         )
-    detail = detail_of(logs=logs, quiet=quiet)
-    _run(arguments, detail, log_level, ray=ray if on == "ray" else None)
+    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    _run(arguments, display, log_level, ray=ray if on == "ray" else None)
 
 
 def train(
@@ -129,6 +131,7 @@ def train(
     logs: ShowLogs = False,
     quiet: Quiet = False,
     log_level: LogLevel = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train on this machine, as sluice up; also from a launch script of verl.
 
@@ -139,46 +142,55 @@ def train(
     """
     if script is not None:
         arguments = script_settings(script, arguments or [])
-    _run(arguments, detail_of(logs=logs, quiet=quiet), log_level)
+    _run(arguments, display_of(logs=logs, quiet=quiet, as_json=as_json), log_level)
 
 
-def detail_of(*, logs: bool, quiet: bool) -> Detail:
-    """Return what to show of a run, from the options.
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Where and how to show a run; `as_json` prints its summary to standard output at the end."""
+
+    console: Console
+    detail: Detail = "steps"
+    as_json: bool = False
+
+
+def display_of(*, logs: bool, quiet: bool, as_json: bool) -> Display:
+    """Return how to show a run, from the options; JSON moves all else to standard error.
 
     Raises:
         ConfigError: they contradict each other.
     """
     if logs and quiet:
         raise ConfigError("--verbose and --quiet contradict each other; leave one of them out")
-    return "logs" if logs else "quiet" if quiet else "steps"
+    detail: Detail = "logs" if logs else "quiet" if quiet else "steps"
+    return Display(Console(stderr=as_json), detail, as_json)
 
 
 def _run(
     arguments: list[str] | None,
-    detail: Detail,
+    display: Display,
     log_level: str | None,
     ray: RayOptions | None = None,
 ) -> None:
     file, overrides = split_arguments(arguments)
     if log_level is not None:
         overrides = [*overrides, f"sluice.log_level={log_level}"]
-    console, config = Console(), load_config(file, overrides)
+    config = load_config(file, overrides)
     notes = launch_notes(config, read_settings(file, overrides))
     if file is not None and file.absolute() == Path(config.sluice.run_dir).absolute() / CONFIG_NAME:
         # A run's own file names every key; its notes were shown at the first start.
         chosen = read_settings(None, overrides).by_key()
         notes = [note for note in notes if note.key in chosen]
     for note in notes:
-        print_line(console, f"notice: {note.text}")
-    end = start_run(config, console, detail=detail, ray=ray)
+        print_line(display.console, f"notice: {note.text}")
+    end = start_run(config, display, ray=ray)
     raise typer.Exit(end.exit_code)
 
 
 def start_run(
     config: RunConfig,
-    console: Console,
+    display: Display,
     *,
-    detail: Detail = "steps",
     ray: RayOptions | None = None,
     began_s: float | None = None,
 ) -> RunEnd:
@@ -186,8 +198,7 @@ def start_run(
 
     Args:
         config: the run's configuration.
-        console: where to show the run.
-        detail: how much to show.
+        display: where and how to show it.
         ray: the cluster to start it on; ``None``: this machine.
         began_s: start of the whole command, on the monotonic clock; ``None``: now.
 
@@ -204,22 +215,25 @@ def start_run(
         )
     check_reward_function(config.reward)
     run_dir = Path(config.sluice.run_dir).absolute()
-    _show_launcher_messages(console)
+    _show_launcher_messages(display.console)
     started_s = time.monotonic()
-    end, view = asyncio.run(_start(config, run_dir / CONFIG_NAME, console, detail=detail, ray=ray))
+    end, view = asyncio.run(_start(config, run_dir / CONFIG_NAME, display, ray))
     ended_s = time.monotonic()
     seconds = RunSeconds(ended_s - (began_s or started_s), ended_s - started_s)
-    end_run(config, end, console, total_steps=view.total_steps, seconds=seconds, shown=view.shown)
+    end_run(
+        config,
+        end,
+        display.console,
+        total_steps=view.total_steps,
+        seconds=seconds,
+        shown=view.shown,
+        as_json=display.as_json,
+    )
     return end
 
 
 async def _start(
-    config: RunConfig,
-    config_file: Path,
-    console: Console,
-    *,
-    detail: Detail,
-    ray: RayOptions | None,
+    config: RunConfig, config_file: Path, display: Display, ray: RayOptions | None
 ) -> tuple[RunEnd, LiveView]:
     await _refuse_beside_another(config_file.parent)
     # A run with this file has reached its end.
@@ -228,10 +242,10 @@ async def _start(
     if ray is None:
         config = with_ports(config)
         write_config(config, config_file)
-        return await _supervise(local_plan(config, config_file), console, detail)
-    console.print("placing the run on the Ray cluster")
+        return await _supervise(local_plan(config, config_file), display)
+    print_line(display.console, "placing the run on the Ray cluster")
     async with ray_plan(config, config_file, ray) as plan:
-        return await _supervise(plan, console, detail)
+        return await _supervise(plan, display)
 
 
 async def _refuse_beside_another(run_dir: Path) -> None:
@@ -260,11 +274,12 @@ def _show_launcher_messages(console: Console) -> None:
         shown.setLevel(logging.INFO)
 
 
-async def _supervise(plan: LaunchPlan, console: Console, detail: Detail) -> tuple[RunEnd, LiveView]:
+async def _supervise(plan: LaunchPlan, display: Display) -> tuple[RunEnd, LiveView]:
     """Run the processes; return how they ended, and the view that showed them."""
     service = plan.config.sluice
     run_dir = Path(service.run_dir)
-    view = LiveView(console, plan.config, tuple(spec.name for spec in plan.specs), detail=detail)
+    names = tuple(spec.name for spec in plan.specs)
+    view = LiveView(display.console, plan.config, names, detail=display.detail)
     supervisor = Supervisor(
         plan.specs,
         run_dir / "logs",

@@ -15,8 +15,9 @@ from sluice.client.run_address import locate_run
 from sluice.dashboard.serving import write_report
 from sluice.errors import SluiceError
 from sluice.report.summary import summarize
+from sluice.report.versions import SUMMARY_NAME
 
-_SUMMARY, _MEASURED = "summary.json", ("seconds_total", "seconds_services")
+_MEASURED = ("seconds_total", "seconds_services")
 
 
 def report(
@@ -35,9 +36,9 @@ def report(
     is_live = asyncio.run(is_active(folder))
     accounts = asyncio.run(_live_accounts(folder)) if is_live else {}
     summary = summarize(folder, accounts=accounts)
-    numbers = asdict(summary) if is_live else _with_measured(asdict(summary), folder / _SUMMARY)
+    numbers = asdict(summary) if is_live else _with_measured(asdict(summary), folder / SUMMARY_NAME)
     text = json.dumps(numbers, indent=2) + "\n"
-    (folder / _SUMMARY).write_text(text, encoding="utf-8")
+    (folder / SUMMARY_NAME).write_text(text, encoding="utf-8")
     page = folder / "report.html"
     write_report(folder, page)
     if as_json:

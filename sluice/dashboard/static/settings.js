@@ -4,12 +4,13 @@ import { dataTable } from "./chart.js";
 import { byId, element, whenChanged } from "./dom.js";
 import { visible } from "./number_text.js";
 
-export const showSettings = whenChanged(({ settings }) => {
+export const showSettings = whenChanged(({ settings, versions }) => {
   const changed = settings.filter((one) => one.is_changed);
   byId("settings-changed").replaceChildren(
     settings.length
       ? table("Differs from the default", changed)
       : element("p", { class: "hint" }, "The run's folder holds no configuration that can be read."),
+    element("p", { class: "hint" }, Object.entries(versions).map((one) => visible(one.join(" "))).join(", ")),
   );
   const search = element("input", { type: "search", id: "setting", autocomplete: "off" });
   const label = element("label", { for: "setting" }, "Part of a key or value ");

@@ -98,3 +98,24 @@ def test_a_run_without_a_step_still_says_where_its_logs_are(tmp_path: Path) -> N
     assert "interrupted after step 0, 2 min\n" in text
     assert f"logs        {tmp_path}/logs\n" in text
     assert summary["outcome"] == "interrupted"
+
+
+def test_the_summary_names_the_versions_that_ran(tmp_path: Path) -> None:
+    _, summary = ended(run_at(tmp_path, saved=2), RunEnd(0, ()))
+    assert {"sluice", "python", "torch"} <= summary["versions"].keys()
+    assert (summary["accuracy_best"], summary["accuracy_best_step"]) == (0.75, 2)
+
+
+def test_the_last_line_of_standard_output_may_be_the_summary_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_at(tmp_path, saved=2)
+    end_run(
+        config,
+        RunEnd(0, ()),
+        Console(stderr=True),
+        total_steps=2,
+        seconds=RunSeconds(1.0, 1.0),
+        as_json=True,
+    )
+    assert json.loads(capsys.readouterr().out)["outcome"] == "finished"

@@ -49,8 +49,8 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 async def start(config: RunConfig, folder: Path) -> int:
-    console = Console(file=StringIO())
-    end, _ = await up._start(config, folder / CONFIG_NAME, console, detail="steps", ray=None)
+    display = up.Display(Console(file=StringIO()))
+    end, _ = await up._start(config, folder / CONFIG_NAME, display, None)
     return end.exit_code
 
 
@@ -79,7 +79,7 @@ def test_a_run_that_finds_no_resources_leaves_targets_of_another_alone(
     monkeypatch.setattr(up, "ray_plan", no_capacity)
     monkeypatch.setattr(up, "check_config", lambda _: None)  # files and the rest are there
     with pytest.raises(ConfigError, match="no resources"):
-        up.start_run(config, Console(file=StringIO()), ray=RayOptions())
+        up.start_run(config, up.Display(Console(file=StringIO())), ray=RayOptions())
     assert left(tmp_path) == ["rollout-0.json"]
 
 

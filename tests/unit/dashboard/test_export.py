@@ -20,6 +20,7 @@ from sluice.config.schema.trainer import TrainerConfig
 from sluice.dashboard.export import bundle, export_page
 from sluice.dashboard.serving import write_report
 from sluice.errors import ConfigError
+from sluice.report.versions import software_versions
 from tests.support.dashboard_run import a_group, add_groups, make_run
 from tests.support.run_folder import (
     ACCOUNTING,
@@ -131,7 +132,7 @@ def test_the_page_holds_every_metric_and_the_configuration(page: Page) -> None:
     assert {"critic/rewards/mean", "timing_s/step"} <= set(names)
     for name in names:
         assert page.answers[f"/api/metric?{urlencode({'name': name})}"]["name"] == name
-    assert page.answers["/api/settings"] == {"settings": []}
+    assert page.answers["/api/settings"] == {"settings": [], "versions": software_versions()}
 
 
 def test_the_page_holds_the_runs_that_it_is_compared_with(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ def test_the_summary_adds_up_the_record(tmp_path: Path) -> None:
         "is_finished": True,
         "accuracy_before": 0.25,
         "accuracy_after": 0.75,
+        "accuracy_best": 0.75,
+        "accuracy_best_step": 2,
         "seconds_total": 99.5,
         "seconds_services": 50.25,
         "seconds_dapo": 3.75,
