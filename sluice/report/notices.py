@@ -15,6 +15,21 @@ def num_decided_groups(metrics: Mapping[str, float]) -> float:
     return sum(metrics.get(name, 0.0) for name in (GROUPS_KEPT, GROUPS_ALL_RIGHT, GROUPS_ALL_WRONG))
 
 
+def groups_since(before: Mapping[str, int], now: Mapping[str, int], kept: int) -> dict[str, float]:
+    """Return the groups that the filter decided about between two states of a run, as metrics.
+
+    A step that finds no mixed groups does not end, so its metrics would come too late.
+
+    Args:
+        before: prompts by end, at the last step.
+        now: the same at the moment.
+        kept: groups that wait for a batch.
+    """
+    ends = {GROUPS_ALL_RIGHT: "filtered_all_right", GROUPS_ALL_WRONG: "filtered_all_wrong"}
+    decided = {name: float(now.get(end, 0) - before.get(end, 0)) for name, end in ends.items()}
+    return {GROUPS_KEPT: float(kept), **decided}
+
+
 def low_yield(metrics: Mapping[str, float]) -> str:
     """Return a notice if less than 5 % of a step's groups were mixed; empty otherwise.
 

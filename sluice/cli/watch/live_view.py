@@ -29,7 +29,7 @@ from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
 from sluice.config.run import RunConfig
 from sluice.dashboard.line_tail import LineTail
 from sluice.errors import SluiceError
-from sluice.report.notices import low_yield
+from sluice.report.notices import groups_since, low_yield
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
 from sluice.rpc.server import RpcServer
@@ -186,6 +186,8 @@ class LiveView:
         self._config_file = run_dir / CONFIG_NAME
         self._config_id = _file_id(self._config_file)
         self._notified: set[str] = set()
+        self._step_before = -1
+        self._prompts_before: Mapping[str, int] = {}
         self._accuracy = AccuracyTail(run_dir / METRICS_NAME)
         self._shown_accuracy: AccuracyPoint | None = None
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
@@ -237,7 +239,7 @@ class LiveView:
                 else:
                     self._has_stepped |= snapshot.step > 0
                     doing = self._state_line(snapshot)
-                    self._notify("yield", low_yield(snapshot.metrics))
+                    self._check_yield(snapshot)
                     live.update(run_table(snapshot, self._accuracy.newest(), doing))
                 await asyncio.sleep(_REFRESH_S)
 
@@ -255,6 +257,7 @@ class LiveView:
                 if silent_s >= _LINE_EVERY_S:
                     self._print(self._starting_line())
                 continue
+            self._check_yield(snapshot)
             trains = self._has_stepped and snapshot.step < snapshot.total_steps
             is_new = not self._has_stepped and snapshot.phase != shown_phase
             if is_new or silent_s >= (_LINE_EVERY_S_IN_STEPS if trains else _LINE_EVERY_S):
@@ -270,7 +273,6 @@ class LiveView:
                     following, self._has_stepped = step + 1, True
                     left = time_left.after(step, total, metrics)
                     self._print(step_line(step, total, metrics, left))
-                    self._notify("yield", low_yield(metrics))
                     self._print_new_accuracy()
             except SluiceError:
                 await asyncio.sleep(_REFRESH_S)
@@ -307,6 +309,14 @@ class LiveView:
             self._notified.add(kind)
         elif not text:
             self._notified.discard(kind)
+
+    def _check_yield(self, snapshot: RunSnapshot) -> None:
+        """Note a low yield of the last step, or of the one that does not end."""
+        if snapshot.step != self._step_before:
+            self._step_before, self._prompts_before = snapshot.step, snapshot.prompts
+        kept = snapshot.groups.get("kept", 0)
+        present = groups_since(self._prompts_before, snapshot.prompts, kept)
+        self._notify("yield", low_yield(present) or low_yield(snapshot.metrics))
 
     def _check_folder(self) -> None:
         text = (
