@@ -58,6 +58,7 @@ async def _serve(config: RunConfig) -> None:
     credentials = service_credentials(config.sluice.security, config.sluice.reward.endpoint)
     if not credentials.is_encrypted:
         expect_no_tls()
+    logger.info("opening the data set")
     sets = open_prompt_sets(config)
     client = RolloutClient(
         linger_ms=config.sluice.reward.linger_ms,

@@ -319,6 +319,8 @@ class RewardApp:
             "reward/quarantine": float(len(self.quarantine)),
             "reward/groups_acknowledged": float(self.ledger.num_acknowledged),
             "reward/validation_groups": float(self.validation.num_graded_groups),
+            "reward/validation_prompts": float(self.validation.num_prompts),
+            "reward/validation_prompts_done": float(self.validation.num_prompts_done),
             "reward/prompts_lost": float(lost),
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import sys
 import uuid
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ from sluice.service_contract import WEIGHTS_HEALTH
 from sluice.telemetry.logs import configure_logging
 from sluice.telemetry.trace_setup import traced_process
 from sluice.types import ReplicaInfo, layout_digest
+
+logger = logging.getLogger(__name__)
 
 _SERVICES = (
     "sluice.api.rollout.v1.RolloutService",
@@ -104,6 +107,8 @@ async def _run_replica(config: RunConfig, name: str) -> None:
     identity = ReplicaIdentity(name, str(uuid.uuid4()))
     stop = asyncio.Event()
     with stop_on_signals(stop):
+        model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+        logger.info("loading the model from %s into %s", model.path, rollout.name)
         await engine.start()
         try:
             server = _server(config, engine, encoder, identity, credentials)

@@ -69,6 +69,7 @@ from sluice.rpc.credentials import Credentials, service_credentials
 from sluice.rpc.ports import bound_socket
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
+from sluice.service_contract import restarts
 from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo, TensorSpec, layout_digest
 from sluice.weights.plan import tensor_specs
@@ -157,6 +158,7 @@ async def _lead(config: RunConfig) -> None:
             observed.state,
             ask_replica=partial(replica_counters, replicas),
             ask_reward=reward.counters,
+            has_restarted=restarts() > 0,
         )
         checkpoint = trained.start.checkpoint
         loop = TrainLoop(
@@ -277,6 +279,7 @@ async def _serve(
 
 def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Trained:
     share_total_steps(parallel, total_steps)
+    logger.info("loading the model from %s", config.actor_rollout_ref.model.path)
     learner = Learner(config, parallel, total_steps)
     leader = RankLeader(learner, parallel, config.sluice.trainer.command_timeout_s)
     folder = Path(checkpoint_folder(config))

@@ -140,7 +140,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Stop(self, request: trainer.StopRequest, context: Context) -> trainer.StopResponse:
         """End the run after the current step."""
         check_fields(request)
-        self._state.stop(request.reason or "asked to stop")
+        self._state.stop(
+            request.reason or "asked to stop", skips_validation=request.skip_validation
+        )
         return trainer.StopResponse(step=self._state.step)
 
 

@@ -28,6 +28,7 @@ _UNDER_WAY = "under_way"
 # Sampled for callers outside the run: the SDK, the command line, the OpenAI front.
 _DIRECT_CLIENTS = "direct_clients"
 _ABORTED = "aborted"
+_BEFORE_RESTART = "before_restart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,21 @@ def token_account(fleet: ReplicaCounters, received: Mapping[str, float]) -> Acco
     parts[_UNDER_WAY] = float(fleet.running_tokens)
     parts[_DIRECT_CLIENTS] = float(fleet.direct_sent_tokens + fleet.direct_unsent_tokens)
     return Account(float(fleet.generated_tokens), parts)
+
+
+def with_tokens_before_restart(account: Account, tokens: float) -> Account:
+    """Return the account with the tokens that the counters of restarted processes took along.
+
+    Args:
+        account: of the counters since the restart.
+        tokens: its residual at the first reading after the restart. If positive, replicas sampled
+            them for a reward service that has lost its counts: one more part. If negative, the
+            reward service received them from replicas that the present trainer never met: they
+            belong to the total.
+    """
+    if tokens > 0:
+        return Account(account.total, {**account.parts, _BEFORE_RESTART: tokens})
+    return Account(account.total - tokens, account.parts)
 
 
 def run_accounts(

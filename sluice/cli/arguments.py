@@ -2,33 +2,148 @@
 
 from __future__ import annotations
 
+import os
+from glob import escape, glob
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from sluice.cli.terminal import printable
+from sluice.client.run_address import CONFIG_NAME
+from sluice.config.loading.keys import all_names
+from sluice.errors import ConfigError
+from sluice.launch.script.launch import is_script, launch_of
+from sluice.launch.script.recording import printers_in, script_text
+
+RUN_VARIABLE = "SLUICE_RUN"
+RUNS = Path("runs")
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Return the keys and sections that begin with a text, as a shell offers them."""
+    return sorted(name for name in all_names() if name.startswith(incomplete))
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Return the beginnings of `KEY=VALUE` that fit, and files; a sign before the key stays."""
+    key = incomplete.lstrip("+~")
+    sign = incomplete[: len(incomplete) - len(key)]
+    return [*_paths(incomplete), *(f"{sign}{name}=" for name in complete_key(key))]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Return the runs and folders that begin with a text."""
+    runs = [str(run) for run in started_runs() if str(run).startswith(incomplete)]
+    return runs or [path for path in _paths(incomplete) if path.endswith(os.sep)]
+
+
+def script_settings(script: Path, arguments: list[str]) -> list[str]:
+    """Return the `KEY=VALUE` arguments of a script's launch; report on stderr how they were found.
+
+    Args:
+        script: a bash script; its programs are recorded, and not run.
+        arguments: what it gets as ``"$@"``.
+
+    Raises:
+        ConfigError, DeadlineError: as `launch_of`.
+    """
+    printers = printers_in(script_text(script))
+    runs = f" Only {', '.join(printers)} and bash itself run." if printers else ""
+    _report(f"{script}: bash runs the script to read its arguments; programs are recorded.{runs}")
+    launch = launch_of(script, arguments)
+    for line in launch.not_run:
+        _report(f"  not run: {line}")
+    for name in launch.unset:
+        _report(f"  warning: ${name} has no value; set it: {name}=... sluice ...")
+    for word in launch.left_out:
+        _report(f"  ignored: {word}")
+    _report(f"  launch: {launch.module}, {len(launch.settings)} settings")
+    return list(launch.settings)
+
+
+def _report(line: str) -> None:
+    typer.echo(printable(line), err=True)
+
+
+def _paths(incomplete: str) -> list[str]:
+    found = glob(f"{escape(incomplete)}*")
+    return sorted(f"{path}{os.sep}" if Path(path).is_dir() else path for path in found)
+
+
 ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[CONFIG] [KEY=VALUE]...",
-        help="A YAML file, and keys to override in verl's spelling.",
+        help="A YAML file or a launch script of verl, and keys to override in verl's spelling.",
         show_default=False,
+        autocompletion=complete_setting,
     ),
 ]
-_FOLDER = "Folder of the run."
-RunArgument = Annotated[Path, typer.Argument(help=_FOLDER)]
-RunOption = Annotated[Path, typer.Option(help=_FOLDER)]
-DEFAULT_RUN = Path("runs/quickstart")
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN",
+        help=f"Folder of the run. Default: ${RUN_VARIABLE}, else the newest in {RUNS}/.",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
+]
+RunOption = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="RUN", help="The same.", autocompletion=complete_run),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 AsJsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 Deadline = Annotated[float | None, typer.Option(help="Seconds for everything; none: no limit.")]
 
 
+def started_runs(folder: Path = RUNS) -> list[Path]:
+    """Return the runs that were started in a folder, newest first."""
+    found = []
+    for config in folder.glob(f"*/{CONFIG_NAME}"):
+        try:
+            found.append((config.stat().st_mtime, config.parent))
+        except OSError:  # deleted meanwhile
+            continue
+    return [run for _, run in sorted(found, reverse=True)]
+
+
+def named_run(argument: Path | None, option: Path | None = None) -> Path:
+    """Return the run that a command means: the named one, ``$SLUICE_RUN``, or the newest.
+
+    A run that was not named is reported on standard error.
+
+    Raises:
+        ConfigError: two different runs are named, or none is and none was started here.
+    """
+    if argument is not None and option is not None and argument != option:
+        raise ConfigError(f"run: named twice, {argument} and --run {option}; leave one out")
+    named = argument or option
+    if named is not None:
+        return named
+    if variable := os.environ.get(RUN_VARIABLE):
+        return Path(variable)
+    runs = started_runs()
+    if not runs:
+        raise ConfigError(
+            f"run: none named, and none was started in {RUNS.absolute()}; give the folder of a run "
+            f"(its sluice.run_dir), or set {RUN_VARIABLE}"
+        )
+    typer.echo(f"run: {runs[0]}", err=True)
+    return runs[0]
+
+
 def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """Return the configuration file, if the first argument is one, and the overrides."""
+    """Return the configuration file, if the first argument is one, and the overrides.
+
+    A launch script becomes the overrides of its launch; see `script_settings`.
+    """
     if not arguments:
         return None, []
     first = Path(arguments[0])
+    if first.is_file() and is_script(first):
+        return None, script_settings(first, arguments[1:])
     if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
         return first, arguments[1:]
     return None, arguments

@@ -14,12 +14,12 @@ from msgspec import UNSET
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.arguments import AsJson, split_arguments
+from sluice.cli.arguments import AsJson, complete_key, complete_setting, split_arguments
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import explain_key, keys_of_section
-from sluice.config.loading.keys import other_spellings
+from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
 from sluice.config.loading.overrides import YAML_SUFFIXES
 from sluice.config.memory.report import MemoryReport
@@ -55,6 +55,7 @@ _ENGINE_COLUMNS = (
     "longest rows in cache",
 )
 _DASH = "-"
+_SMALL_GIB = 0.1
 _HEADINGS = {
     Severity.NOTE: ("Worth knowing", "bold"),
     Severity.ERROR: ("sluice cannot run this", "bold red"),
@@ -72,8 +73,10 @@ ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[FILE] [KEY=VALUE]...",
-        help="A YAML file or a file of overrides, and keys to override in verl's spelling.",
+        help="A YAML file, a launch script or a file of overrides, and keys to override in verl's "
+        "spelling.",
         show_default=False,
+        autocompletion=complete_setting,
     ),
 ]
 
@@ -111,6 +114,7 @@ def check(
     Examples:
       sluice config check run.yaml
       sluice config check run.yaml trainer.n_gpus_per_node=16 --device-memory 80
+      sluice config check run_qwen2-7b.sh --no-files
     """
     file, overrides = _parts(arguments or [])
     run = read_run(file, overrides)
@@ -138,7 +142,9 @@ def check(
 def explain(
     key: Annotated[
         str | None,
-        typer.Argument(help="A key or section, in any spelling; none: all keys."),
+        typer.Argument(
+            help="A key or section, in any spelling; none: all keys.", autocompletion=complete_key
+        ),
     ] = None,
     *,
     as_json: AsJson = False,
@@ -157,7 +163,7 @@ def explain(
         else:
             print_keys(output_console(), keys)
         return
-    entry = explain_key(key)
+    entry = explain_key(_meant(key))
     if as_json:
         print_json(description_as_json(entry))
     else:
@@ -178,6 +184,21 @@ def with_preflight(report: CheckReport, run: ReadRun, *, files: bool) -> CheckRe
         problems=(*wrong, *broken, *errors(found)),
         notes=(*report.notes, *notes),
     )
+
+
+def _meant(key: str) -> str:
+    """Return the key, or the only one that an unknown key can mean."""
+    path = tuple(key.split("."))
+    if is_known(path):
+        return key
+    near = list(dict.fromkeys(".".join(canonical(tuple(n.split(".")))) for n in nearest_keys(path)))
+    # A critic is trained with few estimators; its keys repeat the actor's.
+    meant = [one for one in near if not one.startswith("critic.")] or near
+    if len(meant) != 1:
+        return key
+    others = f" (also {', '.join(near[1:])})" if len(near) > 1 else ""
+    print_line(Console(stderr=True), f"{key}: the nearest key is {meant[0]}{others}")
+    return meant[0]
 
 
 def _parts(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -267,6 +288,7 @@ def print_report(console: Console, report: CheckReport, broken: Sequence[Problem
     else:
         _print_memory(console, report.memory)
     print_problems(console, (*report.notes, *broken))
+    print_line(console, f"Learning rate: {report.learning_rate:g}")
     print_line(console, f"{_keys(report.keys)}{_verdict(broken)}")
 
 
@@ -293,6 +315,7 @@ def report_as_json(report: CheckReport, broken: Sequence[Problem]) -> dict[str, 
         "notices": [one.text for one in report.notes],
         "keys": {key: str(status) for key, status in report.keys.items()},
         "quantities": [asdict(one) for one in report.quantities],
+        "learning_rate": report.learning_rate,
         "memory": None if memory is None else _memory_as_json(memory),
     }
 
@@ -340,6 +363,12 @@ def _verdict(broken: Sequence[Problem]) -> str:
 
 
 def _print_memory(console: Console, memory: MemoryReport) -> None:
+    training, engine = memory.own_training, memory.rollout
+    most = max(training.update, training.log_prob, training.host, engine.weights)
+    if max(most, engine.kv_of_all_sequences) < _SMALL_GIB * GIB:
+        count = f"{memory.parameters:,} parameters"
+        print_line(console, f"Memory: less than {_SMALL_GIB} GiB on each device ({count})\n")
+        return
     size = "" if memory.device_bytes is None else f", devices of {memory.device_bytes / GIB:g} GiB"
     active = ""
     if memory.active_parameters != memory.parameters:

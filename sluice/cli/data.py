@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -87,6 +88,7 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     answer_field: Annotated[
         str, typer.Option(help="jsonl: field with the right answer; ignored likewise.")
     ] = "answer",
+    as_json: AsJson = False,
 ) -> None:
     """Convert published files into a Parquet file in verl's format.
 
@@ -99,24 +101,22 @@ def prepare_set(  # noqa: PLR0913 - one parameter per option
     published = PUBLISHED_SETS[name]
     split = split or published.split
     stem = inputs[0].stem if name == "jsonl" else name
+    source = data_source or published.data_source or stem
     order = Preparation(
         name,
         tuple(inputs),
         output / f"{stem}-{split}.parquet",
-        Wishes(
-            split,
-            data_source or published.data_source or stem,
-            instruction,
-            prompt_field,
-            answer_field,
-        ),
+        Wishes(split, source, instruction, prompt_field, answer_field),
         limit,
         deduplicate,
         skip_bad,
     )
     with counted("preparing", None) as advance:
         made = prepare(order, lambda _num_read: advance(1))
-    print_prepared(output_console(), str(order.output), made)
+    if as_json:
+        print_json({"output": str(order.output), **asdict(made)})
+    else:
+        print_prepared(output_console(), str(order.output), made)
 
 
 @data_commands.command("inspect")

@@ -11,8 +11,9 @@ _SILENT = {"-q", "--quiet", "--help"}
 def app() -> None:
     """Run the command."""
     if sys.argv[1:2] and sys.argv[1] in _STARTING and not _SILENT.intersection(sys.argv):
-        sys.stdout.write("checking configuration, files, packages and devices\n")
-        sys.stdout.flush()
+        stream = sys.stderr if "--json" in sys.argv else sys.stdout
+        stream.write("checking configuration, files, packages and devices\n")
+        stream.flush()
     # The commands import for a second, and longer on a busy machine.
     from sluice.cli.main import app as run
 

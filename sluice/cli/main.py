@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 from sluice.cli.config import config_commands
 from sluice.cli.data import data_commands
 from sluice.cli.doctor import doctor
+from sluice.cli.help_text import GroupedCommands
 from sluice.cli.merge import merge
 from sluice.cli.policy.evaluate import evaluate
 from sluice.cli.policy.generate import generate
@@ -18,63 +20,91 @@ from sluice.cli.policy.score import score
 from sluice.cli.policy.serve_openai import serve_openai
 from sluice.cli.policy.submit import submit
 from sluice.cli.run.certificates import certs
+from sluice.cli.run.init import init
 from sluice.cli.run.prepare import prepare
 from sluice.cli.run.quickstart import quickstart
 from sluice.cli.run.scale import scale
+from sluice.cli.run.stop import stop
 from sluice.cli.run.up import train, up
 from sluice.cli.simulate.command import simulate
-from sluice.cli.watch.dashboard import dashboard
+from sluice.cli.watch.compare import compare
+from sluice.cli.watch.dashboard import dashboard, open_run
+from sluice.cli.watch.logs import logs
+from sluice.cli.watch.report import report
+from sluice.cli.watch.runs import runs
 from sluice.cli.watch.status import status
 from sluice.concurrency.process import exit_status
+from sluice.report.versions import software_versions
 
 commands = typer.Typer(
-    name="sluice", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+    name="sluice",
+    cls=GroupedCommands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        typer.echo(f"sluice {version('sluice')}")
-        raise typer.Exit
-
-
 # In the docstrings of commands a backspace (\b) keeps click from re-wrapping the text below.
 
 
-@commands.callback()
+@commands.callback(invoke_without_command=True)
 def _sluice(
+    context: typer.Context,
     *,
     show_version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version.", is_eager=True, callback=_print_version
+            "--version",
+            help="Print the version; with -v also the commit and packages.",
         ),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="With --version: the commit and packages.")
     ] = False,
 ) -> None:
     """Train language models with DAPO as three services: rollout, reward, trainer.
 
     Example: sluice quickstart
     """
+    if show_version:
+        versions = software_versions() if verbose else {"sluice": version("sluice")}
+        typer.echo("\n".join(f"{name} {value}" for name, value in versions.items()))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        raise typer.BadParameter("name a command; sluice --help lists them")
 
 
-commands.command("quickstart")(quickstart)
-commands.command("up")(up)
-commands.command("train")(train)
-commands.command("doctor")(doctor)
-commands.command("status")(status)
-commands.command("dashboard")(dashboard)
-commands.command("scale")(scale)
-commands.command("prepare")(prepare)
-commands.command("generate")(generate)
-commands.command("submit")(submit)
-commands.command("score")(score)
-commands.command("serve-openai")(serve_openai)
-commands.command("eval")(evaluate)
-commands.command("merge")(merge)
-commands.command("certs")(certs)
-commands.command("simulate")(simulate)
-commands.add_typer(config_commands, name="config")
-commands.add_typer(data_commands, name="data")
+_PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
+    "Start": {
+        "quickstart": quickstart,
+        "init": init,
+        "up": up,
+        "train": train,
+    },
+    "Check before the start": {"doctor": doctor, "simulate": simulate},
+    "Watch": {
+        "runs": runs,
+        "status": status,
+        "logs": logs,
+        "open": open_run,
+        "dashboard": dashboard,
+        "compare": compare,
+        "report": report,
+    },
+    "Change a run": {"scale": scale, "submit": submit, "stop": stop},
+    "Use the policy": {
+        "generate": generate,
+        "score": score,
+        "eval": evaluate,
+        "serve-openai": serve_openai,
+        "merge": merge,
+    },
+    "Deploy": {"prepare": prepare, "certs": certs},
+}
+for _purpose, _commands in _PURPOSES.items():
+    for _name, _command in _commands.items():
+        commands.command(_name, rich_help_panel=_purpose)(_command)
+commands.add_typer(config_commands, name="config", rich_help_panel="Check before the start")
+commands.add_typer(data_commands, name="data", rich_help_panel="Check before the start")
 
 
 def app() -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from sluice.cli.terminal import progress_bars
+from sluice.cli.arguments import AsJson
+from sluice.cli.terminal import print_json, progress_bars
 from sluice.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from sluice.checkpoint.source import CheckpointSource
 
 _MOST_DIFFERENCES = 20
 
 
-def merge(
+def merge(  # noqa: PLR0913 - one parameter per option
     checkpoint: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder global_step_N, or its actor folder.")
     ],
@@ -41,6 +45,7 @@ def merge(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own model code.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the model of a checkpoint in Hugging Face format, for transformers and vLLM.
 
@@ -54,9 +59,7 @@ def merge(
       sluice merge merged --compare base_model
     """
     if target is None and compare is None:
-        raise ConfigError(
-            "sluice merge: give a folder to write (OUT), or one to compare with (--compare)"
-        )
+        raise ConfigError("sluice merge: give a folder to write (OUT), or --compare with one")
     _need_torch()
     # Imported here, because torch takes seconds and --help should not.
     from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
@@ -67,14 +70,31 @@ def merge(
         options = MergeOptions(dtype, is_value_model, tie_word_embedding, trust_remote_code)
         with _progress("merging") as on_tensor:
             merge_checkpoint(source, target, options, on_tensor)
-        typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
+        if not as_json:
+            typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
     elif source.format is not CheckpointFormat.HUGGING_FACE:
         raise CheckpointError(f"{checkpoint} holds shards; give a folder to merge them into (OUT)")
+    _finish(source, target, compare, as_json=as_json)
+
+
+def _finish(
+    source: CheckpointSource, target: Path | None, compare: Path | None, *, as_json: bool
+) -> None:
+    """Compare the weights if that is wanted, and print the result."""
+    differences = None
     if compare is not None:
-        _compare(target or source.huggingface, compare)
+        differences = _differences(target or source.huggingface, compare)
+    if as_json:
+        model = None if target is None else str(target)
+        print_json({"model": model, "role": source.role, "differences": differences})
+    elif differences == []:
+        typer.echo(f"the weights equal those of {compare}")
+    if differences:
+        raise typer.Exit(1)
 
 
-def _compare(model: Path, other: Path) -> None:
+def _differences(model: Path, other: Path) -> list[str]:
+    """Return the differences between the weights; report them on standard error."""
     from sluice.checkpoint.safetensors_files import compare_weights
     from sluice.checkpoint.source import find_source
 
@@ -84,9 +104,7 @@ def _compare(model: Path, other: Path) -> None:
         typer.echo(line, err=True)
     if len(differences) > _MOST_DIFFERENCES:
         typer.echo(f"... {len(differences) - _MOST_DIFFERENCES} more", err=True)
-    if differences:
-        raise typer.Exit(1)
-    typer.echo(f"the weights equal those of {other}")
+    return list(differences)
 
 
 def _need_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,26 +10,37 @@ from pathlib import Path
 from typing import Literal
 
 from sluice.client.async_client import AsyncClient
+from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
-from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError
+from sluice.concurrency.process import process_marks
+from sluice.config.derived import checkpoint_folder
+from sluice.config.run import RunConfig
+from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError, SluiceError
+from sluice.launch.servicer import launcher_of
 from sluice.report.run_record import read_progress
+from sluice.service_contract import TRACKER_NAME
+
+# A launcher that was killed may have left its address, where nothing answers.
+_LAUNCHER_ANSWERS_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """The state of a run whose services do not answer, from its folder.
+    """The state of a run whose trainer does not answer, from its folder and its launcher.
 
     Attributes:
-        phase: "finished" if it reached its end, otherwise "not running": it was interrupted, has
-            failed, or is still starting.
+        phase: "finished" if it reached its end; "starting" if its launcher answers; otherwise "not
+            running": it was interrupted or has failed.
         step: the number of finished steps.
         accuracies: of the first and of the last validation; fewer if there are fewer.
+        processes: what the launcher runs.
     """
 
-    phase: Literal["finished", "not running"]
+    phase: Literal["finished", "starting", "not running"]
     step: int
     accuracies: tuple[float, ...]
+    processes: tuple[LaunchedProcess, ...] = ()
 
     def as_text(self, run_dir: Path) -> str:
         """Return a line or two for the console."""
@@ -37,21 +49,52 @@ class PastRun:
         accuracy = f"; held-out accuracy {values}" if values else ""
         if self.phase == "finished":
             return f"{run_dir}: finished after {steps}{accuracy}"
+        if self.phase == "starting":
+            restarts = [text for each in self.processes if (text := each.restart_text)]
+            return (
+                f"{run_dir}: starting; {steps} finished{accuracy}\n"
+                f"{', '.join(restarts) or f'{len(self.processes)} processes are starting'}; "
+                f"logs: {run_dir / 'logs'}"
+            )
         return (
             f"{run_dir}: not running; {steps} finished{accuracy}\n"
             f"logs: {run_dir / 'logs'}; `sluice up {run_dir / 'config.yaml'}` starts it again"
         )
 
 
-def past_run(run_dir: Path) -> PastRun:
-    """Read the state of a run from its folder."""
-    record = read_progress(run_dir)
+def newest_step(config: RunConfig) -> int | None:
+    """Return the step of the checkpoint from which a run resumes; None without a readable one."""
+    try:
+        text = (Path(checkpoint_folder(config)) / TRACKER_NAME).read_text(encoding="utf-8")
+        return int(text)
+    except (OSError, ValueError):
+        return None
+
+
+async def past_run(run_dir: Path) -> PastRun:
+    """Read the state of a run whose trainer does not answer."""
+    record, processes = read_progress(run_dir), await launched_processes(run_dir)
     values = [point.accuracy for point in record.accuracies()]
+    ended: Literal["finished", "not running"] = "finished" if record.accounts else "not running"
     return PastRun(
-        "finished" if record.accounts else "not running",
+        "starting" if processes else ended,
         int(record.steps[-1]["step"] or 0) if record.steps else 0,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
+        processes,
     )
+
+
+async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...]:
+    """Return the processes of the launcher that runs in the folder; none if none answers."""
+    try:
+        found = launcher_of(run_dir)
+        async with (
+            asyncio.timeout(_LAUNCHER_ANSWERS_S),
+            Launcher(found.address, found.credentials) as launcher,
+        ):
+            return await launcher.services()
+    except (SluiceError, TimeoutError):
+        return ()
 
 
 async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
@@ -73,8 +116,30 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
         except HandshakeError:
             raise
         except (PeerError, DeadlineError) as error:
-            text = past_run(location.run_dir).as_text(location.run_dir)
-            raise NotReadyError(f"the run is not active.\n{text}") from error
+            past = await past_run(location.run_dir)
+            state = "does not answer yet" if past.phase == "starting" else "is not active"
+            raise NotReadyError(f"the run {state}.\n{past.as_text(location.run_dir)}") from error
+
+
+async def launcher_answers(run_dir: Path) -> bool:
+    """Return whether the run's launcher on this machine answers, or is too busy to."""
+    try:
+        found = launcher_of(run_dir)
+        async with Launcher(found.address, found.credentials) as launcher:
+            await launcher.services()
+    except DeadlineError:
+        return True
+    except (NotReadyError, PeerError):
+        return False
+    return True
+
+
+async def is_active(run_dir: Path) -> bool:
+    """Return whether a launcher or a service of the run lives, as far as this machine can see."""
+    marks = process_marks(run_dir)
+    if any(mark.state() in {"alive", "stopped by a signal"} for mark in marks):
+        return True
+    return await launcher_answers(run_dir)
 
 
 @asynccontextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ _UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _HARMLESS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{SOFT HYPHEN}"
 # Columns of a pipe: nothing is wrapped or cut, so that grep and awk find it.
 _PIPE_WIDTH = 10_000
+_LINE_EVERY_S = 5.0
 
 
 def printable(text: str) -> str:
@@ -51,6 +54,20 @@ def print_line(console: Console, line: str) -> None:
     console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
 
 
+class ConsoleHandler(logging.Handler):
+    """Print log records as plain lines; those above INFO name their level."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        is_loud = record.levelno > logging.INFO
+        level = f"{record.levelname.lower()}: " if is_loud else ""
+        print_line(self._console, level + record.getMessage())
+
+
 def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:
     """Return bars with a text, counts and the elapsed time; only a terminal shows them.
 
@@ -70,11 +87,34 @@ def progress_bars(console: Console, *, is_transient: bool = False) -> Progress:
 
 
 @contextmanager
-def counted(text: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error; yield a function that advances it by a number."""
-    with progress_bars(Console(stderr=True), is_transient=True) as bars:
+def counted(
+    text: str, total: int | None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """Show a count on standard error: a bar on a terminal, else a line every few seconds.
+
+    Args:
+        text: what is counted.
+        total: the last count, if it is known.
+        clock: seconds, monotonic.
+
+    Yields:
+        A function that adds a number to the count.
+    """
+    console = Console(stderr=True)
+    done, next_line_s = 0, clock() + _LINE_EVERY_S
+    of_all = "" if total is None else f"/{total}"
+    with progress_bars(console, is_transient=True) as bars:
         bar = bars.add_task(text, total=total)
-        yield lambda number: bars.advance(bar, number)
+
+        def advance(number: int) -> None:
+            nonlocal done, next_line_s
+            done += number
+            bars.advance(bar, number)
+            if not console.is_terminal and clock() >= next_line_s:
+                next_line_s = clock() + _LINE_EVERY_S
+                print_line(console, f"{text}: {done}{of_all}")
+
+        yield advance
 
 
 def print_json(value: object) -> None:

@@ -29,6 +29,15 @@ class LaunchedProcess:
     pid: int
     restarts: int
     is_draining: bool
+    max_restarts: int = 0
+
+    @property
+    def restart_text(self) -> str:
+        """Such as ``trainer is being restarted (try 1 of 5)``; empty if it was not restarted."""
+        if not self.restarts:
+            return ""
+        state = "was restarted" if self.pid else "is being restarted"
+        return f"{self.name} {state} (try {self.restarts} of {self.max_restarts})"
 
 
 class Launcher:
@@ -75,6 +84,6 @@ class Launcher:
             phase="asking for its processes",
         )
         return tuple(
-            LaunchedProcess(each.name, each.pid, each.restarts, each.draining)
+            LaunchedProcess(each.name, each.pid, each.restarts, each.draining, each.max_restarts)
             for each in answer.services
         )

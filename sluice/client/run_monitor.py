@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -22,6 +22,7 @@ from sluice.rpc.credentials import OPEN, Credentials
 _TRAINER, _REWARD = "trainer", "reward service"
 _HELD, _FINISHED = "paused", "finished"
 _POLL_S = 0.2
+_VALIDATION = ("reward/validation_prompts_done", "reward/validation_prompts")
 # The lease of a killed holder ends.
 _LEASE_S, _RENEWALS_PER_LEASE = 15.0, 3
 # A group of the longest responses may take this long. A dead service is noticed at once.
@@ -57,7 +58,9 @@ class RunSnapshot:
     """The state of a run at one moment.
 
     `metrics` come from the last finished step. `accounts` is the run's accounting by the names
-    of `accounts.json`, at most some seconds old; empty before it was first taken.
+    of `accounts.json`, at most some seconds old; empty before it was first taken. `groups` counts
+    those that are generating, grading, or kept for the next batch. `validation` has the prompts
+    that the running validation has finished, and all of them; zeros without one.
     """
 
     phase: str
@@ -70,6 +73,18 @@ class RunSnapshot:
     prompts: Mapping[str, int]
     awaited: tuple[AwaitedPeer, ...]
     accounts: Mapping[str, float] = field(default_factory=dict)
+    groups: Mapping[str, int] = field(default_factory=dict)
+    validation: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _RewardState:
+    """The part of a snapshot that the reward service knows; empty if it does not answer."""
+
+    prompts: Mapping[str, int] = field(default_factory=dict)
+    awaited: tuple[AwaitedPeer, ...] = ()
+    groups: Mapping[str, int] = field(default_factory=dict)
+    validation: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +138,7 @@ class RunMonitor:
             peer=_TRAINER,
             phase="asking for its status",
         )
-        prompts, awaited = await self._prompts()
+        reward = await self._reward_state()
         name = trainer_pb2.RunPhase.Name(run.phase)
         return RunSnapshot(
             phase=name.removeprefix("RUN_PHASE_").lower().replace("_", " "),
@@ -133,9 +148,11 @@ class RunMonitor:
             version=run.policy_version if run.HasField("policy_version") else None,
             replicas=tuple(_replica(status) for status in run.replicas),
             metrics=dict(run.metrics),
-            prompts=prompts,
-            awaited=awaited,
             accounts=dict(run.accounts),
+            prompts=reward.prompts,
+            awaited=reward.awaited,
+            groups=reward.groups,
+            validation=reward.validation,
         )
 
     @asynccontextmanager
@@ -191,6 +208,42 @@ class RunMonitor:
                 await asyncio.sleep(_POLL_S)
             return snapshot
 
+    async def save_and_stop(self, reason: str) -> None:
+        """End the run after its present step, with a checkpoint of it and no last validation.
+
+        Args:
+            reason: for the trainer's log.
+
+        Raises:
+            PeerError, DeadlineError: the trainer does not answer.
+        """
+        # No other step begins between the checkpoint and the end.
+        await self._lease(str(uuid.uuid4()))
+        with suppress(NotReadyError):  # the run was ending, and has saved
+            await unary_call(
+                self._trainer.SaveCheckpoint,
+                trainer_pb2.SaveCheckpointRequest(),
+                peer=_TRAINER,
+                phase="asking it to save",
+            )
+        await self.stop(reason, skip_validation=True)
+
+    async def stop(self, reason: str, *, skip_validation: bool = False) -> int:
+        """End the run after its present step, with a checkpoint; return the finished steps.
+
+        Args:
+            reason: for the trainer's log.
+            skip_validation: do not validate the last step.
+
+        Raises:
+            PeerError, DeadlineError: the trainer does not answer.
+        """
+        request = trainer_pb2.StopRequest(reason=reason, skip_validation=skip_validation)
+        answer = await unary_call(
+            self._trainer.Stop, request, peer=_TRAINER, phase="asking it to stop"
+        )
+        return answer.step
+
     async def steps(
         self, from_step: int = 0
     ) -> AsyncGenerator[tuple[int, Mapping[str, float]], None]:
@@ -224,17 +277,26 @@ class RunMonitor:
             phase="watching steps",
         )
 
-    async def _prompts(self) -> tuple[Mapping[str, int], tuple[AwaitedPeer, ...]]:
+    async def _reward_state(self) -> _RewardState:
         try:
             status = await self._reward_status()
         except (PeerError, DeadlineError):
-            return {}, ()
-        prompts = {
-            "submitted": status.prompts_submitted,
-            "pending": status.prompts_pending,
-            **status.prompts_by_end,
-        }
-        return prompts, tuple(AwaitedPeer(a.peer, a.phase, a.seconds) for a in status.awaited)
+            return _RewardState()
+        validated, to_validate = (int(status.statistics.get(name, 0)) for name in _VALIDATION)
+        return _RewardState(
+            prompts={
+                "submitted": status.prompts_submitted,
+                "pending": status.prompts_pending,
+                **status.prompts_by_end,
+            },
+            awaited=tuple(AwaitedPeer(a.peer, a.phase, a.seconds) for a in status.awaited),
+            groups={
+                "generating": status.groups_generating,
+                "grading": status.groups_grading,
+                "kept": status.groups_kept,
+            },
+            validation=(validated, to_validate),
+        )
 
     async def _reward_status(self) -> reward_pb2.GetStatusResponse:
         return await unary_call(

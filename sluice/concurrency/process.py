@@ -163,16 +163,22 @@ def stat_fields(pid: int) -> list[str]:
 
 
 @contextmanager
-def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Set `stop` on SIGTERM or SIGINT while the block runs. Needs a running event loop."""
+def stop_on_signals(
+    stop: asyncio.Event, *, interrupt: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Set `stop` on SIGTERM or SIGINT while the block runs. Needs a running event loop.
+
+    Args:
+        interrupt: called on SIGINT instead.
+    """
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, stop.set)
+    handlers = {signal.SIGTERM: stop.set, signal.SIGINT: interrupt or stop.set}
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in signals:
+        for number in handlers:
             loop.remove_signal_handler(number)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from sluice.config.catalogue.table import KeyStatus
-from sluice.config.derived import is_bypassed, is_corrected
+from sluice.config.derived import is_bypassed, is_corrected, total_training_steps
 from sluice.config.explain import key_statuses, notices
 from sluice.config.loading.loader import KeySettings
 from sluice.config.loading.settings_tree import SettingsTree
@@ -147,6 +147,7 @@ class CheckReport:
         notes: settings with another effect than their own, and effects of settings together.
         keys: the treatment of every key that was set, by its spelling as written.
         quantities: the numbers that follow from the batch sizes.
+        learning_rate: the actor's peak.
         memory: `None` where the model's shape is not known.
     """
 
@@ -154,6 +155,7 @@ class CheckReport:
     notes: tuple[Problem, ...]
     keys: dict[str, KeyStatus]
     quantities: tuple[Quantity, ...]
+    learning_rate: float
     memory: MemoryReport | None
 
 
@@ -184,6 +186,7 @@ def check_report(
         notes=tuple(launch_notes(config, as_set)),
         keys=key_statuses(as_set),
         quantities=tuple(_quantities(config, settings, dataset_rows)),
+        learning_rate=config.actor_rollout_ref.actor.optim.lr,
         memory=None if shape is None else memory_report(config, settings, shape, device_gib),
     )
 
@@ -221,6 +224,13 @@ def _quantities(
     result += [
         _log_prob_quantity(one, verl, own) for one in verl_run(config, settings).log_prob_passes
     ]
+    configured = config.trainer.total_training_steps
+    if configured is not None or dataset_rows is not None:
+        total = total_training_steps(config, dataset_rows or 0)
+        formula = "rows * total_epochs / train_batch_size"
+        if configured is not None:
+            formula = "total_training_steps"
+        result.append(Quantity("steps of the run", formula, total, total))
     if dataset_rows is not None:
         steps, own_steps = verl.steps_per_epoch(dataset_rows), dataset_rows // own.train_prompts
         formula = f"{dataset_rows} rows / gen_batch_size (here: train_batch_size)"

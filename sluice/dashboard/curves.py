@@ -22,7 +22,30 @@ _CURVES = {
     "trainer_idle": metric_names.TRAINER_IDLE,
     "rollout_idle": metric_names.ROLLOUT_IDLE,
     "step_s": metric_names.STEP_S,
+    "entropy": "actor/entropy",
+    "policy_kl": "actor/ppo_kl",
+    "rollout_kl": "rollout_corr/kl",
+    "reference_kl": "actor/kl_loss",
+    "grad_norm": "actor/grad_norm",
+    "clip_fraction": "actor/pg_clipfrac",
+    "clip_fraction_lower": "actor/pg_clipfrac_lower",
+    "length_mean": "response_length/mean",
+    "length_max": "response_length/max",
+    "length_clipped": "response_length/clip_ratio",
+    "lr": "actor/lr",
+    "weight_mean": "rollout_corr/rollout_is_mean",
+    "weight_min": "rollout_corr/rollout_is_min",
+    "weight_max": "rollout_corr/rollout_is_max",
+    "weight_samples": "rollout_corr/rollout_is_eff_sample_size",
 }
+_TIMING = {
+    "batch": ("wait_batch",),
+    "logprobs": ("old_log_prob", "ref", "values"),
+    "update": ("adv", "update_critic", "update_actor"),
+    "weights": ("update_weights",),
+    "checkpoint": ("save_checkpoint",),
+}
+"""Parts of a step, each with the metrics ``timing_s/<name>`` that it sums; the rest is `other`."""
 # Summed over the steps so far.
 _TOTALS = ("generated_tokens", "trained_tokens")
 COMPOSITION = {
@@ -99,7 +122,8 @@ def curve_points(history: StepHistory, most: int) -> dict[str, Any]:
 
     Returns:
         ``num_steps``; each curve as ``x`` (steps) and ``y`` (null: no value); ``composition`` with
-        the first and last step of each column (``from``, ``to``) and its groups by kind.
+        the first and last step of each column (``from``, ``to``) and its groups by kind; ``timing``
+        likewise with the seconds of each part of a step.
     """
     steps = history.steps
     curves = {name: _curve(steps, history.column(metric), most) for name, metric in _CURVES.items()}
@@ -107,17 +131,50 @@ def curve_points(history: StepHistory, most: int) -> dict[str, Any]:
         name: _curve(steps, np.cumsum(np.nan_to_num(history.column(f"train/{name}"))), most)
         for name in _TOTALS
     }
+    return {
+        "num_steps": int(steps.size),
+        "curves": {**curves, **totals, "accuracy": accuracy_points(history, most)},
+        "composition": _columns(steps, _groups(history), most),
+        "timing": _columns(steps, _seconds(history), most),
+    }
+
+
+def accuracy_points(history: StepHistory, most: int) -> dict[str, list[Any]]:
+    """Return held-out accuracy as ``x`` (steps) and ``y``."""
     validations = history.accuracies()
-    accuracy = _curve(
+    return _curve(
         np.array([step for step, _ in validations], dtype=np.int64),
         np.array([value for _, value in validations], dtype=np.float64),
         most,
     )
+
+
+def metric_points(history: StepHistory, name: str, most: int) -> dict[str, list[Any]]:
+    """Return any metric of the run as ``x`` (steps) and ``y``, without steps that lack it."""
+    steps, values = history.series(name)
+    known = ~np.isnan(values)
+    return _curve(steps[known], values[known], most)
+
+
+def _groups(history: StepHistory) -> dict[str, Values]:
     return {
-        "num_steps": int(steps.size),
-        "curves": {**curves, **totals, "accuracy": accuracy},
-        "composition": _composition(history, steps, most),
+        kind: _sum_of(history, [f"train/groups_{part}" for part in parts])
+        for kind, parts in COMPOSITION.items()
     }
+
+
+def _seconds(history: StepHistory) -> dict[str, Values]:
+    found = {
+        part: _sum_of(history, [f"timing_s/{name}" for name in names])
+        for part, names in _TIMING.items()
+    }
+    rest = _sum_of(history, [metric_names.STEP_S]) - np.sum(list(found.values()), axis=0)
+    return {**found, "other": np.maximum(rest, 0.0)}
+
+
+def _sum_of(history: StepHistory, names: list[str]) -> Values:
+    total: Values = np.sum([np.nan_to_num(history.column(name)) for name in names], axis=0)
+    return total
 
 
 def _curve(
@@ -131,17 +188,18 @@ def _number(value: float) -> float | None:
     return float(f"{value:.6g}") if np.isfinite(value) else None
 
 
-def _composition(
-    history: StepHistory, steps: npt.NDArray[np.int64], most: int
+def _columns(
+    steps: npt.NDArray[np.int64], parts: dict[str, Values], most: int
 ) -> dict[str, list[Any]]:
+    """Return columns over intervals of steps: first and last step, and the sum of each part."""
     if steps.size == 0:
-        return {"from": [], "to": [], **{kind: [] for kind in COMPOSITION}}
+        return {"from": [], "to": [], **{part: [] for part in parts}}
     edges = bucket_edges(steps.size, most)
-    columns: dict[str, list[Any]] = {
+    return {
         "from": steps[edges[:-1]].tolist(),
         "to": steps[edges[1:] - 1].tolist(),
+        **{
+            part: [_number(value) for value in bucket_sums(values, edges).tolist()]
+            for part, values in parts.items()
+        },
     }
-    for kind, parts in COMPOSITION.items():
-        sums = sum(bucket_sums(history.column(f"train/groups_{part}"), edges) for part in parts)
-        columns[kind] = np.asarray(sums).tolist()
-    return columns

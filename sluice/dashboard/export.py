@@ -6,9 +6,11 @@ import base64
 import hashlib
 import html
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -18,11 +20,14 @@ from sluice.dashboard.run_data import RunData
 from sluice.dashboard.sample_browser import SampleFilter
 
 _MAIN = "main.js"
+_METRIC_POINTS = 120  # of each of some hundred metrics
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const|let) (\w+))", re.MULTILINE)
 
 
-def export_page(run_dir: Path, trainer: TrainerConfig, file: Path) -> None:
+def export_page(
+    run_dir: Path, trainer: TrainerConfig, file: Path, others: Sequence[Path] = ()
+) -> None:
     """Write the page with all numbers of the run and its newest groups.
 
     The same folder gives the same bytes.
@@ -31,18 +36,29 @@ def export_page(run_dir: Path, trainer: TrainerConfig, file: Path) -> None:
         run_dir: the run's folder.
         trainer: of its configuration.
         file: the file to write.
+        others: folders of runs to show beside it.
 
     Raises:
         OSError: a file cannot be read or written.
     """
-    data = RunData(run_dir, trainer)
+    data = RunData(run_dir, trainer, others=others)
     while data.read():
         pass
     samples = data.samples(SampleFilter(), "", None, USUAL_GROUPS)
+    metrics = data.metrics()
     answers = {
         "/api/overview": data.overview(None),
         "/api/curves": data.curves(USUAL_POINTS),
         "/api/comparison": data.comparison(),
+        "/api/settings": data.settings(),
+        "/api/runs": data.runs(_METRIC_POINTS),
+        "/api/metrics": metrics,
+        **{
+            f"/api/metric?{urlencode({'name': one['name']})}": data.metric(
+                one["name"], _METRIC_POINTS
+            )
+            for one in metrics["metrics"]
+        },
         "/api/samples?": {**samples, "next": None},  # the file holds no further groups
         **{f"/api/samples/{one['id']}": data.group(one["id"]) for one in samples["groups"]},
     }

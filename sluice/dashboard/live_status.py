@@ -9,12 +9,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.wait_chain import explain
 from sluice.client.wait_survey import survey_waits
 from sluice.concurrency.deadlines import deadline
 from sluice.errors import ConfigError, SluiceError
+from sluice.launch.servicer import launcher_of
 
 ASK_EVERY_S = 1.0
 SURVEY_EVERY_S = 4.0
@@ -45,10 +47,12 @@ class LiveAnswer:
         run: the snapshot of `sluice status`; ``None``: the trainer does not answer.
         wait: the explanation of `sluice status --why`, a few seconds old at most; ``None`` before
             the first.
+        processes: those of the launcher on this machine; empty: it does not answer this user.
     """
 
     run: RunSnapshot | None
     wait: WaitCause | None
+    processes: tuple[LaunchedProcess, ...] = ()
 
 
 class LiveStatus:
@@ -107,7 +111,21 @@ class LiveStatus:
         if self._clock() - self._surveyed_s >= SURVEY_EVERY_S:
             self._wait = await self._survey(location)
             self._surveyed_s = self._clock()
-        return None if run is None and self._wait is None else LiveAnswer(run, self._wait)
+        processes = await self._launched()
+        if run is None and self._wait is None and not processes:
+            return None
+        return LiveAnswer(run, self._wait, processes)
+
+    async def _launched(self) -> tuple[LaunchedProcess, ...]:
+        try:
+            found = launcher_of(self._run_dir)
+            async with (
+                deadline(self._answer_within_s, peer="launcher", phase="asking for its processes"),
+                Launcher(found.address, found.credentials) as launcher,
+            ):
+                return await launcher.services()
+        except SluiceError:
+            return ()
 
     async def _survey(self, location: RunLocation) -> WaitCause | None:
         config_file = location.run_dir / CONFIG_NAME

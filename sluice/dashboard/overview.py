@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from sluice.client.launcher import LaunchedProcess
 from sluice.client.run_monitor import ReplicaSnapshot, RunSnapshot
 from sluice.dashboard.curves import COMPOSITION
 from sluice.dashboard.live_status import LiveAnswer
 from sluice.dashboard.step_history import StepHistory
+from sluice.report.notices import low_yield
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.report.summary import account_views
 from sluice.telemetry.metric_names import REWARD, STEP_S, TOKENS_PER_S
@@ -22,7 +24,6 @@ from sluice.telemetry.metric_names import REWARD, STEP_S, TOKENS_PER_S
 _STUCK_S = 60.0
 _STUCK_STEPS = 5.0
 _MANY_FAILED = 0.1
-_FEW_KEPT = 0.05
 _RESIDUAL = 0.02
 _AT_REST = frozenset({"paused", "finished"})
 _COMING, _LEAVING = "pending", "draining"
@@ -62,6 +63,7 @@ class RunFacts:
         prompts: the accounting of prompts, with ``prompts_lost`` if it is known.
         recent: groups of the last steps by ``train/groups_<kind>``.
         residual_share: the share of all tokens that the accounting does not explain.
+        processes: those that the launcher keeps running.
     """
 
     answers: bool
@@ -74,6 +76,7 @@ class RunFacts:
     prompts: Mapping[str, float] | None = None
     recent: Mapping[str, float] | None = None
     residual_share: float = 0.0
+    processes: Sequence[LaunchedProcess] = ()
 
 
 def health_of(facts: RunFacts) -> Health:
@@ -81,6 +84,8 @@ def health_of(facts: RunFacts) -> Health:
     if not facts.answers or facts.phase == "finished":
         if facts.is_finished or facts.phase == "finished":
             return Health(RunVerdict.FINISHED, ())
+        if restarts := tuple(_restarts(facts)):
+            return Health(RunVerdict.TROUBLE, restarts)
         if facts.wait:
             return Health(RunVerdict.TROUBLE, (f"the trainer does not answer; {facts.wait}",))
         reason = "the trainer does not answer, and the run has not reached its end"
@@ -112,20 +117,27 @@ def _attention(facts: RunFacts) -> Iterator[str]:
     usual = {"serving", _COMING, _LEAVING}
     for replica in (r for r in facts.replicas if r.state not in usual):
         yield f"replica {replica.name} is {replica.state}"
+    yield from _restarts(facts)
     yield from _composition(facts.recent or {})
     if abs(facts.residual_share) > _RESIDUAL:
         yield f"{abs(facts.residual_share):.1%} of all tokens are unaccounted for"
+
+
+def _restarts(facts: RunFacts) -> Iterator[str]:
+    for process in facts.processes:
+        if not process.pid and process.restarts and not process.is_draining:
+            yield process.restart_text
 
 
 def _composition(recent: Mapping[str, float]) -> Iterator[str]:
     total = sum(recent.values())
     if total <= 0:
         return
-    failed, kept = recent.get("failed", 0.0) / total, recent.get("kept", 0.0) / total
+    failed = recent.get("failed", 0.0) / total
     if failed > _MANY_FAILED:
         yield f"{failed:.0%} of the groups of the last steps failed"
-    if kept < _FEW_KEPT:
-        yield f"only {kept:.1%} of the groups of the last steps were mixed"
+    if notice := low_yield({f"train/groups_{kind}": count for kind, count in recent.items()}):
+        yield f"{notice} (last steps)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +192,7 @@ def overview(rest: RunAtRest, history: StepHistory, live: LiveAnswer | None) -> 
         "tokens_per_s_now": _tokens_per_s(run),
         "wait": asdict(live.wait) if live and live.wait else None,
         "awaited": [asdict(one) for one in run.awaited] if run else [],
+        "processes": [asdict(process) for process in live.processes] if live else [],
         "replicas": [asdict(replica) for replica in run.replicas] if run else [],
         "prompts": dict(run.prompts) if run else _prompts(accounts),
         "accounts": [asdict(view) for view in account_views(accounts)],
@@ -210,6 +223,7 @@ def _facts(
         replicas=run.replicas if run else (),
         prompts=rest.final_accounts,
         recent=_recent_groups(history),
+        processes=live.processes if live else (),
         residual_share=accounts.get("tokens_residual_share", 0.0)
         if history.steps.size > 1
         else 0.0,

@@ -132,10 +132,31 @@ def parse_page_size(query: Query) -> int:
 
 def parse_search_text(query: Query) -> str:
     """Return the text to search for; empty: anything matches. Raises InvalidRequestError."""
-    text = query.get("text", "")
+    return _bounded(query, "text")
+
+
+def parse_metric(query: Query) -> str:
+    """Return the name of a metric. Raises InvalidRequestError."""
+    return _required(query, "name", "the name of a metric of metrics.jsonl")
+
+
+def parse_service(query: Query) -> str:
+    """Return the service whose log is wanted; empty: none. Raises InvalidRequestError."""
+    return _bounded(query, "service")
+
+
+def _required(query: Query, name: str, what: str) -> str:
+    text = _bounded(query, name)
+    if not text:
+        raise InvalidRequestError(f"{name}: is missing; give {what}")
+    return text
+
+
+def _bounded(query: Query, name: str) -> str:
+    text = query.get(name, "")
     if len(text) > MOST_TEXT_CHARS:
         raise InvalidRequestError(
-            f"text: has {len(text)} characters; give at most {MOST_TEXT_CHARS}"
+            f"{name}: has {len(text)} characters; give at most {MOST_TEXT_CHARS}"
         )
     return text
 

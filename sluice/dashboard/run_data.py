@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ from sluice.config.schema.trainer import TrainerConfig
 from sluice.dashboard.comparison import compare_validations
 from sluice.dashboard.curves import curve_points
 from sluice.dashboard.live_status import LiveAnswer
+from sluice.dashboard.log_tail import log_tail
 from sluice.dashboard.overview import RunAtRest, overview, read_final_accounts
 from sluice.dashboard.page import group_object, page_object
+from sluice.dashboard.run_settings import settings_object
 from sluice.dashboard.sample_browser import (
     READ_S,
     Cursor,
@@ -20,7 +22,25 @@ from sluice.dashboard.sample_browser import (
     SampleFilter,
     folders_of_run,
 )
+from sluice.dashboard.side_by_side import ComparedRun, metric_of_runs, side_by_side
 from sluice.dashboard.step_history import StepHistory
+from sluice.report.versions import versions_of_run
+from sluice.telemetry.metric_names import described
+
+NO_POINTS = 1
+
+
+def compare_folders(folders: Sequence[Path], most: int) -> dict[str, Any]:
+    """Read the runs to their end; return them side by side, with at most `most` points an axis.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    runs = [ComparedRun(folder, StepHistory(folder)) for folder in folders]
+    for run in runs:
+        while run.history.read():
+            pass
+    return side_by_side(runs, most)
 
 
 class RunData:
@@ -30,15 +50,25 @@ class RunData:
         run_dir: the run's folder.
         trainer: of its configuration: the number of steps, and the folder of validations.
         clock: seconds, monotonic.
+        others: folders of runs to show beside it.
     """
 
     def __init__(
-        self, run_dir: Path, trainer: TrainerConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        run_dir: Path,
+        trainer: TrainerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        others: Sequence[Path] = (),
     ) -> None:
         self._run_dir = run_dir
         self._total_steps = trainer.total_training_steps
         self._clock = clock
         self._history = StepHistory(self._run_dir)
+        self._runs = (
+            ComparedRun(run_dir, self._history),
+            *(ComparedRun(other, StepHistory(other)) for other in others),
+        )
         self._browser = SampleBrowser(folders_of_run(run_dir, trainer.validation_data_dir), clock)
         self._is_behind = True
 
@@ -49,8 +79,11 @@ class RunData:
             OSError: a folder or file cannot be read.
         """
         ends_s = self._clock() + READ_S
-        while (is_behind := self._history.read()) and self._clock() < ends_s:
-            pass
+        is_behind = False
+        for run in self._runs:
+            while (has_more := run.history.read()) and self._clock() < ends_s:
+                pass
+            is_behind = is_behind or has_more
         self._is_behind = self._browser.read() or is_behind
         return self._is_behind
 
@@ -67,6 +100,36 @@ class RunData:
     def curves(self, most: int) -> dict[str, Any]:
         """Return curves and composition in at most `most` points."""
         return curve_points(self._history, most)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return every metric of the runs, with unit, meaning and newest value."""
+        names = sorted({name for run in self._runs for name in run.history.names})
+        return {"metrics": [self._described(name) for name in names]}
+
+    def _described(self, name: str) -> dict[str, Any]:
+        found, newest = described(name), self._history.newest.get(name)
+        return {
+            "name": name,
+            "unit": found.unit if found else "",
+            "meaning": found.meaning if found else "",
+            "newest": newest,
+        }
+
+    def metric(self, name: str, most: int) -> dict[str, Any]:
+        """Return the points of one metric of each run."""
+        return metric_of_runs(self._runs, name, most)
+
+    def runs(self, most: int) -> dict[str, Any]:
+        """Return the runs side by side."""
+        return side_by_side(self._runs, most)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the configuration by key, with defaults, and the versions of the software."""
+        return {**settings_object(self._run_dir), "versions": versions_of_run(self._run_dir)}
+
+    def log(self, service: str) -> dict[str, Any]:
+        """Return the newest lines of a service's log."""
+        return log_tail(self._run_dir, service)
 
     def comparison(self) -> dict[str, Any]:
         """Return responses of the first and of the last validation to the same problems."""

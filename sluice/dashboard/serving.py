@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from sluice.dashboard.export import export_page
 from sluice.dashboard.live_status import LiveStatus, check_location
 from sluice.dashboard.run_data import RunData
 from sluice.errors import ConfigError
+from sluice.report.run_record import METRICS_NAME
 from sluice.rpc.ports import check_bindable
 from sluice.security.token_file import TokenFile, TokenSource
 
@@ -30,6 +31,7 @@ async def serve_page(
     *,
     stop: asyncio.Event,
     on_address: Callable[[str], None],
+    others: Sequence[Path] = (),
 ) -> None:
     """Serve until `stop` is set; meanwhile `dashboard.url` in the folder holds the address.
 
@@ -39,6 +41,7 @@ async def serve_page(
         port: the port; 0 lets the system choose one.
         stop: ends the server.
         on_address: called with the address of the page.
+        others: folders of runs to show beside it.
 
     Raises:
         ConfigError: no run was started in the folder, the address is not free, it is open to
@@ -56,7 +59,7 @@ async def serve_page(
     tls = None if is_local else _tls_context(security)
     check_bindable(host, port)
     live = LiveStatus(run_dir)
-    data = RunData(location.run_dir, location.config.trainer)
+    data = RunData(location.run_dir, location.config.trainer, others=_known(others))
     page = DashboardPage(data, live, PageSettings(tokens, only_loopback=is_local))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(live.close)
@@ -68,15 +71,25 @@ async def serve_page(
         await stop.wait()
 
 
-def write_report(run_dir: Path, file: Path) -> None:
-    """Write the page of a run as one file, with its data inside.
+def write_report(run_dir: Path, file: Path, others: Sequence[Path] = ()) -> None:
+    """Write the page of a run as one file, with its data inside, beside `others`.
 
     Raises:
         ConfigError: no run was started in the folder.
         OSError: a file cannot be read or written.
     """
     location = check_location(run_dir)
-    export_page(location.run_dir, location.config.trainer, file)
+    export_page(location.run_dir, location.config.trainer, file, _known(others))
+
+
+def _known(others: Sequence[Path]) -> Sequence[Path]:
+    """Return the folders. Raises ConfigError for one without metrics."""
+    for folder in others:
+        if not (folder / METRICS_NAME).is_file():
+            raise ConfigError(
+                f"compare: {folder} holds no {METRICS_NAME}; give the folder of a run that trained"
+            )
+    return others
 
 
 def _tokens(security: SecurityConfig, host: str, *, is_local: bool) -> TokenSource | None:

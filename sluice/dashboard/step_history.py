@@ -15,32 +15,52 @@ from sluice.dashboard.line_tail import UNREADABLE, LineTail
 from sluice.report.run_record import METRICS_NAME, accuracy_of
 from sluice.telemetry import metric_names
 
-COLUMNS = (
-    metric_names.REWARD,
-    metric_names.GROUPS_KEPT,
-    "train/groups_all_right",
-    "train/groups_all_wrong",
-    "train/groups_uniform",
-    "train/groups_stale",
-    "train/groups_failed",
-    "train/groups_surplus",
-    metric_names.GENERATED_TOKENS,
-    metric_names.TRAINED_TOKENS,
-    metric_names.STALENESS_MEAN,
-    metric_names.STALENESS_MAX,
-    metric_names.TOKENS_PER_S,
-    metric_names.TRAINER_IDLE,
-    metric_names.ROLLOUT_IDLE,
-    metric_names.STEP_S,
-)
-"""The metrics that are kept of each step: 8 bytes a number."""
+_MOST_METRICS = 2000  # more names than a run has; a file with more is not one
 _decode_step = msgspec.json.Decoder(dict[str, float | None]).decode
 _NAN = float("nan")
 _MOST_STEP = (1 << 31) - 1
 
 
+class _Rows:
+    """Columns of numbers by step, in rising order. A step that comes again replaces its row."""
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._columns: dict[str, array[float]] = {}
+
+    @property
+    def steps(self) -> npt.NDArray[np.int64]:
+        return np.array(self._steps, dtype=np.int64)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        found = self._columns.get(name)
+        if found is None:
+            return np.full(len(self._steps), _NAN)
+        return np.array(found, dtype=np.float64)
+
+    def note(self, step: int, row: Mapping[str, float | None]) -> None:
+        place = bisect_left(self._steps, step)
+        is_known = place < len(self._steps) and self._steps[place] == step
+        if not is_known:
+            self._steps.insert(place, step)
+            for column in self._columns.values():
+                column.insert(place, _NAN)
+        for name in row.keys() - self._columns.keys():
+            if len(self._columns) < _MOST_METRICS:
+                self._columns[name] = array("d", [_NAN]) * len(self._steps)
+        for name, column in self._columns.items():
+            value = row.get(name)
+            column[place] = _NAN if value is None else value
+
+
 class StepHistory:
-    """Columns of numbers by step. A step that was trained again counts once, by its later line.
+    """The numbers of steps and of validations, 8 bytes each.
+
+    A step that was trained again counts once, by its later line.
 
     Attributes:
         accounts: the accounting after the newest step, by the names of `accounts.json`.
@@ -52,8 +72,7 @@ class StepHistory:
         self._clear()
 
     def _clear(self) -> None:
-        self._steps = array("q")
-        self._columns = {name: array("d") for name in COLUMNS}
+        self._trained, self._validated = _Rows(), _Rows()
         self._accuracy: dict[int, float] = {}
         self.accounts: Mapping[str, float] = {}
         self.newest: Mapping[str, float | None] = {}
@@ -80,11 +99,21 @@ class StepHistory:
     @property
     def steps(self) -> npt.NDArray[np.int64]:
         """[steps] The steps in rising order."""
-        return np.array(self._steps, dtype=np.int64)
+        return self._trained.steps
+
+    @property
+    def names(self) -> list[str]:
+        """All metrics of steps and of validations, in alphabetical order."""
+        return sorted({*self._trained.names, *self._validated.names} - {"step"})
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        """Return one of `COLUMNS` as [steps]; NaN for a step without it."""
-        return np.array(self._columns[name], dtype=np.float64)
+        """Return a metric of the steps as [steps]; NaN for a step without it."""
+        return self._trained.column(name)
+
+    def series(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return the steps and values [points] of a metric of steps or of validations."""
+        rows = self._trained if name in self._trained.names else self._validated
+        return rows.steps, rows.column(name)
 
     def accuracies(self) -> list[tuple[int, float]]:
         """Return step and held-out accuracy of each validation, by step."""
@@ -105,26 +134,15 @@ class StepHistory:
             self._num_undecoded += 1
             return
         if metric_names.STEP in row:
-            self._note_step(step, row)
-        elif (accuracy := accuracy_of(row)) is not None:
+            self._trained.note(step, row)
+            self.newest = row
+            accounting = {
+                name.removeprefix(metric_names.ACCOUNTS): value
+                for name, value in row.items()
+                if name.startswith(metric_names.ACCOUNTS) and value is not None
+            }
+            self.accounts = accounting or self.accounts
+            return
+        self._validated.note(step, row)
+        if (accuracy := accuracy_of(row)) is not None:
             self._accuracy[step] = accuracy
-
-    def _note_step(self, step: int, row: Mapping[str, float | None]) -> None:
-        place = bisect_left(self._steps, step)
-        is_known = place < len(self._steps) and self._steps[place] == step
-        if not is_known:
-            self._steps.insert(place, step)
-        for name, column in self._columns.items():
-            value = row.get(name)
-            number = _NAN if value is None else value
-            if is_known:
-                column[place] = number
-            else:
-                column.insert(place, number)
-        self.newest = row
-        accounting = {
-            name.removeprefix(metric_names.ACCOUNTS): value
-            for name, value in row.items()
-            if name.startswith(metric_names.ACCOUNTS) and value is not None
-        }
-        self.accounts = accounting or self.accounts

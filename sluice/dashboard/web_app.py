@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from sluice.dashboard.live_status import LiveStatus
 from sluice.dashboard.page import (
     HEADERS,
     PageFile,
+    Query,
     admits,
     etag_of,
     is_cross_site,
@@ -25,10 +27,12 @@ from sluice.dashboard.page import (
     page_files,
     parse_cursor,
     parse_filter,
+    parse_metric,
     parse_ordinal,
     parse_page_size,
     parse_points,
     parse_search_text,
+    parse_service,
 )
 from sluice.dashboard.run_data import RunData
 from sluice.errors import InvalidRequestError
@@ -59,7 +63,7 @@ class PageSettings:
 
 
 class DashboardPage:
-    """Answers ``/`` and its files, ``/api/{overview,curves,comparison,samples}``, ``/health``.
+    """Answers ``/`` and its files, ``/api/…``, ``/health``.
 
     Args:
         data: the run's folder, which a thread reads before each answer; it reads nothing while
@@ -83,9 +87,19 @@ class DashboardPage:
         for path, file in page_files().items():
             app.router.add_get(path, _file_handler(file))
         app.router.add_get("/health", _health)
+        data = self._data
+        questions: dict[str, Callable[[Query], Callable[[], dict[str, Any]]]] = {
+            "curves": lambda query: partial(data.curves, parse_points(query)),
+            "metrics": lambda _query: data.metrics,
+            "metric": lambda query: partial(data.metric, parse_metric(query), parse_points(query)),
+            "runs": lambda query: partial(data.runs, parse_points(query)),
+            "settings": lambda _query: data.settings,
+            "logs": lambda query: partial(data.log, parse_service(query)),
+            "comparison": lambda _query: data.comparison,
+        }
+        for name, question in questions.items():
+            app.router.add_get(f"{_DATA}{name}", partial(self._answer_question, question))
         app.router.add_get(f"{_DATA}overview", self._overview)
-        app.router.add_get(f"{_DATA}curves", self._curves)
-        app.router.add_get(f"{_DATA}comparison", self._comparison)
         app.router.add_get(f"{_DATA}samples", self._samples)
         app.router.add_get(f"{_DATA}samples/{{ordinal}}", self._group)
         return app
@@ -123,12 +137,10 @@ class DashboardPage:
         live = await self._live.ask()
         return _json(request, await self._asked(lambda: self._data.overview(live)))
 
-    async def _curves(self, request: web.Request) -> web.StreamResponse:
-        most = parse_points(request.query)
-        return _json(request, await self._asked(lambda: self._data.curves(most)))
-
-    async def _comparison(self, request: web.Request) -> web.StreamResponse:
-        return _json(request, await self._asked(self._data.comparison))
+    async def _answer_question(
+        self, question: Callable[[Query], Callable[[], dict[str, Any]]], request: web.Request
+    ) -> web.StreamResponse:
+        return _json(request, await self._asked(question(request.query)))
 
     async def _samples(self, request: web.Request) -> web.StreamResponse:
         query = request.query

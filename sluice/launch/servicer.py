@@ -33,7 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class LauncherAddress:
-    """host:port of a launcher, and the one secret that it accepts.
+    """host:port of a launcher, the one secret that it accepts, and its process id (0: unknown).
 
     The secret opens nothing else: a process that takes the port of a killed launcher receives no
     token of the run.
@@ -41,6 +41,7 @@ class LauncherAddress:
 
     address: str
     secret: str = field(repr=False)
+    pid: int = 0
 
     @property
     def credentials(self) -> Credentials:
@@ -49,9 +50,9 @@ class LauncherAddress:
 
 
 def write_launcher(run_dir: Path, launcher: LauncherAddress) -> None:
-    """Record a launcher of this process in the run's folder, readable by its owner alone."""
-    content = {**asdict(launcher), "pid": os.getpid()}
-    write_private(run_dir, {LAUNCHER_NAME: json.dumps(content).encode()}, replace=True)
+    """Record a launcher in the run's folder, readable by its owner alone."""
+    content = json.dumps(asdict(launcher)).encode()
+    write_private(run_dir, {LAUNCHER_NAME: content}, replace=True)
 
 
 def launcher_of(run_dir: Path) -> LauncherAddress:
@@ -63,16 +64,18 @@ def launcher_of(run_dir: Path) -> LauncherAddress:
     file = run_dir / LAUNCHER_NAME
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return LauncherAddress(str(found["address"]), str(found["secret"]))
+        return LauncherAddress(
+            str(found["address"]), str(found["secret"]), int(found.get("pid", 0))
+        )
     except PermissionError as error:
         raise NotReadyError(
-            f"run: {file} belongs to another user; scale the run as the user that started it"
+            f"run: {file} belongs to another user; use the command as the user that started the run"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NotReadyError(
             f"run: {run_dir} has no {LAUNCHER_NAME}, so no launcher runs there; give the folder "
-            "(sluice.run_dir) of a run that `sluice up` has started and that is active. Scale "
-            "replicas that another launcher has started (containers, Kubernetes) with that launcher"
+            "(sluice.run_dir) of a run that `sluice up` has started and that is active. Scale and "
+            "stop what another launcher has started (containers, Kubernetes) with that launcher"
         ) from error
 
 
@@ -102,6 +105,7 @@ class LaunchServicer(launch_pb2_grpc.LaunchServiceServicer):
                     pid=state.pid,
                     restarts=state.restarts,
                     draining=state.is_draining,
+                    max_restarts=state.max_restarts,
                 )
                 for state in self._scale.processes.services()
             ]
@@ -131,7 +135,7 @@ async def launch_service(run_dir: Path, scale: ReplicaScale) -> AsyncIterator[La
         credentials=LauncherAddress("", secret).credentials,
     )
     await server.start()
-    launcher = LauncherAddress(server.address, secret)
+    launcher = LauncherAddress(server.address, secret, os.getpid())
     write_launcher(run_dir, launcher)
     try:
         yield launcher

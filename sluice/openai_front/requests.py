@@ -217,12 +217,14 @@ class Bounds:
         max_priority: highest priority.
         max_choices: most choices that the server ever samples at once.
         choices_option: the server's option for that.
+        max_tokens: longest response; None: the replica decides.
     """
 
     deadline_s: float | None = None
     max_priority: int = 0
     max_choices: int = MAX_CHOICES
     choices_option: str = "--max-choices"
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,9 @@ def parse_chat(request: ChatRequest, bounds: Bounds) -> ParsedRequest:
         "chat",
         (_conversation(request.messages),),
         # 0 means as long as the context allows.
-        _max_tokens(request, "max_completion_tokens") or _max_tokens(request, "max_tokens") or 0,
+        _max_tokens(request, "max_completion_tokens", bounds)
+        or _max_tokens(request, "max_tokens", bounds)
+        or 0,
         bounds,
         logprobs=bool(request.logprobs),
     )
@@ -289,7 +293,7 @@ def parse_completion(request: CompletionRequest, bounds: Bounds) -> ParsedReques
         request,
         "completion",
         _prompts(request.prompt),
-        _max_tokens(request, "max_tokens") or _COMPLETION_TOKENS,
+        _max_tokens(request, "max_tokens", bounds) or _COMPLETION_TOKENS,
         bounds,
         logprobs=request.logprobs is not None,
     )
@@ -386,11 +390,17 @@ def _options(
     )
 
 
-def _max_tokens(request: _RequestFields, field: str) -> int | None:
+def _max_tokens(request: _RequestFields, field: str, bounds: Bounds) -> int | None:
     given: int | None = getattr(request, field)
     # Our own 0, as long as the context allows, is an error in the dialect.
     if given is not None and given < 1:
         raise _refused(field, f"{given}; at least one token is sampled")
+    if given is not None and bounds.max_tokens is not None and given > bounds.max_tokens:
+        raise _refused(
+            field,
+            f"{given}; prompt and response have {bounds.max_tokens + 1} tokens in this run: send "
+            f"at most {bounds.max_tokens}, less the prompt's tokens",
+        )
     return given
 
 

@@ -121,6 +121,7 @@ class FrontSettings:
         max_connections: most open connections; further ones get the status 503 and are closed.
         max_key_choices: as `max_choices`, for the requests of one key.
         max_priority: highest priority of a request; training has 0.
+        max_tokens: longest response that the run's context allows; None: the replica decides.
     """
 
     model_name: str = "policy"
@@ -130,6 +131,7 @@ class FrontSettings:
     max_connections: int = 512
     max_key_choices: int = 2 * MAX_CHOICES
     max_priority: int = 0
+    max_tokens: int | None = None
 
 
 class OpenAIFront:
@@ -144,7 +146,12 @@ class OpenAIFront:
         self._client = client
         self._settings = settings
         self._callers = Callers(settings.keys, settings.max_choices, settings.max_key_choices)
-        self._bounds = Bounds(settings.deadline_s, settings.max_priority, *self._callers.limit)
+        self._bounds = Bounds(
+            settings.deadline_s,
+            settings.max_priority,
+            *self._callers.limit,
+            max_tokens=settings.max_tokens,
+        )
 
     def app(self) -> web.Application:
         """Return the application, for aiohttp's runners."""

@@ -1,4 +1,4 @@
-"""The numbers of a finished run and its accounting, for programs (`summary.json`) and people."""
+"""The numbers of a run and its accounting, for programs (`summary.json`) and people."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sluice.errors import DataError
-from sluice.report.run_record import read_run
+from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, read_progress
 from sluice.telemetry import metric_names
 
+# Written at each start.
+CONFIG_NAME = "config.yaml"
 # Title, prefix of the parts, name of the total, name of the residual.
 _ACCOUNTS = (
     ("tokens", "tokens/", "generated_tokens", "tokens_residual"),
@@ -25,11 +26,14 @@ _DROPPED = ("dropped_stale", "dropped_failed", "dropped_surplus")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The numbers of a finished run, counted since its last start.
+    """The numbers of a run, counted since its last start.
 
     Attributes:
+        is_finished: whether it reached its end; otherwise prompts and tokens are as far as they are
+            known, and 0 if they are not.
         accuracy_before: held-out accuracy of the untrained policy; ``None``: not validated.
-        accuracy_after: held-out accuracy at the last validation.
+        accuracy_after: held-out accuracy at the last validation; ``None``: there was none.
+        accuracy_best, accuracy_best_step: the highest one, and the step after which it was found.
         seconds_total: the whole command.
         seconds_services: from the start of the services to their end.
         seconds_dapo: the training steps with all their waits.
@@ -42,8 +46,11 @@ class RunSummary:
         accounts: the accounting, by the names of `accounts.json`.
     """
 
+    is_finished: bool
     accuracy_before: float | None
-    accuracy_after: float
+    accuracy_after: float | None
+    accuracy_best: float | None
+    accuracy_best_step: int | None
     seconds_total: float
     seconds_services: float
     seconds_dapo: float
@@ -68,10 +75,14 @@ class RunSummary:
     def as_text(self) -> str:
         """Return a few lines for the console."""
         before = "" if self.accuracy_before is None else f"{self.accuracy_before:.3f} -> "
+        after = "-" if self.accuracy_after is None else f"{self.accuracy_after:.3f}"
+        if self.accuracy_best is not None and self.accuracy_best != self.accuracy_after:
+            after += f" (best {self.accuracy_best:.3f} after step {self.accuracy_best_step})"
+        head = "" if self.is_finished else "not finished: the numbers so far\n"
         ratio = self.generated_tokens / max(self.trained_tokens, 1)
         skipped = f"{self.prompts_skipped} skipped + " if self.prompts_skipped else ""
         return (
-            f"held-out accuracy {before}{self.accuracy_after:.3f} in "
+            f"{head}held-out accuracy {before}{after} in "
             f"{self.steps} steps ({self.seconds_dapo:.0f} s of DAPO, "
             f"{self.seconds_total:.0f} s in all)\n"
             f"tokens: {self.generated_tokens:,} generated, {self.trained_tokens:,} trained "
@@ -93,17 +104,31 @@ class RunSummary:
         )
 
 
-def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -> RunSummary:
-    """Sum up a run's record.
+def summarize(
+    run_dir: Path,
+    *,
+    seconds_total: float | None = None,
+    seconds_services: float | None = None,
+    accounts: Mapping[str, float] | None = None,
+) -> RunSummary:
+    """Sum up a run's record, at any time.
+
+    Args:
+        run_dir: the run's folder.
+        seconds_total: of the whole command; ``None``: from the start of the run to its last record.
+        seconds_services: of its services; ``None``: the same.
+        accounts: of a run that has not ended, by the names of `accounts.json`.
 
     Raises:
-        DataError: the run did not reach its end, or has no validation.
+        DataError: a line cannot be read.
     """
-    record = read_run(run_dir)
+    record = read_progress(run_dir)
     accuracies = record.accuracies()
-    if not accuracies:
-        raise DataError(f"{run_dir}/metrics.jsonl: holds no validation; set data.val_files")
-    accounts = record.accounts
+    best = max(accuracies, key=lambda point: point.accuracy, default=None)
+    is_finished = bool(record.accounts)
+    accounts = record.accounts or accounts or {}
+    seconds_total = recorded_seconds(run_dir) if seconds_total is None else seconds_total
+    seconds_services = seconds_total if seconds_services is None else seconds_services
 
     def count(*names: str) -> int:
         return int(sum(accounts.get(name, 0.0) for name in names))
@@ -114,13 +139,16 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
     skipped = count("skipped")
     explained = trained + filtered + dropped + skipped + pending
     return RunSummary(
-        accuracy_before=accuracies[0].accuracy if accuracies[0].step == 0 else None,
-        accuracy_after=accuracies[-1].accuracy,
+        is_finished=is_finished,
+        accuracy_before=next((one.accuracy for one in accuracies if one.step == 0), None),
+        accuracy_after=accuracies[-1].accuracy if accuracies else None,
+        accuracy_best=best.accuracy if best else None,
+        accuracy_best_step=best.step if best else None,
         seconds_total=round(seconds_total, 2),
         seconds_services=round(seconds_services, 2),
         seconds_dapo=round(record.total(metric_names.STEP_S), 2),
         steps=len(record.steps),
-        generated_tokens=count("generated_tokens") - validation_tokens,
+        generated_tokens=max(count("generated_tokens") - validation_tokens, 0),
         trained_tokens=int(record.total(metric_names.TRAINED_TOKENS)),
         validation_tokens=validation_tokens,
         groups_kept=int(record.total(metric_names.GROUPS_KEPT)),
@@ -137,6 +165,18 @@ def summarize(run_dir: Path, *, seconds_total: float, seconds_services: float) -
         max_staleness_seen=int(record.largest(metric_names.STALENESS_MAX)),
         accounts=dict(accounts),
     )
+
+
+def recorded_seconds(run_dir: Path) -> float:
+    """Return the seconds from the last start of a run to its last record, by the files' times."""
+
+    def written_s(name: str) -> float:
+        file = run_dir / name
+        return file.stat().st_mtime if file.is_file() else 0.0
+
+    began_s = written_s(CONFIG_NAME)
+    ended_s = max(written_s(METRICS_NAME), written_s(ACCOUNTS_NAME))
+    return max(ended_s - began_s, 0.0) if began_s else 0.0
 
 
 def write_summary(summary: RunSummary, file: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from dataclasses import dataclass
+
+_LINE = re.compile(r"\d\d:\d\d:\d\d (?P<level>[A-Z]+) +\S.*? (?P<logger>[\w.]+): (?P<message>.*)")
 
 
 def configure_logging(service: str, level: str) -> None:
@@ -17,3 +21,18 @@ def configure_logging(service: str, level: str) -> None:
     root.setLevel(level)
     logging.getLogger("grpc").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """The parts of a line of `configure_logging`."""
+
+    level: str
+    logger: str
+    message: str
+
+
+def parse_line(line: str) -> LogLine | None:
+    """Return the parts of a service's log line; ``None``: another program wrote it."""
+    found = _LINE.fullmatch(line)
+    return LogLine(**found.groupdict()) if found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
@@ -15,6 +16,8 @@ STEP = "training/global_step"
 """A row of metrics.jsonl with this name is a step's; others are validations."""
 REWARD = "critic/rewards/mean"
 GROUPS_KEPT = "train/groups_kept"
+GROUPS_ALL_RIGHT = "train/groups_all_right"
+GROUPS_ALL_WRONG = "train/groups_all_wrong"
 GENERATED_TOKENS = "train/generated_tokens"
 TRAINED_TOKENS = "train/trained_tokens"
 STALENESS_MEAN = "train/staleness_mean"
@@ -92,6 +95,24 @@ def metrics() -> Mapping[str, tuple[Metric, ...]]:
         )
         for section in _table()["run"]
     }
+
+
+def described(name: str) -> Metric | None:
+    """Return the row that describes a metric of a run; ``None``: there is none."""
+    return next((one for pattern, one in _patterns() if pattern.fullmatch(name)), None)
+
+
+@cache
+def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
+    rows = [one for section in metrics().values() for one in section if not one.absent]
+    return tuple((_pattern(one.name), one) for one in rows)
+
+
+def _pattern(family: str) -> re.Pattern[str]:
+    """Return what the names of a family match: `{a,b}` is one of them, `<x>` any text."""
+    text = re.escape(family)
+    text = re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", text)
+    return re.compile(re.sub(r"<.*?>", ".+", text))
 
 
 @cache

@@ -17,7 +17,7 @@ HAS_NODE = shutil.which("node") is not None and (NODE_PACKAGES / "@grpc").is_dir
 LANGUAGES = (PYTHON, NODE) if HAS_NODE else (PYTHON,)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_every_prompt_is_answered_once_though_queues_are_full_and_clients_vanish(
     tmp_path: Path,
 ) -> None:

@@ -66,7 +66,7 @@ async def _use(run: LiveRun, seen: Seen) -> None:
             seen.step = (await client.status()).step
         await asyncio.to_thread(_commands, run.run_dir, seen)
     finally:
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
 
 async def _sampled_and_graded(client: AsyncClient, seen: Seen) -> None:

@@ -13,7 +13,7 @@ from tests.support.source_tree import ROOT
 from tools.fuzz.traffic import all_methods
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_hostile_requests_neither_crash_the_services_nor_leave_anything_behind(
     tmp_path: Path,
 ) -> None:

@@ -158,7 +158,7 @@ async def test_streams_that_fall_silent_are_few_and_take_nobodys_place(
             call.cancel()
 
         async def is_taken() -> bool:
-            call = service.stub.SubmitPrompts(timeout=10)
+            call = service.stub.SubmitPrompts(timeout=60)
             try:
                 await call.write(prompt("late"))
                 return bool((await call.read()).HasField("receipt"))

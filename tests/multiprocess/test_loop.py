@@ -87,7 +87,7 @@ async def disturb(run: LiveRun, seen: Observed) -> None:
         await look_around(run, seen)
         await lose_a_replica(run, seen)
         await pause_and_grow(run, seen)
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
         await watching
 
 
@@ -112,7 +112,7 @@ async def look_around(run: LiveRun, seen: Observed) -> None:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         break
             for name in ("", *SERVICES[service]):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
                 status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
                 seen.health[f"{service}/{name}"] = status
             seen.reflected[service] = await reflected(channel)
@@ -144,7 +144,7 @@ async def lose_a_replica(run: LiveRun, seen: Observed) -> None:
 
 async def pause_and_grow(run: LiveRun, seen: Observed) -> None:
     """While paused, the killed replica comes back and a new one joins; both get the weights."""
-    await run.trainer.Pause(trainer_pb2.PauseRequest(), timeout=10)
+    await run.trainer.Pause(trainer_pb2.PauseRequest(), timeout=60)
     paused = trainer_pb2.RUN_PHASE_PAUSED
 
     async def is_paused() -> bool:
@@ -163,7 +163,7 @@ async def pause_and_grow(run: LiveRun, seen: Observed) -> None:
         await run.until(all_serve, "the killed replica back and a new one")
         assert (await run.status()).step == seen.step_while_paused
         seen.restarted = (await run.serving())["rollout-1"]
-        await run.trainer.Resume(trainer_pb2.ResumeRequest(), timeout=10)
+        await run.trainer.Resume(trainer_pb2.ResumeRequest(), timeout=60)
         await run.until(lambda: newcomer_generates(run, seen), "tokens of the newcomer")
         await run.until_step(seen.step_while_paused + 2)
 
@@ -173,7 +173,7 @@ async def newcomer_generates(run: LiveRun, seen: Observed) -> bool:
         if replica.replica.name == "rollout-7":
             async with grpc.aio.insecure_channel(replica.replica.address) as channel:
                 stub: Any = rollout_pb2_grpc.RolloutServiceStub(channel)
-                status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10)
+                status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=60)
                 seen.newcomer_tokens = status.generated_tokens
     return seen.newcomer_tokens > 0
 

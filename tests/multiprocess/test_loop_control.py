@@ -53,7 +53,7 @@ async def starve(run: LiveRun, steps: list[int]) -> None:
         request = trainer_pb2.SaveCheckpointRequest()
         steps.append((await run.trainer.SaveCheckpoint(request, timeout=WAIT_S)).step)
         assert (await run.status()).phase == trainer_pb2.RUN_PHASE_WAITING_FOR_BATCH
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
         async def has_reported() -> bool:
             log = Path(run.config.sluice.run_dir) / "logs" / "trainer.log"

@@ -103,7 +103,7 @@ async def _use(run: LiveRun, seen: Seen) -> None:
             async with aclosing(client.submit(submitted)) as events:
                 seen.events += [event async for event in events]
     finally:
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
 
 def _picture(side: int) -> bytes:

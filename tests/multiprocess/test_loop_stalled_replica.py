@@ -111,7 +111,7 @@ async def hang_then_stop(run: LiveRun, gate: Path, seen: Seen) -> None:
         finally:
             os.kill(pid, signal.SIGCONT)
         await until_it_samples(run, seen)
-    await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+    await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ async def end_after_restart(run: LiveRun, pids: Pids, instance_id: str) -> None:
 
     await run.until(goes_on, "steps of another instance of the trainer")
     pids.after = {name: run.pid_of(name) for name in pids.before}
-    await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+    await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
 
 def prompts_add_up(record: Record) -> bool:

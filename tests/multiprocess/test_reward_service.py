@@ -192,7 +192,7 @@ async def test_an_announcement_is_checked_before_anything_of_it_is_used(
         for words, fields in requests.items():
             request = reward_pb2.AnnouncePolicyRequest(trainer_instance_id="t", **fields)
             with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
-                await service.stub.AnnouncePolicy(request, timeout=10)
+                await service.stub.AnnouncePolicy(request, timeout=60)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         await service.status()
 

@@ -143,7 +143,7 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
             request.stream_mode = rollout_pb2.STREAM_MODE_TOKENS
 
             async def reported() -> rollout_pb2.GetStatusResponse:
-                return await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10)
+                return await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=60)
 
             async def is_given_up_in_time() -> bool:
                 call = stub.Generate(request, timeout=30)
@@ -159,7 +159,7 @@ def test_tokens_of_direct_clients_have_a_part_of_their_own(
 
             await run.until(is_given_up_in_time, "a call that was given up with tokens unsent")
             await run.until(is_shown, "tokens of direct clients in the live books")
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
     overrides = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
     record = run_to_end(small_assets, tmp_path / "run", overrides, generate)
@@ -184,7 +184,7 @@ def test_a_replica_that_is_killed_takes_few_tokens_out_of_the_books(
             return accounts["generated_tokens"] >= ENOUGH_TOKENS
 
         await run.until(has_generated_enough, f"{ENOUGH_TOKENS} tokens")
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
     overrides = [f"trainer.total_training_steps={MANY_STEPS}", "trainer.total_epochs=1000"]
     record = run_to_end(small_assets, tmp_path / "run", [*TWO_REPLICAS, *overrides], kill)

@@ -83,14 +83,14 @@ async def serving_after_step(
 def is_healthy(address: str) -> bool:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service="sluice.api.launch.v1.LaunchService")
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def stop(run_dir: Path) -> None:
     with grpc.insecure_channel(locate_run(run_dir).trainer) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-        stub.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+        stub.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
 
 def test_replicas_are_started_and_drained_while_the_run_continues(

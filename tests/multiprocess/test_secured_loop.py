@@ -58,7 +58,7 @@ def secured(
         await run.until_step(1)
         await knock(run, settings, seen)
         await look_and_steer(run, client, seen)
-        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=10)
+        await run.trainer.Stop(trainer_pb2.StopRequest(reason="seen enough"), timeout=60)
 
     record = run_to_end(
         small_assets,

@@ -28,7 +28,7 @@ from sluice.types import (
     VersionSpan,
 )
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 SETTINGS = LoopSettings(
     test_freq=-1,
     save_freq=-1,

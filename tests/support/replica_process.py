@@ -30,7 +30,7 @@ from sluice.rpc.server import RpcServer
 from sluice.types import ChatMessage, ReplicaInfo, TokenIds
 from tests.support.preloaded import PreloadedProcess
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 MAX_MODEL_LEN = 128
 SLOTS = 32
 

@@ -23,7 +23,7 @@ from sluice.codec.reward import progress_to_proto, train_batch_from_proto, with_
 from sluice.types import DataProgress, ReplicaInfo, TrainBatch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 LISTENING = re.compile(r"listening on (\S+)")
 
 
@@ -91,7 +91,7 @@ class RewardProcess:
                 replicas=[replica_to_proto(r.info, version) for r in replicas],
                 resume_from=progress_to_proto(resume_from) if resume_from else None,
             ),
-            timeout=10,
+            timeout=60,
         )
 
     async def take(self, step: int, version: int, timeout_s: float = 30.0) -> TrainBatch:
@@ -103,16 +103,16 @@ class RewardProcess:
 
     def images(self, batch_id: str) -> Any:
         """The images of a leased batch, group by group."""
-        return self.stub.TakeImages(reward_pb2.TakeImagesRequest(batch_id=batch_id), timeout=10)
+        return self.stub.TakeImages(reward_pb2.TakeImagesRequest(batch_id=batch_id), timeout=60)
 
     async def acknowledge(self, batch: TrainBatch, step: int) -> None:
         """Report a batch as trained."""
         request = reward_pb2.AcknowledgeBatchRequest(batch_id=batch.batch_id, step=step)
-        await self.stub.AcknowledgeBatch(request, timeout=10)
+        await self.stub.AcknowledgeBatch(request, timeout=60)
 
     async def status(self) -> Any:
         """Its status; fails unless the accounts add up and every prompt is where they say."""
-        status = await self.stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
+        status = await self.stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=60)
         ended = sum(status.prompts_by_end.values())
         assert status.prompts_submitted == ended + status.prompts_pending
         assert status.statistics["reward/prompts_lost"] == 0

@@ -13,7 +13,7 @@ from tests.support.reward_process import RewardProcess
 from tests.support.scripted_rollout import ScriptedReplica
 
 SAMPLES = 4
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def run_tree(tmp_path: Path, contents: list[str], **sections: Any) -> dict[str, Any]:

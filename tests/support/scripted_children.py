@@ -6,14 +6,14 @@ import asyncio
 import os
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.service_spec import RestartPolicy, ServiceSpec
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 SLEEP = "import time; print('ready'); time.sleep(600)"
 # Says `ready`, and ends with `code` after saying `bye` when it is asked to.
@@ -59,12 +59,15 @@ class Supervised:
         *specs: ServiceSpec,
         grace_s: float = WAIT_S,
         on_left: Callable[[str], None] | None = None,
+        save: Callable[[], Coroutine[Any, Any, bool]] | None = None,
     ) -> None:
         self.lines: list[tuple[str, str]] = []
         self.pids: set[int] = set()
         self._said = asyncio.Event()
         self._names = [each.name for each in specs]
-        self.supervisor = Supervisor(specs, log_dir, self._on_line, grace_s, on_left=on_left)
+        self.supervisor = Supervisor(
+            specs, log_dir, self._on_line, grace_s, on_left=on_left, save=save
+        )
 
     def _on_line(self, name: str, line: str) -> None:
         self.lines.append((name, line))

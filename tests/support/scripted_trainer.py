@@ -31,6 +31,7 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     leases_s: list[float] = field(default_factory=list)
     holders: set[str] = field(default_factory=set)
     held_elsewhere: bool = False
+    never_ends: bool = False
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         if self.controls[-1:] == ["pause"]:
@@ -51,6 +52,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
     async def WatchSteps(self, request: Any, context: Any) -> AsyncIterator[Any]:
         for step in range(max(request.from_step, 1), self.step + 1):
             yield trainer_pb2.WatchStepsResponse(step=step, metrics=_numbers(step))
+        if self.never_ends:
+            await asyncio.Event().wait()
 
     async def Pause(self, request: Any, context: Any) -> Any:
         self.controls += ["pause"] if self.controls[-1:] != ["pause"] else []
@@ -67,6 +70,8 @@ class ScriptedTrainer(trainer_pb2_grpc.TrainerServiceServicer):
 
 
 def _numbers(step: int) -> dict[str, float]:
+    if step == 0:
+        return {}
     return {name: value for name, value in STEPS[step - 1].items() if value is not None}
 
 

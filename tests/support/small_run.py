@@ -201,11 +201,11 @@ class LiveRun:
 
     async def status(self) -> trainer_pb2.GetStatusResponse:
         """The trainer's status."""
-        return await self.trainer.GetStatus(trainer_pb2.GetStatusRequest(), timeout=10)
+        return await self.trainer.GetStatus(trainer_pb2.GetStatusRequest(), timeout=60)
 
     async def reward_status(self) -> reward_pb2.GetStatusResponse:
         """The reward service's status."""
-        return await self.reward.GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
+        return await self.reward.GetStatus(reward_pb2.GetStatusRequest(), timeout=60)
 
     async def serving(self) -> dict[str, str]:
         """Instance by name of the replicas that serve."""

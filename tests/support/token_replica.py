@@ -137,6 +137,6 @@ async def token_replicas(*replicas: TokenReplica) -> AsyncIterator[tuple[str, ..
 
 async def until(condition: Callable[[], bool]) -> None:
     """Polls within a deadline."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)

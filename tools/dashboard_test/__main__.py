@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tools.commands import NoProgramError, ensure_programs
-from tools.dashboard_test.training import HOSTILE, HOSTILE_PROMPT, Training
+from tools.dashboard_test.training import HOSTILE, HOSTILE_LINE, HOSTILE_PROMPT, Training
 from tools.phases import PhaseError, Phases, conclude, say, until
 
 if TYPE_CHECKING:
@@ -29,10 +29,20 @@ SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_CHROMIUM"
 _CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _TOKEN = "a-token-of-the-browser-test-alone"
 _VIEW, _NARROW = {"width": 1280, "height": 800}, {"width": 400, "height": 800}
-_NUM_CHARTS, _WAIT_S = 8, 120.0
+_NUM_CHARTS, _WAIT_S = 16, 120.0
+_NUM_TABS = 40  # past the charts, the metric, and the filter of the samples
 _STEP = 'Number(document.getElementById("fact-step").textContent.split(" ")[0].replace(",", ""))'
 _CHARTS = f"document.querySelectorAll('.chart canvas').length >= {_NUM_CHARTS}"
 _ROWS = "document.querySelectorAll('#sample-table button.open').length"
+_FOCUS = """(() => {
+  const node = document.activeElement;
+  const { top, bottom } = node.getBoundingClientRect();
+  return [
+    node.id || node.getAttribute("aria-label") || node.textContent.trim(),
+    getComputedStyle(node).outlineStyle !== "none",
+    bottom > 0 && top < innerHeight,
+  ];
+})()"""
 _OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -74,9 +84,17 @@ def _use(
         with phases.phase("a search"):
             training.add_hostile_group()
             find_a_hostile_group(page)
-        with phases.phase("a narrow window"):
+        with phases.phase("any metric"):
+            see_any_metric(page)
+        with phases.phase("logs, processes and configuration"):
+            training.add_hostile_log_line()
+            see_the_services(page)
+        with phases.phase("a narrow window, also in the dark"):
             page.set_viewport_size(_NARROW)
+            page.emulate_media(color_scheme="dark")
             _until(page, f"{_OVERFLOW} <= 0")
+        with phases.phase("the keyboard alone"):
+            use_the_keyboard(page)
     with phases.phase("end of the run"):
         training.wait(options.patience)
     report = options.pictures / "report.png"
@@ -93,6 +111,7 @@ def _use(
         _page(browser, url, problems, shown, expected=refused) as page,
     ):
         show_a_token(page, _TOKEN)
+        see_the_runs_side_by_side(page)
 
 
 def see_the_run(page: Page) -> None:
@@ -127,6 +146,50 @@ def find_a_hostile_group(page: Page) -> None:
     shown = page.locator("#group pre.response").all_inner_texts()
     if shown != [HOSTILE] * 2 or page.locator("#group img, #group script").count():
         raise PhaseError(f"the page changed the response: {shown}")
+
+
+def see_any_metric(page: Page) -> None:
+    """Choose a metric, against wall-clock time; check its meaning and its chart's words."""
+    page.get_by_label("Metric of metrics.jsonl").fill("actor/grad_norm")
+    page.get_by_label("Against").select_option("seconds")
+    words = "document.querySelector('#chart-metric .plot').getAttribute('aria-label')"
+    _until(page, f"{words}.startsWith('actor/grad_norm:') && {words}.includes('wall-clock time')")
+    if "norm before clipping" not in page.locator("#metric-note").inner_text():
+        raise PhaseError("the page does not say what the metric means")
+
+
+def see_the_services(page: Page) -> None:
+    """Check processes and settings, and that a log's markup and control characters stay text."""
+    page.locator("#log").scroll_into_view_if_needed()
+    page.wait_for_selector("#log-service option[value=reward]", state="attached")
+    page.get_by_label("Service").select_option("reward")
+    page.locator("#log").get_by_text(HOSTILE_LINE, exact=False).wait_for()
+    if page.locator("#log script, #log img").count():
+        raise PhaseError("the page reads a log as markup")
+    _until(page, "document.querySelectorAll('#process-table tbody tr').length >= 4")
+    _until(page, "document.querySelectorAll('#settings-changed tbody tr').length >= 5")
+
+
+def use_the_keyboard(page: Page) -> None:
+    """Press Tab from the top; check that the focus moves on, is on the screen and can be seen."""
+    page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+    page.locator("#run-name").click()
+    seen = []
+    for _ in range(_NUM_TABS):
+        page.keyboard.press("Tab")
+        name, has_outline, is_on_screen = page.evaluate(_FOCUS)
+        if not (has_outline and is_on_screen):
+            raise PhaseError(f"the focus cannot be seen on {name}")
+        seen.append(name)
+    if len(set(seen)) < _NUM_TABS or not {"metric", "axis"} <= set(seen):
+        raise PhaseError(f"Tab does not reach everything: {', '.join(seen)}")
+
+
+def see_the_runs_side_by_side(page: Page) -> None:
+    """Check charts and tables of two runs."""
+    _until(page, "!document.getElementById('runs').hidden")
+    _until(page, "document.querySelectorAll('#runs .chart canvas').length === 4")
+    _until(page, "document.querySelectorAll('#runs-tables table').length === 3")
 
 
 def show_a_token(page: Page, token: str) -> None:

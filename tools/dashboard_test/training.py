@@ -13,6 +13,7 @@ from tools.commands import started
 from tools.phases import PhaseError, until
 
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"><script>document.title=1</script>"
+HOSTILE_LINE = "a hostile line <script>document.title=1</script> \\u{1b}[31m"
 HOSTILE_PROMPT = "A prompt that is followed by a hostile response"
 _END_WITHIN_S = 90.0
 _NO_TOKENS = "token_file: null"
@@ -74,6 +75,11 @@ class Training:
         file = self.run_dir / "samples" / "99999998.jsonl"
         file.write_text(json.dumps(group) + "\n", encoding="utf-8")
 
+    def add_hostile_log_line(self) -> None:
+        """Add a line to a service's log that holds markup and a control character."""
+        with (self.run_dir / "logs" / "reward.log").open("a", encoding="utf-8") as log:
+            log.write(HOSTILE_LINE.replace("\\u{1b}", "\x1b") + "\n")
+
     def wait(self, timeout_s: float) -> None:
         """Wait for the run's end. Raises PhaseError if it fails or lasts longer."""
         try:
@@ -85,7 +91,7 @@ class Training:
 
     @contextmanager
     def page_with_token(self, token: str, timeout_s: float) -> Iterator[str]:
-        """Run `sluice dashboard` on the run's folder within the block; yield its address.
+        """Run `sluice dashboard` within the block, the run beside itself; yield its address.
 
         Args:
             token: one that the page requires from here on.
@@ -100,7 +106,9 @@ class Training:
             raise PhaseError(f"{file} does not hold {_NO_TOKENS!r} exactly once")
         named = f"token_file: {json.dumps(str(secret.absolute()))}"
         file.write_text(text.replace(_NO_TOKENS, named), encoding="utf-8")
-        with self._started("dashboard", str(self.run_dir)) as process:
+        with self._started(
+            "dashboard", str(self.run_dir), "--compare", str(self.run_dir)
+        ) as process:
             until("sluice dashboard", self._url_file.is_file, timeout_s=timeout_s)
             yield self._url_file.read_text(encoding="utf-8").strip()
         if process.returncode != 0:

@@ -74,7 +74,7 @@ class LoopFacts:
 
     is_announced: bool
     num_replicas: int
-    leased_batch: str | None
+    leased_step: int | None
     batch_asked: bool
     num_generating: int
     num_grading: int
@@ -196,7 +196,7 @@ class GroupLoop:
         facts = LoopFacts(
             is_announced=self._groups.policy_version is not None,
             num_replicas=len(self._queue.replicas),
-            leased_batch=lease.batch_id if lease else None,
+            leased_step=lease.version + 1 if lease else None,
             batch_asked=self.batches.is_asked,
             num_generating=counts[GroupState.GENERATING],
             num_grading=counts[GroupState.GRADING],
@@ -342,9 +342,9 @@ def awaited_now(facts: LoopFacts) -> tuple[Blocker, ...]:
         what = f"grading {facts.num_grading} groups"
         found.append(Blocker("grading", "scorer pool", what))
     is_idle = not facts.num_generating and not facts.num_grading
-    if facts.leased_batch is not None:
-        what = f"training batch {facts.leased_batch}"
-        found.append(Blocker(f"lease {facts.leased_batch}", "trainer", what))
+    if facts.leased_step is not None:
+        what = f"training the batch of step {facts.leased_step}"
+        found.append(Blocker(f"lease {facts.leased_step}", "trainer", what))
     elif is_idle and facts.num_kept < facts.batch_size and facts.num_replicas:
         found.append(_idle_reason(facts))
     elif is_idle and facts.num_kept >= facts.batch_size and not facts.batch_asked:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.request import (
@@ -143,6 +144,15 @@ class ValidationRun:
         )
 
 
+class ValidationRows(RowStream, Protocol):
+    """The rows of the validation set, once, and their number."""
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows of the whole set."""
+        ...
+
+
 class Validator:
     """Validation runs.
 
@@ -158,7 +168,7 @@ class Validator:
 
     def __init__(
         self,
-        open_stream: Callable[[], RowStream] | None,
+        open_stream: Callable[[], ValidationRows] | None,
         dispatcher: GroupDispatcher,
         grader: Grader,
         dumps: SampleDumps,
@@ -173,6 +183,7 @@ class Validator:
         self._turn = asyncio.Lock()
         self._open: set[GroupProgress] = set()  # of prompts under way
         self.num_graded_groups = 0
+        self.num_prompts_done = self.num_prompts = 0  # of the validation that runs
 
     @property
     def num_pending_tokens(self) -> int:
@@ -210,10 +221,12 @@ class Validator:
             check_failures([o for p in prompts for o in p.outcomes], phase)
             return found.result()
         finally:
+            self.num_prompts_done = self.num_prompts = 0
             self._turn.release()
 
-    async def _grade_all(self, stream: RowStream, order: ValidationOrder) -> ValidationRun:
+    async def _grade_all(self, stream: ValidationRows, order: ValidationOrder) -> ValidationRun:
         """Validate all prompts of the set."""
+        self.num_prompts = stream.rows_per_epoch
         found = ValidationRun(order.num_examples)
         capacity = asyncio.Semaphore(MAX_GROUPS_AT_ONCE)
         async with asyncio.TaskGroup() as tasks:
@@ -249,6 +262,7 @@ class Validator:
             kept = ValidatedPrompt(prompt.data_source, outcomes, group.num_response_tokens, samples)
             found.add(issued.position, kept, example_of(group, outcomes))
         finally:
+            self.num_prompts_done += 1
             self._open.discard(progress)
             self._on_tokens(progress.num_received)
         self.num_graded_groups += 1

@@ -188,6 +188,7 @@ def join_ranks(config: RunConfig) -> DataParallel:
         return DataParallel()
     device = select_device(config.trainer.device)
     timeout_s = config.sluice.trainer.command_timeout_s
+    logger.info("waiting for the %d ranks of the trainer", world_size(config))
     # Rank 0 joins only after the reward service has answered.
     return TorchDistributed(device, timeout_s, REWARD_START_TIMEOUT_S + timeout_s)
 

@@ -31,6 +31,7 @@ from sluice.algorithm.accounting import (
     RunAccounts,
     TokenReading,
     run_accounts,
+    with_tokens_before_restart,
 )
 from sluice.errors import SluiceError
 from sluice.telemetry.process import process_age_s
@@ -94,17 +95,22 @@ class TokensAcrossRestarts:
         self._latest: Mapping[str, float] | None = None
         self._latest_total = 0.0
 
-    def update(self, statistics: Mapping[str, float]) -> None:
-        """Add the service's statistics; without token counts they change nothing."""
+    def update(self, statistics: Mapping[str, float]) -> bool:
+        """Add the service's statistics; return whether it has restarted.
+
+        Without token counts they change nothing.
+        """
         total = statistics.get(_TOTAL)
         if total is None:
-            return
-        if self._latest is not None and total < self._latest_total:
+            return False
+        has_restarted = self._latest is not None and total < self._latest_total
+        if self._latest is not None and has_restarted:
             lost = dict(self._latest)
             lost[_ABORTED] += lost.pop(_PENDING)
             self._earlier.update(lost)
         self._latest_total = total
         self._latest = {name: statistics.get(_PREFIX + name, 0.0) for name in RECEIVED}
+        return has_restarted
 
     def by_use(self) -> Mapping[str, float] | None:
         """Return tokens by their use (`RECEIVED`); None before the first report."""
@@ -121,6 +127,7 @@ class RunAccountant:
         ask_replica: returns the counters of one replica.
         ask_reward: returns the statistics of the reward service.
         wall_s: returns the age of this process in seconds.
+        has_restarted: whether an earlier process of this trainer met the same peers.
     """
 
     def __init__(
@@ -131,6 +138,7 @@ class RunAccountant:
         ask_replica: Callable[[ReplicaInfo], Awaitable[ReplicaCounters]],
         ask_reward: Callable[[], Awaitable[Mapping[str, float]]],
         wall_s: Callable[[], float] = process_age_s,
+        has_restarted: bool = False,
     ) -> None:
         self._fleet = fleet
         self._state = state
@@ -138,6 +146,8 @@ class RunAccountant:
         self._ask_replica = ask_replica
         self._ask_reward = ask_reward
         self._received = TokensAcrossRestarts()
+        self._has_restarted = has_restarted
+        self._before_restart = 0.0
         # Keeps the answers of the reward service in order.
         self._reward_turn = asyncio.Lock()
         self._tokens: Account | None = None
@@ -153,7 +163,7 @@ class RunAccountant:
         except TimeoutError:
             logger.debug("not every peer has answered within %g s", _LONGEST_TAKE_S)
         if reading is not None:
-            self._keep(reading.account(), reading.moved_tokens)
+            self._keep(self._since_restart(reading.account()), reading.moved_tokens)
         age_s = time.monotonic() - self._tokens_read_s
         return self._publish(
             replace(
@@ -216,7 +226,20 @@ class RunAccountant:
     def accounting(self) -> RunAccounts:
         """Return the accounts from the counters known so far."""
         phases = {str(phase): spent for phase, spent in self._state.seconds_by_phase().items()}
-        return run_accounts(self._fleet.counters(), self._received.by_use(), phases, self._wall_s())
+        accounts = run_accounts(
+            self._fleet.counters(), self._received.by_use(), phases, self._wall_s()
+        )
+        if accounts.tokens is None:
+            return accounts
+        tokens = with_tokens_before_restart(accounts.tokens, self._before_restart)
+        return replace(accounts, tokens=tokens)
+
+    def _since_restart(self, tokens: Account) -> Account:
+        """Return the account; the first one after a restart has no residual."""
+        if self._has_restarted:
+            self._has_restarted = False
+            self._before_restart = tokens.residual
+        return with_tokens_before_restart(tokens, self._before_restart)
 
     def _keep(self, tokens: Account, moved: int) -> None:
         self._tokens, self._tokens_moved = tokens, moved
@@ -230,7 +253,7 @@ class RunAccountant:
         """Return its tokens by their use; None if it does not answer or counts none."""
         async with self._reward_turn:
             try:
-                self._received.update(await self._ask_reward())
+                self._has_restarted |= self._received.update(await self._ask_reward())
             except SluiceError as error:
                 logger.debug("the reward service keeps its last counters: %s", error)
                 return None

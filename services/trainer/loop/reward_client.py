@@ -78,6 +78,7 @@ class RewardClient:
             DeadlineError: it does not answer in time.
             PeerDefectError: it answered several times in a row that it is broken.
         """
+        logger.info("waiting for the reward service")
         retries = Retries(
             _patience(math.inf),
             _PEER,

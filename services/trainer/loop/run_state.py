@@ -59,6 +59,7 @@ class RunState:
         self.version: int | None = None
         self.phase = RunPhase.STARTING
         self.stop_reason: str | None = None
+        self.no_validation = asyncio.Event()
         self._accounts: Mapping[str, float] = {}
         self._accounts_taken_s = time.monotonic()
         self._phase_since_s = time.monotonic() - elapsed_s
@@ -143,9 +144,16 @@ class RunState:
         self._end(holder)
         self.wake()
 
-    def stop(self, reason: str) -> None:
-        """End the run after the current step; at once if it waits or is paused."""
+    def stop(self, reason: str, *, skips_validation: bool = False) -> None:
+        """End the run after the current step; at once if it waits or is paused.
+
+        Args:
+            reason: for the log.
+            skips_validation: end a running validation too, and start no last one.
+        """
         self.stop_reason = reason
+        if skips_validation:
+            self.no_validation.set()
         for holder in tuple(self._holds):
             self._end(holder)
         self.wake()
@@ -200,10 +208,16 @@ class RunState:
             request.set_exception(_ended())
 
     async def records_from(self, step: int) -> tuple[StepRecord, ...]:
-        """Wait for finished steps from `step` on; return none once the run has finished."""
+        """Wait for records of steps from `step` on; return none once the run has finished.
+
+        A resumed run has no records of the steps before its start: the first one comes later.
+        """
         async with self._advanced:
             await self._advanced.wait_for(
-                lambda: self.phase is RunPhase.FINISHED or self.step >= step
+                lambda: (
+                    self.phase is RunPhase.FINISHED
+                    or (self._records and self._records[-1].step >= step)
+                )
             )
             return tuple(record for record in self._records if record.step >= step)
 

@@ -18,7 +18,8 @@ On failure: the error ends the run with exit code 1; the last checkpoint stands.
     fails is recorded and the run continues; if it was the last one, the run fails at its end.
 At the end of the data set: if any step was trained, the run ends as at its last step, else with the
     error. Kept groups that fill no batch stay pending in the accounts.
-On shutdown: a `Stop` call makes the current step the last one. SIGTERM cancels: an update that
+On shutdown: a `Stop` call makes the current step the last one; with `skip_validation` it also ends
+    a running validation. SIGTERM cancels: an update that
     runs still ends in the learner's thread, but it is not published, and nothing is saved.
 """
 
@@ -145,6 +146,7 @@ class TrainLoop:
             ExceptionGroup: holds the error that ended the run, or the error of its last validation.
         """
         async with asyncio.TaskGroup() as tasks:
+            skipping = tasks.create_task(self._skip_validation(), name="skipped validation")
             await self._under_control(
                 self._wait_for_replicas(), RunPhase.WAITING_FOR_REPLICAS, self._is_stopped
             )
@@ -154,6 +156,7 @@ class TrainLoop:
                 with StepTrace(step) as trace:
                     await self._step(tasks, step, trace)
             await self._finish(tasks)
+            skipping.cancel()
             if watcher is not None:
                 watcher.cancel()
 
@@ -296,6 +299,8 @@ class TrainLoop:
             await self._announcer.announce()
 
     def _start_validation(self, tasks: asyncio.TaskGroup, step: int) -> None:
+        if self._state.no_validation.is_set():
+            return
         self._validated_step = step
         self._validation = tasks.create_task(self._validate(step), name=f"validation-{step}")
 
@@ -317,8 +322,14 @@ class TrainLoop:
     async def _await_validation(self) -> None:
         if self._validation is not None:
             self._state.enter(RunPhase.EVALUATING)
-            await self._validation
+            await asyncio.wait([self._validation])
             self._validation = None
+
+    async def _skip_validation(self) -> None:
+        """End the validation that runs when a `Stop` call wants none."""
+        await self._state.no_validation.wait()
+        if self._validation is not None:
+            self._validation.cancel()
 
     async def _save_if_due(self, step: int) -> None:
         last = step >= self._state.total_steps or self._state.stop_reason is not None

@@ -9,8 +9,9 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from sluice.cli.arguments import DEFAULT_RUN, RunArgument
+from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
 from sluice.cli.running_run import ask_run
+from sluice.cli.terminal import print_json
 from sluice.client.run_monitor import RunMonitor, ValidationResult
 from sluice.concurrency.process import stop_on_signals
 from sluice.errors import NotReadyError
@@ -21,13 +22,15 @@ ResultT = TypeVar("ResultT")
 
 
 def evaluate(
-    run: RunArgument = DEFAULT_RUN,
+    run: RunArgument = None,
     *,
+    run_option: RunOption = None,
     n: Annotated[int | None, typer.Option("-n", min=1, help="Responses per prompt.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
     wait: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for the end of the current step.")
     ] = 600.0,
+    as_json: AsJson = False,
 ) -> None:
     """Validate the current policy of a running run.
 
@@ -39,11 +42,16 @@ def evaluate(
     Example:
       sluice eval runs/quickstart -n 4 --temperature 0.7
     """
-    evaluated = asyncio.run(until_signal(_evaluate(run, n, temperature, wait)))
+    evaluated = asyncio.run(
+        until_signal(_evaluate(named_run(run, run_option), n, temperature, wait))
+    )
     if evaluated is None:
         typer.echo("interrupted; the run continues", err=True)
         raise typer.Exit(_EXIT_INTERRUPTED)
     step, result = evaluated
+    if as_json:
+        print_json({"step": step, "metrics": dict(result.metrics)})
+        return
     typer.echo(f"policy after step {step}")
     # Metrics that verl calls core come first.
     by_rank = sorted(result.metrics.items(), key=lambda item: ("val-core/" not in item[0], item[0]))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.arguments import DEFAULT_RUN, AsJsonLines, Deadline, RunOption
+from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
 from sluice.cli.running_run import connected
 from sluice.cli.terminal import print_json, printable
 from sluice.client.async_client import AsyncClient
@@ -46,8 +46,9 @@ _Budget = Annotated[
 
 def generate(  # noqa: PLR0913 - one parameter per option
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from stdin.")],
+    run: RunArgument = None,
     *,
-    run: RunOption = DEFAULT_RUN,
+    run_option: RunOption = None,
     n: Annotated[int, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Responses.")] = 1,
     system: Annotated[str, typer.Option(help="A system message before the prompt.")] = "",
     image: _Images = None,
@@ -97,7 +98,9 @@ def generate(  # noqa: PLR0913 - one parameter per option
             "--image: cannot be used with --raw, because the chat template places images"
         )
     asked: Prompt = text if raw else _conversation(system, text, image or [])
-    asyncio.run(_generate(run, asked, options, as_json=as_json, stream=stream))
+    asyncio.run(
+        _generate(named_run(run, run_option), asked, options, as_json=as_json, stream=stream)
+    )
 
 
 def _conversation(system: str, text: str, images: list[Path]) -> Prompt:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from sluice.cli.arguments import DEFAULT_RUN, AsJsonLines, Deadline, RunOption
+from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
 from sluice.cli.policy.row_files import read_rows
 from sluice.cli.running_run import connected
 from sluice.cli.terminal import print_json, printable
@@ -28,8 +28,9 @@ class _ScoreRow(msgspec.Struct):
 
 def score(
     file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one response per row.")],
+    run: RunArgument = None,
     *,
-    run: RunOption = DEFAULT_RUN,
+    run_option: RunOption = None,
     deadline: Deadline = None,
     as_json: AsJsonLines = False,
 ) -> None:
@@ -50,7 +51,7 @@ def score(
         ScoreItem(row.data_source, row.response, row.ground_truth, row.extra_info or {})
         for _, row in read_rows(file, _ScoreRow, _NEEDS)
     ]
-    outcomes = asyncio.run(_score(run, items, deadline))
+    outcomes = asyncio.run(_score(named_run(run, run_option), items, deadline))
     for index, outcome in enumerate(outcomes):
         if as_json:
             print_json(_as_object(outcome))

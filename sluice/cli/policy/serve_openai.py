@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sluice.cli.arguments import DEFAULT_RUN, RunArgument
+from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
 from sluice.cli.running_run import connected
+from sluice.cli.terminal import print_json
+from sluice.client.run_address import locate_run
 from sluice.concurrency.process import stop_on_signals
 from sluice.config.addresses import join_host_port
+from sluice.config.derived import max_model_len
 from sluice.errors import ConfigError
 from sluice.rpc.ports import check_bindable
 from sluice.security.token_file import GivenToken, TokenFile, TokenSource
@@ -28,8 +32,9 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve_openai(  # noqa: PLR0913 - one parameter per option
-    run: RunArgument = DEFAULT_RUN,
+    run: RunArgument = None,
     *,
+    run_option: RunOption = None,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port; 0: the system chooses.")
@@ -59,6 +64,7 @@ def serve_openai(  # noqa: PLR0913 - one parameter per option
             ),
         ),
     ] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Serve the policy of a run over HTTP like OpenAI's API, for evaluation harnesses.
 
@@ -81,7 +87,7 @@ def serve_openai(  # noqa: PLR0913 - one parameter per option
         max_key_choices=max_key_choices,
         max_priority=max_priority,
     )
-    asyncio.run(_serve(run, host, port, settings))
+    asyncio.run(_serve(named_run(run, run_option), host, port, settings, as_json=as_json))
 
 
 def _settings_class() -> type[FrontSettings]:
@@ -109,16 +115,22 @@ def _keys(host: str, key_file: Path | None) -> TokenSource | None:
     return None
 
 
-async def _serve(run: Path, host: str, port: int, settings: FrontSettings) -> None:
+async def _serve(
+    run: Path, host: str, port: int, settings: FrontSettings, *, as_json: bool
+) -> None:
     from sluice.openai_front.web_app import OpenAIFront, listening
 
     check_bindable(host, port)
+    settings = replace(settings, max_tokens=max_model_len(locate_run(run).config) - 1)
     stop = asyncio.Event()
     with stop_on_signals(stop):
         async with (
             connected(run, name=_CLIENT_NAME) as client,
             listening(OpenAIFront(client, settings), host, port) as bound,
         ):
-            address = join_host_port(host, bound)
-            typer.echo(f"serving {settings.model_name!r} at http://{address}/v1")
+            url = f"http://{join_host_port(host, bound)}/v1"
+            if as_json:
+                print_json({"url": url, "model": settings.model_name})
+            else:
+                typer.echo(f"serving {settings.model_name!r} at {url}")
             await stop.wait()

@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import DEFAULT_RUN, AsJsonLines, RunOption
+from sluice.cli.arguments import AsJsonLines, RunArgument, RunOption, named_run
 from sluice.cli.policy.row_files import read_rows
 from sluice.cli.running_run import connected
 from sluice.cli.terminal import print_json, print_line, printable, progress_bars
@@ -99,8 +99,9 @@ def _made_id(file: Path, place: str, row: _SubmittedRow) -> str:
 
 def submit(
     file: Annotated[Path, typer.Argument(help="JSON lines or parquet, one prompt per row.")],
+    run: RunArgument = None,
     *,
-    run: RunOption = DEFAULT_RUN,
+    run_option: RunOption = None,
     watch: Annotated[bool, typer.Option("--watch", help="Wait for the outcomes too.")] = False,
     as_json: AsJsonLines = False,
 ) -> None:
@@ -123,7 +124,8 @@ def submit(
       sluice submit prompts.jsonl --watch
     """
     prompts = read_prompts(file)
-    if asyncio.run(_submit(run, prompts, watch=watch, as_json=as_json)):
+    folder = named_run(run, run_option)
+    if asyncio.run(_submit(folder, prompts, watch=watch, as_json=as_json)):
         raise typer.Exit(1)
 
 

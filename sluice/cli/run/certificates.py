@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli.arguments import AsJson
+from sluice.cli.terminal import print_json
 from sluice.config.addresses import split_host_port
 from sluice.errors import ConfigError
 from sluice.security.token_file import write_private
@@ -47,6 +49,7 @@ def certs(
     force: Annotated[
         bool, typer.Option("--force", help="Replace all files of an earlier call.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a development CA, certificates for services and clients, and bearer tokens.
 
@@ -60,6 +63,10 @@ def certs(
     """
     hosts = host or []
     folder = write_certificates(out, hosts, days, replace=force)
+    if as_json:
+        files = sorted(file.name for file in folder.iterdir())
+        print_json({"folder": str(folder), "files": files})
+        return
     typer.echo(_configuration(folder, name_is_fixed=not hosts))
     typer.echo(_for_clients(folder))
 

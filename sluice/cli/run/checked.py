@@ -7,8 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from sluice.cli.terminal import print_line
+from sluice.client.run_address import CONFIG_NAME
 from sluice.config.check import launch_notes
-from sluice.config.loading.loader import read_run
+from sluice.config.loading.loader import read_run, read_settings
 from sluice.config.problems import Severity, errors, raise_problems
 from sluice.config.run import RunConfig
 from sluice.doctor.finding import examined_of
@@ -31,8 +32,16 @@ def checked_config(
     """
     run = read_run(file, overrides)
     found = preflight(examined_of(run), lambda check: is_local or not check.of_host)
-    notes = [one for one in found if one.severity is Severity.NOTE]
-    for note in (*launch_notes(run.config, run.settings), *notes):
+    notes = launch_notes(run.config, run.settings)
+    if (
+        file is not None
+        and file.absolute() == Path(run.config.sluice.run_dir).absolute() / CONFIG_NAME
+    ):
+        # A run's own file names every key; its notes were shown at the first start.
+        chosen = read_settings(None, overrides).by_key()
+        notes = [note for note in notes if note.key in chosen]
+    notes += [one for one in found if one.severity is Severity.NOTE]
+    for note in notes:
         print_line(console, f"notice: {note.text}")
     raise_problems(errors(found), run.source)
     return run.config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import ConfigArguments, split_arguments
+from sluice.cli.arguments import AsJson, ConfigArguments, split_arguments
 from sluice.cli.run.certificates import (
     CERTIFICATES,
     ensure_certificates,
@@ -19,12 +19,14 @@ from sluice.cli.run.certificates import (
     security_settings,
 )
 from sluice.cli.run.quickstart import asset_settings, preparation
-from sluice.cli.terminal import print_line
+from sluice.cli.running_run import newest_step
+from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
 from sluice.config.derived import checkpoint_folder
 from sluice.config.explain import replaced_values
 from sluice.config.loading.loader import load_config, read_settings
 from sluice.config.loading.yaml_text import dump_config, write_config
+from sluice.config.problems import Problem
 from sluice.config.rules.checks import check_config
 from sluice.config.run import RunConfig
 from sluice.doctor.reward import try_scorer
@@ -41,7 +43,6 @@ from sluice.launch.network_layout import CONFIG_NAME, dashboard_settings, networ
 from sluice.launch.shared_run import SharedRun
 from sluice.quickstart.prepare import prepare as prepare_quickstart
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.service_contract import TRACKER_NAME
 from sluice.telemetry.metrics_page import forget_targets
 
 _SEED = 0  # of the quickstart's files
@@ -91,9 +92,10 @@ _StopGrace = Annotated[
 def prepare(  # noqa: PLR0913 - one parameter an option
     arguments: ConfigArguments = None,
     *,
-    run_dir: Annotated[Path, typer.Option(help="Folder that all services of the run see.")] = Path(
-        "runs/run"
-    ),
+    run_dir: Annotated[
+        Path,
+        typer.Option("--run", "--run-dir", help="Folder that all services of the run see."),
+    ] = Path("runs/run"),
     quickstart: _Quickstart = False,
     secure: _Secure = False,
     observed: _Observed = False,
@@ -102,6 +104,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     stop_grace: _StopGrace = None,
     restart: _Restart = False,
     old_restart: _OldRestart = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the configuration of a run whose services have separate hosts, such as containers.
 
@@ -113,7 +116,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
       sluice prepare run.yaml --run-dir /runs/run trainer.save_freq=20
       sluice prepare --quickstart --secure --run-dir /runs/run
     """
-    console = Console()
+    console = Console(stderr=as_json)
     report = partial(print_line, console)
     run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
     is_active = run.is_active and written.is_file() and not (restart or old_restart)
@@ -121,8 +124,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     file, overrides = split_arguments(arguments)
     settings: list[str] = []
     settings += _quickstart_settings(run_dir, console) if quickstart else ()
-    if secure:
-        # The configuration's checks need usable files; a renewal can wait until after them.
+    if secure:  # the checks need usable files; a renewal can wait until after them
         ensure_certificates(certificates, report)
         settings += security_settings(certificates)
     settings += observed_settings() if observed else ()
@@ -134,8 +136,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         config = load_config(base, [*settings, *overrides])
         notes = launch_notes(config, read_settings(base, overrides))
     replaced = replaced_values(None if quickstart else file, [*settings, *overrides])
-    for note in (*notes, *replaced):
-        report(f"notice: {note.text}")
+    _report_notices((*notes, *replaced), report)
     check_config(config)
     try_scorer(config.reward, ())
     if stop_grace is not None:
@@ -147,7 +148,20 @@ def prepare(  # noqa: PLR0913 - one parameter an option
         _begin(run, config, written, report)
     elif written.read_text(encoding="utf-8") != dump_config(config):
         report(f"notice: {written} {_KEPT}")
-    report(f"{run_dir}: the run {'continues' if is_active else 'begins'}")
+    _show(written, is_active=is_active, as_json=as_json)
+
+
+def _report_notices(notes: Sequence[Problem], report: Callable[[str], None]) -> None:
+    for note in notes:
+        report(f"notice: {note.text}")
+
+
+def _show(written: Path, *, is_active: bool, as_json: bool) -> None:
+    if as_json:
+        print_json({"config": str(written), "continues": is_active})
+    else:
+        state = "continues" if is_active else "begins"
+        print_line(Console(), f"{written.parent}: the run {state}")
 
 
 def _begin(run: SharedRun, config: RunConfig, written: Path, report: Callable[[str], None]) -> None:
@@ -167,7 +181,7 @@ def spent_notice(config: RunConfig) -> str | None:
     There is none if only the data determine the number of steps
     (``trainer.total_training_steps`` is null).
     """
-    planned, done = config.trainer.total_training_steps, _newest_step(config)
+    planned, done = config.trainer.total_training_steps, newest_step(config)
     if config.trainer.resume_mode != "auto" or planned is None or done is None or done < planned:
         return None
     return (
@@ -176,14 +190,6 @@ def spent_notice(config: RunConfig) -> str | None:
         "begin in a folder without checkpoints (in Compose after docker compose down -v, in Helm "
         "with another run.name)"
     )
-
-
-def _newest_step(config: RunConfig) -> int | None:
-    try:
-        text = (Path(checkpoint_folder(config)) / TRACKER_NAME).read_text(encoding="utf-8")
-        return int(text)
-    except (OSError, ValueError):
-        return None  # the trainer reports the problem
 
 
 def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:

@@ -12,15 +12,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sluice.cli.arguments import AsJson
 from sluice.cli.run.checked import checked_config
-from sluice.cli.run.up import ShowLogs, start_run
-from sluice.cli.terminal import print_line, progress_bars
+from sluice.cli.run.up import Quiet, ShowLogs, display_of, start_run
+from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config
-from sluice.dashboard.serving import write_report
 from sluice.errors import ConfigError
 from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.quickstart.settings import PrepareProgress
-from sluice.report.summary import summarize, write_summary
 
 MARKER = ".sluice-run"
 _MARKER_TEXT = "Made by sluice, which replaces the results in this folder at its next start here.\n"
@@ -55,8 +54,12 @@ def quickstart(
         str, typer.Option(help="quickstart, stretch (harder), or shapes (pictures).")
     ] = "quickstart",
     seed: Annotated[int, typer.Option(help="Seed of data, model and sampling.")] = 0,
-    run_dir: Annotated[Path, typer.Option(help="Folder for all files.")] = Path("runs/quickstart"),
+    run_dir: Annotated[
+        Path, typer.Option("--run", "--run-dir", help="Folder for all files.")
+    ] = Path("runs/quickstart"),
     logs: ShowLogs = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a tiny model and data set, train it with DAPO by three services, and report.
 
@@ -70,30 +73,21 @@ def quickstart(
       sluice quickstart --task shapes --run-dir runs/shapes
     """
     began_s = time.monotonic()
-    console = Console()
+    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
     with _job() as base:
         load_config(base, overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
-    with preparation(console) as show:
+    with preparation(display.console) as show:
         assets = prepare(run_dir / "assets", task=task, seed=seed, progress=show)
     settings = [*asset_settings(assets, run_dir, seed), *(overrides or [])]
     with _job() as base:
-        config = checked_config(base, settings, console)
+        config = checked_config(base, settings, display.console)
     run_dir = Path(config.sluice.run_dir)
     mark_run_folder(run_dir)  # an override may name another one
     # A quickstart always starts at step 0: results of an earlier one would mix with its own.
     remove_results(run_dir, _RESULTS)
-    training_from_s = time.monotonic()
-    end = start_run(config, console, logs=logs)
-    if end.exit_code != 0:
-        raise typer.Exit(end.exit_code)
-    now_s = time.monotonic()
-    summary = summarize(
-        run_dir, seconds_total=now_s - began_s, seconds_services=now_s - training_from_s
-    )
-    write_summary(summary, run_dir / "summary.json")
-    write_report(run_dir, run_dir / "report.html")
-    print_line(console, f"{summary.as_text()}\nreport: {run_dir / 'report.html'}")
+    end = start_run(config, display, began_s=began_s)
+    raise typer.Exit(end.exit_code)
 
 
 def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:

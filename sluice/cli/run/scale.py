@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import DEFAULT_RUN, RunOption
+from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
+from sluice.cli.terminal import print_json
 from sluice.client.launcher import Launcher, Scaling
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
@@ -24,11 +26,16 @@ _POLL_S = 0.5
 def scale(
     service: Annotated[Literal["rollout"], typer.Argument(help="What to scale.")],
     count: Annotated[int, typer.Argument(help="The new number of replicas, 1 or more.")],
+    run: RunArgument = None,
     *,
-    run_dir: RunOption = DEFAULT_RUN,
+    run_option: RunOption = None,
+    old_run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", hidden=True, help="Old name of --run.")
+    ] = None,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds to wait until it is done.")
     ] = 600.0,
+    as_json: AsJson = False,
 ) -> None:
     """Start or drain replicas of a run of `sluice up`, and wait until it is done.
 
@@ -37,16 +44,20 @@ def scale(
 
     \b
     Example:
-      sluice scale rollout 4 --run-dir runs/quickstart
+      sluice scale rollout 4 runs/quickstart
     """
     check_number(count)
-    asyncio.run(scale_rollout(count, locate_run(run_dir), timeout, Console(highlight=False)))
+    console = Console(highlight=False, quiet=as_json)
+    location = locate_run(named_run(run, run_option or old_run_dir))
+    change = asyncio.run(scale_rollout(count, location, timeout, console))
+    if as_json:
+        print_json({"replicas": count, "started": change.started, "drained": change.drained})
 
 
 async def scale_rollout(
     count: int, location: RunLocation, timeout_s: float, console: Console
-) -> None:
-    """Set the number of replicas of a run's launcher, and wait until they serve.
+) -> Scaling:
+    """Set the number of replicas of a run's launcher, wait until they serve, return the change.
 
     Raises:
         NotReadyError: no launcher answers.
@@ -67,7 +78,7 @@ async def scale_rollout(
             console.print(_as_text(change))
         elif not await _outstanding(launcher, monitor):
             console.print(f"{count} replicas already; nothing to do")
-            return
+            return change
         with console.status("waiting") as status:
             async with deadline(
                 timeout_s,
@@ -79,6 +90,7 @@ async def scale_rollout(
                     status.update(f"waiting for {', '.join(left)}")
                     await asyncio.sleep(_POLL_S)
         console.print(f"done: {count} replicas")
+    return change
 
 
 def _as_text(change: Scaling) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
-from rich.text import Text
 
-from sluice.cli.arguments import ConfigArguments, split_arguments
+from sluice.cli.arguments import AsJson, ConfigArguments, script_settings, split_arguments
 from sluice.cli.run.checked import checked_config
-from sluice.cli.terminal import printable
-from sluice.cli.watch.live_view import LiveView
-from sluice.client.launcher import Launcher
+from sluice.cli.run.ending import RunSeconds, end_run
+from sluice.cli.running_run import launched_processes
+from sluice.cli.terminal import ConsoleHandler, print_line
+from sluice.cli.watch.live_view import Detail, LiveView
 from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
@@ -28,20 +30,30 @@ from sluice.launch.cluster.placement import parse_demands
 from sluice.launch.cluster.ray_run import RayOptions, ray_plan
 from sluice.launch.network_layout import launcher_grace_s
 from sluice.launch.plan import LaunchPlan, local_plan, with_absolute_paths
-from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd, Supervisor
+from sluice.launch.processes.supervisor import RunEnd, Supervisor
 from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import with_ports
-from sluice.launch.servicer import launch_service, launcher_of
+from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
 from sluice.telemetry.metrics_page import forget_target, forget_targets
 
-# A launcher that was killed may have left its address, where nothing answers.
-_LAUNCHER_ANSWERS_S = 3.0
+logger = logging.getLogger(__name__)
 
+ENDPOINTS_NAME = "endpoints.json"
+"""In the run's folder while it is active: where clients in any language reach its services."""
 
-ShowLogs = Annotated[bool, typer.Option("--logs", help="Show all log lines of the services.")]
+ShowLogs = Annotated[
+    bool, typer.Option("--logs", "--verbose", "-v", help="Show all log lines of the services.")
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show warnings, errors and the end of the run only.")
+]
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None,
+    typer.Option("--log-level", help="Level of the services' log files.", show_default="INFO"),
+]
 On = Annotated[
     Literal["local", "ray"],
     typer.Option("--on", help="Start processes here, or on a Ray cluster."),
@@ -71,20 +83,23 @@ OldCapacityTimeout = Annotated[
 ]
 
 
-def up(
+def up(  # noqa: PLR0913 - options of the command
     arguments: ConfigArguments = None,
     *,
     logs: ShowLogs = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = None,
     on: On = "local",
     ray_address: RayAddress = "auto",
     resources: Demanded = None,
     capacity_timeout: CapacityTimeout = 300.0,
     old_capacity_timeout: OldCapacityTimeout = None,
+    as_json: AsJson = False,
 ) -> None:
     """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
 
-    Ctrl-C ends everything in order. Exit codes: 0 the run reached its end, 1 something
-    failed, 130 interrupted.
+    Ctrl-C lets the run save a checkpoint and ends it; a second one ends it at once. Exit
+    codes: 0 the run reached its end, 1 something failed, 130 interrupted.
 
     \b
     Examples:
@@ -98,37 +113,86 @@ def up(
         raise ConfigError(
             "--resources: only a Ray cluster hands them out; add --on ray, or leave --resources out"
         )
-    _run(arguments, logs=logs, ray=ray if on == "ray" else None)
+    display = display_of(logs=logs, quiet=quiet, as_json=as_json)
+    _run(arguments, display, log_level, ray=ray if on == "ray" else None)
 
 
-def train(arguments: ConfigArguments = None, *, logs: ShowLogs = False) -> None:
-    """Train on this machine: another name of `sluice up`.
+def train(
+    arguments: ConfigArguments = None,
+    *,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            help="A launch script of verl. It runs under bash, with python, ray and all other "
+            "programs recorded; the arguments of its launch configure the run.",
+        ),
+    ] = None,
+    logs: ShowLogs = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train on this machine, as sluice up; also from a launch script of verl.
 
     \b
-    Example:
+    Examples:
       sluice train run.yaml trainer.total_training_steps=100
+      sluice train --script run_qwen2-7b.sh actor_rollout_ref.rollout.name=torch
     """
-    _run(arguments, logs=logs)
+    if script is not None:
+        arguments = script_settings(script, arguments or [])
+    _run(arguments, display_of(logs=logs, quiet=quiet, as_json=as_json), log_level)
 
 
-def _run(arguments: list[str] | None, *, logs: bool, ray: RayOptions | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Where and how to show a run; `as_json` prints its summary to standard output at the end."""
+
+    console: Console
+    detail: Detail = "steps"
+    as_json: bool = False
+
+
+def display_of(*, logs: bool, quiet: bool, as_json: bool) -> Display:
+    """Return how to show a run, from the options; JSON moves all else to standard error.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    if logs and quiet:
+        raise ConfigError("--verbose and --quiet contradict each other; leave one of them out")
+    detail: Detail = "logs" if logs else "quiet" if quiet else "steps"
+    return Display(Console(stderr=as_json), detail, as_json)
+
+
+def _run(
+    arguments: list[str] | None,
+    display: Display,
+    log_level: str | None,
+    ray: RayOptions | None = None,
+) -> None:
     file, overrides = split_arguments(arguments)
-    console = Console()
-    config = checked_config(file, overrides, console, is_local=ray is None)
-    end = start_run(config, console, logs=logs, ray=ray)
+    if log_level is not None:
+        overrides = [*overrides, f"sluice.log_level={log_level}"]
+    config = checked_config(file, overrides, display.console, is_local=ray is None)
+    end = start_run(config, display, ray=ray)
     raise typer.Exit(end.exit_code)
 
 
 def start_run(
-    config: RunConfig, console: Console, *, logs: bool, ray: RayOptions | None = None
+    config: RunConfig,
+    display: Display,
+    *,
+    ray: RayOptions | None = None,
+    began_s: float | None = None,
 ) -> RunEnd:
     """Start and follow a run that was checked; every process has ended when this returns.
 
     Args:
         config: of `checked_config`.
-        console: where to show the run.
-        logs: show every log line, not only warnings and errors.
+        display: where and how to show it.
         ray: the cluster to start it on; ``None``: this machine.
+        began_s: start of the whole command, on the monotonic clock; ``None``: now.
 
     Raises:
         ConfigError: the configuration contradicts itself or the cluster, or another run uses the
@@ -141,25 +205,26 @@ def start_run(
             "`python -m services.trainer` with torchrun on each machine"
         )
     run_dir = Path(config.sluice.run_dir).absolute()
-    _show_launcher_messages(console)
-    end = asyncio.run(_start(config, run_dir / CONFIG_NAME, console, logs=logs, ray=ray))
-    for failure in end.failures:
-        console.print(Text("failed: ", style="red") + Text(printable(failure)), soft_wrap=True)
-    if end.failures:
-        console.print(f"all log lines: {run_dir / 'logs'}", soft_wrap=True)
-    if end.exit_code == EXIT_INTERRUPTED:
-        console.print("interrupted; everything has ended")
+    _show_launcher_messages(display.console)
+    started_s = time.monotonic()
+    end, view = asyncio.run(_start(config, run_dir / CONFIG_NAME, display, ray))
+    ended_s = time.monotonic()
+    seconds = RunSeconds(ended_s - (began_s or started_s), ended_s - started_s)
+    end_run(
+        config,
+        end,
+        display.console,
+        total_steps=view.total_steps,
+        seconds=seconds,
+        shown=view.shown,
+        as_json=display.as_json,
+    )
     return end
 
 
 async def _start(
-    config: RunConfig,
-    config_file: Path,
-    console: Console,
-    *,
-    logs: bool,
-    ray: RayOptions | None,
-) -> RunEnd:
+    config: RunConfig, config_file: Path, display: Display, ray: RayOptions | None
+) -> tuple[RunEnd, LiveView]:
     await _refuse_beside_another(config_file.parent)
     # A run with this file has reached its end.
     (config_file.parent / ACCOUNTS_NAME).unlink(missing_ok=True)
@@ -167,40 +232,44 @@ async def _start(
     if ray is None:
         config = with_ports(config)
         write_config(config, config_file)
-        return await _supervise(local_plan(config, config_file), console, logs=logs)
-    console.print("placing the run on the Ray cluster")
+        return await _supervise(local_plan(config, config_file), display)
+    print_line(display.console, "placing the run on the Ray cluster")
     async with ray_plan(config, config_file, ray) as plan:
-        return await _supervise(plan, console, logs=logs)
+        return await _supervise(plan, display)
 
 
 async def _refuse_beside_another(run_dir: Path) -> None:
     """Raise ConfigError if a launcher on this machine already runs in the folder."""
+    if await launched_processes(run_dir):
+        raise ConfigError(
+            f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
+            "give another folder"
+        )
+
+
+async def _save_and_end(monitor: RunMonitor) -> bool:
+    """Ask the trainer to save and to end; return false if it does not answer."""
     try:
-        found = launcher_of(run_dir)
-        async with (
-            asyncio.timeout(_LAUNCHER_ANSWERS_S),
-            Launcher(found.address, found.credentials) as launcher,
-        ):
-            await launcher.services()
-    except (SluiceError, TimeoutError):
-        return
-    raise ConfigError(
-        f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
-        "give another folder"
-    )
+        await monitor.stop("interrupted", skip_validation=True)
+    except SluiceError as error:
+        logger.warning("nothing is saved: %s", error)
+        return False
+    return True
 
 
 def _show_launcher_messages(console: Console) -> None:
-    handler = RichHandler(console=console, show_time=False, show_path=False)
-    logger = logging.getLogger("sluice.launch")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
+    handler = ConsoleHandler(console)
+    for shown in (logging.getLogger("sluice.launch"), logger):
+        shown.handlers[:] = [handler]
+        shown.setLevel(logging.INFO)
 
 
-async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEnd:
+async def _supervise(plan: LaunchPlan, display: Display) -> tuple[RunEnd, LiveView]:
+    """Run the processes; return how they ended, and the view that showed them."""
     service = plan.config.sluice
     run_dir = Path(service.run_dir)
-    view = LiveView(console, run_dir, tuple(spec.name for spec in plan.specs), show_logs=logs)
+    names = tuple(spec.name for spec in plan.specs)
+    view = LiveView(display.console, plan.config, names, detail=display.detail)
     supervisor = Supervisor(
         plan.specs,
         run_dir / "logs",
@@ -208,6 +277,7 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
         launcher_grace_s(service.shutdown_grace_s),
         plan.host,
         on_left=lambda name: forget_target(run_dir, name),
+        save=(lambda: _save_and_end(monitor)) if plan.config.trainer.save_freq > 0 else None,
     )
     trainer = peer_address(service.trainer.endpoint, "sluice.trainer.endpoint")
     reward = peer_address(service.reward.endpoint, "sluice.reward.endpoint")
@@ -220,8 +290,11 @@ async def _supervise(plan: LaunchPlan, console: Console, *, logs: bool) -> RunEn
     )
     control = launch_service(run_dir, scale)
     forget_targets(run_dir)
+    endpoints = {"trainer": trainer, "reward": reward, "tls": service.security.tls}
     async with monitor, control, asyncio.TaskGroup() as tasks:
+        (run_dir / ENDPOINTS_NAME).write_text(json.dumps(endpoints) + "\n", encoding="utf-8")
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()
         following.cancel()
-    return end
+    (run_dir / ENDPOINTS_NAME).unlink(missing_ok=True)
+    return end, view

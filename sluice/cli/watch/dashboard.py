@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
-from sluice.cli.arguments import DEFAULT_RUN, RunArgument
+from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
+from sluice.cli.terminal import print_json
 from sluice.concurrency.process import SUPERVISOR_VARIABLE, end_with_supervisor, stop_on_signals
-from sluice.dashboard.serving import serve_page, write_report
+from sluice.dashboard.serving import URL_NAME, serve_page, write_report
 
-_NICE = 10
+_NICE, _CONNECT_S = 10, 2.0
 
 
 def dashboard(
-    run: RunArgument = DEFAULT_RUN,
+    run: RunArgument = None,
     *,
+    run_option: RunOption = None,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: the system chooses.")] = 0,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--compare", metavar="RUN", help="Show this run beside it; repeatable."),
+    ] = None,
     export: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the page with its data to a file, and end."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show a run in the browser: curves, groups, fleet, use of time and tokens, samples.
+    """Show a run in the browser: curves, groups, fleet, use of time and tokens, samples, logs.
 
     Serves a page that needs no other network; it reads the run's folder and asks the services of a
     running run. Ends with Ctrl-C. On other interfaces than loopback it requires a token of
@@ -35,23 +46,86 @@ def dashboard(
     \b
     Examples:
       sluice dashboard runs/quickstart --port 8080
+      sluice dashboard runs/two --compare runs/one
       sluice dashboard runs/quickstart --export report.html
     """
+    run = named_run(run, run_option)
     if export is not None:
-        write_report(run, export)
-        typer.echo(f"report: {export}")
+        write_report(run, export, others or ())
+        if as_json:
+            print_json({"report": str(export)})
+        else:
+            typer.echo(f"report: {export}")
         return
     end_with_supervisor()
     if SUPERVISOR_VARIABLE in os.environ:
         os.nice(_NICE)  # started by a trainer, which comes first
-    asyncio.run(_serve(run, host, port))
+    show = _json_address if as_json else _print_address
+    asyncio.run(_serve(run, host, port, show, others or ()))
 
 
-async def _serve(run: Path, host: str, port: int) -> None:
+def open_run(
+    run: RunArgument = None,
+    *,
+    run_option: RunOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Open the page of a run in the browser.
+
+    If the run serves its page (sluice.dashboard.port), opens that one; else serves it until Ctrl-C.
+    Prints the address, also where no browser can be opened.
+
+    \b
+    Example:
+      sluice open runs/quickstart
+    """
+    run = named_run(run, run_option)
+    shown = _json_address if as_json else _print_address
+
+    def show(url: str) -> None:
+        shown(url)
+        open_in_browser(url)
+
+    url = _served_address(run)
+    if url is not None:
+        show(url)
+    else:
+        asyncio.run(_serve(run, "127.0.0.1", 0, show))
+
+
+def open_in_browser(address: str) -> None:
+    """Open an address or a file, unless this is a session without a screen, as over SSH."""
+    has_screen = "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+    if has_screen or not sys.platform.startswith("linux"):
+        typer.launch(address)
+
+
+def _served_address(run: Path) -> str | None:
+    """Return the address of a page that is served for the run; a killed one left its file."""
+    try:
+        url = (run / URL_NAME).read_text(encoding="utf-8").strip()
+        address = urlsplit(url)
+        with socket.create_connection((address.hostname or "", address.port or 0), _CONNECT_S):
+            return url
+    except (OSError, ValueError):
+        return None
+
+
+async def _serve(
+    run: Path,
+    host: str,
+    port: int,
+    on_address: Callable[[str], None],
+    others: Sequence[Path] = (),
+) -> None:
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await serve_page(run, host, port, stop=stop, on_address=_print_address)
+        await serve_page(run, host, port, others=others, stop=stop, on_address=on_address)
 
 
 def _print_address(url: str) -> None:
-    typer.echo(f"the page of the run: {url}")
+    typer.echo(f"dashboard: {url}")
+
+
+def _json_address(url: str) -> None:
+    print_json({"url": url})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
+import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,14 +17,30 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.cli.terminal import print_line, printable
+from sluice.cli.watch.progress import (
+    StartingService,
+    TimeLeft,
+    starting_line,
+    state_line,
+    step_line,
+)
+from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
+from sluice.config.run import RunConfig
 from sluice.dashboard.line_tail import LineTail
 from sluice.errors import SluiceError
+from sluice.report.notices import groups_since, low_yield
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
+from sluice.rpc.server import RpcServer
 from sluice.telemetry import metric_names
+from sluice.telemetry.logs import parse_line
+
+Detail: TypeAlias = Literal["quiet", "steps", "logs"]
 
 _REFRESH_S = 1.0
+_SHOWN_KEPT = 1000
+_LINE_EVERY_S, _LINE_EVERY_S_IN_STEPS = 8.0, 60.0
 _MIN_REPORTED_S = 5.0
 _PAIRS_A_ROW = 3
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -50,9 +68,11 @@ class AccuracyTail:
         return self._newest
 
 
-def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> RenderableType:
-    """Render a snapshot; `accuracy` comes from the last validation."""
-    parts: list[RenderableType] = [_head(snapshot), _numbers(snapshot, accuracy)]
+def run_table(
+    snapshot: RunSnapshot, accuracy: AccuracyPoint | None, doing: str = ""
+) -> RenderableType:
+    """Render a snapshot; `accuracy` comes from the last validation, `doing` replaces its phase."""
+    parts: list[RenderableType] = [_head(snapshot, doing), _numbers(snapshot, accuracy)]
     if snapshot.replicas:
         parts.append(_fleet(snapshot.replicas))
     views = account_views(snapshot.accounts)
@@ -66,43 +86,13 @@ def run_table(snapshot: RunSnapshot, accuracy: AccuracyPoint | None) -> Renderab
     return Group(*parts)
 
 
-def step_line(
-    step: int,
-    total: int,
-    metrics: Mapping[str, float],
-    replicas: tuple[ReplicaSnapshot, ...] = (),
-) -> str:
-    """Return one finished step as a plain line.
-
-    Args:
-        step: its number, which is also the policy version that it made.
-        total: steps of the run.
-        metrics: the metrics of the step.
-        replicas: the fleet, if it is known; otherwise the line has only its size, from `metrics`.
-    """
-    cells = "  ".join(f"{name} {value}" for name, value in _cells(metrics))
-    return f"step {step}/{total}  {cells}  version {step}  {_fleet_text(metrics, replicas)}"
-
-
-def _fleet_text(metrics: Mapping[str, float], replicas: tuple[ReplicaSnapshot, ...]) -> str:
-    """Return the number of replicas by version, such as ``replicas 3 (2 at 7, 1 at 6)``."""
-    serving = Counter(replica.version for replica in replicas if replica.state == "serving")
-    if not serving:
-        count = metrics.get(metric_names.REPLICAS)
-        return f"replicas {'-' if count is None else format(count, '.0f')}"
-    versions = ", ".join(
-        f"{count} at {version}" for version, count in sorted(serving.items())[::-1]
-    )
-    return f"replicas {serving.total()} ({versions})"
-
-
-def _head(snapshot: RunSnapshot) -> RenderableType:
+def _head(snapshot: RunSnapshot, doing: str) -> RenderableType:
     line = Table.grid(padding=(0, 2))
     version = "none" if snapshot.version is None else str(snapshot.version)
     line.add_row(
         Text(f"step {snapshot.step}/{snapshot.total_steps}", style="bold"),
         ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=20),
-        f"{snapshot.phase} ({snapshot.phase_seconds:.0f} s)",
+        doing or f"{snapshot.phase} ({snapshot.phase_seconds:.0f} s)",
         f"policy version {version}",
     )
     return line
@@ -173,61 +163,116 @@ def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:
 
 
 class LiveView:
-    """The view of one run, until cancelled.
+    """The view of one run, until its steps end or the caller cancels.
+
+    `total_steps` are those of the run, once known; `shown` has the newest printed log lines.
 
     Args:
         console: where to show it.
-        run_dir: the run's folder, for validation numbers.
+        config: the run's configuration.
         names: service names, for colours.
-        show_logs: print every log line, not only warnings and errors.
+        detail: ``logs`` prints every log line, ``quiet`` only warnings and errors; ``steps`` prints
+            them and the progress of the run.
     """
 
     def __init__(
-        self, console: Console, run_dir: Path, names: tuple[str, ...], *, show_logs: bool
+        self, console: Console, config: RunConfig, names: tuple[str, ...], *, detail: Detail
     ) -> None:
         self._console = console
-        self._show_logs = show_logs
+        self._detail = detail
+        self._config = config
+        run_dir = Path(config.sluice.run_dir)
         self._log_dir = run_dir / "logs"
+        self._config_file = run_dir / CONFIG_NAME
+        self._config_id = _file_id(self._config_file)
+        self._notified: set[str] = set()
+        self._step_before = -1
+        self._prompts_before: Mapping[str, int] = {}
         self._accuracy = AccuracyTail(run_dir / METRICS_NAME)
         self._shown_accuracy: AccuracyPoint | None = None
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
         self._width = max(map(len, names), default=0)
+        # Ranks of the trainer beside the first one serve nobody.
+        self._messages = {name: "" for name in names if not name.startswith("trainer-")}
+        self._up: set[str] = set()
+        self._began_s = self._printed_s = time.monotonic()
+        self._has_stepped = False
+        self.total_steps: int | None = None
+        self.shown: deque[str] = deque(maxlen=_SHOWN_KEPT)
 
     def log_line(self, name: str, line: str) -> None:
         """Print a service's line if it is a warning, an error, or all are shown."""
-        if self._show_logs or any(word in line for word in _LOUD):
+        found = parse_line(line)
+        if found is not None and name in self._messages:
+            self._messages[name] = found.message
+            if found.logger == RpcServer.__module__:
+                self._up.add(name)
+        if self._detail == "logs" or any(word in line for word in _LOUD):
             prefix = Text(f"{name:<{self._width}} | ", style=self._colours.get(name, "white"))
             self._console.print(prefix + Text(printable(line)), soft_wrap=True)
+            self._printed_s = time.monotonic()
+            self.shown.append(line.strip())
 
     async def follow(self, monitor: RunMonitor) -> None:
-        """Show the run until cancelled, and wait for services that do not answer."""
+        """Show the run until its steps end, and wait for services that do not answer."""
         self._print(f"starting {len(self._colours)} processes; logs: {self._log_dir}")
+        if self._detail == "quiet":
+            return
         if self._console.is_terminal:
             await self._refresh_table(monitor)
-        else:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            states = tasks.create_task(self._print_states(monitor), name="progress")
             await self._print_steps(monitor)
+            states.cancel()
 
     async def _refresh_table(self, monitor: RunMonitor) -> None:
         """Refresh the table; the last one stays, because services end before their supervisor."""
-        waiting = Text("waiting for the services to start", style="dim")
-        with Live(waiting, console=self._console, refresh_per_second=4) as live:
+        with Live(Text(""), console=self._console, refresh_per_second=4) as live:
             while True:
+                self._check_folder()
                 try:
                     snapshot = await monitor.snapshot()
                 except SluiceError:
-                    await asyncio.sleep(_REFRESH_S)
-                    continue
-                live.update(run_table(snapshot, self._accuracy.newest()))
+                    if not self._has_stepped:
+                        live.update(Text(self._starting_line(), style="dim"))
+                else:
+                    self._has_stepped |= snapshot.step > 0
+                    doing = self._state_line(snapshot)
+                    self._check_yield(snapshot)
+                    live.update(run_table(snapshot, self._accuracy.newest(), doing))
                 await asyncio.sleep(_REFRESH_S)
 
+    async def _print_states(self, monitor: RunMonitor) -> None:
+        """Print what the run is doing, so that its log is never silent for long."""
+        shown_phase = ""
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            self._check_folder()
+            self._print_new_accuracy()
+            silent_s = time.monotonic() - self._printed_s
+            try:
+                snapshot = await monitor.snapshot()
+            except SluiceError:
+                if silent_s >= _LINE_EVERY_S:
+                    self._print(self._starting_line())
+                continue
+            self._check_yield(snapshot)
+            trains = self._has_stepped and snapshot.step < snapshot.total_steps
+            is_new = not self._has_stepped and snapshot.phase != shown_phase
+            if is_new or silent_s >= (_LINE_EVERY_S_IN_STEPS if trains else _LINE_EVERY_S):
+                self._print(self._state_line(snapshot))
+                shown_phase = snapshot.phase
+
     async def _print_steps(self, monitor: RunMonitor) -> None:
-        following = 1
+        following, time_left = 1, TimeLeft()
         while True:
             try:
-                total = (await monitor.snapshot()).total_steps
+                total = self.total_steps = (await monitor.snapshot()).total_steps
                 async for step, metrics in monitor.steps(following):
-                    following = step + 1
-                    self._print(step_line(step, total, metrics, await _announced_fleet(monitor)))
+                    following, self._has_stepped = step + 1, True
+                    left = time_left.after(step, total, metrics)
+                    self._print(step_line(step, total, metrics, left))
                     self._print_new_accuracy()
             except SluiceError:
                 await asyncio.sleep(_REFRESH_S)
@@ -235,19 +280,59 @@ class LiveView:
                 self._print_new_accuracy()
                 return  # the stream ends with the run
 
+    def _starting_line(self) -> str:
+        starting = [
+            StartingService(name, printable(message))
+            for name, message in self._messages.items()
+            if name not in self._up
+        ]
+        return starting_line(len(self._up), starting, time.monotonic() - self._began_s)
+
+    def _state_line(self, snapshot: RunSnapshot) -> str:
+        self.total_steps = snapshot.total_steps
+        return state_line(
+            snapshot,
+            batch_size=self._config.data.train_batch_size,
+            min_replicas=self._config.sluice.trainer.min_replicas,
+        )
+
     def _print_new_accuracy(self) -> None:
         point = self._accuracy.newest()
         if point is not None and point != self._shown_accuracy:
-            self._print(f"held-out accuracy after step {point.step}: {point.accuracy:.3f}")
+            self._print(f"validation after step {point.step}: accuracy {point.accuracy:.3f}")
         self._shown_accuracy = point
+
+    def _notify(self, kind: str, text: str) -> None:
+        """Print a notice of one kind, once until it no longer holds."""
+        if text and kind not in self._notified:
+            self._print(f"notice: {text}")
+            self._notified.add(kind)
+        elif not text:
+            self._notified.discard(kind)
+
+    def _check_yield(self, snapshot: RunSnapshot) -> None:
+        """Note a low yield of the last step, or of the one that does not end."""
+        if snapshot.step != self._step_before:
+            self._step_before, self._prompts_before = snapshot.step, snapshot.prompts
+        kept = snapshot.groups.get("kept", 0)
+        present = groups_since(self._prompts_before, snapshot.prompts, kept)
+        self._notify("yield", low_yield(present) or low_yield(snapshot.metrics))
+
+    def _check_folder(self) -> None:
+        text = (
+            f"{self._config_file.parent} was deleted or replaced while the run is active: what it "
+            "writes from now on cannot be resumed; end it (Ctrl-C) and start it again"
+        )
+        self._notify("folder", "" if _file_id(self._config_file) == self._config_id else text)
 
     def _print(self, text: str) -> None:
         print_line(self._console, text)
+        self._printed_s = time.monotonic()
 
 
-async def _announced_fleet(monitor: RunMonitor) -> tuple[ReplicaSnapshot, ...]:
-    """Return the present replicas; none after the trainer has ended."""
+def _file_id(file: Path) -> tuple[int, int] | None:
     try:
-        return (await monitor.snapshot()).replicas
-    except SluiceError:
-        return ()
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -10,21 +10,23 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import DEFAULT_RUN, AsJson, RunArgument
-from sluice.cli.running_run import PastRun, ask_run, past_run
-from sluice.cli.terminal import print_json
+from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
+from sluice.cli.running_run import PastRun, ask_run, launched_processes, past_run
+from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.live_view import AccuracyTail, run_table
 from sluice.cli.watch.waits import wait_table
 from sluice.client.run_address import CONFIG_NAME, locate_run
 from sluice.client.wait_chain import explain
 from sluice.client.wait_survey import survey_waits
 from sluice.errors import ConfigError, NotReadyError
+from sluice.report.notices import low_yield
 from sluice.report.run_record import METRICS_NAME
 
 
 def status(
-    run: RunArgument = DEFAULT_RUN,
+    run: RunArgument = None,
     *,
+    run_option: RunOption = None,
     why: Annotated[
         bool,
         typer.Option(
@@ -45,16 +47,17 @@ def status(
       sluice status runs/quickstart
       sluice status --why runs/quickstart
     """
+    run = named_run(run, run_option)
     folder = locate_run(run).run_dir
     try:
         if why and _show_why(run, as_json=as_json):
             return
         location, snapshot = asyncio.run(ask_run(run))
     except NotReadyError:
-        _show_past(past_run(folder), folder, as_json=as_json)
+        _show_past(asyncio.run(past_run(folder)), folder, as_json=as_json)
         return
     except ConfigError as error:
-        past = past_run(folder)
+        past = asyncio.run(past_run(folder))
         if past.phase != "finished":  # only its services know whether it is active
             raise
         _show_past(past, folder, as_json=as_json)
@@ -64,7 +67,12 @@ def status(
         print_json(asdict(snapshot))
         return
     accuracy = AccuracyTail(location.run_dir / METRICS_NAME).newest()
-    Console().print(run_table(snapshot, accuracy))
+    console = Console()
+    console.print(run_table(snapshot, accuracy))
+    print_line(console, f"trainer {location.trainer}, reward service {location.reward}")
+    restarts = [p.restart_text for p in asyncio.run(launched_processes(folder))]
+    for notice in filter(None, [low_yield(snapshot.metrics), *restarts]):
+        print_line(console, f"notice: {notice}")
 
 
 def _show_past(past: PastRun, folder: Path, *, as_json: bool) -> None:

@@ -29,6 +29,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 OVERRIDE_SUFFIX = ".overrides"
 _OVERRIDE = re.compile(r"^['\"]?[+~]*[A-Za-z_][A-Za-z0-9_.-]*=")
 _FORM = re.compile(r"^(?P<mode>\+\+|\+|~)?(?P<path>[^=+~]+)(?P<equals>=)?(?P<value>.*)$", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:[A-Za-z_@*]|\(\()")
 _KEY = re.compile(r"^[A-Za-z_][A-Za-z0-9_-]*$")
 _SHELL_WORDS = ("python", "python3", "export", "set", "torchrun", "ray", "bash")
 
@@ -117,7 +118,13 @@ def read_override_file(path: Path) -> list[Override]:
         source = f"{path}, line {number}"
         if text.startswith("--") or text.split()[0] in _SHELL_WORDS:
             raise ConfigError(
-                f"{source}: {text!r} is of a launch script; keep only the key=value lines"
+                f"{source}: {text!r} is of a launch script; give the script itself, as a file "
+                "*.sh, or keep only the key=value lines"
+            )
+        if _VARIABLE.search(text):
+            raise ConfigError(
+                f"{source}: {text!r} holds a shell variable; give the script itself, as a file "
+                "*.sh, or write the value"
             )
         found.append(parse_override(_unquoted(text), source))
     return found

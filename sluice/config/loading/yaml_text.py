@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
@@ -124,9 +125,20 @@ def dump_config(config: RunConfig) -> str:
     return yaml.dump(msgspec.to_builtins(config), Dumper=_Dumper, sort_keys=False, width=100)
 
 
+def flow_text(value: object) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=sys.maxsize)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 def flat_settings(config: RunConfig) -> dict[str, object]:
     """Return every value by its dotted key; lists stay whole."""
-    return dict(_leaves("", msgspec.to_builtins(config)))
+    return flat_tree(msgspec.to_builtins(config))
+
+
+def flat_tree(tree: object) -> dict[str, object]:
+    """Return every value of nested mappings by its dotted key; lists stay whole."""
+    return dict(_leaves("", tree))
 
 
 def _leaves(prefix: str, value: object) -> Iterator[tuple[str, object]]:

@@ -2,6 +2,7 @@
 // prompts ended.
 
 import { dataTable, shareBar, swatch } from "./chart.js";
+import { styleOf } from "./colours.js";
 import { byId, element, whenChanged } from "./dom.js";
 import { count, duration, share } from "./number_text.js";
 
@@ -10,8 +11,6 @@ const TITLES = {
   trainer: "Trainer's time",
   rollout: "Replicas' time, summed",
 };
-const STYLES = ["blue", "orange", "green", "purple", "red", "grey"];
-
 export const showAccounts = whenChanged((accounts, prompts) => {
   const panels = accounts.map(account);
   if (prompts.submitted) panels.push(promptAccount(prompts));
@@ -35,11 +34,11 @@ function promptAccount({ submitted, ...ends }) {
 }
 
 function panel(title, caption, rows, write, more = []) {
-  const styled = rows.map(([name, amount, part], place) => ({
+  const styled = rows.map(([name, amount, part]) => ({
     name,
     amount,
     share: part,
-    style: STYLES[Math.min(place, STYLES.length - 1)],
+    style: styleOf(name),
   }));
   const cells = styled.map((row) => [named(row), write(row.amount), share(row.share)]);
   return element(

@@ -1,12 +1,14 @@
 // Charts by uPlot. Each is an image with a sentence for people who cannot see it, a legend
 // with the values under the pointer, and a table of its data.
 
-import { element, svg } from "./dom.js";
+import { element, setText, svg } from "./dom.js";
 
 const MOST_TABLE_ROWS = 200;
 const FONT = "12px system-ui, sans-serif";
 // Distances between the numbers of an axis that counts steps: 1, 2, 5, 10, 20, ...
 const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);
+
+const STEPS = { name: "step", write: (value) => value };
 
 // A figure that `show` fills repeatedly. Its table exists only while it is open.
 export class Chart {
@@ -21,8 +23,8 @@ export class Chart {
 
   constructor(figure) {
     this.#figure = figure;
-    this.#caption = figure.querySelector("figcaption").textContent;
-    this.#details.append(element("summary", {}, `Data of “${this.#caption}”`));
+    this.#details.append(element("summary"));
+    this.#name(figure.querySelector("figcaption").textContent);
     this.#details.addEventListener("toggle", () => this.#fillTable());
     figure.append(this.#plot, this.#legend, this.#details);
     new ResizeObserver(() => {
@@ -34,12 +36,19 @@ export class Chart {
 
   // `drawing` comes from a function below. `legend` is [{name, style, values}], where `values` has
   // one entry for each x; `summary` replaces the image for screen readers; `table` is a function.
-  show({ drawing, legend, format, summary, table }) {
+  show({ drawing, legend, format, summary, table, caption = this.#caption }) {
+    if (caption !== this.#caption) this.#name(caption);
     this.#drawing = { drawing, legend, format, table };
     this.#plot.setAttribute("aria-label", `${this.#caption}: ${summary}`);
     this.#legend.replaceChildren(...legend.map(legendEntry));
     this.#draw();
     this.#fillTable();
+  }
+
+  #name(caption) {
+    this.#caption = caption;
+    setText(this.#figure.querySelector("figcaption"), caption);
+    setText(this.#details.querySelector("summary"), `Data of “${caption}”`);
   }
 
   #draw() {
@@ -55,7 +64,7 @@ export class Chart {
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false } },
       scales: { x: { time: false, range: drawing.xRange }, y: { range: drawing.yRange } },
-      axes: axes(drawing.xName, format),
+      axes: axes(drawing, format),
       series: [{}, ...drawing.series],
       hooks: { setCursor: [({ cursor }) => this.#showValues(cursor.idx)] },
     };
@@ -87,17 +96,19 @@ export class Chart {
   }
 }
 
-export function dataTable(caption, head, rows) {
+// `isText`: the cells are words, not numbers.
+export function dataTable(caption, head, rows, { isText = false } = {}) {
+  const cellClass = isText ? null : "number";
   const body = rows.map(([first, ...others]) =>
     element(
       "tr",
       {},
       element("th", { scope: "row" }, first),
-      ...others.map((cell) => element("td", { class: "number" }, cell)),
+      ...others.map((cell) => element("td", { class: cellClass }, cell)),
     ),
   );
   const titles = head.map((name, place) =>
-    element("th", { scope: "col", class: place ? "number" : null }, name),
+    element("th", { scope: "col", class: place ? cellClass : null }, name),
   );
   return element(
     "table",
@@ -120,7 +131,7 @@ function legendEntry({ name, style }) {
 }
 
 // Lines over steps. Each of `curves` is {style, x, y}; null in y leaves a gap.
-export function lineChart(curves, yRange) {
+export function lineChart(curves, yRange, xAxis = STEPS) {
   const xs = curves.flatMap((curve) => curve.x);
   const [from, to] = [lowest(xs, 0), highest(xs, 1)];
   return {
@@ -132,7 +143,7 @@ export function lineChart(curves, yRange) {
     }),
     xRange: [from, to > from ? to : from + 1],
     yRange: yRange ?? ((_, low, high) => rangeWithZero(low, high)),
-    xName: "step",
+    xAxis,
   };
 }
 
@@ -155,7 +166,7 @@ export function stackedColumns(columns, styles) {
     })),
     xRange: [columns.length ? xs[0] : 0, end],
     yRange: (_, low, high) => rangeWithZero(low, high),
-    xName: "step",
+    xAxis: STEPS,
   };
 }
 
@@ -176,7 +187,7 @@ export function shareBar(parts) {
   return bar;
 }
 
-function axes(xName, format) {
+function axes({ xAxis }, format) {
   const common = {
     stroke: colour("soft"),
     font: FONT,
@@ -189,12 +200,12 @@ function axes(xName, format) {
       grid: { show: false },
       border: { show: true, stroke: colour("line"), width: 1 },
       size: 24,
-      label: xName,
+      label: xAxis.name,
       labelSize: 16,
       labelGap: 0,
       labelFont: FONT,
       incrs: WHOLE,
-      values: (_, values) => values,
+      values: (_, values) => values.map(xAxis.write),
     },
     { ...common, size: 54, space: 28, values: (_, values) => values.map(format) },
   ];

@@ -1,47 +1,90 @@
 // All charts over steps.
 
 import { Chart, lineChart, stackedColumns } from "./chart.js";
+import { styleOf } from "./colours.js";
 import { byId } from "./dom.js";
 import { count, fixed, share, short } from "./number_text.js";
 
+// Key in the answer, and name.
 const KINDS = [
-  ["kept", "kept (mixed)", "orange"],
-  ["all_right", "all right", "green"],
-  ["all_wrong", "all wrong", "blue"],
-  ["stale", "stale", "purple"],
-  ["failed", "failed", "red"],
-  ["other", "uniform or surplus", "grey"],
+  ["kept", "kept"],
+  ["all_right", "all right"],
+  ["all_wrong", "all wrong"],
+  ["stale", "stale"],
+  ["failed", "failed"],
+  ["other", "uniform or surplus"],
+].map(([key, name]) => [key, name, styleOf(key)]);
+const PHASES = [
+  ["batch", "waiting for the batch", "grey"],
+  ["logprobs", "logprobs and values", "mint"],
+  ["update", "update", "green"],
+  ["weights", "publishing weights", "ink"],
+  ["checkpoint", "checkpoint", "brown"],
+  ["other", "other", "silver"],
 ];
 const SHARES = [0, 1];
 // By chart: its curves (key in the answer, name, style), and how the table and the summary write
 // their values.
 const LINES = {
-  accuracy: { curves: [["accuracy", "held-out accuracy", "blue"]], write: fixed, yRange: SHARES },
-  reward: { curves: [["reward", "mean reward", "purple"]], write: fixed },
+  accuracy: { curves: [["accuracy", "held-out accuracy", "ink"]], write: fixed, yRange: SHARES },
+  reward: { curves: [["reward", "mean reward", "ink"]], write: fixed },
+  length: {
+    curves: [
+      ["length_max", "longest", "grey dashed"],
+      ["length_mean", "mean", "ink"],
+    ],
+    write: short,
+  },
+  entropy: { curves: [["entropy", "entropy", "ink"]], write: short },
+  kl: {
+    curves: [
+      ["policy_kl", "of the step", "ink"],
+      ["rollout_kl", "rollout to trainer", "grey dashed"],
+      ["reference_kl", "to the reference", "purple"],
+    ],
+    write: short,
+  },
+  clip: {
+    curves: [
+      ["clip_fraction", "clipped", "ink"],
+      ["clip_fraction_lower", "dual clip", "grey dashed"],
+    ],
+    write: short,
+  },
+  gradient: { curves: [["grad_norm", "gradient norm", "ink"]], write: short },
+  lr: { curves: [["lr", "learning rate", "ink"]], write: short },
+  weights: {
+    curves: [
+      ["weight_max", "largest", "orange dashed"],
+      ["weight_mean", "mean", "ink"],
+      ["weight_min", "smallest", "grey dashed"],
+      ["weight_samples", "effective sample size", "purple"],
+    ],
+    write: fixed,
+  },
   staleness: {
     curves: [
       ["staleness_max", "oldest", "orange dashed"],
-      ["staleness_mean", "mean", "blue"],
+      ["staleness_mean", "mean", "ink"],
     ],
     write: fixed,
   },
   tokens: {
     curves: [
-      ["generated_tokens", "generated", "orange dashed"],
-      ["trained_tokens", "trained", "blue"],
+      ["generated_tokens", "generated", "ink dashed"],
+      ["trained_tokens", "trained", "green"],
     ],
     write: count,
   },
-  speed: { curves: [["tokens_per_s", "tokens/s", "blue"]], write: count },
+  speed: { curves: [["tokens_per_s", "tokens/s", "ink"]], write: count },
   idle: {
     curves: [
-      ["trainer_idle", "trainer", "blue"],
-      ["rollout_idle", "rollout", "orange dashed"],
+      ["trainer_idle", "trainer", "ink"],
+      ["rollout_idle", "rollout", "grey dashed"],
     ],
     write: share,
     yRange: SHARES,
   },
-  seconds: { curves: [["step_s", "seconds per step", "green"]], write: fixed },
 };
 
 const charts = new Map();
@@ -53,7 +96,8 @@ function chart(name) {
 
 export function showCurves(answer) {
   for (const [name, line] of Object.entries(LINES)) showLines(name, line, answer.curves);
-  showComposition(answer.composition);
+  showColumns("composition", KINDS, answer.composition, "groups");
+  showColumns("timing", PHASES, answer.timing, "seconds");
 }
 
 // Empty charts, which reserve the space of those to come.
@@ -62,12 +106,20 @@ export function showNoCurves() {
   const keys = Object.values(LINES).flatMap(({ curves }) => curves.map(([key]) => key));
   showCurves({
     curves: Object.fromEntries(keys.map((key) => [key, nothing])),
-    composition: { from: [], to: [], ...Object.fromEntries(KINDS.map(([kind]) => [kind, []])) },
+    composition: noColumns(KINDS),
+    timing: noColumns(PHASES),
   });
 }
 
+function noColumns(kinds) {
+  return { from: [], to: [], ...Object.fromEntries(kinds.map(([kind]) => [kind, []])) };
+}
+
 function showLines(name, { curves, write, yRange }, values) {
-  const lines = curves.map(([key, title, style]) => ({ name: title, style, ...values[key] }));
+  const all = curves.map(([key, title, style]) => ({ name: title, style, ...values[key] }));
+  // What this run does not measure takes no place in the legend.
+  const measured = all.filter(({ y }) => y.some((value) => value !== null));
+  const lines = measured.length ? measured : all.slice(0, 1);
   const drawing = lineChart(lines, yRange);
   const [steps, ...byCurve] = drawing.data;
   chart(name).show({
@@ -86,29 +138,33 @@ function showLines(name, { curves, write, yRange }, values) {
   });
 }
 
-function firstAndLast({ x, y }, write) {
+export function firstAndLast({ x, y }, write, axis = { name: "step", write: String }) {
   const places = x.map((_, place) => place).filter((place) => y[place] !== null);
   if (!places.length) return "no value yet";
   const [first, last] = [places[0], places[places.length - 1]];
-  return `${write(y[first])} at step ${x[first]}, ${write(y[last])} at step ${x[last]}`;
+  const at = (place) => `${write(y[place])} at ${axis.name} ${axis.write(x[place])}`;
+  return `${at(first)}, ${at(last)}`;
 }
 
-function showComposition(composition) {
-  const columns = composition.from.map((from, place) => {
-    const to = composition.to[place];
-    const parts = KINDS.map(([kind]) => composition[kind][place] / (to - from + 1));
+// The mean of a step, by part, of each interval of steps.
+function showColumns(name, kinds, answer, unit) {
+  const present = kinds.filter(([kind]) => answer[kind].some((value) => value > 0));
+  const shown = present.length ? present : kinds.slice(0, 1);
+  const titles = shown.map(([, title]) => title);
+  const columns = answer.from.map((from, place) => {
+    const to = answer.to[place];
+    const parts = shown.map(([kind]) => answer[kind][place] / (to - from + 1));
     return { from, to, parts };
   });
-  const titles = KINDS.map(([, title]) => title);
-  chart("composition").show({
-    drawing: stackedColumns(columns, KINDS.map(([, , style]) => style)),
+  chart(name).show({
+    drawing: stackedColumns(columns, shown.map(([, , style]) => style)),
     format: short,
-    legend: KINDS.map(([, name, style], place) => ({
-      name,
+    legend: shown.map(([, title, style], place) => ({
+      name: title,
       style: `area ${style}`,
       values: columns.map(({ parts }) => parts[place]),
     })),
-    summary: groupsOf(columns[columns.length - 1], titles),
+    summary: partsOf(columns[columns.length - 1], titles, unit),
     table: () => ({
       head: ["Steps", ...titles],
       rows: columns.map(({ from, to, parts }) => [
@@ -119,8 +175,8 @@ function showComposition(composition) {
   });
 }
 
-function groupsOf(column, titles) {
+function partsOf(column, titles, unit) {
   if (!column) return "no step yet";
   const parts = titles.map((title, place) => `${short(column.parts[place])} ${title}`);
-  return `groups of step ${column.to}: ${parts.join(", ")}`;
+  return `${unit} of step ${column.to}: ${parts.join(", ")}`;
 }

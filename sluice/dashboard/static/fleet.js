@@ -19,6 +19,25 @@ export const showFleet = whenChanged((replicas) => {
   );
 });
 
+export const showProcesses = whenChanged((processes) => {
+  const none = element("td", { colspan: 4, class: "hint" }, "No launcher of this run answers here.");
+  byId("process-table").tBodies[0].replaceChildren(
+    ...(processes.length ? processes.map(processRow) : [element("tr", {}, none)]),
+  );
+});
+
+function processRow({ name, pid, restarts, is_draining: isDraining }) {
+  const state = isDraining ? "leaving" : pid ? "running" : restarts ? "being restarted" : "starting";
+  return element(
+    "tr",
+    {},
+    element("th", { scope: "row" }, name),
+    element("td", { class: state === "being restarted" ? "failure" : null }, state),
+    element("td", { class: "number" }, restarts),
+    element("td", { class: "number" }, pid || "-"),
+  );
+}
+
 function row(replica) {
   return element(
     "tr",

@@ -4,7 +4,7 @@ import { element, marked } from "./dom.js";
 import { count, fixed } from "./number_text.js";
 
 export function groupTitle(group) {
-  return `Group ${group.prompt_id || group.id}, step ${group.step}: ${group.outcome}`;
+  return `Group of step ${group.step}: ${group.outcome}`;
 }
 
 export function groupBody(group, needle) {
@@ -25,6 +25,7 @@ function facts(group) {
     [group.is_trained ? "Trained in step" : "Sampled for step", group.step],
     ["Versions", versions(group.versions)],
     ["Data source", group.data_source || "-"],
+    ["Prompt's name", group.prompt_id || "-"],
     ["Replicas", group.replicas.join(", ") || "-"],
     ["Ended", group.ended_at ? new Date(group.ended_at * 1000).toLocaleString("en-GB") : "-"],
   ];

@@ -5,8 +5,11 @@ import { ask, isExported, RefusedError, setToken } from "./api.js";
 import { showComparison } from "./comparison.js";
 import { showCurves, showNoCurves } from "./curves.js";
 import { byId, setText, whenChanged } from "./dom.js";
-import { showFleet } from "./fleet.js";
+import { showFleet, showProcesses } from "./fleet.js";
+import { followLog, startLogs } from "./logs.js";
+import { followMetrics, startMetrics } from "./metrics.js";
 import { renewEmptyList, startSamples } from "./samples.js";
+import { showSettings } from "./settings.js";
 import { showStatus } from "./status.js";
 
 const STATUS_MS = 1000;
@@ -22,11 +25,15 @@ async function look() {
   const run = await ask("/api/overview", { isPolled: true });
   showStatus(run);
   showFleet(run.replicas);
+  showProcesses(run.processes);
   showAccounts(run.accounts, run.prompts);
   if (rounds % CURVES_EVERY === 0 || run.is_reading) {
     showChangedCurves(await ask("/api/curves", { isPolled: true }));
+    await followMetrics();
     await renewEmptyList();
   }
+  if (!isExported) await followLog();
+  if (rounds === 0) showSettings(await ask("/api/settings"));
   if (compared !== run.accuracy?.step) {
     showComparison(await ask("/api/comparison"));
     compared = run.accuracy?.step;
@@ -82,4 +89,6 @@ if (isExported) {
 }
 showNoCurves();
 startSamples(failed);
+startMetrics(failed);
+startLogs(failed);
 follow();

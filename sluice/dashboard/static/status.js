@@ -1,20 +1,25 @@
 // The first lines: the health of the run, its progress, and what it waits for.
 
+import { isExported } from "./api.js";
 import { byId, element, setText, whenChanged } from "./dom.js";
 import { count, duration, fixed } from "./number_text.js";
 
 const MIN_REPORTED_S = 1;
+const AT_REST = new Set(["finished", "not running"]);
 
 export function showStatus(run) {
   showName(run.name);
   showVerdict(run.health, run.is_reading);
   showReasons(run.reasons);
-  const since = run.phase_seconds === null ? "" : `, for ${duration(run.phase_seconds)}`;
+  const isOver = AT_REST.has(run.health);
+  const hasNoTime = isOver || run.phase_seconds === null;
+  const since = hasNoTime ? "" : `, for ${duration(run.phase_seconds)}`;
   setText(byId("fact-phase"), `${run.phase}${since}`);
   showStep(run);
   setText(byId("fact-accuracy"), accuracyText(run));
   setText(byId("fact-reward"), fixed(run.reward, 2));
   setText(byId("fact-tokens"), speedText(run));
+  byId("fact-wait").parentElement.hidden = isOver || isExported;
   setText(byId("fact-wait"), waitText(run));
 }
 
@@ -53,8 +58,7 @@ function speedText({ tokens_per_s: ofStep, tokens_per_s_now: now }) {
   return now === null ? count(ofStep) : `${count(ofStep)} (now ${count(now)})`;
 }
 
-function waitText({ wait, awaited, health }) {
-  if (health === "finished" || health === "not running") return "nothing";
+function waitText({ wait, awaited }) {
   const longest = awaited.reduce((a, b) => (b.seconds > (a?.seconds ?? 0) ? b : a), null);
   if (wait?.root) return `${wait.cause}`;
   if (longest && longest.seconds >= MIN_REPORTED_S) {

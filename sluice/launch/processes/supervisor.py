@@ -2,8 +2,9 @@
 
 A crew that may restart is started again after a growing pause, until it has failed too often in a
 row (a crash loop). Any other failure ends the run, with the last lines of that process; a needed
-process that leaves early is a failure, whatever its exit code. At the end all crews get SIGTERM in
-reverse order of start, and after the grace period SIGKILL. The exit code is 0 only if the run
+process that leaves early is a failure, whatever its exit code. The first SIGINT lets the run save
+and end; the next one, or SIGTERM, ends it at once. At the end all crews get SIGTERM in reverse
+order of start, and after the grace period SIGKILL. The exit code is 0 only if the run
 reached its end and nothing failed or had to be killed.
 """
 
@@ -13,15 +14,24 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sluice.concurrency.process import EXIT_MISSING_PACKAGE, stop_on_signals
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
-from sluice.launch.processes.crew import REQUESTS, Crew, CrewEnd, LogLine, crews_of, meaning
+from sluice.launch.processes.crew import (
+    REQUESTS,
+    Crew,
+    CrewEnd,
+    LogLine,
+    crews_of,
+    meaning,
+    unless,
+)
 from sluice.launch.service_spec import ServiceSpec
 
 logger = logging.getLogger(__name__)
@@ -49,6 +59,7 @@ class ServiceState:
     pid: int | None
     restarts: int
     is_draining: bool
+    max_restarts: int = 0
 
 
 class Supervisor:
@@ -60,6 +71,8 @@ class Supervisor:
         on_line: also takes each line with the process's name.
         grace_s: seconds between SIGTERM and SIGKILL.
         host: where they run; by default on this machine.
+        save: asks the run to save and to end, at the first SIGINT; returns false if the run cannot.
+            A second signal ends everything at once. ``None``: the first one does.
         on_left: takes the name of each process that was dismissed, once it has ended, also where it
             had to be killed and could leave nothing in order.
     """
@@ -72,8 +85,10 @@ class Supervisor:
         grace_s: float,
         host: ProcessHost | None = None,
         on_left: Callable[[str], None] | None = None,
+        save: Callable[[], Coroutine[Any, Any, bool]] | None = None,
     ) -> None:
         self._on_left = on_left
+        self._save = save
         self._log_dir = log_dir
         self._on_line = on_line
         self._grace_s = grace_s
@@ -82,13 +97,14 @@ class Supervisor:
         self._tasks: asyncio.TaskGroup | None = None
         self._over = asyncio.Event()
         self._interrupted = asyncio.Event()
+        self._ends_at_once = asyncio.Event()
         self._failures: list[str] = []
         self._ending = False
 
     async def run(self) -> RunEnd:
         """Run until the run is over; every process has ended when this returns or raises."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        with stop_on_signals(self._interrupted):
+        with stop_on_signals(self._ends_at_once, interrupt=self._interrupt):
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 interruption = tasks.create_task(self._end_on_signal(), name="signals")
@@ -100,7 +116,12 @@ class Supervisor:
         return RunEnd(self._exit_code(), tuple(self._failures))
 
     def end(self) -> None:
-        """End all processes in order, as a signal would."""
+        """End all processes in order, as SIGTERM would."""
+        self._ends_at_once.set()
+
+    def _interrupt(self) -> None:
+        if self._save is None or self._interrupted.is_set():
+            self._ends_at_once.set()
         self._interrupted.set()
 
     def pid_of(self, name: str) -> int | None:
@@ -111,7 +132,13 @@ class Supervisor:
     def services(self) -> tuple[ServiceState, ...]:
         """Return all processes that run or wait for their restart, in the order of start."""
         return tuple(
-            ServiceState(spec.name, crew.pid_of(spec.name), crew.restarts, crew.is_dismissed)
+            ServiceState(
+                spec.name,
+                crew.pid_of(spec.name),
+                crew.restarts,
+                crew.is_dismissed,
+                spec.restarts.max_restarts,
+            )
             for crew in self._crews
             for spec in crew.specs
         )
@@ -156,8 +183,17 @@ class Supervisor:
             crew.kill()
 
     async def _end_on_signal(self) -> None:
-        await self._interrupted.wait()
-        logger.info("interrupted; ending all services in order")
+        await unless(self._ends_at_once, self._interrupted.wait())
+        if self._save is not None and not self._ends_at_once.is_set():
+            logger.info(
+                "interrupted: the run ends after the present step and saves; "
+                "press Ctrl-C again to end it at once"
+            )
+            if not await unless(self._ends_at_once, self._save()):
+                self._ends_at_once.set()
+        await self._ends_at_once.wait()
+        self._interrupted.set()
+        logger.info("ending all services in order")
         self._over.set()
 
     async def _keep(self, crew: Crew) -> None:
@@ -209,6 +245,9 @@ class Supervisor:
 
     async def _may_restart(self, crew: Crew, end: CrewEnd) -> bool:
         spec, code = end.cause.spec, end.cause.code
+        if self._interrupted.is_set() and spec.ends_run:  # a new one would not know of the end
+            self._fail(crew.diagnosis(end.cause))
+            return False
         if end.left:
             names = ", ".join(end.left)
             self._fail(f"{names}: not ended by SIGKILL; nothing is started beside what it holds")

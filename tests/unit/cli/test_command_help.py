@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +17,18 @@ from sluice.cli.main import app, commands
 
 NAMES = (
     "quickstart",
+    "init",
+    "runs",
+    "logs",
+    "stop",
+    "report",
+    "open",
     "up",
     "train",
     "doctor",
     "status",
     "dashboard",
+    "compare",
     "scale",
     "prepare",
     "generate",
@@ -41,7 +51,22 @@ def test_the_command_lists_all_it_can_do() -> None:
     code, text = invoke("--help")
     assert code == 0
     assert {command.name for command in commands.registered_commands} == set(NAMES)
-    assert all(f"\n  {name} " in text for name in NAMES)
+    assert all(f"\n  {name} " in text for name in (*NAMES, "config", "data"))
+    assert "..." not in text.partition("\nStart:")[2]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_every_command_is_listed_under_its_purpose() -> None:
+    _, text = invoke("--help")
+    headings = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings[1:] == [
+        "Start:",
+        "Check before the start:",
+        "Watch:",
+        "Change a run:",
+        "Use the policy:",
+        "Deploy:",
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,6 +86,71 @@ def test_every_option_and_argument_says_what_it_does(name: str) -> None:
 
 def test_the_version_is_the_packages() -> None:
     assert invoke("--version") == (0, f"sluice {version('sluice')}\n")
+
+
+def test_the_long_version_names_python_and_packages() -> None:
+    code, text = invoke("--version", "-v")
+    assert code == 0
+    assert f"\npython {platform.python_version()} " in text
+    assert f"\ngrpcio {version('grpcio')}\n" in text
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sluice", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"sluice {version('sluice')}\n")
+
+
+def completions(*words: str) -> set[str]:
+    """What bash would offer for the last word."""
+    environment = {
+        **os.environ,
+        "_SLUICE_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["sluice", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    code = "import sys; sys.argv = ['sluice']; from sluice.cli.main import commands; "
+    code += "commands(prog_name='sluice')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("config", "explain", "data.train_b"), "data.train_batch_size"),
+        (("config", "check", "run.yaml", "data.train_b"), "data.train_batch_size="),
+        (("up", "run.yaml", "+data.train_b"), "+data.train_batch_size="),
+        (("train", "data.train_b"), "data.train_batch_size="),
+    ],
+)
+def test_the_shell_completes_configuration_keys(words: tuple[str, ...], offered: str) -> None:
+    assert offered in completions(*words)
+
+
+# They follow a run.
+WITHOUT_JSON = {"quickstart", "up", "train"}
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - WITHOUT_JSON))
+def test_every_command_that_answers_something_answers_in_json_too(name: str) -> None:
+    assert "--json" in invoke(name, "--help")[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("status", "logs", "open", "dashboard", "report", "scale", "submit", "stop"),
+        *("generate", "score", "eval", "serve-openai"),
+    ],
+)
+def test_every_command_on_a_run_takes_it_as_an_argument_and_as_an_option(name: str) -> None:
+    _, text = invoke(name, "--help")
+    assert "[RUN]" in text
+    assert "--run RUN" in text
 
 
 @pytest.mark.parametrize("name", ["status", "generate", "eval"])
@@ -89,6 +179,7 @@ def test_an_unknown_option_is_exit_code_2_with_its_name() -> None:
     [
         ("up", ("--room-timeout", "5"), "old_capacity_timeout", 5.0),
         ("prepare", ("--anew",), "old_restart", True),
+        ("scale", ("rollout", "2", "--run-dir", "runs/a"), "old_run_dir", Path("runs/a")),
     ],
 )
 def test_old_names_of_options_are_accepted_and_not_shown(
@@ -96,4 +187,5 @@ def test_old_names_of_options_are_accepted_and_not_shown(
 ) -> None:
     command = typer.main.get_command(commands).commands[name]  # type: ignore[attr-defined]
     assert command.make_context(name, list(old)).params[parameter] == value
-    assert old[0] not in invoke(name, "--help")[1]
+    option = next(word for word in old if word.startswith("--"))
+    assert f"{option} " not in invoke(name, "--help")[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sluice.api.trainer.v1 import trainer_pb2
 from sluice.cli.watch import live_view
-from sluice.cli.watch.live_view import AccuracyTail, LiveView, run_table, step_line
+from sluice.cli.watch.live_view import AccuracyTail, Detail, LiveView, run_table
 from sluice.client.run_monitor import AwaitedPeer, ReplicaSnapshot, RunMonitor, RunSnapshot
+from sluice.config.loading.loader import load_config
 from sluice.errors import SluiceError
 from sluice.report.run_record import AccuracyPoint
 from tests.support.rpc_server import rpc_server
@@ -86,20 +89,6 @@ def test_only_long_waits_are_shown() -> None:
     assert "scorers" not in text
 
 
-def test_a_finished_step_is_one_plain_line() -> None:
-    line = step_line(1, 60, METRICS)
-    assert line.startswith("step 1/60  reward -0.50  kept/right/wrong 4/1/2")
-    assert "\n" not in line
-    assert step_line(1, 60, {}).endswith("s/step -  version 1  replicas -")
-
-
-def test_the_plain_line_tells_the_version_and_what_the_replicas_serve() -> None:
-    assert step_line(4, 60, {"rollout/replicas": 3.0}).endswith("version 4  replicas 3")
-    versions = ((4, "serving"), (4, "serving"), (3, "serving"), (-1, "pending"))
-    fleet = tuple(replace(REPLICA, version=v, state=state) for v, state in versions)
-    assert step_line(4, 60, {}, fleet).endswith("version 4  replicas 3 (2 at 4, 1 at 3)")
-
-
 class Screen(io.StringIO):
     """What was shown, and a way to wait for it."""
 
@@ -112,17 +101,18 @@ class Screen(io.StringIO):
         return super().write(text)
 
     async def until(self, text: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while text not in self.getvalue():
                 self.written.clear()
                 await self.written.wait()
 
 
 def view_on(
-    screen: Screen, run_dir: Path, *, terminal: bool = False, show_logs: bool = False
+    screen: Screen, run_dir: Path, *, terminal: bool = False, detail: Detail = "steps"
 ) -> LiveView:
     console = Console(file=screen, force_terminal=terminal, width=80, color_system=None)
-    return LiveView(console, run_dir, ("reward", "rollout-0"), show_logs=show_logs)
+    config = load_config(None, [f"sluice.run_dir={run_dir}"])
+    return LiveView(console, config, ("reward", "rollout-0", "trainer"), detail=detail)
 
 
 async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_path: Path) -> None:
@@ -132,12 +122,71 @@ async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_pa
     text = screen.getvalue()
     assert "\x1b" not in text
     lines = text.splitlines()
-    assert lines[0] == f"starting 2 processes; logs: {tmp_path / 'logs'}"
-    assert lines[1].startswith("step 1/2  reward -0.50  kept/right/wrong 4/1/2")
-    assert lines[2] == "held-out accuracy after step 2: 0.750"
-    assert lines[1].endswith("version 1  replicas 1 (1 at 0)")
-    assert lines[3].startswith("step 2/2  reward -")
+    assert lines[0] == f"starting 3 processes; logs: {tmp_path / 'logs'}"
+    assert lines[1].startswith("step 1/2  reward -0.500  kept 4/7")
+    assert lines[2] == "validation after step 2: accuracy 0.750"
+    assert lines[3].startswith("step 2/2  ")
     assert len(lines) == 4
+
+
+async def test_a_deleted_folder_of_an_active_run_is_one_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+    screen = Screen()
+    folder = run_folder(tmp_path / "run")
+    (folder / "config.yaml").touch()
+    view = view_on(screen, folder)
+    trainer = ScriptedTrainer(never_ends=True)
+    async with monitored(trainer) as monitor, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(view.follow(monitor))
+        await screen.until("step 2/2")
+        assert "notice" not in screen.getvalue()
+        shutil.rmtree(folder)
+        await screen.until("was deleted or replaced while the run is active")
+        await asyncio.sleep(0.1)
+        following.cancel()
+    assert screen.getvalue().count("was deleted") == 1
+
+
+class Refusing:
+    """A monitor of a run that starts: nothing answers."""
+
+    def __getattr__(self, name: str) -> object:
+        raise SluiceError("not yet")
+
+
+async def test_a_log_of_a_run_that_starts_is_never_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+    monkeypatch.setattr(live_view, "_LINE_EVERY_S", 0.02)
+    screen = Screen()
+    view = view_on(screen, run_folder(tmp_path))
+    async with asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(view.follow(Refusing()))  # type: ignore[arg-type]
+        await screen.until("0 of 3 up; reward; rollout-0; trainer\n")
+        view.log_line("reward", "12:00:01 INFO    reward sluice.rpc.server: listening on [::]:1")
+        view.log_line("trainer", "12:00:01 INFO    trainer a.b: loading the model")
+        await screen.until("1 of 3 up; rollout-0; trainer: loading the model\n")
+        following.cancel()
+
+
+async def test_a_log_of_a_long_step_shows_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+    monkeypatch.setattr(live_view, "_LINE_EVERY_S", 0.02)
+    screen = Screen()
+    view = view_on(screen, run_folder(tmp_path))
+    trainer = ScriptedTrainer(step=0, total_steps=9, never_ends=True)
+    async with monitored(trainer) as monitor, asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(view.follow(monitor))
+        await screen.until("step 1/9: batch 0 of")
+        trainer.phase = trainer_pb2.RUN_PHASE_TRAINING
+        await screen.until("step 1/9: training (")
+        following.cancel()
+    assert view.total_steps == 9
 
 
 class Watched:
@@ -205,14 +254,15 @@ def test_warnings_and_errors_of_services_are_shown_and_other_lines_only_when_ask
 ) -> None:
     lines = ["12:00:01 INFO    x: calm", "12:00:02 WARNING x: [b]careful[/b] [/x]"]
     shown = {}
-    for show_logs in (False, True):
+    details: tuple[Detail, ...] = ("quiet", "steps", "logs")
+    for detail in details:
         screen = Screen()
-        view = view_on(screen, tmp_path, show_logs=show_logs)
+        view = view_on(screen, tmp_path, detail=detail)
         for line in lines:
             view.log_line("reward", line)
-        shown[show_logs] = screen.getvalue()
-    assert shown[False] == f"reward    | {lines[1]}\n"
-    assert shown[True] == "".join(f"reward    | {line}\n" for line in lines)
+        shown[detail] = screen.getvalue()
+    assert shown["quiet"] == shown["steps"] == f"reward    | {lines[1]}\n"
+    assert shown["logs"] == "".join(f"reward    | {line}\n" for line in lines)
 
 
 def test_the_newest_accuracy_follows_a_growing_file_and_ignores_half_a_line(

@@ -17,7 +17,7 @@ from sluice.api.launch.v1 import launch_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.cli.main import commands
 from sluice.cli.run.scale import scale_rollout
-from sluice.client.launcher import LaunchedProcess, Launcher
+from sluice.client.launcher import LaunchedProcess, Launcher, Scaling
 from sluice.client.run_address import locate_run
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
@@ -130,6 +130,18 @@ class Processes:
 
 
 async def said(folder: Path, trainer: Trainer, processes: Processes, timeout_s: float) -> str:
+    console = Console(file=io.StringIO(), record=True)
+    await scaled(folder, trainer, processes, timeout_s, console)
+    return console.export_text()
+
+
+async def scaled(
+    folder: Path,
+    trainer: Trainer,
+    processes: Processes,
+    timeout_s: float,
+    console: Console | None = None,
+) -> Scaling:
     server = grpc.aio.server()
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -137,13 +149,12 @@ async def said(folder: Path, trainer: Trainer, processes: Processes, timeout_s: 
     ports = [f"sluice.trainer.endpoint.port={port}", "sluice.reward.endpoint.port=1"]
     write_config(load_config(None, ports), folder / "config.yaml")
     scale = ReplicaScale(processes, lambda number: ServiceSpec(replica_name(number), ("true",)))
-    console = Console(file=io.StringIO(), record=True)
+    shown = console or Console(file=io.StringIO())
     try:
         async with launch_service(folder, scale):
-            await scale_rollout(2, locate_run(folder), timeout_s, console)
+            return await scale_rollout(2, locate_run(folder), timeout_s, shown)
     finally:
         await server.stop(0)
-    return console.export_text()
 
 
 async def test_a_change_that_was_begun_earlier_is_waited_for(tmp_path: Path) -> None:
@@ -168,6 +179,11 @@ async def test_a_launcher_that_answers_late_once_does_not_end_the_wait(
     text = await said(tmp_path, Trainer(most=2), Processes(num_looks=5), 60.0)
     assert text.endswith("done: 2 replicas\n")
     assert len(asked) > 2
+
+
+async def test_the_change_is_returned_for_programs(tmp_path: Path) -> None:
+    change = await scaled(tmp_path, Trainer(most=2), Processes(num_looks=5), 60.0)
+    assert change == Scaling((), ())
 
 
 async def test_only_when_all_serve_there_is_nothing_to_do(tmp_path: Path) -> None:

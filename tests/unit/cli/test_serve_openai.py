@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -63,6 +65,10 @@ def test_it_serves_until_a_signal_ends_it(tmp_path: Path) -> None:
                 url = process.stdout.readline().split(" at ")[1].strip()
                 with urllib.request.urlopen(f"{url}/models", timeout=20) as answer:
                     assert b'"id":"policy"' in answer.read()
+                # The run's prompts and responses have 512 + 512 tokens.
+                asked = {"model": "policy", "prompt": "hi", "max_tokens": 100_000}
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    urllib.request.urlopen(f"{url}/completions", json.dumps(asked).encode(), 20)
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(20) == 0
             finally:

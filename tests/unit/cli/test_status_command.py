@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from sluice.concurrency.process import marked_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
+from sluice.launch.processes.supervisor import ServiceState
+from sluice.launch.replica_scale import ReplicaScale
+from sluice.launch.service_spec import ServiceSpec
+from sluice.launch.servicer import launch_service
 from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
 
 # Ports on which nothing of ours can listen.
@@ -49,7 +54,45 @@ def test_a_finished_run_says_so_to_machines(tmp_path: Path) -> None:
         "phase": "finished",
         "step": 2,
         "accuracies": [0.25, 0.75],
+        "processes": [],
     }
+
+
+class Restarting:
+    """A launcher whose trainer waits for its restart."""
+
+    def services(self) -> tuple[ServiceState, ...]:
+        reward = ServiceState("reward", 7, 0, is_draining=False, max_restarts=5)
+        trainer = ServiceState("trainer", None, 1, is_draining=False, max_restarts=5)
+        return reward, trainer
+
+    def add(self, spec: ServiceSpec) -> None: ...
+
+    def dismiss(self, name: str) -> None: ...
+
+
+async def test_a_run_whose_trainer_is_being_restarted_says_so_and_which_try_it_is(
+    tmp_path: Path,
+) -> None:
+    run = past(tmp_path, ended=False)
+    async with launch_service(tmp_path, ReplicaScale(Restarting(), no_replica)):
+        code, text = await asyncio.to_thread(status, str(run))
+        _, for_machines = await asyncio.to_thread(status, str(run), "--json")
+    assert code == 0
+    assert "starting; 2 steps finished" in text
+    assert "trainer is being restarted (try 1 of 5)" in text
+    assert "sluice up" not in text, "it runs: nobody has to start it"
+    assert json.loads(for_machines)["processes"][1] == {
+        "name": "trainer",
+        "pid": 0,
+        "restarts": 1,
+        "is_draining": False,
+        "max_restarts": 5,
+    }
+
+
+def no_replica(number: int) -> ServiceSpec:
+    raise AssertionError(f"nobody asked for replica {number}")
 
 
 def secured(folder: Path, *, ended: bool) -> Path:

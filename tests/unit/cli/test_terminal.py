@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sluice.cli.arguments import split_arguments
 from sluice.cli.policy import generate as generate_module
-from sluice.cli.terminal import output_console, print_table, printable
+from sluice.cli.terminal import counted, output_console, print_table, printable
 from sluice.types import FinishReason, Rollout, VersionSpan
 
 
@@ -126,3 +126,16 @@ def test_a_file_that_is_there_is_the_file_whatever_its_name(tmp_path: Path) -> N
     file = tmp_path / "lr=1e-3.yaml"
     file.touch()
     assert split_arguments([str(file), "data.seed=3"]) == (file, ["data.seed=3"])
+
+
+def test_a_count_into_a_file_is_a_line_every_few_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = [0.0]
+    with counted("simulating", 40, clock=lambda: now_s[0]) as advance:
+        for _ in range(20):
+            now_s[0] += 1.0
+            advance(2)
+    assert capsys.readouterr().err.splitlines() == [
+        f"simulating: {done}/40" for done in (10, 20, 30, 40)
+    ]

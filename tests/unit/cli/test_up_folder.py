@@ -49,8 +49,9 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 async def start(config: RunConfig, folder: Path) -> int:
-    console = Console(file=StringIO())
-    return (await up._start(config, folder / CONFIG_NAME, console, logs=False, ray=None)).exit_code
+    display = up.Display(Console(file=StringIO()))
+    end, _ = await up._start(config, folder / CONFIG_NAME, display, None)
+    return end.exit_code
 
 
 def left(folder: Path) -> list[str]:
@@ -77,7 +78,7 @@ def test_a_run_that_finds_no_resources_leaves_targets_of_another_alone(
 
     monkeypatch.setattr(up, "ray_plan", no_capacity)
     with pytest.raises(ConfigError, match="no resources"):
-        up.start_run(config, Console(file=StringIO()), logs=False, ray=RayOptions())
+        up.start_run(config, up.Display(Console(file=StringIO())), ray=RayOptions())
     assert left(tmp_path) == ["rollout-0.json"]
 
 

@@ -57,7 +57,7 @@ async def test_a_submission_ends_with_its_client_and_is_not_made_again() -> None
     reward, reported, is_reported = LastingReward(), list[PromptEvent](), asyncio.Event()
     async with (
         serving(reward=reward) as server,
-        asyncio.timeout(10),
+        asyncio.timeout(60),
         asyncio.TaskGroup() as tasks,
     ):
         client = AsyncClient(RunAddress(reward=server.address), policy=QUICK)
@@ -79,7 +79,7 @@ async def test_watching_the_steps_ends_with_its_client() -> None:
     reported, is_reported = list[int](), asyncio.Event()
     async with (
         serving(trainer=LastingTrainer()) as server,
-        asyncio.timeout(10),
+        asyncio.timeout(60),
         asyncio.TaskGroup() as tasks,
     ):
         client = AsyncClient(RunAddress(trainer=server.address, reward=server.address))
@@ -110,7 +110,7 @@ async def test_a_client_that_is_closed_between_two_tries_makes_no_other(asks: st
         with pytest.raises(ConfigError, match="client: it is closed"):
             await answer()
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         asking = tasks.create_task(ask())
         await asyncio.sleep(0.1)
         await client.close()

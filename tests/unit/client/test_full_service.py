@@ -171,7 +171,7 @@ async def test_a_prompt_whose_id_is_too_long_to_be_echoed_is_reported() -> None:
     async with (
         serving(reward=Refusing(capacity=1)) as server,
         AsyncClient(RunAddress(reward=server.address), policy=QUICK) as client,
-        asyncio.timeout(10),
+        asyncio.timeout(60),
     ):
         events = [event async for event in client.submit(prompts)]
     assert [event.event for event in events] == ["refused"]

@@ -158,7 +158,7 @@ async def test_a_validation_that_stands_still_is_ended_with_an_error_that_names_
     async with serving(reward=reward) as server, evaluator(server.address) as monitor:
         with pytest.raises(DeadlineError, match=r"no answer within 0\.4 s while evaluating .* 7"):
             await monitor.evaluate(7, n=None, temperature=None, stall_s=0.4)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not reward.was_cancelled:
                 await asyncio.sleep(0.01)
 

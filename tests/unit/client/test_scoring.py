@@ -194,7 +194,7 @@ async def test_scoring_ends_with_its_client() -> None:
     service = Scorers(most_items=0)
     async with (
         serving(reward=service) as server,
-        asyncio.timeout(10),
+        asyncio.timeout(60),
         asyncio.TaskGroup() as tasks,
     ):
         client = AsyncClient(RunAddress(reward=server.address), policy=QUICK)

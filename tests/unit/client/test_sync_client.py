@@ -64,7 +64,7 @@ def test_errors_are_those_of_the_asynchronous_client_and_leave_no_thread() -> No
     assert "sluice client" not in [thread.name for thread in threading.enumerate()]
 
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def prompt(prompt_id: str) -> NewPrompt:

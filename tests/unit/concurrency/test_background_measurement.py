@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sluice.concurrency.threads import BackgroundMeasurement
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def test_the_latest_result_is_returned_and_none_after_an_error() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from sluice.concurrency.threads import BoundedWriter, WriteError
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 BATCH = 64
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from sluice.concurrency.process import ProcessMark, marked_process, process_marks
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

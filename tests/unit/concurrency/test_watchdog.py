@@ -23,7 +23,7 @@ from sluice.config.schema.service import ServiceConfig
 from sluice.errors import EngineError
 
 WAITS = (Waiting("rollout-1", "generating", 34.0, 12, "prompt data-3"),)
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Scripted(StallJudge):

@@ -121,6 +121,26 @@ async def test_samples_are_filtered_searched_paged_and_opened(tmp_path: Path) ->
         assert (await server.get("/api/samples/99"))[0] == 404
 
 
+async def test_metrics_settings_logs_and_runs_have_their_answers(tmp_path: Path) -> None:
+    fill_run(make_run(tmp_path, "data.train_batch_size=7"))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "trainer.log").write_text(f"{HOSTILE}\n", encoding="utf-8")
+    async with serving(tmp_path) as server:
+        metrics = (await server.json("/api/metrics"))["metrics"]
+        reward = next(one for one in metrics if one["name"] == "critic/rewards/mean")
+        assert (reward["unit"], reward["newest"]) == ("reward", 0.5)
+        points = await server.json("/api/metric?name=critic/rewards/mean")
+        assert points["runs"] == [{"x": [1, 2, 3], "y": [-0.5, 0.0, 0.5]}]
+        assert (await server.get("/api/metric"))[0] == 400
+        assert (await server.get(f"/api/metric?name={'x' * 201}"))[0] == 400
+        assert len((await server.json("/api/runs"))["runs"]) == 1
+        settings = (await server.json("/api/settings"))["settings"]
+        assert [one["key"] for one in settings if one["is_changed"]] == ["data.train_batch_size"]
+        assert (await server.json("/api/logs"))["services"] == ["trainer"]
+        assert (await server.json("/api/logs?service=trainer"))["lines"] == [HOSTILE]
+        assert (await server.json("/api/logs?service=../config"))["lines"] == []
+
+
 async def test_every_answer_carries_the_headers_and_data_is_never_markup(tmp_path: Path) -> None:
     fill_run(make_run(tmp_path))
     paths = ["/", "/static/main.js", "/api/overview", "/api/samples", "/api/curves"]

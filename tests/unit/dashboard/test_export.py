@@ -11,6 +11,7 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -18,6 +19,8 @@ import sluice.dashboard
 from sluice.config.schema.trainer import TrainerConfig
 from sluice.dashboard.export import bundle, export_page
 from sluice.dashboard.serving import write_report
+from sluice.errors import ConfigError
+from sluice.report.versions import software_versions
 from tests.support.dashboard_run import a_group, add_groups, make_run
 from tests.support.run_folder import (
     ACCOUNTING,
@@ -122,6 +125,26 @@ def test_the_page_shows_the_use_of_tokens_and_time(tmp_path: Path) -> None:
     page = exported(tmp_path, accounts={**ACCOUNTS, **ACCOUNTING})
     accounts = page.answers["/api/overview"]["accounts"]
     assert [account["title"] for account in accounts] == ["tokens", "trainer", "rollout"]
+
+
+def test_the_page_holds_every_metric_and_the_configuration(page: Page) -> None:
+    names = [one["name"] for one in page.answers["/api/metrics"]["metrics"]]
+    assert {"critic/rewards/mean", "timing_s/step"} <= set(names)
+    for name in names:
+        assert page.answers[f"/api/metric?{urlencode({'name': name})}"]["name"] == name
+    assert page.answers["/api/settings"] == {"settings": [], "versions": software_versions()}
+
+
+def test_the_page_holds_the_runs_that_it_is_compared_with(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    for run in runs:
+        run_folder(run)
+    write_report(runs[0], tmp_path / "report.html", runs[1:])
+    found = Page(tmp_path / "report.html").answers
+    assert [run["name"] for run in found["/api/runs"]["runs"]] == ["one", "two"]
+    assert len(found["/api/metric?name=timing_s%2Fstep"]["runs"]) == 2
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        write_report(runs[0], tmp_path / "report.html", [tmp_path])
 
 
 def test_hostile_text_stays_data(page: Page) -> None:

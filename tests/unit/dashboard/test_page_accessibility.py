@@ -22,7 +22,19 @@ SCRIPTS = {
 VOID = {"meta", "link", "input", "br"}
 LEAST_TEXT, LEAST_GRAPHIC = 4.5, 3.0  # WCAG 2.2, 1.4.3 and 1.4.11
 ON_GROUND = ("text", "soft", "link", "good", "warn", "bad")
-PLOTTED = ("blue", "orange", "green", "purple", "grey", "red")
+PLOTTED = (
+    "ink",
+    "green",
+    "mint",
+    "cyan",
+    "purple",
+    "orange",
+    "red",
+    "olive",
+    "brown",
+    "grey",
+    "silver",
+)
 
 
 class Outline(HTMLParser):
@@ -82,12 +94,12 @@ def test_references_lead_to_something(outline: Outline) -> None:
 
 def test_every_field_has_a_label_and_every_button_says_its_kind(outline: Outline) -> None:
     labelled = {attributes["for"] for attributes in outline.all("label")}
-    assert {attributes["id"] for attributes in outline.all("input")} <= labelled
+    assert {attributes["id"] for attributes in outline.all("input", "select")} <= labelled
     assert all(a.get("type") in {"button", "submit", "reset"} for a in outline.all("button"))
 
 
 def test_tables_have_captions_and_heads_with_scope(outline: Outline) -> None:
-    assert len(outline.all("caption")) == len(outline.all("table")) == 3
+    assert len(outline.all("caption")) == len(outline.all("table")) == 4
     assert all(attributes.get("scope") == "col" for attributes in outline.all("th"))
     made = [text for text in SCRIPTS.values() if 'element(\n    "table"' in text]
     assert made
@@ -97,9 +109,9 @@ def test_tables_have_captions_and_heads_with_scope(outline: Outline) -> None:
 def test_every_chart_is_an_image_with_words_a_caption_and_a_table(outline: Outline) -> None:
     figures = outline.all("figure")
     assert len(figures) == len(outline.all("figcaption")) >= 8
-    curves = SCRIPTS["curves.js"]
+    drawn = SCRIPTS["curves.js"] + SCRIPTS["metrics.js"]
     for figure in figures:
-        assert re.search(rf"\b{str(figure['id']).removeprefix('chart-')}\b", curves)
+        assert re.search(rf"\b{str(figure['id']).removeprefix('chart-')}\b", drawn)
     assert 'role: "img"' in SCRIPTS["chart.js"]
     assert 'setAttribute("aria-label"' in SCRIPTS["chart.js"]
 
@@ -173,6 +185,10 @@ def test_text_and_drawings_stand_out_from_their_background(scheme: str) -> None:
 def test_the_measure_of_contrast_is_wcags() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21.0)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
+
+
+def test_a_hidden_part_stays_hidden_whatever_its_style() -> None:
+    assert "[hidden] { display: none !important; }" in STYLE
 
 
 def test_charts_reserve_their_space_before_they_appear() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from sluice.client.launcher import LaunchedProcess
 from sluice.client.run_monitor import ReplicaSnapshot
 from sluice.dashboard.overview import RunFacts, RunVerdict, health_of
 
@@ -41,6 +42,23 @@ def test_a_run_that_gets_on_is_healthy() -> None:
             replace(WELL, phase_seconds=61.0, wait="the reward service is stopped"),
             RunVerdict.ATTENTION,
             "training for 61 s; the reward service is stopped",
+        ),
+        (
+            replace(
+                WELL,
+                processes=(LaunchedProcess("rollout-1", 0, 2, is_draining=False, max_restarts=5),),
+            ),
+            RunVerdict.ATTENTION,
+            "rollout-1 is being restarted (try 2 of 5)",
+        ),
+        (
+            replace(
+                WELL,
+                answers=False,
+                processes=(LaunchedProcess("trainer", 0, 1, is_draining=False, max_restarts=5),),
+            ),
+            RunVerdict.TROUBLE,
+            "trainer is being restarted (try 1 of 5)",
         ),
         (replace(WELL, phase="paused", phase_seconds=5.0), RunVerdict.ATTENTION, "held between"),
         (

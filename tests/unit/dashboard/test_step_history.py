@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sluice.dashboard import step_history
-from sluice.dashboard.curves import curve_points
+from sluice.dashboard.curves import curve_points, metric_points
 from sluice.dashboard.line_tail import LineTail
 from sluice.dashboard.step_history import StepHistory
 from tests.support.dashboard_run import add_lines, step_row
@@ -79,6 +79,49 @@ def test_validations_are_distinguished_from_steps(tmp_path: Path) -> None:
     read(history)
     assert history.accuracies() == [(0, 0.5)]
     assert history.steps.tolist() == [1]
+
+
+def test_every_metric_of_steps_and_of_validations_can_be_plotted(tmp_path: Path) -> None:
+    rows = [{"step": 0, "val/failed": 3.0}, step_row(1), step_row(2, new=5.0), step_row(3)]
+    add_lines(tmp_path / "metrics.jsonl", [*rows, {"step": 3, "val/failed": 1.0}])
+    history = StepHistory(tmp_path)
+    read(history)
+    assert history.names == ["new", "training/global_step", "val/failed"]
+    assert metric_points(history, "new", 100) == {"x": [2], "y": [5.0]}
+    assert metric_points(history, "val/failed", 100) == {"x": [0, 3], "y": [3.0, 1.0]}
+    assert metric_points(history, "nothing", 100) == {"x": [], "y": []}
+
+
+def test_the_phases_of_a_step_add_up_to_its_seconds(tmp_path: Path) -> None:
+    seconds = {
+        "timing_s/step": 10.0,
+        "timing_s/wait_batch": 4.0,
+        "timing_s/old_log_prob": 1.0,
+        "timing_s/update_actor": 2.0,
+        "timing_s/adv": 0.5,
+        "timing_s/update_weights": 1.0,
+    }
+    add_lines(tmp_path / "metrics.jsonl", [step_row(1, **seconds), step_row(2)])
+    history = StepHistory(tmp_path)
+    read(history)
+    timing = curve_points(history, 100)["timing"]
+    assert (timing["batch"], timing["logprobs"], timing["update"]) == ([4.0, 0], [1.0, 0], [2.5, 0])
+    assert (timing["weights"], timing["checkpoint"], timing["other"]) == (
+        [1.0, 0],
+        [0, 0],
+        [1.5, 0],
+    )
+
+
+def test_a_file_with_ever_new_names_fills_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_history, "_MOST_METRICS", 5)
+    add_lines(tmp_path / "metrics.jsonl", [step_row(n, **{f"name{n}": 1.0}) for n in range(1, 100)])
+    history = StepHistory(tmp_path)
+    read(history)
+    assert len(history.names) <= 5
+    assert history.steps.size == 99
 
 
 def test_a_hundred_thousand_steps_become_few_points_with_their_peak(tmp_path: Path) -> None:

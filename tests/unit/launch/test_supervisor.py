@@ -16,6 +16,7 @@ from sluice.concurrency.process import EXIT_MISSING_PACKAGE
 from sluice.launch.processes import supervisor as supervisor_module
 from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, ServiceSpec
 from tests.support.scripted_children import (
+    POLITE,
     SLEEP,
     STUBBORN,
     WAIT_S,
@@ -214,6 +215,61 @@ async def test_one_signal_ends_everything_in_order_with_130(
     assert (end.exit_code, end.failures) == (130, ())
     assert all(run.said(name) == ["ready", "bye"] for name in ("reward", "trainer", "rollout-0"))
     await until_gone(*run.pids)
+
+
+async def test_the_first_interrupt_lets_the_run_save_and_reach_its_end(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    async def save() -> bool:
+        await asyncio.to_thread(gate.write_text, "go")
+        return True
+
+    trains = f"print('ready'); open({str(gate)!r}).read(); print('saved')"
+    run = Supervised(
+        tmp_path / "logs", polite("reward"), spec("trainer", trains, ends_run=True), save=save
+    )
+    end = await run.run(when_ready=end_self(signal.SIGINT))
+    assert (end.exit_code, end.failures) == (130, ())
+    assert run.said("trainer") == ["ready", "saved"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_second_signal_ends_a_run_that_saves_at_once(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    async def save() -> bool:
+        end_self(number)()
+        return True
+
+    trainer = spec("trainer", POLITE.format(code=0), ends_run=True)
+    run = Supervised(tmp_path, polite("reward"), trainer, save=save)
+    end = await run.run(when_ready=end_self(signal.SIGINT))
+    assert (end.exit_code, end.failures) == (130, ())
+    assert run.said("trainer") == ["ready", "bye"]
+
+
+async def test_an_interrupt_of_a_run_that_cannot_save_ends_it_at_once(tmp_path: Path) -> None:
+    async def save() -> bool:
+        return False
+
+    run = Supervised(tmp_path, polite("reward"), polite("trainer"), save=save)
+    assert (await run.run(when_ready=end_self(signal.SIGINT))).exit_code == 130
+
+
+async def test_a_trainer_that_fails_while_it_saves_is_not_started_again(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    async def save() -> bool:
+        await asyncio.to_thread(gate.write_text, "go")
+        return True
+
+    fails = f"print('ready'); open({str(gate)!r}).read(); raise SystemExit(7)"
+    trainer = spec("trainer", fails, max_restarts=3, ends_run=True)
+    end = await Supervised(tmp_path / "logs", trainer, save=save).run(end_self(signal.SIGINT))
+    assert end.exit_code == 1
+    assert end.failures == ("trainer ended with code 7:\n  ready",)
 
 
 async def test_processes_that_have_no_handler_yet_may_die_of_the_signal(tmp_path: Path) -> None:

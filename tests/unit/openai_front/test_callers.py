@@ -39,7 +39,7 @@ async def test_one_key_cannot_take_the_choices_of_another(tmp_path: Path) -> Non
     async with (
         token_replicas(replica) as addresses,
         http_front(*addresses, settings=settings) as front,
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         asyncio.TaskGroup() as tasks,
     ):
         waiting = tasks.create_task(posted(front, FIRST, 2))

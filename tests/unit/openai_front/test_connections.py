@@ -44,7 +44,7 @@ async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> b
 
 async def test_connections_beyond_the_limit_get_503_and_are_closed() -> None:
     settings = FrontSettings(max_connections=2)
-    async with http_front("127.0.0.1:1", settings=settings) as front, asyncio.timeout(20):
+    async with http_front("127.0.0.1:1", settings=settings) as front, asyncio.timeout(60):
         async with connected(front) as first, connected(front) as second:
             for each in (first, second):
                 assert b" 200 " in await asked(*each)
@@ -72,7 +72,7 @@ async def test_a_connection_on_which_nothing_whole_is_asked_is_closed(
     monkeypatch.setattr(web_app, "_IDLE_S", IDLE_S)
     async with (
         http_front("127.0.0.1:1") as front,
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         connected(front) as (reader, writer),
     ):
         writer.write(sent)
@@ -85,7 +85,7 @@ async def test_a_head_that_dribbles_in_does_not_keep_a_connection_open(
     monkeypatch.setattr(web_app, "_IDLE_S", IDLE_S)
     async with (
         http_front("127.0.0.1:1") as front,
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         connected(front) as (reader, writer),
         asyncio.TaskGroup() as tasks,
     ):
@@ -117,7 +117,7 @@ async def test_a_request_that_is_being_answered_is_not_idle(
     async with (
         token_replicas(replica) as addresses,
         http_front(*addresses) as front,
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         asyncio.TaskGroup() as tasks,
     ):
         waiting = tasks.create_task(front.post(COMPLETION, **ASKED))

@@ -108,7 +108,7 @@ async def test_a_caller_that_goes_away_ends_its_samples(stream: bool) -> None:
     replica = TokenReplica(hangs_after=0)
     async with token_replicas(replica) as addresses, http_front(*addresses) as front:
         body = {"model": "policy", "messages": TURNS, "stream": stream}
-        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             posting = tasks.create_task(front.post(CHAT, **body))
             await until(lambda: bool(replica.requests))
             posting.cancel()
@@ -221,3 +221,18 @@ async def test_more_choices_than_a_replica_accepts_in_one_call_take_several() ->
     budgets = sorted(request.token_budget for request in replica.requests)
     assert budgets == [2 * 88, 2 * 256, 2 * 256]
     assert sorted(sum(indexes, ())) == list(range(600))
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_more_tokens_than_the_runs_context_are_refused_with_the_most(field: str) -> None:
+    settings = FrontSettings(max_tokens=99)
+    async with (
+        token_replicas(TokenReplica()) as addresses,
+        http_front(*addresses, settings=settings) as front,
+    ):
+        asked = {"model": "policy", "messages": TURNS}
+        refused, body = await front.post(CHAT, **asked, **{field: 100})
+        accepted, _ = await front.post(CHAT, **asked, **{field: 99})
+    assert (refused, accepted) == (400, 200)
+    assert body["error"]["param"] == field
+    assert "send at most 99" in body["error"]["message"]

@@ -126,7 +126,7 @@ async def test_a_body_that_does_not_come_is_waited_for_only_so_long(
         yield b'{"model": '
         await asyncio.sleep(30)
 
-    async with http_front("127.0.0.1:1") as front, asyncio.timeout(20):
+    async with http_front("127.0.0.1:1") as front, asyncio.timeout(60):
         request = front.session.post(f"{front.base_url}{COMPLETION}", data=slow())
         async with request as answer:
             assert answer.status == 408
@@ -153,7 +153,7 @@ async def test_more_choices_than_are_sampled_at_once_get_429() -> None:
     async with (
         token_replicas(replica) as addresses,
         http_front(*addresses, settings=settings) as front,
-        asyncio.timeout(20),
+        asyncio.timeout(60),
         asyncio.TaskGroup() as tasks,
     ):
         first = tasks.create_task(front.post(COMPLETION, **ASKED, n=2))
@@ -227,7 +227,7 @@ async def test_the_end_of_the_server_does_not_wait_for_its_callers(
         token_replicas(replica) as addresses,
         AsyncClient(RunAddress(replicas=addresses)) as client,
         aiohttp.ClientSession() as session,
-        asyncio.timeout(20),
+        asyncio.timeout(60),
     ):
         async with listening(OpenAIFront(client, FrontSettings()), "127.0.0.1", 0) as port:
             url = f"http://127.0.0.1:{port}{COMPLETION}"

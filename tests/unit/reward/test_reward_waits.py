@@ -26,7 +26,7 @@ from tests.support.reward_app import (
 IDLE = LoopFacts(
     is_announced=True,
     num_replicas=1,
-    leased_batch=None,
+    leased_step=None,
     batch_asked=False,
     num_generating=0,
     num_grading=0,
@@ -50,7 +50,7 @@ IDLE = LoopFacts(
                 ("scorer pool", "grading 2 groups"),
             ],
         ),
-        ({"leased_batch": "b7"}, [("trainer", "training batch b7")]),
+        ({"leased_step": 7}, [("trainer", "training the batch of step 7")]),
         ({"num_kept": 8}, [("trainer", "taking the batch that is ready")]),
         ({"num_in_training": 8}, [("trainer", "announcing the next policy version")]),
         (

@@ -268,7 +268,7 @@ async def _ends_of(
 
         app.groups.observe(note)
         submit(app, [f"prompt {number}" for number in range(12)])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(ended) < 12:
                 await _train_what_is_kept(app, client)
         accounts = app.ledger

@@ -56,7 +56,7 @@ async def test_a_client_has_at_most_its_responses_under_way_and_others_theirs() 
     scorer = SlowScorer()
     requests = ScoreRequests(scorer, max_client_items=4)
     reported = r"client 'a': 3 responses to grade .*max_client_score_items allows 4: wait"
-    async with asyncio.timeout(10), under_way(requests, scorer, client="a", num_items=3):
+    async with asyncio.timeout(60), under_way(requests, scorer, client="a", num_items=3):
         with pytest.raises(ExhaustedError, match=reported):
             await requests.score([ITEM] * 2, "a")
         async with under_way(requests, scorer, client="b", num_items=4):
@@ -72,7 +72,7 @@ async def test_more_responses_than_a_client_may_ever_have_are_no_request() -> No
 async def test_one_client_cannot_take_all_calls() -> None:
     scorer = SlowScorer()
     requests = ScoreRequests(scorer)
-    async with asyncio.timeout(10), AsyncExitStack() as calls:
+    async with asyncio.timeout(60), AsyncExitStack() as calls:
         for _ in range(MAX_CLIENT_CALLS):
             await calls.enter_async_context(under_way(requests, scorer, client="a", num_items=1))
         with pytest.raises(ExhaustedError, match="client 'a': 16 Score calls"):
@@ -84,7 +84,7 @@ async def test_by_default_a_client_may_have_four_of_the_largest_calls_at_once() 
     assert LimitsConfig().max_client_score_items == DEFAULT_CLIENT_ITEMS
     scorer = SlowScorer()
     requests = ScoreRequests(scorer)
-    async with asyncio.timeout(10), AsyncExitStack() as calls:
+    async with asyncio.timeout(60), AsyncExitStack() as calls:
         for _ in range(4):
             call = under_way(requests, scorer, client="a", num_items=MAX_ITEMS)
             await calls.enter_async_context(call)

@@ -135,7 +135,7 @@ class Setting:
         return await self.ask(request)
 
     async def ask(self, request: GroupRequest) -> RolloutGroup:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             self.tokens = request.progress
             request.progress.on_oldest_version = self.reported.append
             if request.purpose is Purpose.TRAINING:

@@ -44,6 +44,7 @@ class Rows:
     """A validation set whose prompts are answered right by the first sample only."""
 
     def __init__(self, count: int) -> None:
+        self.rows_per_epoch = count
         asked = [(ChatMessage("user", f"answer=1 right=1 number={i}"),) for i in range(count)]
         self._draws = [IssuedRow(i, PromptRow(a, "math_dapo", "1")) for i, a in enumerate(asked)]
 
@@ -174,6 +175,21 @@ class HeldPrompts:
     async def __call__(self, _name: str, request: GroupRequest, _index: int) -> None:
         if request.prompt.prompt_id == self.prompt_id:
             await self.gate.wait()
+
+
+async def test_a_running_validation_shows_how_far_it_is() -> None:
+    held = HeldPrompts("validation-5")
+    world = World(ScriptedClient(before_sample=held), 6)
+    validation = world.validation
+    assert (validation.num_prompts_done, validation.num_prompts) == (0, 0)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(world.run())
+        async with asyncio.timeout(60):
+            while validation.num_prompts_done < 5:
+                await asyncio.sleep(0)
+        assert validation.num_prompts == 6
+        held.gate.set()
+    assert (validation.num_prompts_done, validation.num_prompts) == (0, 0)
 
 
 async def test_tokens_are_let_go_as_soon_as_a_group_is_graded() -> None:

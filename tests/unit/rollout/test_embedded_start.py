@@ -73,7 +73,7 @@ def joining(loop: Loop, post: Join, others: int) -> Callable[[], None]:
 
 
 async def first_step(loop: Loop) -> int:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await loop.stepped.wait()
     return loop.steps[0]
 

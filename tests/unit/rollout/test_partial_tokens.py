@@ -99,7 +99,7 @@ async def events_of(
     async def send(event: GenerationEvent) -> None:
         events.append(event)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await GenerationRunner(engine, Digits().decode).run(wanted, partials, options, send)
     return events
 

@@ -111,7 +111,7 @@ def replica(trainer: Trainer, version: int | None = 3) -> Registration:
 async def play(trainer: Trainer, *script: tuple[str, Any]) -> None:
     """Runs a replica to the end of the script."""
     trainer.script = list(script)
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(replica(trainer).run())
         await trainer.over.wait()
         running.cancel()
@@ -209,7 +209,7 @@ async def test_a_trainer_that_left_first_need_not_know_of_the_drain(
     assert not caplog.records
 
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Engine:

@@ -116,7 +116,7 @@ async def _cancel_while_laid_out(engine: SglangEngine, version: int) -> None:
 
 
 async def test_what_a_cancelled_stage_has_laid_out_is_freed(engine: SglangEngine) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await _cancel_while_laid_out(engine, 1)
         (handover,) = _SlowHandover.made
         while handover.folder.exists():
@@ -126,7 +126,7 @@ async def test_what_a_cancelled_stage_has_laid_out_is_freed(engine: SglangEngine
 async def test_a_commit_of_what_was_not_laid_out_is_refused_after_an_earlier_versions_swap(
     engine: SglangEngine, core: _Core
 ) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await engine.stage(1, 1)
         assert (await engine.commit(1, 1, _digest(1))).stall_s == 0.5
         await _cancel_while_laid_out(engine, 2)
@@ -139,7 +139,7 @@ async def test_a_commit_after_a_cancelled_one_waits_for_the_swap_that_has_begun(
     engine: SglangEngine, core: _Core
 ) -> None:
     core.may_end.clear()
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         await engine.stage(1, 1)
         first = tasks.create_task(engine.commit(1, 1, _digest(1)))
         while not core.swaps:

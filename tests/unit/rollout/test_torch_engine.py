@@ -52,7 +52,7 @@ def model(model_path: Path) -> PreTrainedModel:
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.002)
 

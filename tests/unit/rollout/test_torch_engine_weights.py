@@ -231,7 +231,7 @@ async def test_aborting_ends_a_stage_that_waits_for_the_sender(trainer: _Trainer
     await trainer.form(1)
     assert trainer.engine._inbox is not None
     receiver = trainer.engine._inbox._receiver
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         staged = tasks.create_task(_error_of(trainer.engine.stage(1, 4)))
         while not receiver._staging.locked():
             await asyncio.sleep(0.002)

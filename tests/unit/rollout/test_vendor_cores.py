@@ -188,7 +188,7 @@ class _Vendor:
     async def whole(self, wanted: GenerationRequest, pace: Pace = _WHOLE) -> list[Any]:
         """Sample to the end; return the chunks as tokens, version and finish reason."""
         chunks: list[Any] = []
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             stream, _ = self.begin(tasks, wanted, number=7, pace=pace)
             while stream.open_samples:
                 chunks += await stream.next()
@@ -197,7 +197,7 @@ class _Vendor:
 
 @pytest.fixture(params=["vllm", "sglang"])
 async def vendor(request: pytest.FixtureRequest) -> AsyncIterator[_Vendor]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         yield _Vendor(request.param)
 
 
@@ -268,7 +268,7 @@ async def test_encoded_images_are_forgotten_before_the_new_weights_have_a_name(
 
 async def test_when_no_worker_took_the_new_weights_the_old_ones_serve(vllm: _Vendor) -> None:
     vllm.client.applied = _NOT_STAGED
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         stream, running = vllm.begin(tasks)
         with pytest.raises(WeightSyncError):
             await vllm.swap(2, "two")
@@ -302,7 +302,7 @@ async def test_samples_that_follow_a_first_one_into_a_pause_wait_for_its_end(
     sglang: _Vendor,
 ) -> None:
     sglang.client.generating.clear()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         stream, running = sglang.begin(tasks, request(max_tokens=40, samples=3))
         await _turns()
         await sglang.core.pause(PauseMode.KEEP)

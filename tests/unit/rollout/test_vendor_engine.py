@@ -95,7 +95,7 @@ async def core() -> _Core:
 async def engine(core: _Core) -> AsyncIterator[_Engine]:
     engine = _Engine(core)
     await engine.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         yield engine
     await engine.stop()
 

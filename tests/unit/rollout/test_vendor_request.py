@@ -141,7 +141,7 @@ async def _ended(
 ) -> tuple[_Chunks, _Vendor]:
     vendor = script if isinstance(script, _Vendor) else _Vendor(script)
     run, chunks = _run(vendor, wanted, pace)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await run.run()
     assert run.sampled == vendor.sampled
     return chunks, vendor
@@ -172,7 +172,7 @@ async def test_tokens_of_unfinished_samples_are_handed_on_at_the_interval_asked_
     vendor = _Vendor([_delta([4]), 2, _delta([5]), None, _delta([6], "length")])
     pace = Pace(every_token=False, interval_s=0.001)
     run, chunks = _run(vendor, request(), pace, vendor.may_continue.set)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await run.run()
     assert chunks.reported == [([4], 1, None), ([5], 2, None), ([6], 2, FinishReason.LENGTH)]
 
@@ -243,7 +243,7 @@ async def test_without_weights_nothing_is_sampled() -> None:
 async def test_the_others_follow_a_first_sample_once_the_prompt_is_cached() -> None:
     vendor = _Vendor([None], first_goes_ahead=True)
     run, _ = _run(vendor, request(samples=3))
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
         assert await vendor.waiting.get() == "0-0"
         assert vendor.names == ["0-0"]
@@ -265,7 +265,7 @@ async def test_nothing_is_sent_while_the_engine_does_not_sample() -> None:
     vendor = _Vendor([_delta([5], "stop")])
     run, chunks = _run(vendor, request())
     vendor.generating.clear()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(run.run())
         await vendor.is_awaited.wait()
         await run.until_none_is_sent()
@@ -278,7 +278,7 @@ async def test_what_was_put_back_is_sent_again_by_another_name_and_what_has_toke
     vendor = _Vendor([_delta([4]), None, _delta([5], "stop")], first_goes_ahead=True)
     run, chunks = _run(vendor, request(samples=3))
     vendor.slots = 1
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
         while len(vendor.names) < 3:
             await asyncio.sleep(0)
@@ -302,7 +302,7 @@ async def test_what_is_put_back_can_be_cancelled_with_its_request(put_back_first
     vendor = _Vendor([None])
     run, chunks = _run(vendor, request())
     calls = [run.put_back, run.cancel]
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
         await vendor.waiting.get()
         for call in calls if put_back_first else reversed(calls):
@@ -314,7 +314,7 @@ async def test_what_is_put_back_can_be_cancelled_with_its_request(put_back_first
 async def test_others_follow_a_first_sample_that_was_put_back_once_its_prompt_is_cached() -> None:
     vendor = _Vendor([None], first_goes_ahead=True)
     run, _ = _run(vendor, request(samples=3))
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
         await vendor.waiting.get()
         run.put_back()
@@ -327,7 +327,7 @@ async def test_others_follow_a_first_sample_that_was_put_back_once_its_prompt_is
 async def test_giving_up_ends_samples_as_aborted_with_what_they_have_and_once_only() -> None:
     vendor = _Vendor([_delta([4]), _delta([5]), None])
     run, chunks = _run(vendor, request(samples=2))
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
         assert {await vendor.waiting.get() for _ in range(2)} == {"0-0", "1-0"}
         run.give_up()
@@ -343,7 +343,7 @@ async def test_a_token_that_was_on_its_way_when_samples_were_given_up_is_not_use
 ) -> None:
     vendor = _Vendor([_delta([4]), None, last])
     run, chunks = _run(vendor, request(), _SINGLE)
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.run())
         await vendor.waiting.get()
         vendor.may_continue.set()
@@ -361,7 +361,7 @@ async def test_an_error_that_comes_with_the_last_chunks_is_raised_after_them() -
     stream = ChunkStream("vLLM engine", 1)
     stream.post([_chunk()])
     stream.end(EngineError("gone"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert len(await stream.next()) == 1
         with pytest.raises(EngineError, match="gone"):
             await stream.next()
@@ -371,7 +371,7 @@ async def test_a_request_that_ends_without_all_samples_is_an_error() -> None:
     stream = ChunkStream("vLLM engine", 2)
     stream.post([_chunk(FinishReason.STOP)])
     stream.end(None)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await stream.next()
         with pytest.raises(EngineError, match="without all"):
             await stream.next()

@@ -49,7 +49,7 @@ def worker() -> Iterator[WeightWorker]:
 
 
 async def _outcome(worker: WeightWorker) -> Outcome:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (found := worker.sluice_outcome()) is None:
             await asyncio.sleep(0.002)
         return found

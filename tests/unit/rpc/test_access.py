@@ -149,7 +149,7 @@ async def ending(method: tuple[str, Any]) -> grpc.StatusCode:
     kind, call = method
     given = iter([b""]) if kind.startswith("stream") else b""
     try:
-        answer = call(given, timeout=10)
+        answer = call(given, timeout=60)
         if kind.endswith("stream"):
             async for _ in answer:
                 pass
@@ -207,7 +207,7 @@ async def test_a_method_that_does_not_exist_is_refused_like_one_that_does() -> N
 async def test_health_answers_without_a_token_and_reflection_does_not(caller: Credentials) -> None:
     async with Serving(TOKENS_ONLY) as address, channel(address, caller) as opened:
         request = health_pb2.HealthCheckRequest(service=REWARD)
-        answer = await health_pb2_grpc.HealthStub(opened).Check(request, timeout=10)
+        answer = await health_pb2_grpc.HealthStub(opened).Check(request, timeout=60)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await reflected(opened)
@@ -219,7 +219,7 @@ async def test_health_answers_without_a_token_and_reflection_does_not(caller: Cr
 async def reflected(opened: grpc.aio.Channel) -> set[str]:
     requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
     stub = reflection_pb2_grpc.ServerReflectionStub(opened)
-    answers = [answer async for answer in stub.ServerReflectionInfo(requests, timeout=10)]
+    answers = [answer async for answer in stub.ServerReflectionInfo(requests, timeout=60)]
     return {service.name for a in answers for service in a.list_services_response.service}
 
 
@@ -228,7 +228,7 @@ async def test_a_stream_both_ways_bears_the_token(encrypted: bool) -> None:
     both = mutual(service_key(), tokens=ACCEPTED) if encrypted else TOKENS_ONLY
     prompts = [reward_pb2.SubmitPromptsRequest(prompt_id=name) for name in "abc"]
     async with Serving(both) as address, channel(address, both) as opened:
-        call = reward_stub(opened).SubmitPrompts(iter(prompts), timeout=10)
+        call = reward_stub(opened).SubmitPrompts(iter(prompts), timeout=60)
         assert [answer.receipt.prompt_id async for answer in call] == ["a", "b", "c"]
 
 
@@ -249,7 +249,7 @@ async def test_a_refusal_of_a_role_names_the_method_and_the_role_that_may() -> N
     caller = Credentials(tokens=bearing(CLIENT_TOKEN))
     async with Serving(TOKENS_ONLY) as address, channel(address, caller) as opened:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await reward_stub(opened).TakeBatch(reward_pb2.TakeBatchRequest(), timeout=10)
+            await reward_stub(opened).TakeBatch(reward_pb2.TakeBatchRequest(), timeout=60)
     assert refused.value.code() is DENIED
     assert refused.value.details() == (
         "a token of the role client may not call /sluice.api.reward.v1.RewardService/TakeBatch; "
@@ -319,9 +319,9 @@ async def test_a_port_for_probes_answers_health_and_nothing_else() -> None:
     async with secured, channel(f"127.0.0.1:{port}", OPEN) as opened:
         request = health_pb2.HealthCheckRequest(service=REWARD)
         stub = health_pb2_grpc.HealthStub(opened)
-        assert (await stub.Check(request, timeout=10)).status == 1
+        assert (await stub.Check(request, timeout=60)).status == 1
         await secured.server.set_serving(serving=False)
-        assert (await stub.Check(request, timeout=10)).status == 2
+        assert (await stub.Check(request, timeout=60)).status == 2
         found = await codes(f"127.0.0.1:{port}", TOKENS_ONLY)
         assert set(found.values()) == {grpc.StatusCode.UNIMPLEMENTED}
 
@@ -345,10 +345,10 @@ async def test_a_token_is_replaced_without_a_refused_call_or_a_restart() -> None
         steps = [(server, (old, new)), (caller, (old, new)), (caller, (new, old)), (server, (new,))]
         for side, secrets in steps:
             side.secrets = secrets
-            await stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
+            await stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=60)
         caller.secrets = (old,)
         with pytest.raises(grpc.aio.AioRpcError, match="unknown"):
-            await stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
+            await stub.GetStatus(reward_pb2.GetStatusRequest(), timeout=60)
 
 
 async def one_by_one(prompts: asyncio.Queue[str]) -> AsyncIterator[Any]:

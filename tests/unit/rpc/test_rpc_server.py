@@ -44,7 +44,7 @@ async def _raise(error: Exception) -> None:
 async def failed_status(servicer: Any) -> grpc.aio.AioRpcError:
     async with connected(reward=servicer) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await reward_stub(channel).GetStatus(reward_pb2.GetStatusRequest(), timeout=10)
+            await reward_stub(channel).GetStatus(reward_pb2.GetStatusRequest(), timeout=60)
     return caught.value
 
 
@@ -103,14 +103,14 @@ async def test_a_message_over_the_limit_is_refused_before_the_handler() -> None:
     large = reward_pb2.ScoreRequest(items=[reward_pb2.ScoreItem(response="x" * LIMIT_BYTES)])
     async with connected(reward=peer) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await reward_stub(channel).Score(large, timeout=10)
+            await reward_stub(channel).Score(large, timeout=60)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert peer.calls == 0
 
 
 async def test_a_cancelled_call_cancels_its_handler() -> None:
     peer = Counting()
-    async with connected(reward=peer) as channel, asyncio.timeout(10):
+    async with connected(reward=peer) as channel, asyncio.timeout(60):
         call = reward_stub(channel).GetStatus(reward_pb2.GetStatusRequest())
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(peer.entered.wait())
@@ -155,7 +155,7 @@ async def test_a_foreign_interface_is_one_clear_error(host: str) -> None:
 
 async def health(channel: grpc.aio.Channel, service: str) -> Any:
     request = health_pb2.HealthCheckRequest(service=service)
-    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+    return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)).status
 
 
 async def test_health_answers_for_the_server_and_each_service_and_follows_its_state() -> None:
@@ -178,7 +178,7 @@ async def test_reflection_lists_the_services_and_describes_them() -> None:
     ]
     async with connected() as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=10)]
+        answers = [answer async for answer in stub.ServerReflectionInfo(iter(requests), timeout=60)]
     names = {service.name for service in answers[0].list_services_response.service}
     assert {REWARD, TRAINER, "grpc.health.v1.Health"} <= names
     assert answers[1].file_descriptor_response.file_descriptor_proto

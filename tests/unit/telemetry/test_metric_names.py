@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +24,12 @@ from services.trainer.metrics.step_metrics import (
     step_metrics,
 )
 from services.trainer.telemetry import memory_metrics
-from sluice.algorithm.accounting import RECEIVED, ReplicaCounters, run_accounts
+from sluice.algorithm.accounting import (
+    RECEIVED,
+    ReplicaCounters,
+    run_accounts,
+    with_tokens_before_restart,
+)
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.device.cpu import CpuDevice
 from sluice.telemetry.metric_names import instruments
@@ -172,7 +178,9 @@ def test_the_rows_of_the_accounts_are_those_that_are_emitted() -> None:
     )
     phases = dict.fromkeys(map(str, RunPhase), 1.0)
     accounts = run_accounts(fleet, dict.fromkeys(RECEIVED, 1.0), phases, 9.0)
-    emitted = account_metrics(accounts.as_mapping())
+    assert accounts.tokens is not None
+    tokens = with_tokens_before_restart(accounts.tokens, 3.0)
+    emitted = account_metrics(replace(accounts, tokens=tokens).as_mapping())
     assert without_row(emitted) == []
     rows = {name for name in NAMES if name.startswith("accounts/") and "<" not in name}
     assert rows <= set(emitted)

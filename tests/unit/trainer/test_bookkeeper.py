@@ -43,12 +43,20 @@ class ScriptedCounters:
         self.loads: dict[str, list[ReplicaCounters | Exception]] = {}
         self.reported: list[Mapping[str, float] | Exception] = [{}]
         self.wall_s = 10.0
-        self.run_accounting = RunAccountant(
+        self.run_accounting = self._accountant()
+
+    def restart(self) -> None:
+        """The trainer starts again: its accounts begin anew, its peers continue."""
+        self.run_accounting = self._accountant(has_restarted=True)
+
+    def _accountant(self, *, has_restarted: bool = False) -> RunAccountant:
+        return RunAccountant(
             self.fleet,
             self.state,
             ask_replica=self.ask_replica,
             ask_reward=self.ask_reward,
             wall_s=lambda: self.wall_s,
+            has_restarted=has_restarted,
         )
 
     def register(self, name: str, *loads: ReplicaCounters | Exception) -> ReplicaInfo:
@@ -101,7 +109,7 @@ async def test_the_fleet_is_asked_at_once_between_two_looks_at_the_reward_servic
         asked.append("replica")
         if asked.count("replica") == 2:
             all_asked.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await all_asked.wait()
         return load(1)
 
@@ -133,6 +141,38 @@ async def test_tokens_that_were_lost_are_in_the_live_residual(accounting: Script
     accounting.reported = [reported(pending=70.0)]
     named = await accounting.run_accounting.take()
     assert (named["tokens_residual"], named["tokens_residual_share"]) == (10, 0.1)
+
+
+async def test_after_a_restart_of_trainer_and_reward_service_tokens_of_before_have_a_name(
+    accounting: ScriptedCounters,
+) -> None:
+    accounting.restart()
+    accounting.register("a", load(1000), load(1400))
+    accounting.reported = [reported(pending=10.0)] * 3 + [reported(trained=400.0, pending=10.0)]
+    first = await accounting.run_accounting.take()
+    assert (first["tokens/before_restart"], first["tokens_residual"]) == (990, 0)
+    later = await accounting.run_accounting.take()
+    assert (later["tokens/before_restart"], later["tokens_residual"]) == (990, 0)
+
+
+async def test_tokens_of_replicas_that_a_restarted_trainer_never_met_belong_to_the_total(
+    accounting: ScriptedCounters,
+) -> None:
+    accounting.restart()
+    accounting.register("a", load(100))
+    accounting.reported = [reported(trained=600.0)]
+    named = await accounting.run_accounting.take()
+    assert (named["generated_tokens"], named["tokens_residual"]) == (600, 0)
+
+
+async def test_a_restart_of_the_reward_service_alone_leaves_no_residual_either(
+    accounting: ScriptedCounters,
+) -> None:
+    accounting.register("a", load(100), load(180))
+    accounting.reported = [reported(trained=100.0)] * 2 + [reported(pending=30.0)]
+    await accounting.run_accounting.take()
+    named = await accounting.run_accounting.take()
+    assert (named["tokens/before_restart"], named["tokens_residual"]) == (50, 0)
 
 
 async def test_tokens_on_the_wire_are_asked_for_once_more(accounting: ScriptedCounters) -> None:
@@ -175,7 +215,7 @@ async def test_who_hangs_holds_nobody_up_for_longer_than_a_take_may_last(
     run_accounting = RunAccountant(
         accounting.fleet, accounting.state, ask_replica=hang, ask_reward=accounting.ask_reward
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         named = await run_accounting.take()
     assert "rollout_seconds_residual" in named
     assert "tokens_residual" not in named

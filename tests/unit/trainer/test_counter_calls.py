@@ -124,7 +124,7 @@ async def test_a_replica_that_leaves_during_the_call_still_reports_its_counters(
 ) -> None:
     replica = Replica()
     replica.answers.clear()
-    async with serving(replica) as info, asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with serving(replica) as info, asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         reported = tasks.create_task(replica_counters(calls, info))
         await replica.asked.wait()
         await calls.retain([])

@@ -83,7 +83,7 @@ async def test_every_peer_is_in_exactly_one_of_answered_and_failed() -> None:
 
 async def test_peers_are_called_at_the_same_time() -> None:
     everyone = asyncio.Barrier(3)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         answers = await fan_out("abc", lambda _: everyone.wait())
     assert len(answers.answered) == 3
 
@@ -101,7 +101,7 @@ async def test_the_first_failure_is_acted_on_once_while_others_are_under_way() -
         reactions.append("reaction")
         released.set()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         answers = await fan_out("abc", call, on_failure=react)
     assert reactions == ["reaction"]
     assert sorted(answers.failed) == ["a", "b", "c"]
@@ -123,7 +123,7 @@ async def test_a_call_that_still_runs_after_the_reaction_is_cancelled() -> None:
     async def react() -> None:
         """Does not help."""
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         answers = await fan_out("ab", call, on_failure=react)
     assert was_cancelled
     assert isinstance(answers.failed["b"], PeerError)

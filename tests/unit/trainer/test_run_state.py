@@ -33,6 +33,15 @@ async def test_a_watcher_gets_past_steps_at_once_and_waits_for_the_next(state: R
     assert state.last_metrics == {"m": 4.0}
 
 
+async def test_a_watcher_of_a_resumed_run_waits_for_its_first_step(state: RunState) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(state.records_from(1))
+        await settle()
+        assert not waiting.done(), "the steps before the resume have no records: not the end"
+        await state.record(StepRecord(3, {"m": 3.0}))
+    assert [r.step for r in waiting.result()] == [3]
+
+
 async def test_the_end_of_the_run_ends_every_watcher(state: RunState) -> None:
     async with asyncio.TaskGroup() as tasks:
         watchers = [tasks.create_task(state.records_from(3)) for _ in range(2)]
@@ -108,7 +117,7 @@ async def test_a_paused_run_wakes_for_every_call_it_has_to_look_at(
             state.stop("enough")
         else:
             state.resume()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await waiting
         if call == "saved":
             saving.cancel()

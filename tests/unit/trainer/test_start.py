@@ -24,7 +24,7 @@ from sluice.service_contract import (
 )
 from sluice.types import DataProgress
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 HOST = "127.0.0.1"
 ROLLOUT = "actor_rollout_ref.rollout"
 WEIGHTS = "algorithm.rollout_correction.rollout_is=token"

@@ -300,6 +300,18 @@ async def test_a_stop_ends_the_run_after_its_step_and_saves_if_it_saves_at_all(
     assert "save 2 at 20" in world.events
 
 
+async def test_a_stop_without_validation_ends_the_running_one_and_saves(world: World) -> None:
+    world.holds["evaluate 0"] = asyncio.Event()  # it never ends
+    loop = world.loop(validates=True, val_before_train=True, test_freq=2, save_freq=100)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(loop))
+        await until(lambda: world.state.phase is RunPhase.EVALUATING)
+        world.state.stop("interrupted", skips_validation=True)
+    assert not [event for event in world.events if event.startswith("evaluated")]
+    assert "save 1 at 10" in world.events
+    assert world.state.phase is RunPhase.FINISHED
+
+
 async def paused(world: World, tasks: asyncio.TaskGroup, loop: TrainLoop) -> None:
     """Start the loop and pause it after step 1."""
     world.holds["train 1"] = asyncio.Event()

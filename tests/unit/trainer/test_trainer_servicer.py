@@ -119,7 +119,7 @@ async def test_a_watcher_gets_steps_from_where_it_wants_to_the_end(
         return [message.step async for message in service.WatchSteps(request, CONTEXT)]
 
     await service.state.record(StepRecord(3, {}))
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(watch())
         for step in (4, 5):
             await asyncio.sleep(0)
@@ -172,7 +172,7 @@ async def test_a_stop_ends_every_hold(service: Service) -> None:
 async def test_a_pause_on_lease_ends_and_needs_a_time_above_0(service: Service) -> None:
     await service.Pause(trainer.PauseRequest(lease_seconds=0.01), CONTEXT)
     assert service.state.is_paused
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while service.state.is_paused:
             await asyncio.sleep(0.01)
     with pytest.raises(InvalidRequestError, match=r"lease_seconds: 0\.0; send more than 0"):
@@ -182,7 +182,7 @@ async def test_a_pause_on_lease_ends_and_needs_a_time_above_0(service: Service) 
 async def test_a_checkpoint_is_answered_when_it_is_there_or_the_run_has_ended(
     service: Service,
 ) -> None:
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         saving = tasks.create_task(service.SaveCheckpoint(trainer.SaveCheckpointRequest(), CONTEXT))
         await asyncio.sleep(0)
         service.state.answer_saves(3, "folder")

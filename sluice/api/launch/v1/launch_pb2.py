@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sluice/api/launch/v1/launch.proto\x12\x14sluice.api.launch.v1\"&\n\x12SetReplicasRequest\x12\x10\n\x08replicas\x18\x01 \x01(\x05\"7\n\x13SetReplicasResponse\x12\x0f\n\x07started\x18\x01 \x03(\t\x12\x0f\n\x07\x64rained\x18\x02 \x03(\t\"\x14\n\x12GetServicesRequest\"\\\n\x0eServiceProcess\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x03pid\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x08restarts\x18\x03 \x01(\x05\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x42\x06\n\x04_pid\"M\n\x13GetServicesResponse\x12\x36\n\x08services\x18\x01 \x03(\x0b\x32$.sluice.api.launch.v1.ServiceProcess2\xd7\x01\n\rLaunchService\x12\x62\n\x0bSetReplicas\x12(.sluice.api.launch.v1.SetReplicasRequest\x1a).sluice.api.launch.v1.SetReplicasResponse\x12\x62\n\x0bGetServices\x12(.sluice.api.launch.v1.GetServicesRequest\x1a).sluice.api.launch.v1.GetServicesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!sluice/api/launch/v1/launch.proto\x12\x14sluice.api.launch.v1\"&\n\x12SetReplicasRequest\x12\x10\n\x08replicas\x18\x01 \x01(\x05\"7\n\x13SetReplicasResponse\x12\x0f\n\x07started\x18\x01 \x03(\t\x12\x0f\n\x07\x64rained\x18\x02 \x03(\t\"\x14\n\x12GetServicesRequest\"r\n\x0eServiceProcess\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x03pid\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x08restarts\x18\x03 \x01(\x05\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x14\n\x0cmax_restarts\x18\x05 \x01(\x05\x42\x06\n\x04_pid\"M\n\x13GetServicesResponse\x12\x36\n\x08services\x18\x01 \x03(\x0b\x32$.sluice.api.launch.v1.ServiceProcess2\xd7\x01\n\rLaunchService\x12\x62\n\x0bSetReplicas\x12(.sluice.api.launch.v1.SetReplicasRequest\x1a).sluice.api.launch.v1.SetReplicasResponse\x12\x62\n\x0bGetServices\x12(.sluice.api.launch.v1.GetServicesRequest\x1a).sluice.api.launch.v1.GetServicesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,9 +38,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVICESREQUEST']._serialized_start=156
   _globals['_GETSERVICESREQUEST']._serialized_end=176
   _globals['_SERVICEPROCESS']._serialized_start=178
-  _globals['_SERVICEPROCESS']._serialized_end=270
-  _globals['_GETSERVICESRESPONSE']._serialized_start=272
-  _globals['_GETSERVICESRESPONSE']._serialized_end=349
-  _globals['_LAUNCHSERVICE']._serialized_start=352
-  _globals['_LAUNCHSERVICE']._serialized_end=567
+  _globals['_SERVICEPROCESS']._serialized_end=292
+  _globals['_GETSERVICESRESPONSE']._serialized_start=294
+  _globals['_GETSERVICESRESPONSE']._serialized_end=371
+  _globals['_LAUNCHSERVICE']._serialized_start=374
+  _globals['_LAUNCHSERVICE']._serialized_end=589
 # @@protoc_insertion_point(module_scope)

@@ -78,6 +78,7 @@ class ServiceProcess(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     RESTARTS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    MAX_RESTARTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name, as in the logs."""
     pid: builtins.int
@@ -86,6 +87,8 @@ class ServiceProcess(google.protobuf.message.Message):
     """How often in a row it was restarted after a failure."""
     draining: builtins.bool
     """Whether it leaves."""
+    max_restarts: builtins.int
+    """After how many restarts in a row the next failure ends the run."""
     def __init__(
         self,
         *,
@@ -93,9 +96,10 @@ class ServiceProcess(google.protobuf.message.Message):
         pid: builtins.int | None = ...,
         restarts: builtins.int = ...,
         draining: builtins.bool = ...,
+        max_restarts: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_pid", b"_pid", "pid", b"pid"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_pid", b"_pid", "draining", b"draining", "name", b"name", "pid", b"pid", "restarts", b"restarts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_pid", b"_pid", "draining", b"draining", "max_restarts", b"max_restarts", "name", b"name", "pid", b"pid", "restarts", b"restarts"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_pid", b"_pid"]) -> typing.Literal["pid"] | None: ...
 
 global___ServiceProcess = ServiceProcess

@@ -570,14 +570,18 @@ class StopRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REASON_FIELD_NUMBER: builtins.int
+    SKIP_VALIDATION_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """The reason, for the log, at most 2000 bytes."""
+    skip_validation: builtins.bool
+    """End a running validation and start no last one: the checkpoint is all that the caller waits for."""
     def __init__(
         self,
         *,
         reason: builtins.str = ...,
+        skip_validation: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "skip_validation", b"skip_validation"]) -> None: ...
 
 global___StopRequest = StopRequest
 

@@ -1,0 +1,171 @@
+"""The end of a run: its report and summary files, and the lines that a user reads last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from sluice.cli.running_run import newest_step
+from sluice.cli.terminal import print_json, print_line, printable
+from sluice.cli.watch.progress import duration_text
+from sluice.client.run_address import CONFIG_NAME
+from sluice.config.derived import checkpoint_folder
+from sluice.config.run import RunConfig
+from sluice.dashboard.serving import write_report
+from sluice.errors import SluiceError
+from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd
+from sluice.report.run_record import METRICS_NAME, RunRecord, read_progress
+from sluice.report.summary import summarize
+from sluice.report.versions import SUMMARY_NAME, software_versions
+
+REPORT_NAME = "report.html"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSeconds:
+    """Seconds of the whole command, and of its services from their start to their end."""
+
+    total: float
+    services: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended, for `summary.json`.
+
+    Attributes:
+        outcome: ``stopped`` is an end before the last step that somebody asked for.
+        reason: of the first failure; empty without one.
+        step: finished steps, with those before a resume.
+        total_steps: of the whole run; None: its trainer never served.
+        checkpoint: folder of the newest checkpoint; None: there is none.
+        checkpoint_step: its step.
+    """
+
+    outcome: Literal["finished", "stopped", "interrupted", "failed"]
+    reason: str
+    step: int
+    total_steps: int | None
+    checkpoint: str | None
+    checkpoint_step: int | None
+
+
+def outcome_of(
+    config: RunConfig, end: RunEnd, record: RunRecord, total_steps: int | None
+) -> RunOutcome:
+    """Return how a run ended, from its processes' ends and its folder."""
+    step = int(record.steps[-1]["step"] or 0) if record.steps else 0
+    outcome: Literal["finished", "stopped", "interrupted", "failed"] = "finished"
+    if end.failures:
+        outcome = "failed"
+    elif end.exit_code == EXIT_INTERRUPTED:
+        outcome = "interrupted"
+    elif total_steps is not None and step < total_steps:
+        outcome = "stopped"
+    saved = newest_checkpoint(config)
+    return RunOutcome(
+        outcome,
+        _reason(end.failures[0]) if end.failures else "",
+        step,
+        total_steps,
+        None if saved is None else str(saved),
+        None if saved is None else int(saved.name.rpartition("_")[2]),
+    )
+
+
+def _reason(failure: str) -> str:
+    """Return the process that failed and its last line: the error, as a rule."""
+    head, *lines = failure.splitlines()
+    return " ".join([head, *(line.strip() for line in lines[-1:])])
+
+
+def _unshown(lines: list[str], shown: Collection[str]) -> list[str]:
+    return [lines[0], *(line for line in lines[1:] if line.strip() not in shown)]
+
+
+def newest_checkpoint(config: RunConfig) -> Path | None:
+    """Return the folder of the newest checkpoint; None if there is none."""
+    step = newest_step(config)
+    return None if step is None else Path(checkpoint_folder(config)) / f"global_step_{step}"
+
+
+def end_run(
+    config: RunConfig,
+    end: RunEnd,
+    console: Console,
+    *,
+    total_steps: int | None,
+    seconds: RunSeconds,
+    shown: Collection[str] = (),
+    as_json: bool = False,
+) -> None:
+    """Write `summary.json` and `report.html` of a run that has ended, and print its last lines.
+
+    Args:
+        config: the run's configuration.
+        end: of its processes.
+        console: where to print.
+        total_steps: of the whole run; None: unknown.
+        seconds: how long it took.
+        shown: log lines that the user has seen already.
+        as_json: print the summary to standard output as one JSON object, as the last line.
+    """
+    run_dir = Path(config.sluice.run_dir)
+    for failure in end.failures:
+        text = "\n".join(_unshown(failure.splitlines(), shown))
+        console.print(Text("failed: ", style="red") + Text(printable(text)), soft_wrap=True)
+    record = read_progress(run_dir)
+    outcome = outcome_of(config, end, record, total_steps)
+    print_line(console, _first_line(outcome, seconds.total))
+    summary = summarize(run_dir, seconds_total=seconds.total, seconds_services=seconds.services)
+    if record.steps or record.validations:
+        print_line(console, summary.as_text())
+    numbers = {**asdict(summary), **asdict(outcome), "versions": software_versions()}
+    _write_summary(run_dir / SUMMARY_NAME, numbers)
+    if record.steps or record.validations:
+        _write_report(run_dir, console)
+    for name, text in _where(run_dir, outcome):
+        print_line(console, f"{name:<11} {text}")
+    if as_json:
+        print_json(numbers)
+
+
+def _first_line(outcome: RunOutcome, seconds: float) -> str:
+    total = "" if outcome.total_steps is None else f" of {outcome.total_steps}"
+    reason = f": {outcome.reason}" if outcome.reason else ""
+    return f"{outcome.outcome} after step {outcome.step}{total}, {duration_text(seconds)}{reason}"
+
+
+def _where(run_dir: Path, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", outcome.checkpoint or "none"
+    if (run_dir / REPORT_NAME).is_file():
+        yield "report", str(run_dir / REPORT_NAME)
+    yield "metrics", str(run_dir / METRICS_NAME)
+    yield "logs", str(run_dir / "logs")
+    again = f"sluice up {run_dir / CONFIG_NAME}"
+    start = "from the beginning"
+    if outcome.checkpoint_step is not None:
+        start = f"from step {outcome.checkpoint_step}"
+    if outcome.outcome == "finished":
+        more = 2 * (outcome.total_steps or outcome.step)
+        yield "train on", f"{again} trainer.total_training_steps={more}"
+    else:
+        yield "resume", f"{again}  # {start}"
+
+
+def _write_report(run_dir: Path, console: Console) -> None:
+    try:
+        write_report(run_dir, run_dir / REPORT_NAME)
+    except (OSError, SluiceError) as error:
+        print_line(console, f"no report: {error}")
+
+
+def _write_summary(file: Path, summary: dict[str, object]) -> None:
+    if file.parent.is_dir():
+        file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,136 @@
+"""`sluice stop`: end a running run, with a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
+from sluice.cli.running_run import launcher_answers, newest_step
+from sluice.cli.terminal import print_json
+from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
+from sluice.client.run_monitor import RunMonitor
+from sluice.concurrency.deadlines import deadline
+from sluice.errors import DeadlineError, NotReadyError, PeerError
+from sluice.launch.servicer import launcher_of
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedRun:
+    """How a run can be resumed: `step` is the newest checkpoint's; None: there is none."""
+
+    run: str
+    step: int | None
+    resume: str
+
+    def as_text(self) -> str:
+        """Return two lines for the console."""
+        where = "its start: no checkpoint was saved" if self.step is None else f"step {self.step}"
+        return f"{self.run}: stopped\nresume from {where}: {self.resume}"
+
+
+def stop(
+    run: RunArgument = None,
+    *,
+    run_option: RunOption = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not save; lose the steps since the last checkpoint.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds to wait for the step, the checkpoint, the end.")
+    ] = 1800.0,
+    as_json: AsJson = False,
+) -> None:
+    """Stop a running run: finish the step, save a checkpoint, end all services.
+
+    --now works on the machine of the run's sluice up; without it the trainer is called, wherever
+    it runs. Resume the run with sluice up on its config.yaml.
+
+    \b
+    Examples:
+      sluice stop runs/quickstart
+      sluice stop --now
+    """
+    location = locate_run(named_run(run, run_option))
+    asyncio.run(_end_now(location, timeout) if now else _save_and_end(location, timeout))
+    config_file = location.run_dir / CONFIG_NAME
+    stopped = StoppedRun(
+        str(location.run_dir), newest_step(location.config), f"sluice up {config_file}"
+    )
+    if as_json:
+        print_json(asdict(stopped))
+    else:
+        typer.echo(stopped.as_text())
+
+
+async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
+    async with RunMonitor(
+        location.trainer, location.reward, credentials=location.credentials
+    ) as monitor:
+        try:
+            step = (await monitor.snapshot()).step
+        except (PeerError, DeadlineError) as error:
+            raise NotReadyError(await _not_answering(location.run_dir)) from error
+        typer.echo(f"finishing step {step + 1} and saving", err=True)
+        async with _until(timeout_s, location.run_dir):
+            await monitor.save_and_stop("sluice stop")
+            await _until_ended(location.run_dir, monitor)
+
+
+async def _not_answering(run_dir: Path) -> str:
+    if await launcher_answers(run_dir):
+        return (
+            f"run: the trainer of {run_dir} does not answer, so nothing can be saved; it may still "
+            f"be starting: try again, or end the run with `sluice stop {run_dir} --now`"
+        )
+    return f"run: {run_dir} is not active; there is nothing to stop"
+
+
+async def _end_now(location: RunLocation, timeout_s: float) -> None:
+    """End the launcher of the run, as SIGTERM does: it ends all services in order."""
+    run_dir = location.run_dir
+    launcher = launcher_of(run_dir)
+    # What answers with the secret of the file is the launcher, so its process id is not another's.
+    if not await launcher_answers(run_dir) or not launcher.pid:
+        raise NotReadyError(f"run: {run_dir} is not active; there is nothing to stop")
+    os.kill(launcher.pid, signal.SIGTERM)
+    async with _until(timeout_s, run_dir):
+        await _until_ended(run_dir, None)
+
+
+def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]:
+    return deadline(
+        timeout_s,
+        peer="run",
+        phase="waiting for its end",
+        remedy=f"it is still ending; see {run_dir / 'logs'}, or repeat with --now",
+    )
+
+
+async def _until_ended(run_dir: Path, monitor: RunMonitor | None) -> None:
+    """Wait until neither the launcher nor the trainer, if it is given, answers."""
+    while True:
+        if not await launcher_answers(run_dir) and not await _trainer_answers(monitor):
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _trainer_answers(monitor: RunMonitor | None) -> bool:
+    if monitor is None:
+        return False
+    try:
+        await monitor.snapshot()
+    except DeadlineError:
+        return True
+    except PeerError:
+        return False
+    return True

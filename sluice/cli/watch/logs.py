@@ -1,0 +1,105 @@
+"""`sluice logs`: show the log lines of a run's services."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sluice.cli.arguments import AsJsonLines, RunArgument, RunOption, named_run
+from sluice.cli.terminal import print_json, printable
+from sluice.client.run_address import CONFIG_NAME
+from sluice.dashboard.line_tail import LineTail
+from sluice.errors import ConfigError
+
+_POLL_S = 0.3
+_SUFFIX = ".log"
+
+
+def logs(
+    run: RunArgument = None,
+    service: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SERVICE",
+            help="trainer, reward, rollout-0 or another; none: all.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    run_option: RunOption = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Also print new lines, until Ctrl-C.")
+    ] = False,
+    lines: Annotated[
+        int | None, typer.Option("-n", min=0, help="Last lines of each service; none: all.")
+    ] = None,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Print the logs of a run's services.
+
+    The files are RUN/logs/SERVICE.log; a run's first argument may also be a service of the newest
+    run.
+
+    \b
+    Examples:
+      sluice logs runs/quickstart
+      sluice logs trainer -f -n 20
+    """
+    if run is not None and service is None and _is_service_name(run):
+        run, service = None, str(run)
+    folder = named_run(run, run_option) / "logs"
+    shown = _Shown(service, as_json=as_json)
+    tails = {file: LineTail(file) for file in _files(folder, service)}
+    for file, tail in tails.items():
+        shown.print(file, deque(_new_lines(tail), maxlen=lines))
+    while follow:
+        time.sleep(_POLL_S)
+        for file in _files(folder, service):
+            shown.print(file, _new_lines(tails.setdefault(file, LineTail(file))))
+
+
+def _is_service_name(named: Path) -> bool:
+    return len(named.parts) == 1 and not (named / CONFIG_NAME).is_file() and not named.exists()
+
+
+class _Shown:
+    """Print lines, with the service's name unless there is only one."""
+
+    def __init__(self, service: str | None, *, as_json: bool) -> None:
+        self._service, self._as_json = service, as_json
+
+    def print(self, file: Path, lines: deque[str] | Iterator[str]) -> None:
+        name = file.name.removesuffix(_SUFFIX)
+        for line in lines:
+            if self._as_json:
+                print_json({"service": name, "line": line})
+            else:
+                typer.echo(printable(line if self._service else f"{name} | {line}"))
+
+
+def _files(folder: Path, service: str | None) -> list[Path]:
+    """Return the log files. Raise ConfigError without any, or if the service has none."""
+    files = sorted(folder.glob(f"*{_SUFFIX}"))
+    if service is not None:
+        chosen = [file for file in files if file.name == f"{service}{_SUFFIX}"]
+        if not chosen:
+            names = ", ".join(file.name.removesuffix(_SUFFIX) for file in files) or "none"
+            raise ConfigError(f"service: {folder.parent} has no log of {service!r}; it has {names}")
+        return chosen
+    if not files:
+        raise ConfigError(f"run: {folder} holds no logs; give the folder of a started run")
+    return files
+
+
+def _new_lines(tail: LineTail) -> Iterator[str]:
+    has_more = True
+    while has_more:
+        taken = tail.take()
+        has_more = taken.has_more
+        for line in taken.lines:
+            yield line.text.decode("utf-8", errors="replace").rstrip("\r\n")

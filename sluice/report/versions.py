@@ -1,0 +1,52 @@
+"""Versions of sluice and of what it runs on: for `sluice --version`, summaries and reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+SUMMARY_NAME = "summary.json"
+_PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray", "grpcio", "typer")
+_GIT_S = 5.0
+
+
+def software_versions() -> dict[str, str]:
+    """Return versions by name; an absent package is left out, and so is an unknown commit."""
+    found = {"sluice": version("sluice")}
+    commit = _commit()
+    if commit:
+        found["commit"] = commit
+    found["python"] = f"{platform.python_version()} ({platform.platform()})"
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def versions_of_run(run_dir: Path) -> Mapping[str, str]:
+    """Return the versions that a run noted at its end; those of this process before."""
+    try:
+        noted = json.loads((run_dir / SUMMARY_NAME).read_text(encoding="utf-8"))["versions"]
+        return {str(name): str(value) for name, value in noted.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return software_versions()
+
+
+def _commit() -> str:
+    """Return the commit of the checkout that holds this file; empty: it is in none."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_S, check=False
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,179 @@
+"""How a run is named, and the commands that list, show, report and begin runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sluice.cli.arguments import RUN_VARIABLE, named_run
+from sluice.cli.main import commands
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
+from sluice.errors import ConfigError, NotReadyError
+from tests.support.run_folder import run_folder
+
+NOWHERE = ["sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(RUN_VARIABLE, raising=False)
+
+
+def sluice(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, arguments)
+
+
+def past(name: str, age_s: float = 0.0, *, ended: bool = True, steps: int = 2) -> Path:
+    """A run that was started `age_s` seconds ago, of which nothing runs any more."""
+    run = Path("runs") / name
+    run.mkdir(parents=True)
+    if ended:
+        run_folder(run)
+    else:
+        run_folder(run, accounts=None)
+    settings = [*NOWHERE, f"sluice.run_dir={run}", f"trainer.total_training_steps={steps}"]
+    write_config(load_config(None, settings), run / "config.yaml")
+    then = run.stat().st_mtime - age_s
+    os.utime(run / "config.yaml", (then, then))
+    return run
+
+
+def test_a_command_without_a_run_means_the_newest_one_and_says_so() -> None:
+    past("old", 60.0)
+    past("new")
+    past("older", 600.0)
+    shown = sluice("status")
+    assert shown.stdout.startswith("runs/new: finished")
+    assert shown.stderr == "run: runs/new\n"
+
+
+def test_the_variable_comes_before_the_newest_and_a_name_before_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("a", "b", "c"):
+        past(name)
+    monkeypatch.setenv(RUN_VARIABLE, "runs/b")
+    assert sluice("status").stdout.startswith("runs/b: finished")
+    assert sluice("status", "runs/a").stdout.startswith("runs/a: finished")
+    assert sluice("status", "--run", "runs/a").stdout.startswith("runs/a: finished")
+
+
+def test_two_different_runs_and_no_run_at_all_are_refused() -> None:
+    assert named_run(Path("a"), Path("a")) == Path("a")
+    with pytest.raises(ConfigError, match="named twice, a and --run b"):
+        named_run(Path("a"), Path("b"))
+    with pytest.raises(ConfigError, match="none named, and none was started in"):
+        named_run(None)
+
+
+def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None:
+    past("done", 7200.0)
+    past("early", 60.0, steps=9)
+    past("killed", 30.0, ended=False)
+    lines = sluice("runs").stdout.splitlines()
+    assert [line.split()[:4] for line in lines if line.startswith("runs/")] == [
+        ["runs/killed", "stopped", "2/2", "0.750"],
+        ["runs/early", "stopped", "2/9", "0.750"],
+        ["runs/done", "finished", "2/2", "0.750"],
+    ]
+    assert "2 h ago" in lines[-2] or "2 h ago" in lines[-1]
+    found = json.loads(sluice("runs", "--json").stdout)["runs"]
+    assert [one["run"] for one in found] == ["runs/killed", "runs/early", "runs/done"]
+    assert found[2]["total_steps"] == 2
+
+
+def test_a_folder_without_runs_is_no_error() -> None:
+    assert sluice("runs").stdout.startswith("no runs in ")
+    assert json.loads(sluice("runs", "--json").stdout) == {"runs": []}
+
+
+def logged() -> Path:
+    run = past("a")
+    (run / "logs").mkdir()
+    (run / "logs" / "trainer.log").write_text("one\ntwo\x1b[2J\nthree\n")
+    (run / "logs" / "reward.log").write_text("four\n")
+    return run
+
+
+def test_logs_are_shown_of_all_services_or_of_one_with_escapes_made_visible() -> None:
+    run = str(logged())
+    everything = ["reward | four", "trainer | one", "trainer | two\\x1b[2J", "trainer | three"]
+    assert sluice("logs", run).stdout.splitlines() == everything
+    assert sluice("logs", run, "trainer", "-n", "1").stdout == "three\n"
+    assert sluice("logs", "reward").stdout == "four\n"
+    shown = sluice("logs", "reward", "--json").stdout
+    assert json.loads(shown) == {"service": "reward", "line": "four"}
+
+
+def test_a_service_without_a_log_is_refused_with_those_that_have_one() -> None:
+    logged()
+    refused = sluice("logs", "rollout-9")
+    assert "has no log of 'rollout-9'; it has reward, trainer" in str(refused.exception)
+
+
+def test_a_report_can_be_written_of_a_run_that_did_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = past("a", ended=False)
+    shown = sluice("report", str(run))
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("not finished: the numbers so far\nheld-out accuracy 0.250 ->")
+    assert (run / "report.html").is_file()
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    assert json.loads(sluice("report", str(run), "--json").stdout)["is_finished"] is False
+
+
+def test_a_report_keeps_what_only_the_end_of_the_run_knew() -> None:
+    run = past("a")
+    (run / "summary.json").write_text('{"seconds_total": 99.5, "outcome": "finished", "steps": 0}')
+    found = json.loads(sluice("report", str(run), "--json").stdout)
+    assert (found["seconds_total"], found["outcome"], found["steps"]) == (99.5, "finished", 2)
+
+
+@pytest.mark.parametrize("now", [(), ("--now",)])
+def test_a_run_that_is_not_active_cannot_be_stopped(now: tuple[str, ...]) -> None:
+    refused = sluice("stop", str(past("a")), *now)
+    assert isinstance(refused.exception, NotReadyError)
+
+
+def test_init_finds_data_model_and_reward_function() -> None:
+    for file in ("data/train.parquet", "data/test.parquet", "models/tiny/config.json"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    shutil.move("models/tiny", "tiny")
+    Path("my_reward.py").write_text("def compute_score(*words):\n    return 1.0\n")
+    made = sluice("init")
+    assert made.exit_code == 0, made.output
+    assert "not found" not in made.stdout
+    config = load_config(Path("run.yaml"), [])
+    assert config.data.train_files == "data/train.parquet"
+    assert config.data.val_files == "data/test.parquet"
+    assert config.actor_rollout_ref.model.path == "tiny"
+    assert config.reward.custom_reward_function.path == "my_reward.py"
+    text = Path("run.yaml").read_text(encoding="utf-8")
+    assert re.search(r"\n  # .+\n  max_prompt_length: 1024\n", text)
+
+
+def test_init_names_what_it_does_not_find_and_replaces_no_file() -> None:
+    made = sluice("init")
+    assert "not found here: data.train_files" in made.stdout
+    assert "NOT FOUND HERE" in Path("run.yaml").read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run\.yaml: exists"):
+        CliRunner().invoke(commands, ["init"], catch_exceptions=False)
+    assert json.loads(sluice("init", "--force", "--json").stdout)["missing"] == [
+        "data.train_files",
+        "actor_rollout_ref.model.path",
+    ]
+
+
+def test_one_nearest_key_is_explained_and_several_are_named() -> None:
+    shown = sluice("config", "explain", "lr")
+    assert shown.stdout.startswith("actor_rollout_ref.actor.optim.lr\n")
+    assert "lr: the nearest key is actor_rollout_ref.actor.optim.lr" in shown.stderr
+    assert "did you mean" in str(sluice("config", "explain", "enable").exception)

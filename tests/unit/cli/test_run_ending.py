@@ -1,0 +1,121 @@
+"""The last lines of a run: how it ended, where its files are, and the command that continues it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sluice.cli.run.ending import RunSeconds, end_run
+from sluice.config.loading.loader import load_config
+from sluice.config.loading.yaml_text import write_config
+from sluice.config.run import RunConfig
+from sluice.launch.processes.supervisor import RunEnd
+from tests.support.run_folder import ACCOUNTS, STEPS, VALIDATIONS, run_folder
+
+
+def run_at(folder: Path, *, saved: int | None = None, has_steps: bool = True) -> RunConfig:
+    ports = ("sluice.trainer.endpoint.port=1", "sluice.reward.endpoint.port=1")
+    config = load_config(None, [f"sluice.run_dir={folder}", *ports])
+    write_config(config, folder / "config.yaml")
+    run_folder(
+        folder,
+        steps=STEPS if has_steps else (),
+        validations=VALIDATIONS if has_steps else (),
+        accounts=ACCOUNTS if has_steps else None,
+    )
+    if saved is not None:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(saved))
+    return config
+
+
+def ended(
+    config: RunConfig, end: RunEnd, total_steps: int | None = 2, shown: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    screen = io.StringIO()
+    end_run(
+        config,
+        end,
+        Console(file=screen, width=80),
+        total_steps=total_steps,
+        seconds=RunSeconds(130.0, 100.0),
+        shown=shown,
+    )
+    summary = Path(config.sluice.run_dir) / "summary.json"
+    return screen.getvalue(), json.loads(summary.read_text())
+
+
+def test_a_finished_run_names_its_validation_its_files_and_how_to_train_on(tmp_path: Path) -> None:
+    text, summary = ended(run_at(tmp_path, saved=2), RunEnd(0, ()))
+    assert "finished after step 2 of 2, 2 min\n" in text
+    assert "0 lost" in text
+    assert f"checkpoint  {tmp_path}/checkpoints/global_step_2\n" in text
+    assert f"report      {tmp_path}/report.html\n" in text
+    assert f"metrics     {tmp_path}/metrics.jsonl\n" in text
+    assert f"sluice up {tmp_path}/config.yaml trainer.total_training_steps=4\n" in text
+    assert (tmp_path / "report.html").is_file()
+    assert (summary["outcome"], summary["step"], summary["prompts_lost"]) == ("finished", 2, 0)
+    assert summary["seconds_total"] == 130.0
+    assert summary["checkpoint"] == f"{tmp_path}/checkpoints/global_step_2"
+
+
+@pytest.mark.parametrize(("saved", "start"), [(1, "from step 1"), (None, "from the beginning")])
+def test_an_interrupted_run_names_the_command_that_resumes_it_and_from_where(
+    tmp_path: Path, saved: int | None, start: str
+) -> None:
+    text, summary = ended(run_at(tmp_path, saved=saved), RunEnd(130, ()), total_steps=9)
+    assert "interrupted after step 2 of 9" in text
+    assert f"resume      sluice up {tmp_path}/config.yaml  # {start}\n" in text
+    assert (summary["outcome"], summary["checkpoint_step"]) == ("interrupted", saved)
+
+
+def test_a_failed_run_names_the_reason_first_and_for_machines(tmp_path: Path) -> None:
+    failure = "reward ended with code 3:\n  seen\n  port 7 is in use"
+    end = RunEnd(1, (failure,))
+    text, summary = ended(run_at(tmp_path, saved=1), end, total_steps=9, shown=("seen",))
+    assert text.startswith("failed: reward ended with code 3:\n  port 7 is in use\n")
+    reason = "reward ended with code 3: port 7 is in use"
+    assert f"failed after step 2 of 9, 2 min: {reason}\n" in text
+    assert (summary["outcome"], summary["reason"]) == ("failed", reason)
+
+
+def test_a_run_that_somebody_stopped_before_its_last_step_is_not_called_finished(
+    tmp_path: Path,
+) -> None:
+    text, summary = ended(run_at(tmp_path), RunEnd(0, ()), total_steps=9)
+    assert "stopped after step 2 of 9" in text
+    assert summary["outcome"] == "stopped"
+
+
+def test_a_run_without_a_step_still_says_where_its_logs_are(tmp_path: Path) -> None:
+    text, summary = ended(run_at(tmp_path, has_steps=False), RunEnd(130, ()), total_steps=None)
+    assert "interrupted after step 0, 2 min\n" in text
+    assert f"logs        {tmp_path}/logs\n" in text
+    assert summary["outcome"] == "interrupted"
+
+
+def test_the_summary_names_the_versions_that_ran(tmp_path: Path) -> None:
+    _, summary = ended(run_at(tmp_path, saved=2), RunEnd(0, ()))
+    assert {"sluice", "python", "torch"} <= summary["versions"].keys()
+    assert (summary["accuracy_best"], summary["accuracy_best_step"]) == (0.75, 2)
+
+
+def test_the_last_line_of_standard_output_may_be_the_summary_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_at(tmp_path, saved=2)
+    end_run(
+        config,
+        RunEnd(0, ()),
+        Console(stderr=True),
+        total_steps=2,
+        seconds=RunSeconds(1.0, 1.0),
+        as_json=True,
+    )
+    assert json.loads(capsys.readouterr().out)["outcome"] == "finished"

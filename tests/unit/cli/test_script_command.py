@@ -1,0 +1,93 @@
+"""Launch scripts of verl on the command line: checked, started, translated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sluice.cli.main import commands
+from sluice.config.loading.loader import load_config
+from sluice.errors import ConfigError
+
+SCRIPT = """#!/usr/bin/env bash
+set -x
+batch=$((16 * 4))
+pip install -U something
+python3 -m verl.trainer.main_ppo \\
+    --config-name=other \\
+    data.train_files=$SCRIPT_DATA/train.parquet \\
+    data.train_batch_size=$batch \\
+    data.gen_batch_size=192 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+    actor_rollout_ref.actor.use_dynamic_bsz=True \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.total_epochs=15 $@
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv("SCRIPT_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(SCRIPT, encoding="utf-8")
+    return "run.sh"
+
+
+def sluice(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, arguments)
+
+
+def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
+    found = sluice("config", "check", script, "trainer.total_epochs=2", "--no-files", "--json")
+    keys = json.loads(found.stdout)["keys"]
+    assert keys["data.gen_batch_size"] == "not applicable"
+    assert keys["data.train_batch_size"] == "honoured"
+    assert set(keys) == {
+        "data.train_files",
+        "data.train_batch_size",
+        "data.gen_batch_size",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+        "trainer.logger",
+        "trainer.total_epochs",
+    }
+    assert found.stderr.splitlines() == [
+        "run.sh: bash runs the script to read its arguments; programs are recorded.",
+        "  not run: pip install -U something",
+        "  warning: $SCRIPT_DATA has no value; set it: SCRIPT_DATA=... sluice ...",
+        "  ignored: --config-name=other",
+        "  launch: verl.trainer.main_ppo, 8 settings",
+    ]
+
+
+def test_training_a_script_takes_its_settings_and_starts_nothing_that_is_wrong(script: str) -> None:
+    for words in (("--script", script), (script,)):
+        refused = sluice("train", *words, "data.train_batchsize=3")
+        assert isinstance(refused.exception, ConfigError)
+        assert "data.train_batchsize: unknown key" in str(refused.exception)
+
+
+def test_a_script_becomes_a_commented_configuration(script: str) -> None:
+    made = sluice("init", "--from", script, "--json")
+    assert made.exit_code == 0, made.output
+    text = Path("run.yaml").read_text(encoding="utf-8")
+    assert "has no effect" in text
+    config = load_config(Path("run.yaml"), [])
+    assert config.data.train_batch_size == 64
+    assert list(config.trainer.logger) == ["console", "wandb"]
+    assert json.loads(made.stdout)["settings"]["trainer.total_epochs"] == 15
+
+
+@pytest.mark.parametrize(
+    "line", ["data.train_files=$HOME/x", "trainer.total_epochs=15 $@", "ray x"]
+)
+def test_a_copied_line_of_a_script_is_refused_with_the_way_to_give_the_script(
+    line: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "launch.overrides"
+    file.write_text(f"{line}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"line 1: .*give the script itself"):
+        load_config(file, [])
