@@ -26,7 +26,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_trainer_on_several_machines_is_pointed_to_ray(tmp_path: Path) -> None:
     config = load_config(None, ["trainer.nnodes=2", f"sluice.run_dir={tmp_path}"])
     with pytest.raises(ConfigError, match="start it with --on ray on a Ray cluster"):
-        up.start_run(config, Console(file=StringIO()), logs=False)
+        up.start_run(config, up.Display(Console(file=StringIO())))
     assert list(tmp_path.iterdir()) == []
 
 
