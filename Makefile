@@ -17,7 +17,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 	npm ci --ignore-scripts --no-audit --no-fund --loglevel=error
 
 .PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
-	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz chaos \
+	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz first-hour chaos \
 	compose-test ray-test dashboard-test helm-test docs observability-test clean
 .DEFAULT_GOAL := help
 
@@ -102,6 +102,9 @@ bench-telemetry: $(VENV)/.installed-dev  ## Measure what traces and metrics cost
 
 fuzz: $(VENV)/.installed-train  ## Send 100,000 hostile requests to a live run and see what is left of it
 	@$(PY) -m tools.fuzz $(ARGS)
+
+first-hour: $(VENV)/.installed-train  ## Repeat the first hour of a new user, and print what is left of its defects
+	@$(PY) -m tools.first_hour $(ARGS)
 
 chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions
 	@$(PY) -m tools.chaos --minutes $(or $(MINUTES),10) $(ARGS)
