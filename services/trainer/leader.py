@@ -153,12 +153,9 @@ async def _lead(config: RunConfig) -> None:
         await stack.enter_async_context(live_page(config))
         # Runs first at shutdown: streams of steps and waits for checkpoints get an answer.
         stack.push_async_callback(observed.state.finish)
+        ask = partial(replica_counters, replicas)
         accounting = RunAccountant(
-            observed.fleet,
-            observed.state,
-            ask_replica=partial(replica_counters, replicas),
-            ask_reward=reward.counters,
-            has_restarted=restarts() > 0,
+            observed.fleet, observed.state, ask, reward.counters, has_restarted=restarts() > 0
         )
         checkpoint = trained.start.checkpoint
         loop = TrainLoop(

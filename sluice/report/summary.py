@@ -127,8 +127,8 @@ def summarize(
     best = max(accuracies, key=lambda point: point.accuracy, default=None)
     is_finished = bool(record.accounts)
     accounts = record.accounts or accounts or {}
-    seconds_total = recorded_seconds(run_dir) if seconds_total is None else seconds_total
-    seconds_services = seconds_total if seconds_services is None else seconds_services
+    if seconds_total is None:
+        seconds_total = seconds_services = recorded_seconds(run_dir)
 
     def count(*names: str) -> int:
         return int(sum(accounts.get(name, 0.0) for name in names))
@@ -145,7 +145,7 @@ def summarize(
         accuracy_best=best.accuracy if best else None,
         accuracy_best_step=best.step if best else None,
         seconds_total=round(seconds_total, 2),
-        seconds_services=round(seconds_services, 2),
+        seconds_services=round(seconds_services or seconds_total, 2),
         seconds_dapo=round(record.total(metric_names.STEP_S), 2),
         steps=len(record.steps),
         generated_tokens=max(count("generated_tokens") - validation_tokens, 0),

@@ -134,9 +134,9 @@ class RunAccountant:
         self,
         fleet: Fleet,
         state: RunState,
-        *,
         ask_replica: Callable[[ReplicaInfo], Awaitable[ReplicaCounters]],
         ask_reward: Callable[[], Awaitable[Mapping[str, float]]],
+        *,
         wall_s: Callable[[], float] = process_age_s,
         has_restarted: bool = False,
     ) -> None:
