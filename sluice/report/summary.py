@@ -125,7 +125,6 @@ def summarize(
     record = read_progress(run_dir)
     accuracies = record.accuracies()
     best = max(accuracies, key=lambda point: point.accuracy, default=None)
-    is_finished = bool(record.accounts)
     accounts = record.accounts or accounts or {}
     if seconds_total is None:
         seconds_total = seconds_services = recorded_seconds(run_dir)
@@ -139,7 +138,7 @@ def summarize(
     skipped = count("skipped")
     explained = trained + filtered + dropped + skipped + pending
     return RunSummary(
-        is_finished=is_finished,
+        is_finished=bool(record.accounts),
         accuracy_before=next((one.accuracy for one in accuracies if one.step == 0), None),
         accuracy_after=accuracies[-1].accuracy if accuracies else None,
         accuracy_best=best.accuracy if best else None,
