@@ -214,8 +214,8 @@ async def _refresh_accounting(
 ) -> None:
     """Refresh the accounts during a step too, for status calls."""
     while True:
-        await accounting.take()
         await replicas.retain({member.info.address for member in fleet.members()})
+        await accounting.take()
         await asyncio.sleep(_ACCOUNTING_INTERVAL_S)
 
 

@@ -34,7 +34,7 @@ EXIT_MARGIN_S = 5.0
 # By then an engine has killed what its launcher has not.
 _ENGINE_MARGIN_S = 10.0
 
-# The live page's port; a process next to the trainer's rank 0 can serve the page.
+# The dashboard's port; a process next to the trainer's rank 0 can serve the page.
 DASHBOARD_PORT = 8080
 _EVERY_INTERFACE = "0.0.0.0"  # noqa: S104 a container's own network; tokens restrict the callers
 
@@ -146,7 +146,7 @@ def metrics_settings() -> tuple[str, ...]:
 
 
 def dashboard_settings() -> tuple[str, ...]:
-    """Return overrides (``key=value``) that serve the live page beyond the trainer's own host.
+    """Return overrides (``key=value``) that serve the dashboard beyond the trainer's own host.
 
     Its readers show a token, so the run needs ``sluice.security.token_file`` as well.
     """

@@ -188,8 +188,9 @@ class ChannelPool:
 
     def acquire(self, address: str) -> grpc.aio.Channel:
         """Return the channel, which then stays open until `release`."""
+        channel = self.to(address)
         self._num_users[address] += 1
-        return self.to(address)
+        return channel
 
     async def release(self, address: str) -> None:
         """Close the channel after its last user, unless its address is retained."""
@@ -205,6 +206,7 @@ class ChannelPool:
     async def close(self) -> None:
         """Close all channels, which cancels their calls."""
         channels, self._channels = list(self._channels.values()), {}
+        self._retained = frozenset()
         for channel in channels:
             await channel.close()
 

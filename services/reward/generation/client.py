@@ -69,10 +69,11 @@ class RolloutClient:
         partials: Sequence[Rollout],
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Stream the samples of one group as they come; leaving early cancels the call."""
+        message = self._message(request, sample_indexes, partials)
         channel = self._channels.acquire(replica.address)
         messages = stream_call(
             rollout_stub(channel).Generate,
-            self._message(request, sample_indexes, partials),
+            message,
             name="RolloutService/Generate",
             peer=replica.name,
             phase=PHASE,
@@ -80,8 +81,8 @@ class RolloutClient:
         )
         try:
             async with aclosing(messages):
-                async for message in messages:
-                    yield _decode(message, replica.name)
+                async for event in messages:
+                    yield _decode(event, replica.name)
         finally:
             await self._channels.release(replica.address)
 

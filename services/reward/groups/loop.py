@@ -236,7 +236,8 @@ class GroupLoop:
     async def _run(self, group: Group) -> None:
         """Run an attempt to its end. If it is cancelled, its prompt starts again or ends as stale.
 
-        Any other error, also an observer's, is a defect: the task group ends the service.
+        Any other error, also an observer's, is a defect: the task group ends the service. The group
+        log alone forgives its own.
         """
         group.is_running = True
         try:

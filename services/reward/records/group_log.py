@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -121,6 +122,7 @@ class GroupLog:
                 batch=_LINES_AT_ONCE,
                 interval_s=_LINGER_S,
             )
+        self._parts_failed: frozenset[str] = frozenset()
         self._samples: BoundedWriter[SampledGroup] | None = None
         if samples is not None:
             self._samples = BoundedWriter(
@@ -141,27 +143,34 @@ class GroupLog:
             return
         if ending.cause is EndCause.OVERLONG:
             return
-        try:
-            self._log(group, group.version, ending)
-        except Exception:
-            logger.warning("group %s has no line in the log", group.prompt_id, exc_info=True)
-
-    def _log(self, group: Group, version: int, ending: GroupEnding) -> None:
         if self._lines is not None:
-            self._lines.put(self._line(group, version, ending))
-        if self._samples is not None:  # without tokens, logprobs and images, which take much memory
-            self._samples.put(
-                sampled_group(
-                    group.prompt,
-                    ending.end,
-                    group.graded,
-                    version=version,
-                    step=ending.step,
-                    ended_at=time.time(),
-                    replicas=list(group.progress.replicas),
-                    most_chars=self._most_chars,
-                )
-            )
+            with self._forgiving("line", group):
+                self._lines.put(self._line(group, group.version, ending))
+        if self._samples is not None:
+            with self._forgiving("samples", group):
+                self._samples.put(self._sampled(group, group.version, ending))
+
+    @contextmanager
+    def _forgiving(self, part: str, group: Group) -> Iterator[None]:
+        """Warn of an error of the block; only the first one of a kind with its traceback."""
+        try:
+            yield
+        except Exception:
+            shown, self._parts_failed = part not in self._parts_failed, self._parts_failed | {part}
+            logger.warning("group %s: its %s not logged", group.prompt_id, part, exc_info=shown)
+
+    def _sampled(self, group: Group, version: int, ending: GroupEnding) -> SampledGroup:
+        """Return its texts without tokens, logprobs and images, which take much memory."""
+        return sampled_group(
+            group.prompt,
+            ending.end,
+            group.graded,
+            version=version,
+            step=ending.step,
+            ended_at=time.time(),
+            replicas=list(group.progress.replicas),
+            most_chars=self._most_chars,
+        )
 
     def close(self) -> None:
         """Write what waits. A disk that hangs costs what it does not take within `LAST_S`."""
@@ -198,7 +207,7 @@ class GroupLog:
 
 
 def _append(path: Path, lines: Sequence[GroupLine]) -> None:
-    text = b"".join(line + b"\n" for line in _encoded(lines))
+    text = b"".join(line + b"\n" for line in _encoded(lines, "line"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -209,18 +218,18 @@ def _append(path: Path, lines: Sequence[GroupLine]) -> None:
 
 def _archive(archive: SampleArchive, groups: Sequence[SampledGroup]) -> None:
     try:
-        archive.append(_encoded(groups))
+        archive.append(_encoded(groups, "samples"))
     except OSError as error:
         raise WriteError(f"{error}; {_REMEDY}") from error
 
 
-def _encoded(groups: Iterable[GroupLine | SampledGroup]) -> Iterator[bytes]:
+def _encoded(groups: Iterable[GroupLine | SampledGroup], part: str) -> Iterator[bytes]:
     """Encode each group alone, so that one with a value that JSON cannot hold costs only itself."""
     for group in groups:
         try:
             yield msgspec.json.encode(group)
         except (ValueError, TypeError, msgspec.MsgspecError) as error:  # text that is not Unicode
-            logger.warning("group %s is not logged: %s", group.prompt_id, error)
+            logger.warning("group %s: its %s not logged: %s", group.prompt_id, part, error)
 
 
 def _text_bytes(group: SampledGroup) -> int:

@@ -116,7 +116,7 @@ def test_a_text_that_is_no_unicode_costs_its_group_and_no_other(
         add(log, name, text)
     log.close()
     assert set(groups_in(tmp_path)) == {"first", "last"}
-    assert "group bad is not logged" in caplog.text
+    assert "group bad: its samples not logged" in caplog.text
 
 
 @pytest.mark.parametrize("error", [KeyError("a defect"), OSError("the disk is full")])

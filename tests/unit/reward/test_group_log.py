@@ -88,8 +88,8 @@ def test_a_group_that_cannot_be_logged_costs_its_own_line_alone(
         log.observe(group_ended(client_prompt(prompt_id=name), attempt=attempt))
     log.close()
     assert [line["prompt_id"] for line in lines(file)] == ["whole"]
-    assert "group defect has no line in the log" in caplog.text
-    assert "group no text is not logged" in caplog.text
+    assert "group defect: its line not logged" in caplog.text
+    assert "group no text: its line not logged" in caplog.text
 
 
 def test_a_log_that_cannot_be_written_is_reported_once_with_the_remedy(

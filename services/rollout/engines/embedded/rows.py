@@ -28,7 +28,7 @@ class RunningSample:
     """One sample as it enters a row.
 
     Attributes:
-        owner: the request of the sample, a `EmbeddedRun`; only handed back.
+        owner: the request of the sample, an `EmbeddedRun`; only handed back.
         tokens: the prompt and earlier response tokens.
         prompt_length: tokens of `tokens` that are the prompt.
         length_limit: prompt plus response tokens at which it ends.
