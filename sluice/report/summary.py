@@ -214,13 +214,13 @@ class AccountView:
 
     @property
     def parts_text(self) -> str:
-        """All parts and the residual, such as ``trained 61.2 %, pending 3.0 %; residual 0.0 %``.
+        """All parts and the residual, such as ``trained 61.2%, pending 3.0%; unaccounted 0.0%``.
 
         The age follows if it is half a second or more.
         """
         parts = ", ".join(f"{part.name} {_percent(part.share)}" for part in self.parts)
         age = f", {self.age_s:.0f} s ago" if self.age_s >= _MIN_AGE_S else ""
-        return f"{parts or 'none'}; residual {_percent(self.residual_share)}{age}"
+        return f"{parts or 'none'}; unaccounted {_percent(self.residual_share)}{age}"
 
 
 def account_views(accounts: Mapping[str, float]) -> tuple[AccountView, ...]:
@@ -244,7 +244,7 @@ def account_views(accounts: Mapping[str, float]) -> tuple[AccountView, ...]:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:.1f}%"
 
 
 def _parts(accounts: Mapping[str, float], prefix: str, total: float) -> tuple[AccountPart, ...]:

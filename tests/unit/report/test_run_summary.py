@@ -84,10 +84,10 @@ def test_the_text_for_people_shows_the_sum_of_the_prompts(tmp_path: Path) -> Non
 def test_the_text_for_people_tells_where_tokens_and_time_went(tmp_path: Path) -> None:
     text = summary(tmp_path, accounts={**ACCOUNTS, **ACCOUNTING}).as_text()
     assert text.splitlines()[-3:] == [
-        "all tokens (3,000): trained 60.0 %, filtered all right 25.0 %, pending 15.0 %; "
-        "residual 0.0 %",
-        "trainer's time (4 s): training 50.0 %, waiting for batch 37.5 %; residual 12.5 %",
-        "replicas' time (10 s): generating 90.0 %, idle 10.0 %; residual 0.0 %",
+        "all tokens (3,000): trained 60.0%, filtered all right 25.0%, pending 15.0%; "
+        "unaccounted 0.0%",
+        "trainer's time (4 s): training 50.0%, waiting for batch 37.5%; unaccounted 12.5%",
+        "replicas' time (10 s): generating 90.0%, idle 10.0%; unaccounted 0.0%",
     ]
     assert "all tokens" not in summary(tmp_path).as_text()
 
@@ -165,7 +165,7 @@ def test_parts_come_by_size_and_what_is_next_to_nothing_is_left_out() -> None:
     assert [part.name for part in tokens.parts] == ["trained", "filtered all right", "pending"]
     assert [part.share for part in tokens.parts] == [0.6, 0.25, 0.15]
     assert tokens.total_text == "3,000"
-    assert trainer.parts_text == "training 50.0 %, waiting for batch 37.5 %; residual 12.5 %"
+    assert trainer.parts_text == "training 50.0%, waiting for batch 37.5%; unaccounted 12.5%"
     assert (rollout.title, rollout.total_text, rollout.residual) == ("rollout", "10 s", 0.0)
 
 
@@ -179,11 +179,11 @@ def test_an_account_that_is_not_there_is_not_shown() -> None:
 def test_the_age_of_an_older_account_is_shown() -> None:
     accounting = {"generated_tokens": 4.0, "tokens_residual": 0.0, "tokens/stale": 4.0}
     (fresh,) = account_views({**accounting, "tokens_age_s": 0.2})
-    assert fresh.parts_text == "stale 100.0 %; residual 0.0 %"
+    assert fresh.parts_text == "stale 100.0%; unaccounted 0.0%"
     (old,) = account_views({**accounting, "tokens_age_s": 34.4})
-    assert (old.parts_text, old.age_s) == ("stale 100.0 %; residual 0.0 %, 34 s ago", 34.4)
+    assert (old.parts_text, old.age_s) == ("stale 100.0%; unaccounted 0.0%, 34 s ago", 34.4)
 
 
 def test_nothing_at_all_has_no_shares() -> None:
     (view,) = account_views({"generated_tokens": 0.0, "tokens_residual": 0.0, "tokens/stale": 0.0})
-    assert view.parts_text == "none; residual 0.0 %"
+    assert view.parts_text == "none; unaccounted 0.0%"
