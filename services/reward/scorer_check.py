@@ -9,10 +9,11 @@ which do not import services, start it.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -22,46 +23,48 @@ from sluice.concurrency.process import exit_status
 from sluice.config.schema.reward import RewardConfig
 from sluice.types import Scored
 
-# A row after this is not graded any more.
-ENOUGH_S = 20.0
-
 
 class ScorerTrial(msgspec.Struct, frozen=True):
-    """The configured grading, and what to try it on; without rows it is only loaded."""
+    """The configured grading, and what to try it on; without rows it is only loaded. A row after
+    `enough_s` is not graded any more."""
 
     reward: RewardConfig
     rows: list[ScorerInput] = []
+    enough_s: float = math.inf
 
 
 class TrialAnswer(msgspec.Struct, frozen=True):
-    """The outcome of a row: the score, or why there is none, with the last frames."""
+    """The outcome of a row: what the scorer gave, or why there is none, with the last frames."""
 
     score: float | None = None
+    metrics: Mapping[str, float] = {}
+    prediction: str | None = None
     failure: str = ""
     frames: tuple[str, ...] = ()
 
 
-async def tried(reward: RewardConfig, rows: Sequence[ScorerInput]) -> list[TrialAnswer]:
+async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
     """Return what becomes of the rows, or of the first of them if grading takes long.
 
     Raises:
         ConfigError: file, function or signature are wrong; names them and the Python error.
         DeadlineError: loading takes too long.
     """
+    reward = trial.reward
     one_process = msgspec.structs.replace(reward.scorer_pool, num_workers=1)
     began_s, answers = time.monotonic(), list[TrialAnswer]()
     async with running_scorer_pool(
         one_process, reward.custom_reward_function, reward.scorer_routes
     ) as pool:
-        for row in rows:
-            if answers and time.monotonic() - began_s > ENOUGH_S:
+        for row in trial.rows:
+            if answers and time.monotonic() - began_s > trial.enough_s:
                 break
             (outcome,) = await pool.score([row])
             if isinstance(outcome, Scored):
-                answers.append(TrialAnswer(outcome.score))
+                answers.append(TrialAnswer(outcome.score, outcome.metrics, outcome.prediction))
             else:
                 failure = f"{outcome.kind}: {outcome.detail}"
-                answers.append(TrialAnswer(None, failure, outcome.frames))
+                answers.append(TrialAnswer(failure=failure, frames=outcome.frames))
     return answers
 
 
@@ -70,7 +73,7 @@ def main() -> None:
     trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ScorerTrial)
     answer = os.dup(1)
     os.dup2(2, 1)  # scorers print
-    content = msgspec.msgpack.encode(asyncio.run(tried(trial.reward, trial.rows)))
+    content = msgspec.msgpack.encode(asyncio.run(tried(trial)))
     with os.fdopen(answer, "wb") as stream:
         stream.write(content)
 

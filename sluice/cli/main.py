@@ -19,6 +19,7 @@ from sluice.cli.policy.generate import generate
 from sluice.cli.policy.score import score
 from sluice.cli.policy.serve_openai import serve_openai
 from sluice.cli.policy.submit import submit
+from sluice.cli.reward import reward_commands
 from sluice.cli.run.certificates import certs
 from sluice.cli.run.init import init
 from sluice.cli.run.prepare import prepare
@@ -105,6 +106,7 @@ for _purpose, _commands in _PURPOSES.items():
         commands.command(_name, rich_help_panel=_purpose)(_command)
 commands.add_typer(config_commands, name="config", rich_help_panel="Check before the start")
 commands.add_typer(data_commands, name="data", rich_help_panel="Check before the start")
+commands.add_typer(reward_commands, name="reward", rich_help_panel="Check before the start")
 
 
 def app() -> None:

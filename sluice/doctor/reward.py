@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -18,7 +18,8 @@ from sluice.errors import ConfigError, DataError, SluiceError
 
 COMMAND = ("-m", "services.reward.scorer_check")
 DEADLINE_S = 95.0
-TIMEOUT_S = 90.0  # above the deadline of loading, and of some rows
+ENOUGH_S = 20.0  # a row after this is not graded any more
+LOADING_S = 70.0  # above the deadline of loading, and of the row in work
 ROWS_OF_A_SOURCE, ROWS_LOOKED_AT = 4, 16
 _LONGEST_TRUTH = 200
 _REFUSED = "the run refuses to start"
@@ -28,6 +29,8 @@ class TrialAnswer(msgspec.Struct, frozen=True):
     """The outcome of one row, as `services.reward.scorer_check` writes it."""
 
     score: float | None = None
+    metrics: Mapping[str, float] = {}
+    prediction: str | None = None
     failure: str = ""
     frames: tuple[str, ...] = ()
 
@@ -74,7 +77,25 @@ def trial_finding(what: str, places: Sequence[str], answers: Sequence[TrialAnswe
 
 
 def try_scorer(reward: RewardConfig, rows: Sequence[PromptRow]) -> list[TrialAnswer]:
-    """Return the outcomes of the first rows; all of them unless grading takes long.
+    """Return the outcomes of a made-up response to each row, or to the first rows if grading takes
+    long; errors as `try_responses`."""
+    pairs = [(row, made_up_response(row)) for row in rows]
+    answers, _ = try_responses(reward, pairs, ENOUGH_S)
+    return answers
+
+
+def try_responses(
+    reward: RewardConfig, pairs: Sequence[tuple[PromptRow, str]], enough_s: float
+) -> tuple[list[TrialAnswer], str]:
+    """Grade responses in a scorer process, with its limits.
+
+    Args:
+        reward: what grades.
+        pairs: rows, each with a response.
+        enough_s: a row after this is not graded any more.
+
+    Returns:
+        The outcomes, in order, and what the scorer printed.
 
     Raises:
         ConfigError: what grades cannot be loaded; names file, function and the Python error.
@@ -82,27 +103,29 @@ def try_scorer(reward: RewardConfig, rows: Sequence[PromptRow]) -> list[TrialAns
     trial = {
         "reward": msgspec.to_builtins(reward),
         "rows": [
-            (row.data_source, made_up_response(row), row.ground_truth, row.extra_info)
-            for row in rows
+            (row.data_source, response, row.ground_truth, row.extra_info) for row, response in pairs
         ],
+        "enough_s": enough_s,
     }
+    timeout_s = LOADING_S + enough_s
     try:
         ended = subprocess.run(
             [sys.executable, *COMMAND],
             input=msgspec.msgpack.encode(trial),
             capture_output=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"reward.custom_reward_function.path = {reward.custom_reward_function.path}: loading "
-            f"and calling it took more than {TIMEOUT_S:g} s; look for a download or an endless loop"
+            f"and calling it took more than {timeout_s:g} s; look for a download or an endless loop"
         ) from error
+    printed = ended.stderr.decode(errors="replace").strip()
     if ended.returncode != 0:
-        text = ended.stderr.decode(errors="replace").strip()
-        raise ConfigError(text.rpartition("sluice: ERROR ")[2] or f"exit code {ended.returncode}")
-    return msgspec.msgpack.decode(ended.stdout, type=list[TrialAnswer])
+        reason = printed.rpartition("sluice: ERROR ")[2]
+        raise ConfigError(reason or f"exit code {ended.returncode}")
+    return msgspec.msgpack.decode(ended.stdout, type=list[TrialAnswer]), printed
 
 
 def made_up_response(row: PromptRow) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +89,30 @@ def test_a_function_that_hangs_is_killed_and_named(tmp_path: Path) -> None:
     answers = tried(tmp_path, source, "reward.scorer_pool.timeout_s=0.2")
     assert answers
     assert all(one.failure.startswith("scorer_timeout") for one in answers)
+
+
+def test_reward_try_shows_scores_prints_and_failures_of_a_real_process(tmp_path: Path) -> None:
+    function = tmp_path / "score.py"
+    function.write_text(
+        f"{HEAD}    print('graded', ground_truth)\n"
+        "    return {'score': 10 / len(solution_str), 'acc': 1.0, 'pred': solution_str}\n"
+    )
+    responses = tmp_path / "responses.jsonl"
+    lines = [
+        {"response": text, "data_source": "mine", "ground_truth": "4"} for text in ("12345", "")
+    ]
+    responses.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-m", "sluice", "reward", "try", str(function)]
+    ended = subprocess.run(
+        [*command, "--responses", str(responses)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "line 1: score 2 acc=1 pred='12345'" in ended.stdout
+    assert "line 2: failed: unscorable: ZeroDivisionError" in ended.stdout
+    assert "score.py:3 in compute_score: return {'score'" in ended.stdout
+    assert ended.stderr.count("graded 4") == 2
+    assert "1 of 2 scored" in ended.stderr

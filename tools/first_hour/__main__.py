@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,23 +38,31 @@ def main() -> int:
     )
     parser.add_argument("--wheel", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of single checks")
+    parser.add_argument(
+        "--howto", nargs="*", help="only these how-tos, after a short run; none: all"
+    )
     arguments = parser.parse_args()
     phases, left = Phases(), dict[int, list[str]]()
+    single = SINGLE if arguments.only is None else {n: SINGLE[n] for n in arguments.only}
+    groups = GROUPED if arguments.only is None else ()
+    pages: Mapping[str, str] = {}
+    if arguments.howto is not None:
+        single, groups = {}, GROUPED[:1]  # which leaves a finished run in runs/mine
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name:
         shell = Shell(Path(name))
         build(shell.folder)
-        for number, check in SINGLE.items():
-            if arguments.only is None or number in arguments.only:
-                with phases.phase(f"defect {number}, {check.__name__}"):
-                    left[number] = _found(partial(check, shell))
-        for group in GROUPED if arguments.only is None else ():
+        for number, check in single.items():
+            with phases.phase(f"defect {number}, {check.__name__}"):
+                left[number] = _found(partial(check, shell))
+        for group in groups:
             with phases.phase(group.__name__.replace("_", " ")):
                 try:
                     left |= group(shell)
                 except (PhaseError, OSError, ValueError, KeyError) as error:
                     left[0] = [f"{group.__name__}: {error}"]
-        with phases.phase("how-tos"):
-            pages = tried_pages(ROOT / "docs" / "how-to", shell) if arguments.only is None else {}
+        if arguments.only is None:
+            with phases.phase("how-tos"):
+                pages = tried_pages(ROOT / "docs" / "how-to", shell, arguments.howto)
         wheel = _found(partial(_wheel, Path(name))) if arguments.wheel else ["not tried"]
     problems = [f"defect {number}: {text}" for number, found in left.items() for text in found]
     problems += [f"how-to {page}: {text}" for page, text in pages.items() if text]

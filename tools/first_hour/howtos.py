@@ -1,9 +1,11 @@
 """Try the how-tos as they are written: their console and Python blocks, in a user's folder.
 
 A block with the language ``console`` runs line by line (those after ``$ ``, joined at a trailing
-backslash); one with ``python`` runs as a program; one with ``yaml`` or ``properties`` whose first
-line is a comment ``# name`` is written to that file. Other blocks (``text``, ``bash`` for another
-machine) are only read.
+backslash); ``# exit code N`` at the end of a line is what it has to end with. A block whose first
+line is a comment ``# name`` or ``// name`` is written to that file; any other one with ``python``
+runs as a program. Other blocks (``text``, ``bash`` for another machine) are only read. ``pip
+install`` goes to a folder of the trial, and ``$PROTO`` is the checkout's. Runs that a page leaves
+active are stopped.
 """
 
 from __future__ import annotations
@@ -12,33 +14,51 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from tools.first_hour.shell import WAIT_S, Shell
+from tools.phases import say
 
+ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"# ([\w./-]+)\n")
+_FILE = re.compile(r"(?:#|//) ([\w-]+\.\w+)\b.*\n")
+_WRITTEN = {"yaml", "properties", "python", "bash", "javascript"}
+_EXIT_CODE = re.compile(r"# exit code (\d+)$")
 
 
-def tried_pages(folder: Path, shell: Shell) -> Mapping[str, str]:
-    """Return, by page, the first block that failed with its output; empty text: all worked."""
-    return {page.stem: _tried(page, shell) for page in sorted(folder.glob("*.md"))}
+def tried_pages(folder: Path, shell: Shell, names: Collection[str] | None) -> Mapping[str, str]:
+    """Return, by page, the first block that failed with its output; empty text: all worked.
+
+    Args:
+        folder: of the pages.
+        shell: of the user; `runs/mine` has ended there.
+        names: the pages to try; none: all.
+    """
+    found = {}
+    for page in sorted(folder.glob("*.md")):
+        if names and page.stem not in names:
+            continue
+        say(f"  {page.stem}")
+        found[page.stem] = _tried(page, shell)
+        for active in shell.folder.glob("runs/*/endpoints.json"):
+            shell.run("stop", "--now", str(active.parent))
+    return found
 
 
 def _tried(page: Path, shell: Shell) -> str:
     for language, body in _BLOCK.findall(page.read_text(encoding="utf-8")):
         named = _FILE.match(body)
-        if language in {"yaml", "properties", "python", "bash"} and named:
+        if language in _WRITTEN and named:
             (shell.folder / named[1]).write_text(body, encoding="utf-8")
         elif language == "python":
-            found = _run([sys.executable, "-c", body], shell)
-            if found:
-                return found
+            if found := _failure([sys.executable, "-c", body], shell):
+                return f"{body}\n{found}"
         elif language == "console":
             for line in _typed(body):
-                found = _run(["bash", "-ec", line], shell)
-                if found:
+                expected = _EXIT_CODE.search(line)
+                code = int(expected[1]) if expected else 0
+                if found := _failure(["bash", "-ec", line], shell, code):
                     return f"$ {line}\n{found}"
     return ""
 
@@ -48,12 +68,21 @@ def _typed(body: str) -> Iterator[str]:
     yield from (line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ "))
 
 
-def _run(command: list[str], shell: Shell) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def _failure(command: list[str], shell: Shell, code: int = 0) -> str:
+    """Return the output of a command that ends otherwise than with `code`; empty: it did so."""
+    packages = str(shell.folder / "packages")
     ended = subprocess.run(
         command,
         cwd=shell.folder,
-        env={**os.environ, "PATH": path},
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PIP_TARGET": packages,
+            "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+            "PYTHONPATH": packages,
+            "MPLBACKEND": "agg",
+            "PROTO": str(ROOT / "proto"),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -61,4 +90,6 @@ def _run(command: list[str], shell: Shell) -> str:
         timeout=WAIT_S,
         check=False,
     )
-    return "" if ended.returncode == 0 else ended.stdout[-2000:] or f"exit code {ended.returncode}"
+    if ended.returncode == code:
+        return ""
+    return f"{ended.stdout[-2000:]}\nexit code {ended.returncode}"

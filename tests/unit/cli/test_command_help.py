@@ -51,7 +51,7 @@ def test_the_command_lists_all_it_can_do() -> None:
     code, text = invoke("--help")
     assert code == 0
     assert {command.name for command in commands.registered_commands} == set(NAMES)
-    assert all(f"\n  {name} " in text for name in (*NAMES, "config", "data"))
+    assert all(f"\n  {name} " in text for name in (*NAMES, "config", "data", "reward"))
     assert "..." not in text.partition("\nStart:")[2]
     assert max(map(len, text.splitlines())) <= 80
 
