@@ -91,13 +91,7 @@ def try_function(
     if with_truth and responses is not None:
         raise ConfigError("--with-truth and --responses both name the responses; leave one out")
     config = _config(function, settings or [], data)
-    rows = _rows(config, count)
-    if responses is not None:
-        pairs = list(_given(responses, rows, count))
-    else:
-        pairs = [(row, row.ground_truth if with_truth else made_up_response(row)) for row in rows]
-    if not pairs:
-        raise ConfigError(f"{TRAIN_KEY} is null: there is no row to try; give --data FILE")
+    pairs = _pairs(config, count, responses, with_truth=with_truth)
     enough_s = len(pairs) * (config.reward.scorer_pool.timeout_s + _CALL_S)
     answers, printed = try_responses(config.reward, pairs, enough_s)
     if printed:
@@ -121,10 +115,18 @@ def _config(function: str, settings: Sequence[str], data: Path | None) -> RunCon
     return load_config(Path(function) if is_run else None, [*own, *settings])
 
 
-def _rows(config: RunConfig, count: int) -> list[PromptRow]:
-    if not file_names(config.data, TRAIN_KEY):
-        return []
-    return list(islice(first_rows(open_files(config, TRAIN_KEY)), count))
+def _pairs(
+    config: RunConfig, count: int, responses: Path | None, *, with_truth: bool
+) -> list[tuple[PromptRow, str]]:
+    """Return rows, each with the response to grade."""
+    rows = []
+    if file_names(config.data, TRAIN_KEY):
+        rows = list(islice(first_rows(open_files(config, TRAIN_KEY)), count))
+    if responses is not None:
+        return list(_given(responses, rows, count))
+    if not rows:
+        raise ConfigError(f"{TRAIN_KEY} is null: there is no row to try; give --data FILE")
+    return [(row, row.ground_truth if with_truth else made_up_response(row)) for row in rows]
 
 
 def _given(file: Path, rows: Sequence[PromptRow], count: int) -> Iterator[tuple[PromptRow, str]]:
