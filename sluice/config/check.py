@@ -227,10 +227,11 @@ def _quantities(
     configured = config.trainer.total_training_steps
     if configured is not None or dataset_rows is not None:
         total = total_training_steps(config, dataset_rows or 0)
-        formula = "rows * total_epochs / train_batch_size"
-        if configured is not None:
-            formula = "total_training_steps"
-        result.append(Quantity("steps of the run", formula, total, total))
+        formula, as_verl = "total_training_steps", total
+        if configured is None:
+            formula = "rows * total_epochs / train_batch_size; verl drops the rest of each epoch"
+            as_verl = verl.steps_per_epoch(dataset_rows or 0) * config.trainer.total_epochs
+        result.append(Quantity("steps of the run", formula, as_verl, total))
     if dataset_rows is not None:
         steps, own_steps = verl.steps_per_epoch(dataset_rows), dataset_rows // own.train_prompts
         formula = f"{dataset_rows} rows / gen_batch_size (here: train_batch_size)"

@@ -9,7 +9,6 @@ from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, Rollo
 from sluice.algorithm.sampling.rules import OnPolicyFill
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
-from sluice.data.prompt_rows import PromptColumns
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 from sluice.vision.vision_shape import reads_images
 
@@ -233,11 +232,3 @@ def prompt_images(config: RunConfig) -> ImageLimits | None:
     if reads_images(config.actor_rollout_ref.model.path) is False:
         return None
     return image_limits(config)
-
-
-def prompt_columns(data: DataConfig, *, with_images: bool) -> PromptColumns:
-    """Return the columns to read; without images, rows that hold some are refused."""
-    images = data.image_key or None
-    if with_images:
-        return PromptColumns(data.prompt_key, data.reward_fn_key, images=images)
-    return PromptColumns(data.prompt_key, data.reward_fn_key, refused_images=images)

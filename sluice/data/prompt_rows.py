@@ -35,6 +35,20 @@ class PromptColumns:
     images: str | None = None
     refused_images: str | None = None
 
+    @classmethod
+    def of(cls, prompt: str, data_source: str, images: str, *, with_images: bool) -> PromptColumns:
+        """Return the columns of a configuration; without images, rows that hold some are refused.
+
+        Args:
+            prompt: `data.prompt_key`.
+            data_source: `data.reward_fn_key`.
+            images: `data.image_key`; empty: there is no such column.
+            with_images: whether the run reads images.
+        """
+        if with_images:
+            return cls(prompt, data_source, images=images or None)
+        return cls(prompt, data_source, refused_images=images or None)
+
     @property
     def needed(self) -> tuple[str, ...]:
         """Return the columns without which a file cannot be used."""

@@ -11,13 +11,13 @@ from itertools import islice
 
 import msgspec
 
-from sluice.config.derived import prompt_columns, prompt_images
+from sluice.config.derived import prompt_images
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
 from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
 from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
-from sluice.data.prompt_rows import PromptRow
+from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
 from sluice.errors import DataError
 
@@ -78,7 +78,10 @@ def open_files(config: RunConfig, key: str) -> PromptFiles:
     Raises:
         DataError: one of them cannot be used.
     """
-    columns = prompt_columns(config.data, with_images=prompt_images(config) is not None)
+    data, with_images = config.data, prompt_images(config) is not None
+    columns = PromptColumns.of(
+        data.prompt_key, data.reward_fn_key, data.image_key, with_images=with_images
+    )
     return open_prompt_files(file_names(config.data, key), columns, config_key=key)
 
 

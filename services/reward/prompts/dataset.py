@@ -15,7 +15,6 @@ from itertools import islice
 
 import numpy as np
 
-from sluice.config.derived import prompt_columns
 from sluice.config.schema.data import DataConfig, FileList
 from sluice.data.prompt_files import (
     PromptFiles,
@@ -23,7 +22,7 @@ from sluice.data.prompt_files import (
     open_prompt_files,
     without_duplicates,
 )
-from sluice.data.prompt_rows import PromptRow
+from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.row_files import RowBlock, RowIndexes, Slab
 from sluice.types import DataProgress, Prompt, PromptOrigin
 from sluice.vision.image_files import images_of_row
@@ -238,7 +237,9 @@ def _files(
     if not paths:
         return None
     names = [paths] if isinstance(paths, str) else paths
-    columns = prompt_columns(data, with_images=images is not None)
+    columns = PromptColumns.of(
+        data.prompt_key, data.reward_fn_key, data.image_key, with_images=images is not None
+    )
     return open_prompt_files(names, columns, config_key=key)
 
 

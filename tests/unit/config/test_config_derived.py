@@ -119,6 +119,7 @@ def test_the_numbers_of_a_check_are_shown_as_verl_and_as_sluice_would_have_them(
         "optimizer steps per train batch": (2, 2),
         "responses per generation round": (1024, None),
         "old-policy logprob micro-batches": (8, 4),
+        "steps of the run": (450, 468),
         "steps per epoch, nothing filtered": (15, 15),
     }
 

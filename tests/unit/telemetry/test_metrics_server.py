@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import time
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPException
 
 import pytest
 
@@ -71,7 +73,14 @@ def test_a_ninth_connection_is_closed_at_once_and_a_free_one_is_served() -> None
         assert ninth.recv(10) == b""
         first.shutdown(socket.SHUT_WR)
         assert first.recv(10) == b""
-        assert value(parsed(fetch(address)), "sluice_level") == 1.0
+        # The server closes a connection a moment before it counts it as free.
+        for _ in range(600):
+            with suppress(OSError, HTTPException):
+                assert value(parsed(fetch(address)), "sluice_level") == 1.0
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("no connection became free")
 
 
 def test_after_the_end_nobody_listens() -> None:
