@@ -13,14 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.cli.arguments import AsJson
-from sluice.cli.terminal import (
-    counted,
-    output_console,
-    print_json,
-    print_line,
-    print_table,
-    printable,
-)
+from sluice.cli.terminal import counted, output_console, print_json, print_line, print_table
 from sluice.data.inspection import (
     QUANTILES,
     Inspection,
@@ -37,6 +30,7 @@ from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.data.published_rows import PUBLISHED_SETS, Wishes
 from sluice.data.row_files import check_raw_file
 from sluice.errors import ConfigError, DataError
+from sluice.safe_text import printable
 from sluice.types import ChatMessage
 from sluice.vision.image_files import images_of_row
 from sluice.vision.image_limits import DEFAULT_LIMITS

@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.cli.arguments import AsJson, split_arguments
-from sluice.cli.terminal import output_console, print_json, printable
+from sluice.cli.terminal import output_console, print_json
 from sluice.doctor.examination import CHECKS, Result, examine
 from sluice.doctor.finding import FindingLevel, examined_run
+from sluice.safe_text import printable
 
 _STYLES = {
     FindingLevel.OK: "green",

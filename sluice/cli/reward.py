@@ -12,13 +12,14 @@ import typer
 
 from sluice.cli.arguments import AsJsonLines, complete_setting
 from sluice.cli.policy.row_files import read_rows
-from sluice.cli.terminal import print_json, printable
+from sluice.cli.terminal import print_json
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.prompts import ROWS_LOOKED_AT, TRAIN_KEY, file_names, first_rows, open_files
 from sluice.doctor.reward import TrialAnswer, made_up_response, try_responses
 from sluice.errors import ConfigError, DataError
+from sluice.safe_text import printable
 
 _SHOWN_CHARACTERS = 160
 _CALL_S = 10.0  # beside the limit of a call: the start of the next process

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,32 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-_KEPT = "\n\t"
-_UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# Format characters that only join or shape letters.
-_HARMLESS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{SOFT HYPHEN}"
+from sluice.safe_text import printable
+
 # Columns of a pipe: nothing is wrapped or cut, so that grep and awk find it.
 _PIPE_WIDTH = 10_000
 _LINE_EVERY_S = 5.0
-
-
-def printable(text: str) -> str:
-    r"""Return `text` with escapes in place of characters that a terminal would obey.
-
-    Control characters (escape sequences begin with one) and those that reorder or hide text become
-    escapes like ``\x1b``; newlines and tabs stay.
-    """
-    return "".join(character if _is_safe(character) else _escape(character) for character in text)
-
-
-def _is_safe(character: str) -> bool:
-    if character in _KEPT or character in _HARMLESS:
-        return True
-    return unicodedata.category(character) not in _UNSAFE_CATEGORIES
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def output_console() -> Console:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sluice.errors import MissingPackageError, SluiceError, leaves
+from sluice.safe_text import printable
 
 EXIT_MISSING_PACKAGE = 78
 """The exit code where a package is not installed: no restart helps."""
@@ -203,7 +204,7 @@ def exit_status(name: str, run: Callable[[], object]) -> int:
 
 def _report(name: str, errors: list[BaseException] | list[SluiceError]) -> int:
     for line in dict.fromkeys(str(error) for error in errors):
-        sys.stderr.write(f"{name}: ERROR {line}\n")
+        sys.stderr.write(f"{name}: ERROR {printable(line)}\n")
     is_missing = all(isinstance(error, MissingPackageError) for error in errors)
     return EXIT_MISSING_PACKAGE if is_missing else 1
 

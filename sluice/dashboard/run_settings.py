@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
 _RUN = "RUN"
+# Of a reward function's or a logger's own arguments: the page and the report may be shared.
+_SECRET = re.compile(r"(?i)(api_?key|secret|password|(^|[.]|access_|auth_|hf_)token)$")
+_HIDDEN = "(hidden)"
 _RUN_DIR = "sluice.run_dir"
 # Of a start, not of a run: the ports are chosen at each.
 _OF_A_START = (_RUN_DIR, ".port")
@@ -30,7 +34,10 @@ def run_settings(run_dir: Path) -> dict[str, str]:
     flat = flat_tree(document)
     # Where it is, and where it was when it started: a run may be copied.
     folders = [str(run_dir.absolute()), str(flat.get(_RUN_DIR, run_dir))]
-    return {key: _text(value, folders) for key, value in flat.items()}
+    return {
+        key: _HIDDEN if value and _SECRET.search(key) else _text(value, folders)
+        for key, value in flat.items()
+    }
 
 
 def settings_object(run_dir: Path) -> dict[str, Any]:

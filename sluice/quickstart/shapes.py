@@ -8,13 +8,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image, ImageDraw
 
 from sluice.quickstart.arithmetic import ANSWER_REQUEST, DATA_SOURCE, ROW_GROUP_ROWS
 from sluice.types import IMAGE_MARK
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw as Draw
+
 
 BOARD = 3
 MOST_SHAPES = 4
@@ -154,6 +158,8 @@ _PAINT = {
 
 def picture(scene: Scene) -> bytes:
     """Return the scene on white as a PNG of 48 by 48 pixels."""
+    from PIL import Image, ImageDraw  # of the extra torch, which this module does without
+
     image = Image.new("RGB", (SIDE_PIXELS, SIDE_PIXELS), "white")
     draw = ImageDraw.Draw(image)
     for shape in scene.shapes:
@@ -163,7 +169,7 @@ def picture(scene: Scene) -> bytes:
     return buffer.getvalue()
 
 
-def _draw(draw: ImageDraw.ImageDraw, shape: PlacedShape, paint: tuple[int, int, int]) -> None:
+def _draw(draw: Draw, shape: PlacedShape, paint: tuple[int, int, int]) -> None:
     x = shape.column * CELL_PIXELS + CELL_PIXELS // 2 + shape.dx
     y = shape.row * CELL_PIXELS + CELL_PIXELS // 2 + shape.dy
     box = (x - _HALF, y - _HALF, x + _HALF, y + _HALF)

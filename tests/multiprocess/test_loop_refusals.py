@@ -54,7 +54,7 @@ class TestBeforeTheStart:
 
     def test_a_missing_file(self, small_assets: Assets, tmp_path: Path) -> None:
         up(small_assets, tmp_path, "data.train_files=nowhere.parquet").names(
-            "data.train_files = nowhere.parquet is no file; check the path"
+            "data.train_files: no file nowhere.parquet; give the path of a data file"
         )
 
     def test_a_model_path_that_is_no_model(self, small_assets: Assets, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def interrupted_and_resumed(shell: Shell) -> dict[int, list[str]]:
         1: has(text, rf"step +{last - 2}/{last} ", rf"step +{last}/{last} "),
         2: end + files + ([] if code == 0 else [f"exit code {code}"]),
         7: [] if logged.is_file() else ["metrics.jsonl"],
-        12: has(text, r"starting \(|replicas registered|batch \d+ of \d+ groups"),
+        12: has(text, "checking configuration", r"starting \d+ processes"),
         13: interrupted,
     }
 

@@ -9,7 +9,7 @@ from services.reward.group import EndCause, EventKind, GroupEvent
 from services.reward.records.failure_log import reason_of
 from sluice.algorithm.sampling.admission import LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError, DataExhaustedError
-from sluice.types import Failed, FailureKind, PromptEnd
+from sluice.types import Failed, FailureKind, PromptEnd, PromptOrigin
 
 _YIELD_ENDS = {
     PromptEnd.FILTERED_ALL_RIGHT,
@@ -61,11 +61,21 @@ class YieldGuard:
                 # A replica that was lost says nothing about the groups to come.
                 may_pass = failed is None and not event.group.progress.engine_answered
                 is_lost = ending.detail.startswith(FailureKind.ENGINE_ERROR) and may_pass
-                self.ended(ending.end, ending.detail, is_lost=is_lost)
+                # A client's prompts must not end the run of everybody, and neither must an outage
+                # after the first step, or of a service that has restarted.
+                is_first = event.group.prompt.origin is PromptOrigin.DATASET
+                counts = is_first and not event.group.version and not is_lost
+                self.ended(ending.end, ending.detail, counts_alike=counts)
 
-    def ended(self, end: PromptEnd | None, detail: str, *, is_lost: bool = False) -> None:
-        """Note how a group ended; ``None``: it was kept; `is_lost`: with its replicas."""
-        if not is_lost:
+    def ended(self, end: PromptEnd | None, detail: str, *, counts_alike: bool = True) -> None:
+        """Note how a group ended.
+
+        Args:
+            end: ``None``: it was kept.
+            detail: why.
+            counts_alike: whether it counts among the first groups that may all fail alike.
+        """
+        if counts_alike:
             self._count_alike(end, detail)
         self._last = self._floor.after(self._last, is_kept=end is None)
         self._ends.append("kept" if end is None else end.value)

@@ -147,6 +147,8 @@ class RunAccountant:
         self._ask_reward = ask_reward
         self._received = TokensAcrossRestarts()
         self._has_restarted = has_restarted
+        self._reward_has_restarted = False
+        self._known_replicas: frozenset[str] | None = None
         self._before_restart = 0.0
         # Keeps the answers of the reward service in order.
         self._reward_turn = asyncio.Lock()
@@ -235,9 +237,16 @@ class RunAccountant:
         return replace(accounts, tokens=tokens)
 
     def _since_restart(self, tokens: Account) -> Account:
-        """Return the account; the first one after a restart has no residual."""
-        if self._has_restarted:
-            self._has_restarted = False
+        """Return the account without what processes counted before a restart.
+
+        A restarted trainer meets its replicas one by one, each with the tokens that it has sampled
+        so far; a restarted reward service has lost the counts of them.
+        """
+        known = frozenset(member.info.instance_id for member in self._fleet.members())
+        is_new = self._has_restarted and known != self._known_replicas
+        self._known_replicas = known
+        if is_new or self._reward_has_restarted:
+            self._reward_has_restarted = False
             self._before_restart = tokens.residual
         return with_tokens_before_restart(tokens, self._before_restart)
 
@@ -253,7 +262,8 @@ class RunAccountant:
         """Return its tokens by their use; None if it does not answer or counts none."""
         async with self._reward_turn:
             try:
-                self._has_restarted |= self._received.update(await self._ask_reward())
+                statistics = await self._ask_reward()
+                self._reward_has_restarted |= self._received.update(statistics)
             except SluiceError as error:
                 logger.debug("the reward service keeps its last counters: %s", error)
                 return None

@@ -328,6 +328,7 @@ class TrainLoop:
     async def _skip_validation(self) -> None:
         """End the validation that runs when a `Stop` call wants none."""
         await self._state.no_validation.wait()
+        self._validation_error = None
         if self._validation is not None:
             self._validation.cancel()
 

@@ -12,7 +12,7 @@ import typer
 
 from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
 from sluice.cli.running_run import connected
-from sluice.cli.terminal import print_json, printable
+from sluice.cli.terminal import print_json
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import (
     MAX_SAMPLES,
@@ -25,6 +25,7 @@ from sluice.client.generation_types import (
     Sampling,
 )
 from sluice.errors import DataError, InvalidRequestError
+from sluice.safe_text import printable
 from sluice.types import IMAGE_MARK, ChatMessage, Rollout
 
 _STDIN = "-"

@@ -12,8 +12,9 @@ import typer
 from sluice.cli.arguments import AsJsonLines, Deadline, RunArgument, RunOption, named_run
 from sluice.cli.policy.row_files import read_rows
 from sluice.cli.running_run import connected
-from sluice.cli.terminal import print_json, printable
+from sluice.cli.terminal import print_json
 from sluice.client.scoring import ScoreItem
+from sluice.safe_text import printable
 from sluice.types import Failed, Scored
 
 _NEEDS = "data_source, response and ground_truth, each a text; extra_info is optional"

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.cli.running_run import newest_step
-from sluice.cli.terminal import print_json, print_line, printable
+from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.progress import duration_text
 from sluice.client.run_address import CONFIG_NAME
 from sluice.config.derived import checkpoint_folder
@@ -23,6 +23,7 @@ from sluice.launch.processes.supervisor import EXIT_INTERRUPTED, RunEnd
 from sluice.report.run_record import METRICS_NAME, RunRecord, read_progress
 from sluice.report.summary import summarize
 from sluice.report.versions import SUMMARY_NAME, software_versions
+from sluice.safe_text import printable
 
 REPORT_NAME = "report.html"
 
@@ -40,7 +41,7 @@ class RunOutcome:
     """How a run ended, for `summary.json`.
 
     Attributes:
-        outcome: ``stopped`` is an end before the last step that somebody asked for.
+        outcome: ``stopped`` is an end before the last step: by a `Stop` call or by the data's end.
         reason: of the first failure; empty without one.
         step: finished steps, with those before a resume.
         total_steps: of the whole run; None: its trainer never served.
@@ -66,7 +67,7 @@ def outcome_of(
         outcome = "failed"
     elif end.exit_code == EXIT_INTERRUPTED:
         outcome = "interrupted"
-    elif total_steps is not None and step < total_steps:
+    elif total_steps is not None and step < total_steps and not config.trainer.val_only:
         outcome = "stopped"
     saved = newest_checkpoint(config)
     return RunOutcome(
@@ -127,7 +128,7 @@ def end_run(
     if record.steps or record.validations:
         print_line(console, summary.as_text())
     numbers = {**asdict(summary), **asdict(outcome), "versions": software_versions()}
-    _write_summary(run_dir / SUMMARY_NAME, numbers)
+    _write_summary(run_dir / SUMMARY_NAME, numbers, console)
     if record.steps or record.validations:
         _write_report(run_dir, console)
     for name, text in _where(run_dir, outcome):
@@ -166,6 +167,8 @@ def _write_report(run_dir: Path, console: Console) -> None:
         print_line(console, f"no report: {error}")
 
 
-def _write_summary(file: Path, summary: dict[str, object]) -> None:
-    if file.parent.is_dir():
+def _write_summary(file: Path, summary: dict[str, object], console: Console) -> None:
+    try:
         file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:  # the folder is gone, or the disk is full
+        print_line(console, f"no summary: {error}")

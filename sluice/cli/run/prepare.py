@@ -18,7 +18,7 @@ from sluice.cli.run.certificates import (
     renew_certificates,
     security_settings,
 )
-from sluice.cli.run.quickstart import asset_settings, preparation
+from sluice.cli.run.quickstart import asset_settings, preparation, preparer
 from sluice.cli.running_run import newest_step
 from sluice.cli.terminal import print_json, print_line
 from sluice.config.check import launch_notes
@@ -41,7 +41,6 @@ from sluice.launch.container_settings import (
 )
 from sluice.launch.network_layout import CONFIG_NAME, dashboard_settings, network_settings
 from sluice.launch.shared_run import SharedRun
-from sluice.quickstart.prepare import prepare as prepare_quickstart
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.telemetry.metrics_page import forget_targets
 
@@ -194,7 +193,5 @@ def spent_notice(config: RunConfig) -> str | None:
 
 def _quickstart_settings(run_dir: Path, console: Console) -> list[str]:
     with preparation(console) as show:
-        assets = prepare_quickstart(
-            run_dir / "assets", task="quickstart", seed=_SEED, progress=show
-        )
+        assets = preparer()(run_dir / "assets", task="quickstart", seed=_SEED, progress=show)
     return asset_settings(assets, run_dir, _SEED)

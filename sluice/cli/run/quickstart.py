@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,8 +18,11 @@ from sluice.cli.run.up import Quiet, ShowLogs, display_of, start_run
 from sluice.cli.terminal import progress_bars
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
-from sluice.quickstart.prepare import QuickstartAssets, prepare
 from sluice.quickstart.settings import PrepareProgress
+
+if TYPE_CHECKING:
+    from sluice.quickstart.prepare import QuickstartAssets
+
 
 MARKER = ".sluice-run"
 _MARKER_TEXT = "Made by sluice, which replaces the results in this folder at its next start here.\n"
@@ -78,7 +81,7 @@ def quickstart(
         load_config(base, overrides or [])  # reports mistakes before anything is made
     mark_run_folder(run_dir)
     with preparation(display.console) as show:
-        assets = prepare(run_dir / "assets", task=task, seed=seed, progress=show)
+        assets = preparer()(run_dir / "assets", task=task, seed=seed, progress=show)
     settings = [*asset_settings(assets, run_dir, seed), *(overrides or [])]
     with _job() as base:
         config = checked_config(base, settings, display.console)
@@ -88,6 +91,22 @@ def quickstart(
     remove_results(run_dir, _RESULTS)
     end = start_run(config, display, began_s=began_s)
     raise typer.Exit(end.exit_code)
+
+
+def preparer() -> Callable[..., QuickstartAssets]:
+    """Return what makes model and data.
+
+    Raises:
+        ConfigError: its packages are not installed.
+    """
+    try:
+        from sluice.quickstart.prepare import prepare
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the quickstart needs PyTorch and transformers, and {error.name} is not installed; "
+            "pip install 'sluice[torch]'"
+        ) from error
+    return prepare
 
 
 def asset_settings(assets: QuickstartAssets, run_dir: Path, seed: int) -> list[str]:

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from sluice.cli.arguments import AsJson
-from sluice.cli.terminal import output_console, print_json, print_table, printable
+from sluice.cli.terminal import output_console, print_json, print_table
 from sluice.dashboard.run_data import NO_POINTS, compare_folders
 from sluice.errors import DataError
 from sluice.report.run_record import METRICS_NAME
+from sluice.safe_text import printable
 
 _FEWEST, _AXIS_POINTS = 2, 400
 _BY = {"step": "step {:,}", "tokens": "{:,} tokens", "seconds": "{:,} s"}

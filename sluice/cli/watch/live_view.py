@@ -7,6 +7,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -16,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.terminal import print_line, printable
+from sluice.cli.terminal import print_line
 from sluice.cli.watch.progress import (
     StartingService,
     TimeLeft,
@@ -33,6 +34,7 @@ from sluice.report.notices import groups_since, low_yield
 from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
 from sluice.rpc.server import RpcServer
+from sluice.safe_text import printable
 from sluice.telemetry import metric_names
 from sluice.telemetry.logs import parse_line
 
@@ -152,7 +154,7 @@ def _fleet(replicas: tuple[ReplicaSnapshot, ...]) -> Table:
         table.add_column(name, justify="left" if name in {"replica", "state"} else "right")
     for replica in replicas:
         table.add_row(
-            replica.name,
+            Text(printable(replica.name)),
             replica.state,
             str(replica.version),
             f"{replica.slots_busy}/{replica.slots}",
@@ -217,6 +219,7 @@ class LiveView:
         """Show the run until its steps end, and wait for services that do not answer."""
         self._print(f"starting {len(self._colours)} processes; logs: {self._log_dir}")
         if self._detail == "quiet":
+            await self._learn_total_steps(monitor)
             return
         if self._console.is_terminal:
             await self._refresh_table(monitor)
@@ -225,6 +228,12 @@ class LiveView:
             states = tasks.create_task(self._print_states(monitor), name="progress")
             await self._print_steps(monitor)
             states.cancel()
+
+    async def _learn_total_steps(self, monitor: RunMonitor) -> None:
+        while self.total_steps is None:
+            await asyncio.sleep(_REFRESH_S)
+            with suppress(SluiceError):
+                self.total_steps = (await monitor.snapshot()).total_steps
 
     async def _refresh_table(self, monitor: RunMonitor) -> None:
         """Refresh the table; the last one stays, because services end before their supervisor."""
@@ -312,6 +321,8 @@ class LiveView:
 
     def _check_yield(self, snapshot: RunSnapshot) -> None:
         """Note a low yield of the last step, or of the one that does not end."""
+        if not snapshot.prompts:  # the reward service does not answer
+            return
         if snapshot.step != self._step_before:
             self._step_before, self._prompts_before = snapshot.step, snapshot.prompts
         kept = snapshot.groups.get("kept", 0)

@@ -279,3 +279,13 @@ def test_the_newest_accuracy_follows_a_growing_file_and_ignores_half_a_line(
     with file.open("a") as more:
         more.write(json.dumps({"step": 20, ACCURACY: None}) + "\n")
     assert tail.newest() == AccuracyPoint(10, 0.5)
+
+
+async def test_a_quiet_view_still_learns_the_steps_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+    view = view_on(Screen(), run_folder(tmp_path), detail="quiet")
+    async with monitored(ScriptedTrainer(step=1, total_steps=9)) as monitor, asyncio.timeout(60):
+        await view.follow(monitor)
+    assert view.total_steps == 9, "an end before the last step must not be called finished"

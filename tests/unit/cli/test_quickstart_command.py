@@ -18,7 +18,9 @@ def test_a_quickstart_refuses_a_folder_that_sluice_did_not_make(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    monkeypatch.setattr(quickstart_module, "prepare", lambda *given, **_: made.append(given))
+    monkeypatch.setattr(
+        quickstart_module, "preparer", lambda: lambda *given, **_: made.append(given)
+    )
     theirs = tmp_path / "metrics.jsonl"
     theirs.write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="sluice did not make it"):

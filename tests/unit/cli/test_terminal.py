@@ -16,7 +16,8 @@ from rich.console import Console
 
 from sluice.cli.arguments import split_arguments
 from sluice.cli.policy import generate as generate_module
-from sluice.cli.terminal import counted, output_console, print_table, printable
+from sluice.cli.terminal import counted, output_console, print_table
+from sluice.safe_text import printable
 from sluice.types import FinishReason, Rollout, VersionSpan
 
 

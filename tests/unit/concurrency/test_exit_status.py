@@ -46,3 +46,13 @@ def test_leaves_come_in_order_from_all_depths() -> None:
     first, second, third = ValueError(1), KeyError(2), TypeError(3)
     nested = BaseExceptionGroup("a", [first, BaseExceptionGroup("b", [second]), third])
     assert leaves(nested) == [first, second, third]
+
+
+def test_control_characters_of_an_error_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run() -> None:
+        raise ConfigError("KeyError: '\x1b[2J\x1b]0;title\a'")
+
+    assert exit_status("sluice", run) == 1
+    assert capsys.readouterr().err == "sluice: ERROR KeyError: '\\x1b[2J\\x1b]0;title\\x07'\n"

@@ -122,3 +122,11 @@ def test_the_configuration_says_what_was_changed(tmp_path: Path) -> None:
 def test_a_configuration_that_cannot_be_read_is_empty(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("[1", encoding="utf-8")
     assert settings_object(tmp_path) == {"settings": []}
+
+
+def test_secrets_of_a_configuration_are_not_shown(tmp_path: Path) -> None:
+    text = "reward:\n  custom_reward_function:\n    reward_kwargs: {api_key: sk-1, max_token: 5}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    shown = str(settings_object(tmp_path))
+    assert "sk-1" not in shown
+    assert "'5'" in shown

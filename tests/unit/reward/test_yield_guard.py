@@ -69,5 +69,7 @@ def test_one_group_that_ends_in_another_way_keeps_the_run_going(other: PromptEnd
 def test_groups_that_were_lost_with_their_replicas_end_no_run() -> None:
     guard = YieldGuard(0.0, 4)
     for _ in range(2 * ALIKE_GROUPS):
-        guard.ended(PromptEnd.DROPPED_FAILED, "engine_error: connection refused", is_lost=True)
+        guard.ended(
+            PromptEnd.DROPPED_FAILED, "engine_error: connection refused", counts_alike=False
+        )
     guard.check_yield()

@@ -155,6 +155,17 @@ async def test_after_a_restart_of_trainer_and_reward_service_tokens_of_before_ha
     assert (later["tokens/before_restart"], later["tokens_residual"]) == (990, 0)
 
 
+async def test_a_replica_that_finds_the_restarted_trainer_later_adds_to_what_was_before(
+    accounting: ScriptedCounters,
+) -> None:
+    accounting.restart()
+    accounting.reported = [reported(pending=10.0)]
+    assert (await accounting.run_accounting.take())["tokens_residual"] == 0
+    accounting.register("a", load(1000))
+    named = await accounting.run_accounting.take()
+    assert (named["tokens/before_restart"], named["tokens_residual"]) == (990, 0)
+
+
 async def test_tokens_of_replicas_that_a_restarted_trainer_never_met_belong_to_the_total(
     accounting: ScriptedCounters,
 ) -> None:

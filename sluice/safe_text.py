@@ -1,0 +1,29 @@
+"""Untrusted text made safe for terminals and logs."""
+
+from __future__ import annotations
+
+import unicodedata
+
+_KEPT = "\n\t"
+_UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
+# Format characters that only join or shape letters.
+_HARMLESS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{SOFT HYPHEN}"
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with escapes in place of characters that a terminal would obey.
+
+    Control characters (escape sequences begin with one) and those that reorder or hide text become
+    escapes like ``\x1b``; newlines and tabs stay.
+    """
+    return "".join(character if _is_safe(character) else _escape(character) for character in text)
+
+
+def _is_safe(character: str) -> bool:
+    if character in _KEPT or character in _HARMLESS:
+        return True
+    return unicodedata.category(character) not in _UNSAFE_CATEGORIES
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
