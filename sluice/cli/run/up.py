@@ -296,5 +296,6 @@ async def _supervise(plan: LaunchPlan, display: Display) -> tuple[RunEnd, LiveVi
         following = tasks.create_task(view.follow(monitor), name="live-view")
         end = await supervisor.run()
         following.cancel()
+    view.print_rest()
     (run_dir / ENDPOINTS_NAME).unlink(missing_ok=True)
     return end, view

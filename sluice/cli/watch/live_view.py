@@ -190,7 +190,10 @@ class LiveView:
         self._notified: set[str] = set()
         self._step_before = -1
         self._prompts_before: Mapping[str, int] = {}
-        self._accuracy = AccuracyTail(run_dir / METRICS_NAME)
+        self._metrics = run_dir / METRICS_NAME
+        self._metrics_size = self._metrics.stat().st_size if self._metrics.is_file() else 0
+        self._last_step = 0
+        self._accuracy = AccuracyTail(self._metrics)
         self._shown_accuracy: AccuracyPoint | None = None
         self._colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
         self._width = max(map(len, names), default=0)
@@ -228,6 +231,22 @@ class LiveView:
             states = tasks.create_task(self._print_states(monitor), name="progress")
             await self._print_steps(monitor)
             states.cancel()
+
+    def print_rest(self) -> None:
+        """Print the steps that ended before the trainer could be asked: a run may be that short."""
+        if self.total_steps is None:
+            self.total_steps = self._config.trainer.total_training_steps
+        if self._detail == "quiet" or self._console.is_terminal or not self._metrics.is_file():
+            return
+        with self._metrics.open("rb") as file:
+            file.seek(self._metrics_size)
+            rows = [json.loads(line) for line in file.read().splitlines() if line.endswith(b"}")]
+        for row in rows:
+            step = int(row.get("step") or 0)
+            if metric_names.STEP in row and step > self._last_step:
+                known = {name: value for name, value in row.items() if value is not None}
+                self._print(step_line(step, self.total_steps or step, known))
+        self._print_new_accuracy()
 
     async def _learn_total_steps(self, monitor: RunMonitor) -> None:
         while self.total_steps is None:
@@ -279,7 +298,7 @@ class LiveView:
             try:
                 total = self.total_steps = (await monitor.snapshot()).total_steps
                 async for step, metrics in monitor.steps(following):
-                    following, self._has_stepped = step + 1, True
+                    following, self._last_step, self._has_stepped = step + 1, step, True
                     left = time_left.after(step, total, metrics)
                     self._print(step_line(step, total, metrics, left))
                     self._print_new_accuracy()

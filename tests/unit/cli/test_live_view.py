@@ -20,6 +20,7 @@ from sluice.client.run_monitor import AwaitedPeer, ReplicaSnapshot, RunMonitor, 
 from sluice.config.loading.loader import load_config
 from sluice.errors import SluiceError
 from sluice.report.run_record import AccuracyPoint
+from sluice.telemetry.metric_names import STEP
 from tests.support.rpc_server import rpc_server
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, run_folder
 from tests.support.scripted_trainer import ScriptedReward, ScriptedTrainer, monitored
@@ -289,3 +290,16 @@ async def test_a_quiet_view_still_learns_the_steps_of_the_run(
     async with monitored(ScriptedTrainer(step=1, total_steps=9)) as monitor, asyncio.timeout(60):
         await view.follow(monitor)
     assert view.total_steps == 9, "an end before the last step must not be called finished"
+
+
+def test_steps_of_a_run_that_was_over_before_it_could_be_asked_are_printed_at_its_end(
+    tmp_path: Path,
+) -> None:
+    screen = Screen()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 5, STEP: 5}) + "\n")
+    view = view_on(screen, tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as more:
+        for step in (6, 7):
+            more.write(json.dumps({"step": step, STEP: step, "actor/entropy": 0.5}) + "\n")
+    view.print_rest()
+    assert screen.getvalue() == "".join(f"step {n}/{n}  entropy 0.500\n" for n in (6, 7))
