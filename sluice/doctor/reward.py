@@ -107,7 +107,7 @@ def try_responses(
         ],
         "enough_s": enough_s,
     }
-    timeout_s = LOADING_S + enough_s
+    timeout_s = LOADING_S + enough_s + reward.scorer_pool.timeout_s  # a judge may be slow
     try:
         ended = subprocess.run(
             [sys.executable, *COMMAND],

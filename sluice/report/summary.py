@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, read_progress
@@ -176,11 +175,6 @@ def recorded_seconds(run_dir: Path) -> float:
     began_s = written_s(CONFIG_NAME)
     ended_s = max(written_s(METRICS_NAME), written_s(ACCOUNTS_NAME))
     return max(ended_s - began_s, 0.0) if began_s else 0.0
-
-
-def write_summary(summary: RunSummary, file: Path) -> None:
-    """Write the summary as one JSON object."""
-    file.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from sluice.errors import DataError
 from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress, read_run
-from sluice.report.summary import RunSummary, account_views, summarize, write_summary
+from sluice.report.summary import RunSummary, account_views, summarize
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, VALIDATIONS, run_folder
 
 
@@ -67,12 +66,6 @@ def test_prompts_that_the_accounts_cannot_explain_are_lost(
 def test_groups_that_only_the_trainer_counts_are_lost(tmp_path: Path) -> None:
     accounts = {**ACCOUNTS, "groups_trained": 10, "groups_acknowledged": 8, "prompts_lost": 2}
     assert summary(tmp_path, accounts=accounts).prompts_lost == 2
-
-
-def test_the_file_for_machines_holds_the_same_numbers(tmp_path: Path) -> None:
-    numbers = summary(tmp_path)
-    write_summary(numbers, tmp_path / "summary.json")
-    assert json.loads((tmp_path / "summary.json").read_text()) == asdict(numbers)
 
 
 def test_the_text_for_people_shows_the_sum_of_the_prompts(tmp_path: Path) -> None:
