@@ -32,7 +32,7 @@ def sluice(*arguments: str) -> Result:
 
 
 def past(name: str, age_s: float = 0.0, *, ended: bool = True, steps: int = 2) -> Path:
-    """A run that was started `age_s` seconds ago, of which nothing runs any more."""
+    """A run that started `age_s` seconds ago and has ended."""
     run = Path("runs") / name
     run.mkdir(parents=True)
     if ended:

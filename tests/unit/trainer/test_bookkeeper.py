@@ -46,7 +46,7 @@ class ScriptedCounters:
         self.run_accounting = self._accountant()
 
     def restart(self) -> None:
-        """The trainer starts again: its accounts begin anew, its peers continue."""
+        """Restart the trainer: its accounts begin at zero, its peers continue."""
         self.run_accounting = self._accountant(has_restarted=True)
 
     def _accountant(self, *, has_restarted: bool = False) -> RunAccountant:
