@@ -35,12 +35,14 @@ class PastRun:
         step: the number of finished steps.
         accuracies: of the first and of the last validation; fewer if there are fewer.
         processes: what the launcher runs.
+        is_data_exhausted: whether it reached its end because its data set had no more prompts.
     """
 
     phase: Literal["finished", "starting", "not running"]
     step: int
     accuracies: tuple[float, ...]
     processes: tuple[LaunchedProcess, ...] = ()
+    is_data_exhausted: bool = False
 
     def as_text(self, run_dir: Path) -> str:
         """Return a line or two for the console."""
@@ -48,7 +50,8 @@ class PastRun:
         values = " -> ".join(f"{value:.3f}" for value in self.accuracies)
         accuracy = f"; held-out accuracy {values}" if values else ""
         if self.phase == "finished":
-            return f"{run_dir}: finished after {steps}{accuracy}"
+            why = " (data exhausted)" if self.is_data_exhausted else ""
+            return f"{run_dir}: finished after {steps}{why}{accuracy}"
         if self.phase == "starting":
             restarts = [text for each in self.processes if (text := each.restart_text)]
             return (
@@ -81,6 +84,7 @@ async def past_run(run_dir: Path) -> PastRun:
         int(record.steps[-1]["step"] or 0) if record.steps else 0,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
         processes,
+        record.is_data_exhausted,
     )
 
 

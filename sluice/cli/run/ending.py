@@ -26,6 +26,8 @@ from sluice.report.versions import SUMMARY_NAME, software_versions
 from sluice.safe_text import printable
 
 REPORT_NAME = "report.html"
+DATA_ENDED = "data exhausted"
+"""Reason of a run that finished because its data set had no more prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class RunOutcome:
     """How a run ended, for `summary.json`.
 
     Attributes:
-        outcome: ``stopped`` is an end before the last step: by a `Stop` call or by the data's end.
-        reason: of the first failure; empty without one.
+        outcome: ``stopped`` is an end before the last step by a `Stop` call.
+        reason: of the first failure, or that the data set has ended; else empty.
         step: finished steps, with those before a resume.
         total_steps: of the whole run; None: its trainer never served.
         checkpoint: folder of the newest checkpoint; None: there is none.
@@ -63,16 +65,19 @@ def outcome_of(
     """Return how a run ended, from its processes' ends and its folder."""
     step = int(record.steps[-1]["step"] or 0) if record.steps else 0
     outcome: Literal["finished", "stopped", "interrupted", "failed"] = "finished"
+    reason = ""
     if end.failures:
-        outcome = "failed"
+        outcome, reason = "failed", _reason(end.failures[0])
     elif end.exit_code == EXIT_INTERRUPTED:
         outcome = "interrupted"
+    elif record.is_data_exhausted:
+        reason = DATA_ENDED
     elif total_steps is not None and step < total_steps and not config.trainer.val_only:
         outcome = "stopped"
     saved = newest_checkpoint(config)
     return RunOutcome(
         outcome,
-        _reason(end.failures[0]) if end.failures else "",
+        reason,
         step,
         total_steps,
         None if saved is None else str(saved),
@@ -131,7 +136,7 @@ def end_run(
     _write_summary(run_dir / SUMMARY_NAME, numbers, console)
     if record.steps or record.validations:
         _write_report(run_dir, console)
-    for name, text in _where(run_dir, outcome):
+    for name, text in _where(config, outcome):
         print_line(console, f"{name:<11} {text}")
     if as_json:
         print_json(numbers)
@@ -143,7 +148,8 @@ def _first_line(outcome: RunOutcome, seconds: float) -> str:
     return f"{outcome.outcome} after step {outcome.step}{total}, {duration_text(seconds)}{reason}"
 
 
-def _where(run_dir: Path, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
+def _where(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
+    run_dir = Path(config.sluice.run_dir)
     yield "checkpoint", outcome.checkpoint or "none"
     if (run_dir / REPORT_NAME).is_file():
         yield "report", str(run_dir / REPORT_NAME)
@@ -153,7 +159,9 @@ def _where(run_dir: Path, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     start = "from the beginning"
     if outcome.checkpoint_step is not None:
         start = f"from step {outcome.checkpoint_step}"
-    if outcome.outcome == "finished":
+    if outcome.reason == DATA_ENDED:
+        yield "train on", f"{again} trainer.total_epochs={2 * config.trainer.total_epochs}"
+    elif outcome.outcome == "finished":
         more = 2 * (outcome.total_steps or outcome.step)
         yield "train on", f"{again} trainer.total_training_steps={more}"
     else:

@@ -98,8 +98,8 @@ def up(  # noqa: PLR0913 - options of the command
 ) -> None:
     """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
 
-    Ctrl-C lets the run save a checkpoint and ends it; a second one ends it at once. Exit
-    codes: 0 the run reached its end, 1 something failed, 130 interrupted.
+    Ctrl-C ends the run after its step, with a checkpoint if trainer.save_freq > 0; a second one
+    ends it at once. Exit codes: 0 the run reached its end, 1 something failed, 130 interrupted.
 
     \b
     Examples:
@@ -250,7 +250,7 @@ async def _refuse_beside_another(run_dir: Path) -> None:
 async def _save_and_end(monitor: RunMonitor) -> bool:
     """Ask the trainer to save and to end; return false if it does not answer."""
     try:
-        await monitor.stop("interrupted", skip_validation=True)
+        await monitor.save_and_stop("interrupted")
     except SluiceError as error:
         logger.warning("nothing is saved: %s", error)
         return False

@@ -85,7 +85,8 @@ async def _described(folder: Path) -> ListedRun:
         return ListedRun(
             str(folder), "unreadable", 0, None, None, now_s - started_s, now_s - written_s
         )
-    if state == "not running" or (state == "finished" and past.step < (total or 0)):
+    has_more = past.step < (total or 0) and not past.is_data_exhausted
+    if state == "not running" or (state == "finished" and has_more):
         state = "stopped"
     accuracy = past.accuracies[-1] if past.accuracies else None
     return ListedRun(

@@ -46,6 +46,11 @@ def past(name: str, age_s: float = 0.0, *, ended: bool = True, steps: int = 2) -
     return run
 
 
+def listed() -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(sluice("runs", "--json").stdout)["runs"]
+    return found
+
+
 def test_a_command_without_a_run_means_the_newest_one_and_says_so() -> None:
     past("old", 60.0)
     past("new")
@@ -85,9 +90,16 @@ def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None
         ["runs/done", "finished", "2/2", "0.750"],
     ]
     assert "2 h ago" in lines[-2] or "2 h ago" in lines[-1]
-    found = json.loads(sluice("runs", "--json").stdout)["runs"]
+    found = listed()
     assert [one["run"] for one in found] == ["runs/killed", "runs/early", "runs/done"]
     assert found[2]["total_steps"] == 2
+
+
+def test_a_run_whose_data_set_ended_before_its_last_step_is_listed_as_finished() -> None:
+    run = past("short", steps=9)
+    (run / "accounts.json").write_text('{"data_exhausted": 1.0}')
+    assert [one["state"] for one in listed()] == ["finished"]
+    assert sluice("status").stdout.startswith("runs/short: finished after 2 steps (data exhausted)")
 
 
 def test_a_folder_without_runs_is_no_error() -> None:

@@ -93,6 +93,18 @@ def test_a_run_that_somebody_stopped_before_its_last_step_is_not_called_finished
     assert summary["outcome"] == "stopped"
 
 
+def test_a_run_whose_data_set_ended_is_finished_and_trains_on_with_more_epochs(
+    tmp_path: Path,
+) -> None:
+    config = run_at(tmp_path, saved=2)
+    accounts = json.dumps({**ACCOUNTS, "data_exhausted": 1.0})
+    (tmp_path / "accounts.json").write_text(accounts)
+    text, summary = ended(config, RunEnd(0, ()), total_steps=9)
+    assert "finished after step 2 of 9, 2 min: data exhausted\n" in text
+    assert f"train on    sluice up {tmp_path}/config.yaml trainer.total_epochs=60\n" in text
+    assert (summary["outcome"], summary["reason"]) == ("finished", "data exhausted")
+
+
 def test_a_run_without_a_step_still_says_where_its_logs_are(tmp_path: Path) -> None:
     text, summary = ended(run_at(tmp_path, has_steps=False), RunEnd(130, ()), total_steps=None)
     assert "interrupted after step 0, 2 min\n" in text
