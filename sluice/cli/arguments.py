@@ -122,15 +122,14 @@ def named_run(argument: Path | None, option: Path | None = None) -> Path:
     named = argument or option
     if named is not None:
         return named
-    if variable := os.environ.get(RUN_VARIABLE):
-        return Path(variable)
-    runs = started_runs()
+    variable = os.environ.get(RUN_VARIABLE)
+    runs = [Path(variable)] if variable else started_runs()
     if not runs:
         raise ConfigError(
             f"run: none named, and none was started in {RUNS.absolute()}; give the folder of a run "
             f"(its sluice.run_dir), or set {RUN_VARIABLE}"
         )
-    typer.echo(f"run: {runs[0]}", err=True)
+    _report(f"run: {runs[0]} ({RUN_VARIABLE if variable else 'newest'})")
     return runs[0]
 
 

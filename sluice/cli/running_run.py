@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Literal
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.launcher import LaunchedProcess, Launcher
-from sluice.client.run_address import RunLocation, locate_run
+from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.concurrency.process import process_marks
 from sluice.config.derived import checkpoint_folder
@@ -20,9 +20,6 @@ from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerErro
 from sluice.launch.servicer import launcher_of
 from sluice.report.run_record import read_progress
 from sluice.service_contract import TRACKER_NAME
-
-# A launcher that was killed may have left its address, where nothing answers.
-_LAUNCHER_ANSWERS_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +58,13 @@ class PastRun:
             )
         return (
             f"{run_dir}: not running; {steps} finished{accuracy}\n"
-            f"logs: {run_dir / 'logs'}; `sluice up {run_dir / 'config.yaml'}` starts it again"
+            f"logs: {run_dir / 'logs'}; `{resume_command(run_dir)}` starts it again"
         )
+
+
+def resume_command(run_dir: Path) -> str:
+    """Return the command that resumes a run, for a shell."""
+    return shlex.join(["sluice", "up", str(run_dir / CONFIG_NAME)])
 
 
 def newest_step(config: RunConfig) -> int | None:
@@ -80,25 +82,35 @@ async def past_run(run_dir: Path) -> PastRun:
     values = [point.accuracy for point in record.accuracies()]
     ended: Literal["finished", "not running"] = "finished" if record.accounts else "not running"
     return PastRun(
-        "starting" if processes else ended,
+        ended if processes is None else "starting",
         int(record.steps[-1]["step"] or 0) if record.steps else 0,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
-        processes,
+        processes or (),
         record.is_data_exhausted,
     )
 
 
-async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...]:
-    """Return the processes of the launcher that runs in the folder; none if none answers."""
+async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...] | None:
+    """Return what the run's launcher on this machine runs.
+
+    None if no launcher answers; nothing if it is too busy to answer.
+    """
     try:
         found = launcher_of(run_dir)
-        async with (
-            asyncio.timeout(_LAUNCHER_ANSWERS_S),
-            Launcher(found.address, found.credentials) as launcher,
-        ):
+        async with Launcher(found.address, found.credentials) as launcher:
             return await launcher.services()
-    except (SluiceError, TimeoutError):
+    except DeadlineError:
         return ()
+    except SluiceError:
+        return None
+
+
+async def is_active(run_dir: Path) -> bool:
+    """Return whether a launcher or a service of the run lives, as far as this machine can see."""
+    marks = process_marks(run_dir)
+    if any(mark.state() in {"alive", "stopped by a signal"} for mark in marks):
+        return True
+    return await launched_processes(run_dir) is not None
 
 
 async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
@@ -123,27 +135,6 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
             past = await past_run(location.run_dir)
             state = "does not answer yet" if past.phase == "starting" else "is not active"
             raise NotReadyError(f"the run {state}.\n{past.as_text(location.run_dir)}") from error
-
-
-async def launcher_answers(run_dir: Path) -> bool:
-    """Return whether the run's launcher on this machine answers, or is too busy to."""
-    try:
-        found = launcher_of(run_dir)
-        async with Launcher(found.address, found.credentials) as launcher:
-            await launcher.services()
-    except DeadlineError:
-        return True
-    except (NotReadyError, PeerError):
-        return False
-    return True
-
-
-async def is_active(run_dir: Path) -> bool:
-    """Return whether a launcher or a service of the run lives, as far as this machine can see."""
-    marks = process_marks(run_dir)
-    if any(mark.state() in {"alive", "stopped by a signal"} for mark in marks):
-        return True
-    return await launcher_answers(run_dir)
 
 
 @asynccontextmanager

@@ -128,6 +128,8 @@ async def test_a_validation_that_fails_is_not_asked_for_again_and_says_why(
     async with scripted_replicas(replica), reward_process(config) as service:
         await service.announce(0, [replica])
         client = RewardClient(service.stub, "trainer-1", batch_timeout_s=60.0)
-        with pytest.raises(ValidationFailedError, match="version 0: 6 of 6 .*ValueError: no grade"):
+        with pytest.raises(
+            ValidationFailedError, match=r"version 0: 6 of 6 .*ValueError: no grade"
+        ):
             await client.evaluate(0, 0, lambda: 0)
     assert len(replica.calls) == 6

@@ -11,10 +11,9 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.running_run import newest_step
+from sluice.cli.running_run import newest_step, resume_command
 from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.progress import duration_text
-from sluice.client.run_address import CONFIG_NAME
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.dashboard.serving import write_report
@@ -155,7 +154,7 @@ def _where(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
         yield "report", str(run_dir / REPORT_NAME)
     yield "metrics", str(run_dir / METRICS_NAME)
     yield "logs", str(run_dir / "logs")
-    again = f"sluice up {run_dir / CONFIG_NAME}"
+    again = resume_command(run_dir)
     start = "from the beginning"
     if outcome.checkpoint_step is not None:
         start = f"from step {outcome.checkpoint_step}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,7 +94,8 @@ def init(
     typer.echo(f"wrote {file}")
     for key in missing:
         typer.echo(f"  not found here: {key}; set it in {file}")
-    typer.echo(f"next: sluice config check {file}\n      sluice up {file}")
+    name = shlex.quote(str(file))
+    typer.echo(f"next: sluice config check {name}\n      sluice up {name}")
 
 
 def _overrides_of(source: Path) -> list[str]:

@@ -240,7 +240,7 @@ async def _start(
 
 async def _refuse_beside_another(run_dir: Path) -> None:
     """Raise ConfigError if a launcher on this machine already runs in the folder."""
-    if await launched_processes(run_dir):
+    if await launched_processes(run_dir) is not None:
         raise ConfigError(
             f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
             "give another folder"

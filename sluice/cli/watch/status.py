@@ -70,7 +70,7 @@ def status(
     console = Console()
     console.print(run_table(snapshot, accuracy))
     print_line(console, f"trainer {location.trainer}, reward service {location.reward}")
-    restarts = [p.restart_text for p in asyncio.run(launched_processes(folder))]
+    restarts = [p.restart_text for p in asyncio.run(launched_processes(folder)) or ()]
     for notice in filter(None, [low_yield(snapshot.metrics), *restarts]):
         print_line(console, f"notice: {notice}")
 

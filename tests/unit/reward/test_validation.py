@@ -150,7 +150,9 @@ async def test_too_many_failures_end_the_validation_with_their_number_and_an_exa
     with pytest.raises(ValidationFailedError) as failure:
         await World(client, 20).run()
     text = str(failure.value)
-    assert "validating version 0: 6 of 40 samples failed (6 engine_error), more than the 10%" in text
+    assert (
+        "validating version 0: 6 of 40 samples failed (6 engine_error), more than the 10%" in text
+    )
     assert "out of memory" in text
 
 
