@@ -17,7 +17,8 @@ from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.prompts import ROWS_LOOKED_AT, TRAIN_KEY, file_names, first_rows, open_files
-from sluice.doctor.reward import TrialAnswer, made_up_response, try_responses
+from sluice.doctor.reward import made_up_response, try_responses
+from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable
 
@@ -77,6 +78,8 @@ def try_function(
     as_json: AsJsonLines = False,
 ) -> None:
     """Grade responses to the first rows as a run would: in a process with its limits.
+
+    FUNCTION may be a run's YAML file: then its function grades, or its reward model over HTTP.
 
     Without --with-truth and --responses, the responses are made up: they end with the ground truth
     in the usual forms. Prints for each row the score, or the failure with the last frames of the

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-
-import msgspec
 
 from sluice.config.derived import prompt_images
 from sluice.config.rules.files import model_problems
@@ -19,30 +15,15 @@ from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
 from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
-from sluice.errors import DataError
+from sluice.doctor.trial import PromptsToMeasure, answer_of
+from sluice.errors import ConfigError, DataError
 
 DEADLINE_S = 100.0
 TRAIN_KEY, VAL_KEY = "data.train_files", "data.val_files"
 ROWS_LOOKED_AT = 256
 _MEASURING_S = 90.0
-_MEASURE = ("-m", "services.rollout.prompt_check")
+_MEASURE = "services.rollout.prompt_check"
 _LONGEST_TEXT = 300
-
-
-class PromptsToMeasure(msgspec.Struct, frozen=True):
-    """What `services.rollout.prompt_check` reads; it writes a number or a text for each prompt.
-
-    Attributes:
-        model: its folder.
-        template_kwargs: of the chat template.
-        trust_remote_code: run the tokenizer's own code.
-        prompts: (role, content) of each message.
-    """
-
-    model: str
-    template_kwargs: Mapping[str, object]
-    trust_remote_code: bool
-    prompts: Sequence[Sequence[tuple[str, str]]]
 
 
 def check_data(examined: Examined) -> Iterator[Finding]:
@@ -173,22 +154,17 @@ def measure(config: RunConfig, rows: Sequence[PromptRow]) -> Sequence[int | str]
         [[(turn.role, turn.content) for turn in row.messages] for row in rows],
     )
     try:
-        ended = subprocess.run(
-            [sys.executable, *_MEASURE],
-            input=msgspec.msgpack.encode(asked),
-            capture_output=True,
-            timeout=_MEASURING_S,
-            check=False,
+        answers, _ = answer_of(
+            _MEASURE,
+            asked,
+            list[int | str],
+            what=f"actor_rollout_ref.model.path = {model}: tokenizing {len(rows)} prompts",
+            timeout_s=_MEASURING_S,
+            remedy="look at its tokenizer and chat template",
         )
-    except subprocess.TimeoutExpired:
-        return (
-            f"actor_rollout_ref.model.path = {model}: its tokenizer and chat template took more "
-            f"than {_MEASURING_S:g} s for {len(rows)} prompts; look at the template"
-        )
-    if ended.returncode != 0:
-        lines = ended.stderr.decode(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("sluice: ERROR ") if lines else f"code {ended.returncode}"
-    return msgspec.msgpack.decode(ended.stdout, type=list[int | str])
+    except ConfigError as error:
+        return str(error)
+    return answers
 
 
 def template_findings(answers: Sequence[tuple[PromptRow, int | str]]) -> Iterator[Finding]:

@@ -11,7 +11,8 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.data.prompt_rows import PromptRow
-from sluice.doctor.reward import TrialAnswer, trial_finding, try_scorer
+from sluice.doctor.reward import trial_finding, try_scorer
+from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage
 from tests.support.doctor_findings import only

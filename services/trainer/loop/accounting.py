@@ -231,7 +231,7 @@ class RunAccountant:
         }
 
     def accounting(self) -> RunAccounts:
-        """Return the accounts from the counters known so far, those of before a restart included."""
+        """Return the accounts from the counters known so far."""
         phases = {str(phase): spent for phase, spent in self._state.seconds_by_phase().items()}
         return run_accounts(self._fleet.counters(), self._received.by_use(), phases, self._wall_s())
 
