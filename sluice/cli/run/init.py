@@ -80,12 +80,12 @@ def init(
     missing: list[str] = []
     if source is None:
         settings, missing = _guessed(Path(), file.stem)
-        tree = settings_of({}, [], "")
+        tree = settings_of({}, [])
         for key, value in settings.items():
             tree.set(tuple(key.split(".")), value, tuple(key.split(".")))
     else:
         overrides = _overrides_of(source)
-        tree = settings_of({}, overrides, str(source))
+        tree = settings_of({}, overrides)
         notes = launch_notes(load_config(None, overrides), tree)
     file.write_text("\n".join(_lines(tree, notes, missing)) + "\n", encoding="utf-8")
     if as_json:

@@ -78,6 +78,8 @@ def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None
         f"data.train_files={tmp_path}/empty.parquet",
         "data.val_files=gone.parquet",
         "data.train_batchsize=3",
+        "data.seed",
+        "trainer.project_name=${gone}",
         "actor_rollout_ref.rollout.name=vllm",
         "trainer.logger=[console,swanlab]",
         "sluice.rollout.device=cpu",
@@ -88,6 +90,8 @@ def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None
     text = str(caught.value)
     for part in (
         "data.train_batchsize: unknown key",
+        "override 'data.seed': no value; write data.seed=VALUE",
+        "trainer.project_name: reference ${gone}: gone: unknown key",
         "empty.parquet is empty (0 bytes)",
         "no file gone.parquet",
         "vllm is not installed; pip install 'sluice[vllm]'",
