@@ -14,12 +14,12 @@ import numpy as np
 from benchmarks.simulator.group_records import GROUPS_NAME, GroupRecord, read_groups
 from sluice.algorithm.sampling.admission import YieldFloor
 from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.client.run_address import CONFIG_NAME
 from sluice.config.derived import on_policy_fill
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, DataError
 from sluice.report.run_record import RunRecord, read_progress
+from sluice.service_contract import CONFIG_NAME
 from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings

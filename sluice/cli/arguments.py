@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from sluice.client.run_address import CONFIG_NAME
 from sluice.config.loading.keys import all_names
 from sluice.errors import ConfigError
 from sluice.launch.script.launch import is_script, launch_of
 from sluice.launch.script.recording import printers_in, script_text
 from sluice.safe_text import printable
+from sluice.service_contract import CONFIG_NAME
 
 RUN_VARIABLE = "SLUICE_RUN"
 RUNS = Path("runs")

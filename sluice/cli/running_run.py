@@ -11,7 +11,7 @@ from typing import Literal
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.launcher import LaunchedProcess, Launcher
-from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
+from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.concurrency.process import process_marks
 from sluice.config.derived import checkpoint_folder
@@ -19,7 +19,7 @@ from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError, SluiceError
 from sluice.launch.servicer import launcher_of
 from sluice.report.run_record import read_progress
-from sluice.service_contract import TRACKER_NAME
+from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from sluice.cli.run.ending import RunSeconds, end_run
 from sluice.cli.running_run import launched_processes
 from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
-from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
 from sluice.config.loading.yaml_text import write_config
@@ -37,6 +36,7 @@ from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
+from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics_page import forget_target, forget_targets
 
 logger = logging.getLogger(__name__)

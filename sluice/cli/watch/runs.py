@@ -13,9 +13,10 @@ import typer
 from sluice.cli.arguments import RUNS, AsJson, started_runs
 from sluice.cli.running_run import is_active, past_run
 from sluice.cli.terminal import output_console, print_json, print_table
-from sluice.client.run_address import CONFIG_NAME, locate_run
+from sluice.client.run_address import locate_run
 from sluice.errors import SluiceError
 from sluice.report.run_record import METRICS_NAME
+from sluice.service_contract import CONFIG_NAME
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
