@@ -93,7 +93,7 @@ def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None
         ["runs/early", "stopped", "2/9", "0.750"],
         ["runs/done", "finished", "2/2", "0.750"],
     ]
-    assert "2 h ago" in lines[-2] or "2 h ago" in lines[-1]
+    assert "2 h 00 min ago" in lines[-2] or "2 h 00 min ago" in lines[-1]
     found = listed()
     assert [one["run"] for one in found] == ["runs/killed", "runs/early", "runs/done"]
     assert found[2]["total_steps"] == 2
