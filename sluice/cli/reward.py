@@ -16,8 +16,8 @@ from sluice.cli.terminal import print_json
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.data.prompt_rows import PromptRow
-from sluice.doctor.prompts import ROWS_LOOKED_AT, TRAIN_KEY, file_names, first_rows, open_files
 from sluice.doctor.reward import made_up_response, try_responses
+from sluice.doctor.rows import ROWS_LOOKED_AT, TRAIN_KEY, file_names, first_rows, open_files
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
+from typing import TypeVar
 
 from sluice.config.loading.loader import KeySettings, ReadRun, read_run
 from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
+from sluice.data.prompt_files import PromptFiles
+from sluice.data.prompt_rows import PromptRow
+from sluice.doctor.rows import opened_rows
 from sluice.errors import ConfigError
+
+RowsT = TypeVar("RowsT")
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -84,6 +91,7 @@ class Examined:
         has_run: whether the user named a run.
         environment: variables of the process that would start the run.
         read_shape: reads the files of the model, and waits as long as their file system does.
+        first_rows: reads the files of a key once, for all checks.
     """
 
     config: RunConfig
@@ -91,6 +99,7 @@ class Examined:
     has_run: bool
     environment: Mapping[str, str]
     read_shape: Callable[[], ModelShape | None]
+    first_rows: Callable[[str], tuple[PromptFiles, list[PromptRow]]]
     wrong: Sequence[Problem] = ()
 
     @property
@@ -121,8 +130,20 @@ def examined_of(
         has_run=has_run,
         environment=dict(environment),
         read_shape=cache(partial(_shape, run.config.actor_rollout_ref.model.path)),
+        first_rows=_once(partial(opened_rows, run.config)),
         wrong=run.problems,
     )
+
+
+def _once(read: Callable[[str], RowsT]) -> Callable[[str], RowsT]:
+    """Return a function that calls `read` once for each key, also when threads call it at once."""
+    lock, known = Lock(), cache(read)
+
+    def locked(key: str) -> RowsT:
+        with lock:
+            return known(key)
+
+    return locked
 
 
 def _shape(model_path: str) -> ModelShape | None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 
-from sluice.config.derived import prompt_images
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
 from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
-from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
-from sluice.data.prompt_rows import PromptColumns, PromptRow
+from sluice.data.prompt_files import PromptFiles
+from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
+from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
 from sluice.doctor.trial import PromptsToMeasure, answer_of
 from sluice.errors import ConfigError, DataError
 
 DEADLINE_S = 100.0
-TRAIN_KEY, VAL_KEY = "data.train_files", "data.val_files"
-ROWS_LOOKED_AT = 256
 _MEASURING_S = 90.0
 _MEASURE = "services.rollout.prompt_check"
 _LONGEST_TEXT = 300
@@ -38,32 +35,12 @@ def check_data(examined: Examined) -> Iterator[Finding]:
             yield fine(f"{key} is null: {consequence}")
             continue
         try:
-            opened = open_files(config, key)
-            rows[key] = list(first_rows(opened))
+            opened, rows[key] = examined.first_rows(key)
         except DataError as error:
             yield of_text(str(error), "the reward service refuses to start")
             continue
         yield from _row_findings(config, key, opened, rows[key])
     yield from _length_findings(config, rows)
-
-
-def file_names(data: DataConfig, key: str) -> list[str]:
-    """Return the files of `data.train_files` or `data.val_files`."""
-    named = data.train_files if key == TRAIN_KEY else data.val_files
-    return [named] if isinstance(named, str) else list(named or ())
-
-
-def open_files(config: RunConfig, key: str) -> PromptFiles:
-    """Return the files of a key, as the reward service opens them.
-
-    Raises:
-        DataError: one of them cannot be used.
-    """
-    data, with_images = config.data, prompt_images(config) is not None
-    columns = PromptColumns.of(
-        data.prompt_key, data.reward_fn_key, data.image_key, with_images=with_images
-    )
-    return open_prompt_files(file_names(config.data, key), columns, config_key=key)
 
 
 def _row_findings(
@@ -96,22 +73,6 @@ def source_findings(
             "set reward.custom_reward_function.path, or name a built-in scorer in "
             f"reward.scorer_routes ({', '.join(sorted(set(routes.values())))})",
         )
-
-
-def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
-    """Yield decoded rows: the first ones of the first file, and one of each other file.
-
-    Raises:
-        DataError: a row cannot be used.
-    """
-    reader, seen = SlabReader(), set[str]()
-    for block in files.blocks:
-        if block.path not in seen:
-            count = 1 if seen else ROWS_LOOKED_AT
-            seen.add(block.path)
-            for slab in islice(reader.read(block), 1):
-                for index in range(min(len(slab), count)):
-                    yield slab.decode(index, files.columns)
 
 
 def _length_findings(

@@ -11,7 +11,7 @@ from sluice.config.schema.reward import RewardConfig
 from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
-from sluice.doctor.prompts import TRAIN_KEY, VAL_KEY, file_names, first_rows, open_files
+from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
 from sluice.doctor.trial import TrialAnswer, answer_of
 from sluice.errors import DataError, SluiceError
 
@@ -131,7 +131,7 @@ def _rows(examined: Examined) -> list[PromptRow]:
         if not file_names(config.data, key):
             continue
         try:
-            for row in first_rows(open_files(config, key)):
+            for row in examined.first_rows(key)[1]:
                 source = row.data_source
                 is_graded = is_custom or scorer_name(source, routes) is not None
                 if is_graded and counts[source] < ROWS_OF_A_SOURCE:
