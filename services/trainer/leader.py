@@ -51,7 +51,7 @@ from services.trainer.telemetry import (
 )
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.concurrency.process import exempt_start_up, stop_on_signals
+from sluice.concurrency.process import exempt_start_up, process_age_s, stop_on_signals
 from sluice.config.addresses import advertised_host, peer_address
 from sluice.config.derived import (
     checkpoint_folder,
@@ -70,7 +70,6 @@ from sluice.rpc.ports import bound_socket
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import restarts
-from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo, TensorSpec, layout_digest
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender, broadcast_deadline_s

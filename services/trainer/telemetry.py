@@ -17,9 +17,9 @@ from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.metrics.step_metrics import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
-from sluice.concurrency.deadlines import units_done
+from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
-from sluice.concurrency.waits import Waiting
+from sluice.concurrency.waits import Waiting, units_done
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
 from sluice.config.derived import checkpoint_folder
@@ -30,7 +30,6 @@ from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import STEP, STEP_S, VAL_CORE, WAIT_BATCH_S, exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
-from sluice.telemetry.process import process_age_s
 
 _GIB = float(1 << 30)
 _SKIPPED = "actor/skipped_updates"

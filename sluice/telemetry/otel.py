@@ -19,7 +19,7 @@ import msgspec
 
 from sluice.concurrency.threads import BoundedWriter, WriteError
 from sluice.errors import ConfigError
-from sluice.telemetry.process import SPANS, SpanOutcome, TelemetryPart, charged_cpu
+from sluice.telemetry.metrics import SPANS, SpanOutcome, TelemetryPart, charged_cpu
 from sluice.telemetry.tracing import (
     SPAN_BITS,
     Attributes,

@@ -42,8 +42,7 @@ from services.reward.grading.worker import (
     ScorerWorker,
     start_worker,
 )
-from sluice.concurrency.deadlines import deadline
-from sluice.concurrency.waits import waiting_for
+from sluice.concurrency.waits import deadline, waiting_for
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
     RewardConfig,

@@ -34,8 +34,7 @@ from services.reward.records.statistics import GroupStatistics
 from services.reward.records.yield_guard import YieldGuard
 from sluice.algorithm.sampling.admission import kept_upper_bound
 from sluice.algorithm.sampling.strategy import LoopLoad, SamplingStrategy
-from sluice.concurrency.deadlines import deadline
-from sluice.concurrency.waits import ChangeSignal
+from sluice.concurrency.waits import ChangeSignal, deadline
 from sluice.errors import DeadlineError, SluiceError
 from sluice.types import GradedGroup, PromptEnd, Scored, TrainBatch, TrainGroup
 

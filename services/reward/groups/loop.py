@@ -48,8 +48,7 @@ from sluice.algorithm.groups.staleness import reserves_slot
 from sluice.algorithm.routing import AnnouncedReplica
 from sluice.algorithm.sampling.attempt import Attempt
 from sluice.algorithm.sampling.strategy import SamplingStrategy
-from sluice.concurrency.deadlines import deadline
-from sluice.concurrency.waits import ChangeSignal, Waiting
+from sluice.concurrency.waits import ChangeSignal, Waiting, deadline
 from sluice.errors import DataError, SluiceError
 from sluice.telemetry.tracing import TRACER
 from sluice.types import DataProgress, Prompt, PromptEnd

@@ -31,7 +31,7 @@ from services.reward.prompts.source import RowStream
 from services.reward.records.failure_log import FailureLog
 from services.reward.records.group_log import SampleDumps
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, NotReadyError, PeerError, SluiceError
 from sluice.telemetry.samples import DumpedSample
 from sluice.types import (

@@ -47,7 +47,7 @@ from services.trainer.metrics.step_metrics import (
     account_metrics,
     step_metrics,
 )
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import DataExhaustedError, SluiceError
 from sluice.telemetry.tracing import (
     TRACER,

@@ -17,7 +17,7 @@ from sluice.cli.running_run import launcher_answers, newest_step
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.launch.servicer import launcher_of
 
