@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sluice.concurrency.process import process_age_s
-from sluice.telemetry import process
+from sluice.concurrency import process
 
 _TICK_S = 0.01
 
