@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.learner import worker
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from tests.multiprocess.test_sharded_trainer import FROZEN, assert_like, copies, step, wire_digest
 from tests.multiprocess.test_trainer_ranks import trainer
 from tests.support.rank_peer import NUM_GROUPS

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from services.trainer.learner import worker
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from tests.multiprocess.test_trainer_ranks import Rank, trainer
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import freezing, make_batch, make_config, save_model, with_critic

@@ -26,10 +26,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner import worker
+from services.trainer.learner.learner import Learner, TensorSet
 from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
-from services.trainer.learner.worker import Learner, TensorSet
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
 from sluice.types import TrainBatch

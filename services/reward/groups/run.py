@@ -37,7 +37,7 @@ from services.reward.generation.request import (
     for_prompt,
 )
 from services.reward.grading.grader import Grader
-from services.reward.group import EndCause, Group, GroupEnding, GroupTable
+from services.reward.group_table import EndCause, Group, GroupEnding, GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.quarantine import Quarantine

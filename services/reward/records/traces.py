@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from services.reward.group import EventKind, Group, GroupEvent
+from services.reward.group_table import EventKind, Group, GroupEvent
 from sluice.telemetry.tracing import (
     NOTHING,
     TRACER,

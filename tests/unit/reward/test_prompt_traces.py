@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from services.reward.generation.request import GroupRequest
-from services.reward.group import GroupTable
+from services.reward.group_table import GroupTable
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.traces import PromptTraces, trace_key
 from sluice.algorithm.groups.staleness import GroupAges
