@@ -146,11 +146,11 @@ def run(
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
     small = partial(gather_whole, bucket_bytes=BUCKET_BYTES)
-    mock.patch.object(worker, "gather_whole", small).start()
+    mock.patch.object(learner_module, "gather_whole", small).start()
     config = make_config(model, NUM_GROUPS, **actor)
     if frozen is not None:
         config = with_critic(config)
-        mock.patch.object(worker, "load_policy", freezing(frozen)).start()
+        mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"
