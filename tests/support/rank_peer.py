@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner, TensorSet
 from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.rank_command import RankLeader, follow
