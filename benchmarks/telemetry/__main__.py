@@ -37,7 +37,7 @@ from benchmarks.telemetry.span_cost import record_us
 from benchmarks.telemetry.span_sink import span_sink
 from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
-from sluice.telemetry.process import TelemetryPart
+from sluice.telemetry.metrics import TelemetryPart
 from tools.commands import started
 
 SETTINGS = (

@@ -14,10 +14,10 @@ from services.rollout.engines.protocol import EngineLoad
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
 from sluice.api.trainer.v1 import trainer_pb2_grpc
 from sluice.codec.messages import counters_to_fields, replica_to_proto
+from sluice.concurrency.process import process_age_s
 from sluice.errors import DeadlineError, NotFoundError, PeerError
 from sluice.rpc.client import unary_call
 from sluice.rpc.retries import Retries, RetryPolicy, is_absence
-from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
 _PROBE_INTERVAL_S = 1.0

@@ -45,13 +45,13 @@ from sluice.codec.weights import (
     check_join,
     group_spec_from_proto,
 )
+from sluice.concurrency.process import process_age_s
 from sluice.concurrency.waits import Waiting, waiting_for
 from sluice.data.prompt_length import PromptLimit, check_context
 from sluice.errors import InvalidRequestError, NotReadyError
 from sluice.rpc.auth import ClientQuota
 from sluice.rpc.metadata import caller_of, is_service_of_run, served
 from sluice.security.token_file import TokenSource
-from sluice.telemetry.process import process_age_s
 from sluice.telemetry.tracing import Key, SpanName
 from sluice.types import ChatMessage, Rollout, TokenIds, TransferCertificates
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits

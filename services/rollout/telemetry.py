@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from services.rollout.engines.protocol import EngineLoad
-from sluice.concurrency.deadlines import units_done
+from sluice.concurrency.waits import units_done
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.run import RunConfig
 from sluice.rpc.metrics import ProcessName, served_metrics

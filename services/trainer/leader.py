@@ -24,6 +24,7 @@ from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
 from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
     RankLeader,
@@ -31,7 +32,6 @@ from services.trainer.learner.rank_command import (
     share_total_steps,
 )
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.learner_thread import LearnerThread
@@ -51,7 +51,7 @@ from services.trainer.telemetry import (
 )
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.api.trainer.v1 import trainer_pb2_grpc
-from sluice.concurrency.process import exempt_start_up, stop_on_signals
+from sluice.concurrency.process import exempt_start_up, process_age_s, stop_on_signals
 from sluice.config.addresses import advertised_host, peer_address
 from sluice.config.derived import (
     checkpoint_folder,
@@ -70,7 +70,6 @@ from sluice.rpc.ports import bound_socket
 from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import restarts
-from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo, TensorSpec, layout_digest
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender, broadcast_deadline_s

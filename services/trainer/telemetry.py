@@ -17,9 +17,9 @@ from services.trainer.fleet.members import Fleet, MemberState
 from services.trainer.loop.run_state import RunPhase, RunState
 from services.trainer.metrics.step_metrics import Example
 from sluice.algorithm.accounting import TOKENS_AGE, TOKENS_MOVED
-from sluice.concurrency.deadlines import units_done
+from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
-from sluice.concurrency.waits import Waiting
+from sluice.concurrency.waits import Waiting, units_done
 from sluice.concurrency.watchdog import WorkState, watched_service
 from sluice.config.addresses import advertised_address
 from sluice.config.derived import checkpoint_folder
@@ -30,7 +30,6 @@ from sluice.rpc.metrics import ProcessName, served_metrics
 from sluice.service_contract import restarts
 from sluice.telemetry.metric_names import STEP, STEP_S, VAL_CORE, WAIT_BATCH_S, exported_rows
 from sluice.telemetry.metrics import Histogram, InstrumentReading, reading
-from sluice.telemetry.process import process_age_s
 
 _GIB = float(1 << 30)
 _SKIPPED = "actor/skipped_updates"
@@ -163,12 +162,12 @@ def _accounting(accounts: Mapping[str, float]) -> Iterator[InstrumentReading]:
             yield reading("sluice_tokens_open" if is_open else "sluice_tokens_total", value, use)
     for account in _ACCOUNTS:
         if f"{account}_residual" in accounts:
-            yield reading("sluice_books_residual", accounts[f"{account}_residual"], account)
+            yield reading("sluice_accounting_residual", accounts[f"{account}_residual"], account)
             share = accounts[f"{account}_residual_share"]
-            yield reading("sluice_books_residual_ratio", share, account)
+            yield reading("sluice_accounting_residual_ratio", share, account)
     if TOKENS_AGE in accounts:
-        yield reading("sluice_books_tokens_age_seconds", accounts[TOKENS_AGE])
-        yield reading("sluice_books_tokens_moved", accounts[TOKENS_MOVED])
+        yield reading("sluice_accounting_tokens_age_seconds", accounts[TOKENS_AGE])
+        yield reading("sluice_accounting_tokens_moved", accounts[TOKENS_MOVED])
 
 
 def _fleet(replicas: Fleet) -> Iterator[InstrumentReading]:

@@ -14,7 +14,7 @@ from sluice.api.reward.v1 import reward_pb2
 from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.channels import ServiceChannels
 from sluice.client.run_address import RunAddress
-from sluice.concurrency.deadlines import deadline, while_progressing
+from sluice.concurrency.waits import deadline, while_progressing
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.rpc.client import reward_stub, stream_call, trainer_stub, unary_call
 from sluice.rpc.credentials import OPEN, Credentials

@@ -1,5 +1,5 @@
-"""A service's process: its mark in the run's folder, stop signals, its supervisor's death, its
-exit status.
+"""A service's process: its age, its mark in the run's folder, stop signals, its supervisor's death,
+its exit status.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ START_FIELD = 19
 """Ticks from the machine's start to the process's, in `stat_fields`."""
 _STATE_FIELD = 0
 _STOPPED, _ENDED = frozenset("Tt"), frozenset("ZXx")
+_IMPORTED_S = time.monotonic()
 
 
 def end_with_supervisor() -> None:
@@ -161,6 +163,19 @@ def stat_fields(pid: int) -> list[str]:
     except OSError:
         return []
     return text.rsplit(")", 1)[1].split()
+
+
+def process_age_s() -> float:
+    """Return the seconds since the process started.
+
+    Linux reports the start in ticks of a hundredth of a second; elsewhere, and where /proc cannot
+    be read, time counts from the import of this module.
+    """
+    fields = stat_fields(os.getpid())
+    if not fields:
+        return time.monotonic() - _IMPORTED_S
+    started_s = int(fields[START_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.wait_chain import explain
 from sluice.client.wait_survey import survey_waits
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, SluiceError
 from sluice.launch.servicer import launcher_of
 from sluice.service_contract import CONFIG_NAME

@@ -18,7 +18,7 @@ from aiohttp import web
 from sluice.client.async_client import AsyncClient
 from sluice.client.generation_types import GenerationEvent, GenerationStarted, SampleDelta
 from sluice.codec.fields import shortened
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import DeadlineError, PeerError, SluiceError, leaves
 from sluice.openai_front.answers import AnswerBuilder, Sink, generate_choices
 from sluice.openai_front.errors import (

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
+from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import WAITS
 from sluice.concurrency.watchdog import still_seconds
@@ -24,18 +27,16 @@ from sluice.config.schema.service import EndpointConfig, ServiceConfig
 from sluice.rpc.credentials import CERTIFICATE_ENDS
 from sluice.rpc.ports import check_bindable
 from sluice.rpc.status import QUOTA_REFUSALS, RPC_ERRORS
-from sluice.telemetry.metrics import InstrumentReading, reading
-from sluice.telemetry.metrics_page import PATH, MetricsPage, ask_loop, scrape_target
-from sluice.telemetry.process import (
+from sluice.telemetry.metrics import (
     SPANS,
     TELEMETRY_CPU,
-    DiskCapacity,
+    InstrumentReading,
     SpanOutcome,
     TelemetryPart,
     charged_cpu,
-    disk_capacity,
-    process_age_s,
+    reading,
 )
+from sluice.telemetry.metrics_page import PATH, MetricsPage, ask_loop, scrape_target
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,15 @@ _LOOP_TIMEOUT_S = 3.0
 _DISK_WAIT_S = 0.5
 
 ReadMetrics = Callable[[], Iterable[InstrumentReading]]
+
+
+class DiskCapacity(NamedTuple):
+    """Bytes of a file system: free for this user, and in total."""
+
+    free_bytes: int
+    size_bytes: int
+
+
 DiskSpace = BackgroundMeasurement[DiskCapacity]
 
 
@@ -179,3 +189,13 @@ def _announce(host: str, address: str) -> None:
             "a token; keep the network private, or remove metrics_port",
             address,
         )
+
+
+def disk_capacity(folder: Path) -> DiskCapacity:
+    """Return the space of a folder's file system. It hangs where the file system does.
+
+    Raises:
+        OSError: there is no such folder; a replica may run on a machine without the run's.
+    """
+    found = os.statvfs(folder)
+    return DiskCapacity(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from sluice.concurrency.deadlines import advance
-from sluice.concurrency.waits import Wait, waiting_for
+from sluice.concurrency.waits import Wait, advance, waiting_for
 from sluice.errors import (
     DeadlineError,
     ExhaustedError,

@@ -1,4 +1,5 @@
-"""Values for Prometheus: readings of exported metrics, counts of events and histograms.
+"""Values for Prometheus: readings of exported metrics, counts of events and histograms; among them
+the cost of this process's own telemetry.
 
 Nothing here needs prometheus_client.
 """
@@ -7,9 +8,12 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -92,3 +96,37 @@ class Histogram:
         bounds = (*self._bounds, math.inf)
         cumulative = tuple(zip(bounds, accumulate(self._counts), strict=True))
         return reading(self._name, Distribution(cumulative, self._total))
+
+
+SPANS = EventCounts()
+"""Recorded spans by `SpanOutcome`, counted for each destination."""
+TELEMETRY_CPU = EventCounts()
+"""CPU seconds by `TelemetryPart`.
+
+Threads of libraries, such as gRPC's, do not count; nor does recording a span, which is too short to
+be timed each time: `benchmarks/telemetry/span_cost.py` measures it.
+"""
+
+
+class TelemetryPart(StrEnum):
+    """The work of telemetry."""
+
+    SPANS = "spans"
+    SCRAPES = "scrapes"
+
+
+class SpanOutcome(StrEnum):
+    """The outcome of a recorded span."""
+
+    SENT = "sent"
+    DROPPED = "dropped"
+
+
+@contextmanager
+def charged_cpu(part: TelemetryPart) -> Iterator[None]:
+    """Charge the CPU time of this thread inside the block to `part`. Do not nest blocks."""
+    began_s = time.thread_time()
+    try:
+        yield
+    finally:
+        TELEMETRY_CPU.add(part, count=time.thread_time() - began_s)

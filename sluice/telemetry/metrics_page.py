@@ -18,8 +18,7 @@ from sluice.concurrency.threads import settle
 from sluice.config.addresses import bare_host
 from sluice.errors import ConfigError
 from sluice.telemetry.metric_names import Instrument, InstrumentKind
-from sluice.telemetry.metrics import Distribution, InstrumentReading
-from sluice.telemetry.process import TelemetryPart, charged_cpu
+from sluice.telemetry.metrics import Distribution, InstrumentReading, TelemetryPart, charged_cpu
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

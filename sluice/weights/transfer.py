@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from sluice.concurrency.deadlines import advance
+from sluice.concurrency.waits import advance
 from sluice.weights.backend import Work
 from sluice.weights.digest import DIGEST_BYTES, StreamDigest, WeightDigests
 from sluice.weights.group import TransferGroup

@@ -34,16 +34,15 @@ from services.reward.grading.messages import (
     ScorerSetup,
     encoding_error,
 )
-from services.reward.grading.scorers.registry import scored_characters
-from services.reward.grading.worker import (
+from services.reward.grading.scorer_process import (
     END_TIMEOUT_S,
     PEER,
     ScorerFault,
     ScorerWorker,
     start_worker,
 )
-from sluice.concurrency.deadlines import deadline
-from sluice.concurrency.waits import waiting_for
+from services.reward.grading.scorers.registry import scored_characters
+from sluice.concurrency.waits import deadline, waiting_for
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
     RewardConfig,

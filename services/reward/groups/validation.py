@@ -31,7 +31,7 @@ from services.reward.prompts.source import RowStream
 from services.reward.records.failure_log import FailureLog
 from services.reward.records.group_log import SampleDumps
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, NotReadyError, SluiceError, ValidationFailedError
 from sluice.telemetry.samples import DumpedSample
 from sluice.types import (
@@ -273,7 +273,7 @@ class Validator:
         request = GroupRequest(
             prompt,
             first_samples(order.samples_per_prompt),
-            for_prompt(order.sampling, prompt, stage="validation"),
+            for_prompt(order.sampling, prompt, purpose="validation"),
             Purpose.VALIDATION,
             lowest_version=order.policy_version,
             highest_version=order.policy_version,

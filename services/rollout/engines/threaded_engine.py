@@ -30,11 +30,10 @@ from services.rollout.engines.request_rules import ImageTurn, check_capacity, ch
 from services.rollout.engines.settings import EngineSettings
 from services.rollout.engines.thread import ChunkStream, LoopThread
 from services.rollout.engines.weight_inbox import NO_PLACES, TensorPlacement, WeightInbox
-from sluice.concurrency.deadlines import deadline
-from sluice.concurrency.waits import waiting_for
+from sluice.concurrency.process import process_age_s
+from sluice.concurrency.waits import deadline, waiting_for
 from sluice.device.select import transfer_device
 from sluice.errors import EngineError, NotReadyError
-from sluice.telemetry.process import process_age_s
 from sluice.types import TensorSpec, TransferGroupSpec
 
 _CLOSE_TIMEOUT_S = 60.0

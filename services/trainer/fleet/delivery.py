@@ -28,7 +28,7 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from services.trainer.fleet.replica_client import ReplicaClient
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import InvalidRequestError, PeerError, SluiceError, WeightSyncError
 from sluice.types import ReplicaInfo, TensorSpec
 from sluice.weights.plan import WeightBuffer

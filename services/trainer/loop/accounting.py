@@ -33,8 +33,8 @@ from sluice.algorithm.accounting import (
     run_accounts,
     with_tokens_before_restart,
 )
+from sluice.concurrency.process import process_age_s
 from sluice.errors import SluiceError
-from sluice.telemetry.process import process_age_s
 from sluice.types import ReplicaInfo
 
 logger = logging.getLogger(__name__)

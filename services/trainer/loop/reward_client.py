@@ -16,7 +16,7 @@ from sluice.api.reward.v1 import reward_pb2 as reward
 from sluice.api.reward.v1 import reward_pb2_grpc
 from sluice.codec.messages import replica_to_proto
 from sluice.codec.reward import progress_to_proto, train_batch_from_proto, with_group_images
-from sluice.concurrency.deadlines import advance, while_progressing
+from sluice.concurrency.waits import advance, while_progressing
 from sluice.errors import (
     DeadlineError,
     InvalidRequestError,

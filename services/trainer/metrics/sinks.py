@@ -24,8 +24,8 @@ from typing import Protocol
 import numpy as np
 
 from services.trainer.metrics.step_metrics import Example, ValidationReport
-from sluice.concurrency.deadlines import deadline
 from sluice.concurrency.threads import BoundedWriter
+from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from sluice.cli.terminal import print_json
 from sluice.client.launcher import Launcher, Scaling
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import DeadlineError, NotReadyError, PeerError
 from sluice.launch.replica_scale import check_number
 from sluice.launch.service_spec import replica_number

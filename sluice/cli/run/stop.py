@@ -18,7 +18,7 @@ from sluice.cli.running_run import is_active, launched_processes, newest_step, r
 from sluice.cli.terminal import print_json
 from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
 from sluice.launch.servicer import launcher_of
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.config.loading.yaml_text import dump_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, PeerDefectError, PeerError

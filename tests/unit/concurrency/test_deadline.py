@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import DeadlineError
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sluice.concurrency.deadlines import while_progressing
+from sluice.concurrency.waits import while_progressing
 from sluice.errors import DeadlineError, PeerError
 
 STALL_S = 1.0

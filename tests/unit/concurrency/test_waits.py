@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.concurrency.deadlines import deadline
-from sluice.concurrency.waits import WAITS, Waiting, WaitRegistry, merged_waits
+from sluice.concurrency.waits import WAITS, Waiting, WaitRegistry, deadline, merged_waits
 from sluice.errors import DeadlineError
 
 

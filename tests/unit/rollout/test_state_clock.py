@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from services.rollout.engines.embedded.engine import EmbeddedEngine
 from services.rollout.engines.threaded_engine import EngineState, StateClock
+from sluice.concurrency.process import process_age_s
 from sluice.errors import WeightSyncError
-from sluice.telemetry.process import process_age_s
 from tests.support.causal_lms import (
     generate,
     reference_model,

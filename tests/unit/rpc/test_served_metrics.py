@@ -23,7 +23,6 @@ from sluice.rpc.credentials import CERTIFICATE_ENDS, service_credentials
 from sluice.rpc.metrics import DiskSpace, ProcessName, process_readings, served_metrics
 from sluice.security.certificates import ends_of_validity
 from sluice.security.development_ca import DevelopmentCa
-from sluice.telemetry import process
 from sluice.telemetry.metric_names import Instrument
 from sluice.telemetry.metrics import InstrumentReading
 from tests.support.certified import authority, write_security
@@ -152,7 +151,7 @@ async def test_a_file_system_that_hangs_silences_nothing(
         resume.wait(60)
         raise OSError
 
-    monkeypatch.setattr(process.os, "statvfs", hangs)
+    monkeypatch.setattr(module.os, "statvfs", hangs)
     with served_metrics(settings(tmp_path), EndpointConfig(metrics_port=0), WHO, level):
         (address,) = targets(tmp_path).values()
         page = parsed(await asyncio.to_thread(fetch, address))
@@ -162,7 +161,7 @@ async def test_a_file_system_that_hangs_silences_nothing(
 
 
 def reported(run_dir: Path) -> dict[tuple[Any, ...], Any]:
-    disk = DiskSpace("disk space", lambda: process.disk_capacity(run_dir))
+    disk = DiskSpace("disk space", lambda: module.disk_capacity(run_dir))
     return {(r.instrument.name, *r.labels): r.value for r in process_readings(WHO, disk)}
 
 

@@ -6,8 +6,8 @@ import threading
 import time
 
 from sluice.concurrency.threads import WriteError
+from sluice.telemetry.metrics import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart, charged_cpu
 from sluice.telemetry.otel import OtelRecorder, SpanQueue
-from sluice.telemetry.process import SPANS, TELEMETRY_CPU, SpanOutcome, TelemetryPart, charged_cpu
 from sluice.telemetry.tracing import SpanName, Tracer
 
 SPUN_S = 0.05

@@ -14,7 +14,7 @@ from services.trainer.servicer import TrainerServicer
 from services.trainer.telemetry import TrainerWork, phase_waits
 from sluice.algorithm.accounting import ReplicaCounters
 from sluice.api.trainer.v1 import trainer_pb2
-from sluice.concurrency.deadlines import advance
+from sluice.concurrency.waits import advance
 from sluice.config.schema.service import TrainerServiceConfig
 from sluice.types import ReplicaInfo
 

@@ -40,7 +40,7 @@ from sluice.algorithm.entropy import (
     logprobs_from_logits,
 )
 from sluice.algorithm.packing import plan_micro_batches
-from sluice.concurrency.deadlines import advance
+from sluice.concurrency.waits import advance
 from sluice.config.schema.actor import FsdpConfig
 from sluice.errors import ConfigError
 from sluice.vision.torch_inputs import encode_images, forward_with_images

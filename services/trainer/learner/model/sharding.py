@@ -20,7 +20,7 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, 
 from services.trainer.learner.model.forward import gather_for_images
 from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM, DataParallel
 from sluice.algorithm.packing import plan_micro_batches
-from sluice.concurrency.deadlines import advance
+from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
 from sluice.vision.vision_shape import FAMILIES
 

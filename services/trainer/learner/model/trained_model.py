@@ -28,7 +28,7 @@ from services.trainer.learner.model.forward import plain_class
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import Shards, assign, shard_model, shard_size
 from services.trainer.learner.ranks import DataParallel
-from sluice.concurrency.deadlines import advance
+from sluice.concurrency.waits import advance
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sluice.telemetry import process
-from sluice.telemetry.process import process_age_s
+from sluice.concurrency import process
+from sluice.concurrency.process import process_age_s
 
 _TICK_S = 0.01
 
@@ -19,7 +19,7 @@ def test_the_age_counts_from_before_the_interpreter_was_up() -> None:
     began_s = time.monotonic()
     code = (
         "import time; time.sleep(0.2)\n"
-        "from sluice.telemetry.process import process_age_s; print(process_age_s())"
+        "from sluice.concurrency.process import process_age_s; print(process_age_s())"
     )
     reported = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

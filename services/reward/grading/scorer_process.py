@@ -32,7 +32,7 @@ from services.reward.grading.messages import (
     note_idle,
     read_progress,
 )
-from sluice.concurrency.deadlines import deadline
+from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
 from sluice.types import FailureKind
 
