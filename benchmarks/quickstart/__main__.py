@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, last_json, print_line, print_report, quickstart
-from sluice.report.run_record import read_run
+from sluice.report.run_record import read_progress
 
 MEASURE_EVERY = 2
 # TRL trains on-policy on two data-parallel ranks, so sluice does too. Both replicas are there
@@ -126,7 +126,7 @@ def _run_sluice(seed: int, run_dir: Path, overrides: Sequence[str]) -> SluiceRun
     summary = quickstart(run_dir, seed, [*MEASURED_AFTERWARDS, *overrides])
     command = [sys.executable, "-m", "benchmarks.quickstart.checkpoint_curve"]
     curve = last_json([*command, "--run-dir", str(run_dir), "--seed", str(seed)])["curve"]
-    rss_mb = read_run(run_dir).largest("perf/reward_rss_mb")
+    rss_mb = read_progress(run_dir).largest("perf/reward_rss_mb")
     return SluiceRun(summary, [tuple(point) for point in curve], rss_mb)
 
 

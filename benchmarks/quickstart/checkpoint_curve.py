@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.quickstart.trl_job import HeldOut, load_rows
-from sluice.report.run_record import read_run
+from sluice.report.run_record import read_progress
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def measure(run_dir: Path, seed: int) -> Iterator[tuple[int, float, float]]:
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     held_out = HeldOut(load_rows(assets / "data" / "test.parquet", tokenizer), tokenizer)
     # Seconds from the first step's begin to the end of step k, at index k, with waits.
-    steps = (row.get("timing_s/step") or 0.0 for row in read_run(run_dir).steps)
+    steps = (row.get("timing_s/step") or 0.0 for row in read_progress(run_dir).steps)
     seconds = list(accumulate(steps, initial=0.0))
     prefix = "global_step_"
     saved = (run_dir / "checkpoints").glob(f"{prefix}*/actor/huggingface")

@@ -10,7 +10,7 @@ from statistics import fmean
 from benchmarks.reporting import empty_run_folder, quickstart
 from benchmarks.simulator.fit import fitted_simulation
 from benchmarks.simulator.twin import twin
-from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
+from sluice.report.run_record import AccuracyPoint, RunRecord, read_progress
 
 TASK = "stretch"
 GROUP_OF_16 = "actor_rollout_ref.rollout.n=16"  # as in the simulated figures
@@ -83,7 +83,7 @@ def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> 
     folder = output / name
     empty_run_folder(folder, output / f"assets-{seed}", TASK, seed)
     summary = quickstart(folder, seed, ["--task", TASK, *COMMON, *overrides])
-    record = read_run(folder)
+    record = read_progress(folder)
     validated = {point.step for point in record.accuracies()}
     timed = [
         row.get("timing_s/step") or 0.0

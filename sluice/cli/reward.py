@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.reward import made_up_response, try_responses
-from sluice.doctor.rows import ROWS_LOOKED_AT, TRAIN_KEY, file_names, first_rows, open_files
+from sluice.doctor.rows import ROWS_LOOKED_AT, TRAIN_KEY, file_names, opened_rows
 from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable
@@ -125,7 +124,7 @@ def _pairs(
     """Return rows, each with the response to grade."""
     rows = []
     if file_names(config.data, TRAIN_KEY):
-        rows = list(islice(first_rows(open_files(config, TRAIN_KEY)), count))
+        rows = opened_rows(config, TRAIN_KEY)[1][:count]
     if responses is not None:
         return list(_given(responses, rows, count))
     if not rows:

@@ -9,7 +9,6 @@ from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
 
 from sluice.config.loading.loader import KeySettings, ReadRun, read_run
 from sluice.config.memory.shape import ModelShape, find_shape
@@ -19,8 +18,6 @@ from sluice.data.prompt_files import PromptFiles
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.rows import opened_rows
 from sluice.errors import ConfigError
-
-RowsT = TypeVar("RowsT")
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -124,26 +121,21 @@ def examined_of(
     run: ReadRun, environment: Mapping[str, str] = os.environ, *, has_run: bool = True
 ) -> Examined:
     """Return this machine with a run whose configuration was read."""
+    opened, turn = cache(partial(opened_rows, run.config)), Lock()
+
+    def first_rows(key: str) -> tuple[PromptFiles, list[PromptRow]]:
+        with turn:  # checks run in threads
+            return opened(key)
+
     return Examined(
         run.config,
         KeySettings(run.config, run.settings.by_key()),
         has_run=has_run,
         environment=dict(environment),
         read_shape=cache(partial(_shape, run.config.actor_rollout_ref.model.path)),
-        first_rows=_once(partial(opened_rows, run.config)),
+        first_rows=first_rows,
         wrong=run.problems,
     )
-
-
-def _once(read: Callable[[str], RowsT]) -> Callable[[str], RowsT]:
-    """Return a function that calls `read` once for each key, also when threads call it at once."""
-    lock, known = Lock(), cache(read)
-
-    def locked(key: str) -> RowsT:
-        with lock:
-            return known(key)
-
-    return locked
 
 
 def _shape(model_path: str) -> ModelShape | None:

@@ -89,9 +89,10 @@ def _length_findings(
             "pip install 'sluice[torch]'",
         )
         return
-    answers = measure(config, [row for _, row in measured])
-    if isinstance(answers, str):
-        yield of_text(answers, "replicas refuse to start")
+    try:
+        answers = measure(config, [row for _, row in measured])
+    except ConfigError as error:
+        yield of_text(str(error), "replicas refuse to start")
         return
     for key in rows:
         own = [
@@ -104,27 +105,27 @@ def _length_findings(
         yield from overlong_findings(config.data, key, tokens)
 
 
-def measure(config: RunConfig, rows: Sequence[PromptRow]) -> Sequence[int | str] | str:
-    """Return each row's tokens with the chat template, or why the template refuses it; or why none
-    can be measured."""
-    data, model = config.data, config.actor_rollout_ref.model.path
+def measure(config: RunConfig, rows: Sequence[PromptRow]) -> list[int | str]:
+    """Return each row's tokens with the chat template, or why the template refuses it.
+
+    Raises:
+        ConfigError: none can be measured.
+    """
+    data, model = config.data, config.actor_rollout_ref.model
     asked = PromptsToMeasure(
-        model,
+        model.path,
         data.apply_chat_template_kwargs,
-        config.actor_rollout_ref.model.trust_remote_code,
+        model.trust_remote_code,
         [[(turn.role, turn.content) for turn in row.messages] for row in rows],
     )
-    try:
-        answers, _ = answer_of(
-            _MEASURE,
-            asked,
-            list[int | str],
-            what=f"actor_rollout_ref.model.path = {model}: tokenizing {len(rows)} prompts",
-            timeout_s=_MEASURING_S,
-            remedy="look at its tokenizer and chat template",
-        )
-    except ConfigError as error:
-        return str(error)
+    answers, _ = answer_of(
+        _MEASURE,
+        asked,
+        list[int | str],
+        what=f"actor_rollout_ref.model.path = {model.path}: tokenizing {len(rows)} prompts",
+        timeout_s=_MEASURING_S,
+        remedy="look at its tokenizer and chat template",
+    )
     return answers
 
 

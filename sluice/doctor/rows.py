@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 
 from sluice.config.derived import prompt_images
@@ -21,40 +20,23 @@ def file_names(data: DataConfig, key: str) -> list[str]:
     return [named] if isinstance(named, str) else list(named or ())
 
 
-def open_files(config: RunConfig, key: str) -> PromptFiles:
-    """Return the files of a key, as the reward service opens them.
+def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
+    """Return the files of a key, as the reward service opens them, and decoded rows: the first ones
+    of the first file, and one of each other file.
 
     Raises:
-        DataError: one of them cannot be used.
+        DataError: a file or a row cannot be used.
     """
     data, with_images = config.data, prompt_images(config) is not None
     columns = PromptColumns.of(
         data.prompt_key, data.reward_fn_key, data.image_key, with_images=with_images
     )
-    return open_prompt_files(file_names(config.data, key), columns, config_key=key)
-
-
-def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
-    """Yield decoded rows: the first ones of the first file, and one of each other file.
-
-    Raises:
-        DataError: a row cannot be used.
-    """
-    reader, seen = SlabReader(), set[str]()
+    files = open_prompt_files(file_names(data, key), columns, config_key=key)
+    reader, rows, seen = SlabReader(), list[PromptRow](), set[str]()
     for block in files.blocks:
         if block.path not in seen:
             count = 1 if seen else ROWS_LOOKED_AT
             seen.add(block.path)
             for slab in islice(reader.read(block), 1):
-                for index in range(min(len(slab), count)):
-                    yield slab.decode(index, files.columns)
-
-
-def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
-    """Return the files of a key and their first rows.
-
-    Raises:
-        DataError: one of them cannot be used.
-    """
-    opened = open_files(config, key)
-    return opened, list(first_rows(opened))
+                rows += (slab.decode(index, columns) for index in range(min(len(slab), count)))
+    return files, rows

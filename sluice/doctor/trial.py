@@ -48,15 +48,9 @@ class TrialAnswer(msgspec.Struct, frozen=True):
 def answer_of(
     module: str, asked: object, kind: type[AnswerT], *, what: str, timeout_s: float, remedy: str
 ) -> tuple[AnswerT, str]:
-    """Run a module, give it a message, and return its answer and what it printed.
+    """Run a module (``python -m``), give it a message, and return its answer and what it printed.
 
-    Args:
-        module: run by ``python -m``.
-        asked: the message.
-        kind: of the answer.
-        what: what it does, for errors.
-        timeout_s: seconds it may take.
-        remedy: for one that takes longer.
+    Errors hold `what` it does and the `remedy` for one that takes longer than `timeout_s`.
 
     Raises:
         ConfigError: it reported an error, crashed, was killed, or took too long.

@@ -28,7 +28,7 @@ from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, SluiceError
-from sluice.report.run_record import read_run
+from sluice.report.run_record import read_progress
 from tools.chaos import verdict
 from tools.chaos.cable import Cable, cable
 from tools.chaos.faults import FAR, REPLICAS, Fault, Injector, make_schedule
@@ -203,8 +203,8 @@ def _report(
     differing = [version for (_, version), found in observer.digests.items() if len(found) > 1]
     late = verdict.late_waits(observer.waits, config.sluice, injector.stopped)
     service_lost, accuracy = observer.most_lost, None
-    with suppress(DataError):  # it did not reach its end, which its exit code shows
-        record = read_run(run_dir)
+    with suppress(DataError):  # a trainer that was killed may leave half a line
+        record = read_progress(run_dir)
         service_lost = max(service_lost, record.accounts.get("prompts_lost", 0.0))
         accuracy = next((point.accuracy for point in reversed(record.accuracies())), None)
     full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)

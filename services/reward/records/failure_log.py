@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ logger = logging.getLogger(__name__)
 
 COUNT_EVERY_S = 30.0
 MOST_REASONS = 20
-_MOST_MORE = 10_000
 _MOST_CHARACTERS = 1000
 # The type of an exception, and its place as `place_of` writes it: in a function of the author's.
 _TYPE = re.compile(r"\b[A-Z]\w+(?=: | in )")
@@ -60,8 +58,6 @@ class FailureLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._reasons: dict[str, _Counted] = {}
-        self._more: set[int] = set()
-        self._more_logged_s = -math.inf
 
     def observe(self, event: GroupEvent) -> None:
         """Note the failures of graded samples, and of groups that failed without such samples."""
@@ -102,10 +98,10 @@ class FailureLog:
             frames: of the exception, the last first.
         """
         reason, now = reason_of(detail), self._clock()
+        if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
+            reason, detail = "", f"more kinds of failures, such as {detail}"
         counted = self._reasons.get(reason)
-        if counted is None and len(self._reasons) >= MOST_REASONS:
-            self._one_more(reason, detail, now)
-        elif counted is None:
+        if counted is None:
             self._reasons[reason] = _Counted(1, now)
             shown = "".join(f"; at {frame}" for frame in frames)
             logger.warning("%s: %s%s", where, detail, shown)
@@ -114,14 +110,3 @@ class FailureLog:
             if now - counted.logged_s >= COUNT_EVERY_S:
                 counted.logged_s = now
                 logger.warning("%s: %d %s so far", detail, counted.number, unit)
-
-    def _one_more(self, reason: str, detail: str, now: float) -> None:
-        if len(self._more) < _MOST_MORE:
-            self._more.add(hash(reason))
-        if now - self._more_logged_s >= COUNT_EVERY_S:
-            self._more_logged_s = now
-            logger.warning(
-                "%d more kinds of failures, such as %s; see each with `sluice reward try`",
-                len(self._more),
-                detail,
-            )

@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -23,20 +22,6 @@ from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
 from sluice.launch.servicer import launcher_of
 
 _POLL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class StoppedRun:
-    """How a run can be resumed: `step` is the newest checkpoint's; None: there is none."""
-
-    run: str
-    step: int | None
-    resume: str
-
-    def as_text(self) -> str:
-        """Return two lines for the console."""
-        where = "its start: no checkpoint was saved" if self.step is None else f"step {self.step}"
-        return f"{self.run}: stopped\nresume from {where}: {self.resume}"
 
 
 def stop(
@@ -65,13 +50,12 @@ def stop(
     if run is None and run_option is None:
         asyncio.run(_refuse_several(location.run_dir))
     asyncio.run(_end_now(location, timeout) if now else _save_and_end(location, timeout))
-    stopped = StoppedRun(
-        str(location.run_dir), newest_step(location.config), resume_command(location.run_dir)
-    )
+    step, resume = newest_step(location.config), resume_command(location.run_dir)
     if as_json:
-        print_json(asdict(stopped))
-    else:
-        typer.echo(stopped.as_text())
+        print_json({"run": str(location.run_dir), "step": step, "resume": resume})
+        return
+    where = "its start: no checkpoint was saved" if step is None else f"step {step}"
+    typer.echo(f"{location.run_dir}: stopped\nresume from {where}: {resume}")
 
 
 async def _refuse_several(run_dir: Path) -> None:
