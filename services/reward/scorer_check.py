@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import sys
 import time
 
@@ -20,7 +19,7 @@ from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import configured_scorer_pool
 from sluice.concurrency.process import exit_status
 from sluice.config.schema.reward import RewardConfig
-from sluice.doctor.trial import TrialAnswer
+from sluice.doctor.trial import TrialAnswer, answer_asked
 from sluice.types import Scored
 
 
@@ -59,12 +58,7 @@ async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
 
 def main() -> None:
     """Answer on standard output; nothing else gets there."""
-    trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ScorerTrial)
-    answer = os.dup(1)
-    os.dup2(2, 1)  # scorers print
-    content = msgspec.msgpack.encode(asyncio.run(tried(trial)))
-    with os.fdopen(answer, "wb") as stream:
-        stream.write(content)
+    answer_asked(ScorerTrial, lambda trial: asyncio.run(tried(trial)))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
-
 from sluice.concurrency.process import exit_status
-from sluice.doctor.trial import PromptsToMeasure
+from sluice.doctor.trial import PromptsToMeasure, answer_asked
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage
 from sluice.vision.vision_shape import reads_images
@@ -25,6 +23,8 @@ _TORCH = "torch"
 
 def measured(asked: PromptsToMeasure) -> list[int | str]:
     """Return the tokens of each prompt, or the reason why it is refused."""
+    if not (asked.trust_remote_code or reads_images(asked.model)):
+        sys.modules[_TORCH] = None  # type: ignore[assignment]  # an import of it fails
     from services.rollout.prompt_encoder import PromptEncoder
 
     encoder = PromptEncoder(
@@ -44,15 +44,8 @@ def measured(asked: PromptsToMeasure) -> list[int | str]:
 
 def main() -> None:
     """Answer on standard output; nothing else gets there."""
-    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=PromptsToMeasure)
-    if not (asked.trust_remote_code or reads_images(asked.model)):
-        sys.modules[_TORCH] = None  # type: ignore[assignment]  # an import of it fails
-    answer = os.dup(1)
-    os.dup2(2, 1)  # a tokenizer's own code may print
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    content = msgspec.msgpack.encode(measured(asked))
-    with os.fdopen(answer, "wb") as stream:
-        stream.write(content)
+    answer_asked(PromptsToMeasure, measured)
 
 
 if __name__ == "__main__":

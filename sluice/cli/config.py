@@ -28,6 +28,7 @@ from sluice.config.memory.shape import find_shape
 from sluice.config.memory.training import TrainingMemory
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
+from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
 from sluice.doctor.finding import examined_of
 from sluice.doctor.preflight import preflight
@@ -216,12 +217,11 @@ def count_rows(config: RunConfig) -> int | None:
     import pyarrow.lib
     from pyarrow import parquet
 
-    files = config.data.train_files
+    files = file_list(config.data.train_files)
     if not files:
         return None
     try:
-        names = [files] if isinstance(files, str) else files
-        return sum(int(parquet.read_metadata(name).num_rows) for name in names)
+        return sum(int(parquet.read_metadata(name).num_rows) for name in files)
     except (OSError, pyarrow.lib.ArrowException):
         return None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sluice.algorithm.accounting import DATA_EXHAUSTED
 from sluice.client.async_client import AsyncClient
 from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.client.run_address import RunLocation, locate_run
@@ -86,7 +87,7 @@ async def past_run(run_dir: Path) -> PastRun:
         int(record.steps[-1]["step"] or 0) if record.steps else 0,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
         processes or (),
-        record.is_data_exhausted,
+        bool(record.accounts.get(DATA_EXHAUSTED)),
     )
 
 

@@ -6,7 +6,7 @@ from itertools import islice
 
 from sluice.config.derived import prompt_images
 from sluice.config.run import RunConfig
-from sluice.config.schema.data import DataConfig
+from sluice.config.schema.data import DataConfig, file_list
 from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
 from sluice.data.prompt_rows import PromptColumns, PromptRow
 
@@ -16,8 +16,7 @@ ROWS_LOOKED_AT = 256
 
 def file_names(data: DataConfig, key: str) -> list[str]:
     """Return the files of `data.train_files` or `data.val_files`."""
-    named = data.train_files if key == TRAIN_KEY else data.val_files
-    return [named] if isinstance(named, str) else list(named or ())
+    return file_list(data.train_files if key == TRAIN_KEY else data.val_files)
 
 
 def opened_rows(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:

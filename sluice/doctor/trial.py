@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ import msgspec
 from sluice.concurrency.process import ending_text
 from sluice.errors import ConfigError
 
+AskedT = TypeVar("AskedT")
 AnswerT = TypeVar("AnswerT")
 
 _ERROR = "sluice: ERROR "
@@ -76,3 +78,13 @@ def answer_of(
         f"{what}: its process ended with {ending_text(ended.returncode)}{last}; look whether this "
         "machine has the memory for it, and try again"
     )
+
+
+def answer_asked(kind: type[AskedT], answer: Callable[[AskedT], object]) -> None:
+    """Read the message of `answer_of`, and write the answer; all that is printed is an error."""
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
+    standard_output = os.dup(1)
+    os.dup2(2, 1)
+    content = msgspec.msgpack.encode(answer(asked))
+    with os.fdopen(standard_output, "wb") as stream:
+        stream.write(content)

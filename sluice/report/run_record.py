@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from sluice.algorithm.accounting import DATA_EXHAUSTED
 from sluice.errors import DataError
 from sluice.telemetry.metric_names import STEP, VAL_CORE
 
@@ -33,11 +32,6 @@ class RunRecord:
     steps: tuple[Row, ...]
     validations: tuple[Row, ...]
     accounts: Mapping[str, float]
-
-    @property
-    def is_data_exhausted(self) -> bool:
-        """Whether the run ended because its data set had no more prompts."""
-        return bool(self.accounts.get(DATA_EXHAUSTED))
 
     def total(self, name: str) -> float:
         """Return the sum of a metric over all steps; a missing value counts as 0."""

@@ -11,6 +11,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from sluice.algorithm.accounting import DATA_EXHAUSTED
 from sluice.cli.running_run import newest_step, resume_command
 from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.progress import duration_text
@@ -69,18 +70,18 @@ def outcome_of(
         outcome, reason = "failed", _reason(end.failures[0])
     elif end.exit_code == EXIT_INTERRUPTED:
         outcome = "interrupted"
-    elif record.is_data_exhausted:
+    elif record.accounts.get(DATA_EXHAUSTED):
         reason = DATA_ENDED
     elif total_steps is not None and step < total_steps and not config.trainer.val_only:
         outcome = "stopped"
-    saved = newest_checkpoint(config)
+    saved = newest_step(config)
     return RunOutcome(
         outcome,
         reason,
         step,
         total_steps,
-        None if saved is None else str(saved),
-        None if saved is None else int(saved.name.rpartition("_")[2]),
+        None if saved is None else f"{checkpoint_folder(config)}/global_step_{saved}",
+        saved,
     )
 
 
@@ -92,12 +93,6 @@ def _reason(failure: str) -> str:
 
 def _unshown(lines: list[str], shown: Collection[str]) -> list[str]:
     return [lines[0], *(line for line in lines[1:] if line.strip() not in shown)]
-
-
-def newest_checkpoint(config: RunConfig) -> Path | None:
-    """Return the folder of the newest checkpoint; None if there is none."""
-    step = newest_step(config)
-    return None if step is None else Path(checkpoint_folder(config)) / f"global_step_{step}"
 
 
 def end_run(

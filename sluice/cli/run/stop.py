@@ -118,14 +118,12 @@ async def _until_ended(run_dir: Path, monitor: RunMonitor | None) -> None:
     """Wait until neither the launcher nor the trainer, if it is given, answers."""
     while True:
         is_launched = await launched_processes(run_dir) is not None
-        if not is_launched and not await _trainer_answers(monitor):
+        if not is_launched and not (monitor and await _trainer_answers(monitor)):
             return
         await asyncio.sleep(_POLL_S)
 
 
-async def _trainer_answers(monitor: RunMonitor | None) -> bool:
-    if monitor is None:
-        return False
+async def _trainer_answers(monitor: RunMonitor) -> bool:
     try:
         await monitor.snapshot()
     except DeadlineError:

@@ -11,7 +11,7 @@ from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_scalar
-from sluice.config.problems import Problem, of_error
+from sluice.config.problems import of_error
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -34,30 +34,21 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
     A reference to an unknown key, to itself in a circle, or to a resolver such as ``oc.env`` is a
     problem of the tree, and the key that holds it is left out.
     """
-    resolver = _Resolver(tree, defaults)
-    values = resolver.resolve_section(tree.values)
-    problems = [*tree.problems, *dict.fromkeys(resolver.problems)]
-    return SettingsTree(values, dict(tree.spelled), problems)
+    resolver, resolved = _Resolver(tree, defaults), SettingsTree(problems=list(tree.problems))
+    for path, value in tree.leaves():
+        try:
+            found = resolver.resolve(value, (".".join(path),))
+        except ConfigError as error:
+            if (wrong := of_error(error)) not in resolved.problems:
+                resolved.problems.append(wrong)
+        else:
+            resolved.set(path, found, tree.spelled.get(path, path))
+    return resolved
 
 
 class _Resolver:
     def __init__(self, tree: SettingsTree, defaults: Mapping[str, object]) -> None:
         self._sources = (tree.values, defaults)
-        self.problems: list[Problem] = []
-
-    def resolve_section(self, values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-        """Return the section without references, and without keys whose references are wrong."""
-        resolved: dict[str, object] = {}
-        for name, value in values.items():
-            key = f"{prefix}{name}"
-            if isinstance(value, Mapping):
-                resolved[name] = self.resolve_section(value, f"{key}.")
-                continue
-            try:
-                resolved[name] = self.resolve(value, (key,))
-            except ConfigError as error:
-                self.problems.append(of_error(error))
-        return resolved
 
     def resolve(self, value: object, chain: tuple[str, ...]) -> object:
         """Return `value` without references; `chain` names the keys on the way, for circles."""
