@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import AsJson, ConfigArguments, split_arguments
+from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.run.certificates import (
     CERTIFICATES,
     ensure_certificates,
@@ -103,6 +103,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     stop_grace: _StopGrace = None,
     restart: _Restart = False,
     old_restart: _OldRestart = False,
+    trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the configuration of a run whose services have separate hosts, such as containers.
@@ -120,7 +121,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
     is_active = run.is_active and written.is_file() and not (restart or old_restart)
     certificates = run_dir.absolute() / CERTIFICATES
-    file, overrides = split_arguments(arguments)
+    file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
     settings += _quickstart_settings(run_dir, console) if quickstart else ()
     if secure:  # the checks need usable files; a renewal can wait until after them
