@@ -14,12 +14,15 @@ cover() {
   local layer=$room/layers/$((++num_layers))
   if [[ ! -e $1 ]]; then return; fi
   mkdir -p "$layer/upper" "$layer/work"
-  mount -t overlay -o "lowerdir=$1,upperdir=$layer/upper,workdir=$layer/work" overlay "$new$1" 2>/dev/null ||
-    protect "$1"
+  # A name with a comma or a colon would be read as several, so the lower folder has none.
+  (
+    cd "$1"
+    mount -t overlay -o "lowerdir=.,upperdir=$layer/upper,workdir=$layer/work" overlay "$new$1"
+  ) 2>/dev/null || protect "$1"
 }
 
 protect() {
-  mountpoint -q "$new$1" || mount --rbind "$1" "$new$1"
+  mountpoint -q "$new$1" || mount --rbind "$1" "$new$1" 2>/dev/null || return 0
   mount -o remount,bind,ro "$new$1"
 }
 
@@ -42,10 +45,7 @@ for file in /dev/{null,zero,full,random,urandom,nvidia*}; do
     mount --bind "$file" "$new$file"
   fi
 done
-ln -s /proc/self/fd "$new/dev/fd"
-ln -s fd/0 "$new/dev/stdin"
-ln -s fd/1 "$new/dev/stdout"
-ln -s fd/2 "$new/dev/stderr"
+cp -P /dev/{fd,stdin,stdout,stderr} "$new/dev"
 while read -r _ _ _ _ file _; do
   printf -v file %b "$file"
   points+=("$file")
@@ -67,7 +67,7 @@ umount -l "$room"
 cd "$folder"
 printf 'ready\0' >>"$calls"
 
-ulimit -u 1024
+ulimit -u 1024 2>/dev/null || true
 code=0
 setpriv --no-new-privs --ambient-caps=-all --inh-caps=-all \
   --bounding-set=-all,+dac_override,+dac_read_search "$@" || code=$?

@@ -1,37 +1,51 @@
 # Every bash below a recorded script sources this file (BASH_ENV). PATH has only programs that print and
-# recorders, whatever the script sets it to, so all others are not found and recorded. The trap records
+# recorders, whatever the script sets it to, so all others are not found, and recorded. The trap records
 # programs that are called by a path.
 
 set -o functrace
 ulimit -f 65536 -v 16777216 2>/dev/null
 enable -n kill
-PATH=$__SLUICE_BIN
 
-command_not_found_handle() { __sluice_called "$@"; }
+command_not_found_handle() { __sluice_call "$@"; }
 
-# Takes the place of a program; runs it if it only prints or is a shell.
-__sluice_called() {
-  local __sluice_name=${1##*/}
-  local __sluice_file=$__SLUICE_BIN/$__sluice_name
+# Takes the place of a program, named or by its path: runs it if it prints or is a shell, else records it.
+__sluice_call() {
+  local __sluice_name=${1##*/} __sluice_word __sluice_options=()
   case $__sluice_name in
   *.sh | *.bash)
-    "$__SLUICE_BIN/bash" "$@"
-    return
+    set -- bash "$@"
+    __sluice_name=bash
     ;;
-  python* | torchrun | ray | accelerate | deepspeed | srun | nohup | env) __sluice_note_unset ;;
+  bash | sh)
+    # An interactive shell would not read this file, and a login shell would run the user's own.
+    shift
+    while [[ ${1-} == -?* ]]; do
+      __sluice_word=${1//[il]/}
+      if [[ $1 == --* ]]; then __sluice_word=${1#--login}; fi
+      if [[ $__sluice_word != ?(-) ]]; then __sluice_options+=("$__sluice_word"); fi
+      shift
+    done
+    set -- "$__sluice_name" "${__sluice_options[@]}" "$@"
+    ;;
+  nvidia-smi)
+    # Only lists and queries run: a reset of a device must not happen.
+    for __sluice_word in "${@:2}"; do
+      if [[ $__sluice_word != @(-L|-i*|--list-gpus|--query-*|--format*|[0-9]*) ]]; then __sluice_name=; fi
+    done
+    ;;
+  python* | torchrun | ray | accelerate | deepspeed | srun | nohup | env)
+    for __sluice_word in $__SLUICE_NAMES; do
+      if ! declare -p "$__sluice_word" &>/dev/null; then
+        printf '%s\0' 2 unset "$__sluice_word" >>"$__SLUICE_CALLS"
+      fi
+    done
+    ;;
   esac
-  if [[ -e $__sluice_file && ! $__sluice_file -ef $__SLUICE_BIN/recorder ]]; then
-    "$__sluice_file" "${@:2}"
+  if [[ -f $__SLUICE_BIN/$__sluice_name && ! $__SLUICE_BIN/$__sluice_name -ef $__SLUICE_BIN/recorder ]]; then
+    "$__SLUICE_BIN/$__sluice_name" "${@:2}"
   else
-    "$__SLUICE_BIN/record" "$@"
+    printf '%s\0' "$#" "$@" >>"$__SLUICE_CALLS"
   fi
-}
-
-__sluice_note_unset() {
-  local IFS=' ' __sluice_name
-  for __sluice_name in $__SLUICE_NAMES; do
-    if ! declare -p "$__sluice_name" &>/dev/null; then "$__SLUICE_BIN/record" unset "$__sluice_name"; fi
-  done
 }
 
 # Before each command, with the arguments of the function or script it stands in: a function with the
@@ -56,12 +70,12 @@ __sluice_before() {
   if [[ $__sluice_rest != *[/\$]* || $__sluice_rest == *[\(\`\<\>]* ]]; then return; fi
   eval "set -- $__sluice_rest"
   if [[ ${1-} == */* && $1 != "$__SLUICE_BIN"/* && $1 != *[!A-Za-z0-9_./+@%-]* ]]; then
-    eval "function $1 { __sluice_called $1 \"\$@\"; }"
+    eval "function $1 { __sluice_call $1 \"\$@\"; }"
   fi
 }
 
+PATH=$__SLUICE_BIN
 for __sluice_name in $__SLUICE_RECORDED; do
-  eval "$__sluice_name() { __sluice_called $__sluice_name \"\$@\"; }"
+  eval "$__sluice_name() { __sluice_call $__sluice_name \"\$@\"; }"
 done
-unset __sluice_name
 trap '__sluice_before "$@"' DEBUG

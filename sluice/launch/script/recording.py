@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from sluice.errors import ConfigError, DeadlineError
 
@@ -27,36 +28,15 @@ RECORDED = (
     *("python", "python3", "torchrun", "ray", "accelerate", "deepspeed", "srun", "nohup", "env"),
     *("pip", "conda"),
 )
-_STUBS = {
-    # A login shell or an interactive one would not read BASH_ENV; neither does this one (-p).
-    "bash": """#!{bash} -p
-options=()
-while [[ ${1-} == -?* ]]; do
-  if [[ $1 == --* ]]; then word=${1#--login}; else word=${1//[il]/}; fi
-  if [[ $word != ?(-) ]]; then options+=("$word"); fi
-  shift
-done
-exec {bash} "${options[@]}" "$@"
-""",
-    "sh": '#!/bin/sh\nexec "${0%/*}/bash" "$@"\n',
-    "record": '#!/bin/sh\nprintf "%s\\0" "$#" "$@" >>"$__SLUICE_CALLS"\n',
-    "recorder": '#!/bin/sh\nexec "${0%/*}/record" "${0##*/}" "$@"\n',
-    # Only what it lists: a reset of a device must not happen.
-    "nvidia-smi": """#!/bin/sh
-for word; do
-  case "$word" in
-  -L | --list-gpus | --query-* | --format* | -i* | [0-9]*) ;;
-  *) exec "${0%/*}/record" nvidia-smi "$@" ;;
-  esac
-done
-exec {nvidia-smi} "$@"
-""",
-}
+_RUN_WITH_CARE = ("bash", "sh", "nvidia-smi")  # as recorder.sh says
+_RECORDER = """#!/bin/sh
+printf '%s\\0' "$(($# + 1))" "${0##*/}" "$@" >>"$__SLUICE_CALLS"
+"""
 _NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
 # A user who is not root needs a namespace of its own to get the others.
 _OF_A_USER = ("--user", "--map-current-user", "--keep-caps")
 _READY = "ready\0"
-_UNSET = "unset"  # no program's name: bash would run its own command
+_UNSET = ("unset",)  # no program's name: bash would run its own command
 _HERE = Path(__file__).resolve().parent
 TIME_LIMIT_S = 20.0
 _BACKGROUND_S = 2.0
@@ -127,23 +107,36 @@ def record(
         environment = {
             **os.environ,
             "BASH_ENV": str(_HERE / "recorder.sh"),
-            "__SLUICE_BIN": str(_programs(folder / "bin", bash)),
+            "__SLUICE_BIN": str(_programs(folder / "bin")),
             "__SLUICE_CALLS": str(calls),
             "__SLUICE_NAMES": " ".join(names),
-            "__SLUICE_RECORDED": " ".join(RECORDED),
+            "__SLUICE_RECORDED": " ".join((*RECORDED, *_RUN_WITH_CARE)),
         }
         command = [bash, str(script), *arguments]
         if isolated:
             command = [*_isolation(folder, bash), *command]
-        exit_code, errors = _run(script, command, environment, folder, time_limit_s)
+        with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as opened:
+            try:
+                exit_code = _run(command, environment, opened, time_limit_s)
+            except OSError as error:
+                raise ConfigError(_no_isolation(script, str(error))) from error
+            except subprocess.TimeoutExpired as error:
+                raise DeadlineError(
+                    f"script {script}",
+                    "running it without its programs",
+                    time_limit_s,
+                    remedy="it may wait for a program's answer; give its key=value lines in a file",
+                ) from error
+            opened.seek(0)
+            errors = "".join(line for line in opened if not line.startswith("+"))
         recorded = calls.read_text(encoding="utf-8", errors="replace")
         if isolated and not recorded.startswith(_READY):
             raise ConfigError(_no_isolation(script, errors))
         made = list(_calls(recorded.removeprefix(_READY)))
-        unset = [call[1] for call in made if call[0] == _UNSET] + _UNBOUND.findall(errors)
+        unset = [name for call in made if call[:1] == _UNSET for name in call[1:]]
         return Recording(
-            tuple(call for call in made if call[0] != _UNSET),
-            tuple(dict.fromkeys(unset)),
+            tuple(call for call in made if call[:1] != _UNSET),
+            tuple(dict.fromkeys([*unset, *_UNBOUND.findall(errors)])),
             errors[-_MOST_ERROR_CHARS:],
             exit_code,
         )
@@ -155,7 +148,7 @@ def _isolation(folder: Path, bash: str) -> list[str]:
     room.mkdir()
     user = () if os.geteuid() == 0 else _OF_A_USER
     first = (bash, "-p", str(_HERE / "isolation.sh"), str(room), str(folder / "calls"))
-    return ["unshare", *user, *_NAMESPACES, *first]
+    return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *_NAMESPACES, *first]
 
 
 def _no_isolation(script: Path, errors: str) -> str:
@@ -187,60 +180,40 @@ def _code(script: str) -> str:
     return _HIDDEN.sub(lambda found: re.sub(r"\\.", " ", found["text"] or " "), script)
 
 
-def _programs(folder: Path, bash: str) -> Path:
+def _programs(folder: Path) -> Path:
     """Fill a folder with the programs that a script finds."""
     folder.mkdir()
-    for name in PRINTERS:
+    for name in (*PRINTERS, *_RUN_WITH_CARE):
         if (found := shutil.which(name)) is not None:
             (folder / name).symlink_to(found)
-    words = {"{bash}": bash, "{nvidia-smi}": shutil.which("nvidia-smi") or "false"}
-    for name, body in _STUBS.items():
-        for word, meaning in words.items():
-            body = body.replace(word, meaning)
-        file = folder / name
-        file.write_text(body, encoding="utf-8")
-        file.chmod(0o755)
+    recorder = folder / "recorder"
+    recorder.write_text(_RECORDER, encoding="utf-8")
+    recorder.chmod(0o700)
     for name in RECORDED:
-        (folder / name).symlink_to("recorder")
+        (folder / name).symlink_to(recorder)
     return folder
 
 
 def _run(
-    script: Path,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    folder: Path,
-    time_limit_s: float,
-) -> tuple[int, str]:
-    """Return the exit code and what was printed to standard error, without lines of `set -x`."""
-    with (folder / "stderr").open("w+", encoding="utf-8", errors="replace") as errors:
-        try:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return 127, str(error)
-        try:
-            exit_code = process.wait(time_limit_s)
-            _wait_for_group(process.pid)
-        except subprocess.TimeoutExpired as error:
-            raise DeadlineError(
-                f"script {script}",
-                "running it without its programs",
-                time_limit_s,
-                remedy="it may wait for a program to answer; give its key=value lines in a file",
-            ) from error
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        errors.seek(0)
-        return exit_code, "".join(line for line in errors if not line.startswith("+"))
+    command: Sequence[str], environment: Mapping[str, str], errors: IO[str], time_limit_s: float
+) -> int:
+    """Return the exit code of a command; it is killed at the limit, with its process group."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+    )
+    try:
+        exit_code = process.wait(time_limit_s)
+        _wait_for_group(process.pid)
+        return exit_code
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_for_group(group: int) -> None:
@@ -254,7 +227,7 @@ def _wait_for_group(group: int) -> None:
 
 def _calls(recorded: str) -> Iterator[tuple[str, ...]]:
     words = recorded.split("\0")[:-1]
-    while words and words[0].isdigit():
+    while words and words[0].isdecimal():
         end = 1 + int(words[0])
         yield tuple(words[1:end])
         words = words[end:]
