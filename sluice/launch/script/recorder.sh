@@ -67,8 +67,8 @@ __sluice_before() {
   unset -f exec
   if [[ $__sluice_rest == exec\ [!-\<\>\&\{0-9]* ]]; then exec() { "$@"; exit; }; fi
   __sluice_rest=${__sluice_rest%%[[:space:]]*}
-  if [[ $__sluice_rest != *[/\$]* || $__sluice_rest == *[\(\`\<\>]* ]]; then return; fi
-  eval "set -- $__sluice_rest"
+  if [[ $__sluice_rest != *[/\$]* || $__sluice_rest == *[\(\)\`\<\>\;\&\|]* ]]; then return; fi
+  if ! eval "set -- $__sluice_rest"; then return 0; fi
   if [[ ${1-} == */* && $1 != "$__SLUICE_BIN"/* && $1 != *[!A-Za-z0-9_./+@%-]* ]]; then
     eval "function $1 { __sluice_call $1 \"\$@\"; }"
   fi
@@ -78,4 +78,4 @@ PATH=$__SLUICE_BIN
 for __sluice_name in $__SLUICE_RECORDED; do
   eval "$__sluice_name() { __sluice_call $__sluice_name \"\$@\"; }"
 done
-trap '__sluice_before "$@"' DEBUG
+trap '__sluice_last=$_; __sluice_before "$@"; : "$__sluice_last"' DEBUG

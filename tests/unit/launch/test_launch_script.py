@@ -6,7 +6,6 @@ import getpass
 import os
 import shutil
 import socket
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,22 +15,9 @@ import pytest
 from sluice.errors import ConfigError, DeadlineError
 from sluice.launch.script.launch import ScriptLaunch, is_script, launch_of
 from sluice.launch.script.recording import printers_in, record, referenced_names
+from tests.support.isolation import NO_ISOLATION, forbid_isolation, isolated
 
 VERL = "python3 -m verl.trainer.main_ppo"
-
-
-def _no_isolation() -> str:
-    """Return why this machine cannot isolate a script, or nothing."""
-    with tempfile.NamedTemporaryFile("w", suffix=".sh") as script:
-        try:
-            record(Path(script.name), ())
-        except ConfigError as error:
-            return str(error)
-    return ""
-
-
-_REASON = _no_isolation()
-isolated = pytest.mark.skipif(bool(_REASON), reason=_REASON)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +28,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(text: str, *arguments: str) -> ScriptLaunch:
     script = Path("run.sh")
     script.write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
-    return launch_of(script, arguments, isolated=not _REASON)
+    return launch_of(script, arguments, isolated=not NO_ISOLATION)
 
 
 @pytest.mark.parametrize(
@@ -230,12 +216,7 @@ def test_an_isolated_script_sees_the_user_and_the_folder(tmp_path: Path) -> None
 def test_a_machine_without_namespaces_refuses_a_script_and_names_the_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    programs = Path("bin")
-    programs.mkdir()
-    unshare = programs / "unshare"
-    unshare.write_text("#!/bin/sh\necho unshare failed: Not permitted >&2\nexit 1\n")
-    unshare.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{programs.absolute()}:{os.environ['PATH']}")
+    forbid_isolation(monkeypatch, Path("bin"))
     script = Path("run.sh")
     script.write_text(f"echo text > made\npip install x\n{VERL} a.b=1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"\(unshare failed: Not permitted\).* --trust-script"):
@@ -301,7 +282,7 @@ def test_a_script_that_does_not_end_is_named() -> None:
     script = Path("run.sh")
     script.write_text("while :; do :; done", encoding="utf-8")
     with pytest.raises(DeadlineError, match=r"run\.sh"):
-        record(script, (), isolated=not _REASON, time_limit_s=1.0)
+        record(script, (), isolated=not NO_ISOLATION, time_limit_s=1.0)
 
 
 def _processes() -> list[str]:
