@@ -160,5 +160,5 @@ def test_without_tracing_nobody_follows(tmp_path: Path) -> None:
     with traces.within("p") as span:
         assert span.context is None
     assert traces.traceparent("p") == ""
-    assert TRACER.stage(SpanName.GRADE).context is None
+    assert TRACER.span(SpanName.GRADE).context is None
     assert not (tmp_path / "reward").exists()
