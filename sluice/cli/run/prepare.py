@@ -78,6 +78,9 @@ _Restart = Annotated[
     bool, typer.Option("--restart", help="Begin a new run even if the last has not ended.")
 ]
 _OldRestart = Annotated[bool, typer.Option("--anew", hidden=True, help="Old name of --restart.")]
+_RunFolder = Annotated[
+    Path, typer.Option("--run", "--run-dir", help="Folder that all services of the run see.")
+]
 _StopGrace = Annotated[
     str | None,
     typer.Option(
@@ -91,10 +94,7 @@ _StopGrace = Annotated[
 def prepare(  # noqa: PLR0913 - one parameter an option
     arguments: ConfigArguments = None,
     *,
-    run_dir: Annotated[
-        Path,
-        typer.Option("--run", "--run-dir", help="Folder that all services of the run see."),
-    ] = Path("runs/run"),
+    run_dir: _RunFolder = Path("runs/run"),
     quickstart: _Quickstart = False,
     secure: _Secure = False,
     observed: _Observed = False,

@@ -3,15 +3,15 @@
 # Arguments: an empty folder, the file for calls, and the command.
 
 set -eu
-room=$1 calls=$2
+memory=$1 calls=$2
 shift 2
 PATH=$PATH:/usr/sbin:/sbin
-new=$room/root
+new=$memory/root
 num_layers=0
 
 # What is written to a folder stays in memory, or it is read-only where the kernel has no overlay for it.
 cover() {
-  local layer=$room/layers/$((++num_layers))
+  local layer=$memory/layers/$((++num_layers))
   if [[ ! -e $1 ]]; then return; fi
   mkdir -p "$layer/upper" "$layer/work"
   # A name with a comma or a colon would be read as several, so the lower folder has none.
@@ -26,7 +26,7 @@ protect() {
   mount -o remount,bind,ro "$new$1"
 }
 
-mount -t tmpfs -o size=256m,mode=0755 tmpfs "$room"
+mount -t tmpfs -o size=256m,mode=0755 tmpfs "$memory"
 mkdir "$new"
 mount -t tmpfs -o size=1m,mode=0755 tmpfs "$new"
 mkdir -p "$new"/{dev/shm,proc,run,sys}
@@ -56,14 +56,14 @@ for point in "${points[@]}"; do
   case $point in
   /dev/shm) cover "$point" ;;
   /sys | /sys/*) protect "$point" ;;
-  / | /proc | /proc/* | /dev | /dev/* | /run | /run/* | "$room" | "$room"/*) ;;
+  / | /proc | /proc/* | /dev | /dev/* | /run | /run/* | "$memory" | "$memory"/*) ;;
   *) cover "$point" ;;
   esac
 done
 mount --bind "$calls" "$new$calls"
 folder=$PWD
-pivot_root "$new" "$new$room"
-umount -l "$room"
+pivot_root "$new" "$new$memory"
+umount -l "$memory"
 cd "$folder"
 printf 'ready\0' >>"$calls"
 

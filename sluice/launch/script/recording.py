@@ -112,21 +112,15 @@ def record(
             "__SLUICE_NAMES": " ".join(names),
             "__SLUICE_RECORDED": " ".join((*RECORDED, *_RUN_WITH_CARE)),
         }
-        command = [bash, str(script), *arguments]
-        if isolated:
-            command = [*_isolation(folder, bash), *command]
+        before = _isolation(folder, bash) if isolated else []
+        command = [*before, bash, str(script), *arguments]
         with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as opened:
             try:
                 exit_code = _run(command, environment, opened, time_limit_s)
             except OSError as error:
                 raise ConfigError(_no_isolation(script, str(error))) from error
             except subprocess.TimeoutExpired as error:
-                raise DeadlineError(
-                    f"script {script}",
-                    "running it without its programs",
-                    time_limit_s,
-                    remedy="it may wait for a program's answer; give its key=value lines in a file",
-                ) from error
+                raise _no_end(script, time_limit_s) from error
             opened.seek(0)
             errors = "".join(line for line in opened if not line.startswith("+"))
         recorded = calls.read_text(encoding="utf-8", errors="replace")
@@ -144,11 +138,20 @@ def record(
 
 def _isolation(folder: Path, bash: str) -> list[str]:
     """Return the words before a command that isolate it. `folder` holds its calls."""
-    room = folder / "room"
-    room.mkdir()
+    memory = folder / "memory"
+    memory.mkdir()
     user = () if os.geteuid() == 0 else _OF_A_USER
-    first = (bash, "-p", str(_HERE / "isolation.sh"), str(room), str(folder / "calls"))
+    first = (bash, "-p", str(_HERE / "isolation.sh"), str(memory), str(folder / "calls"))
     return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *_NAMESPACES, *first]
+
+
+def _no_end(script: Path, time_limit_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"script {script}",
+        "running it without its programs",
+        time_limit_s,
+        remedy="it may wait for a program's answer; give its key=value lines in a file",
+    )
 
 
 def _no_isolation(script: Path, errors: str) -> str:
