@@ -86,7 +86,7 @@ def init(
             tree.set(tuple(key.split(".")), value, tuple(key.split(".")))
     else:
         overrides = _overrides_of(source, trusted=trust_script)
-        tree = settings_of({}, overrides, str(source))
+        tree = settings_of({}, overrides)
         notes = launch_notes(load_config(None, overrides), tree)
     file.write_text("\n".join(_lines(tree, notes, missing)) + "\n", encoding="utf-8")
     if as_json:
