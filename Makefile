@@ -18,7 +18,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 
 .PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
 	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz first-hour chaos \
-	compose-test ray-test dashboard-test helm-test docs observability-test clean
+	compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -109,9 +109,15 @@ first-hour: $(VENV)/.installed-train  ## Repeat the first hour of a new user, an
 chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions
 	@$(PY) -m tools.chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
+# What draws the diagrams, from npm's registry.
+MERMAID_VERSION := 11.17.2
+MERMAID_SHA256 := 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
+MERMAID := build/docs-packages/mermaid.min.js
+
 docs:  ## Build the documentation site into build/site, in an environment of its own (VENV-docs); needs npm
 	@$(MAKE) --no-print-directory VENV=$(VENV)-docs $(VENV)-docs/.installed-docs
-	@$(VENV)-docs/bin/python -m tools.docs_site.fetch_mermaid
+	@echo "$(MERMAID_SHA256)  $(MERMAID)" | sha256sum --check --status 2>/dev/null || \
+		$(MAKE) --no-print-directory fetch-mermaid
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --clean --site-dir build/site
 
 ray-test:  ## Train on a simulated Ray cluster, scale it and kill it, and submit a job to one (VENV-ray)
@@ -194,6 +200,14 @@ $(VENV)/.installed-docs: $(VENV)/.created pyproject.toml
 		["optional-dependencies"]["docs"], sep="\n")' > $(VENV)/docs-requirements.txt
 	@$(PY) -m pip --disable-pip-version-check install -qq --requirement $(VENV)/docs-requirements.txt
 	@touch $@
+
+fetch-mermaid:
+	@command -v npm >/dev/null || { echo "npm was not found. On Debian: apt-get install nodejs npm" >&2; exit 1; }
+	@mkdir -p $(dir $(MERMAID))
+	@cd $(dir $(MERMAID)) && npm pack --silent mermaid@$(MERMAID_VERSION) >/dev/null && \
+		tar -xzOf mermaid-$(MERMAID_VERSION).tgz package/dist/mermaid.min.js > fetched.js && \
+		echo "$(MERMAID_SHA256)  fetched.js" | sha256sum --check --quiet && mv fetched.js mermaid.min.js && \
+		rm mermaid-$(MERMAID_VERSION).tgz
 
 # Helm's engine as a package of Python, and schemas of Kubernetes; without torch.
 $(VENV)/.installed-helm: $(VENV)/.created pyproject.toml constraints.txt
