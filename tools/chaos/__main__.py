@@ -104,9 +104,9 @@ async def _run(
     say("making model and data")
     config, file = prepare_run(
         folder,
-        SIZES[options.size],
+        options.size,
         (
-            *SHORT_DEADLINES,
+            SHORT_DEADLINES,
             f"sluice.rollout.replicas={REPLICAS}",
             f"trainer.rollout_data_dir={(folder / 'dumps').absolute()}",
         ),

@@ -173,14 +173,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 async def _demo(folder: Path, options: argparse.Namespace) -> dict[str, object]:
     say("making model and data")
     settings = (
-        *SHORT_DEADLINES,
+        SHORT_DEADLINES,
         "sluice.rollout.replicas=2",
         "trainer.save_freq=-1",
         f"actor_rollout_ref.rollout.max_num_seqs={options.slots}",
         # Replicas refuse calls beyond so many waiting samples.
         f"sluice.rollout.max_queued={options.max_queued}",
     )
-    config, file = prepare_run(folder, SIZES[options.run], settings)
+    config, file = prepare_run(folder, options.run, settings)
     rows = pq.read_table(config.data.train_files, columns=["prompt"]).to_pylist()
     with launched_run(config, file) as run:
         await run.until_training(3, 2, _WAIT_S)

@@ -16,13 +16,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
-from tools.launched_run import SIZES, LaunchedRun, launched_run, prepare_run
+from tools.launched_run import LaunchedRun, launched_run, prepare_run
 from tools.observability_test.prometheus_server import (
     PrometheusServer,
     hurried_copy,
@@ -35,6 +34,7 @@ PROFILE = ROOT / "deploy" / "observability"
 STOPPED = "rollout-1"
 PROCESSES = ("reward", "rollout-0", STOPPED, "trainer")
 _SETTINGS = (
+    "reward.custom_reward_function.path=null",
     *(f"sluice.{kind}.endpoint.metrics_port=0" for kind in ("trainer", "reward", "rollout")),
     "sluice.rollout.replicas=2",
     "algorithm.filter_groups.enable=false",
@@ -98,8 +98,7 @@ def _check_files(phases: Phases) -> None:
 
 def _observe(scratch: Path, phases: Phases, found: dict[str, object]) -> None:
     (scratch / "job").mkdir()
-    size = replace(SIZES["tiny"], has_chance_scorer=False)
-    config, file = prepare_run(scratch / "job", size, _SETTINGS)
+    config, file = prepare_run(scratch / "job", "tiny", _SETTINGS)
     with launched_run(config, file) as run:
         targets = run.run_dir / FOLDER
         with phases.phase("start of the run"):

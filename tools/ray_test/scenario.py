@@ -16,7 +16,6 @@ from sluice.report.run_record import read_progress
 from tools.commands import output_of
 from tools.launched_run import (
     SHORT_DEADLINES,
-    SIZES,
     SLUICE,
     LaunchedRun,
     launched_run,
@@ -37,18 +36,6 @@ FROM_NODES = (
 PLACES = ("trainer=head:1", "reward=head:1", "rollout=NPU:1")
 _POLL_S, _GONE_S, _END_S, _SCALE_S = 0.5, 60.0, 600.0, 300.0
 _TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "sluice.rollout.replicas=1")
-# The run has to outlast what is done to it, on any machine; then it may end quickly.
-_SCORER = """
-import time
-import zlib
-from pathlib import Path
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    if Path({slow!r}).exists():
-        time.sleep(0.08)
-    right = float(zlib.crc32(solution_str.encode()) & 1)
-    return {{"score": right, "acc": right}}
-"""
 # Of a replica that serves: its process and its node.
 Serving = tuple[int, str]
 
@@ -109,10 +96,9 @@ class Scenario:
             for address in WORKERS:
                 self._cluster.start_worker(address)
         with self._phases.phase("model and data"):
-            _, file = prepare_run(self._folder, SIZES["tiny"], SHORT_DEADLINES, host=HEAD)
+            _, file = prepare_run(self._folder, "tiny", [SHORT_DEADLINES], host=HEAD)
+            # The run has to outlast what is done to it, on any machine; then it may end quickly.
             self._slow.touch()
-            scorer = _SCORER.format(slow=str(self._slow))
-            (self._folder / "scorer.py").write_text(scorer, encoding="utf-8")
         with self._training(file, (f"trainer.total_training_steps={steps}",), PLACES) as run:
             with self._phases.phase("up, first step"):
                 await self._served(run, 2)
