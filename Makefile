@@ -77,8 +77,13 @@ protos: $(VENV)/.installed-dev  ## Generate sluice/api and its reference from pr
 	@$(PY) tools/generate_protos.py
 	@$(PY) tools/generate_api_reference.py
 
+# TRL has an environment of its own; TRL_PYTHON= leaves it out.
+TRL_PYTHON ?= $(VENV)-trl/bin/python
+
 bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three seeds and against TRL
-	@$(PY) -m benchmarks.quickstart $(ARGS)
+	@test "$(TRL_PYTHON)" != "$(VENV)-trl/bin/python" || \
+		$(MAKE) --no-print-directory VENV=$(VENV)-trl $(VENV)-trl/.installed-baseline
+	@$(PY) -m benchmarks.quickstart $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) $(ARGS)
 
 bench-algorithms: $(VENV)/.installed-train  ## Measure PPO with a critic and GRPO with a KL loss on the quickstart job
 	@$(PY) -m benchmarks.algorithms $(ARGS)
@@ -178,6 +183,14 @@ $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constrain
 	@$(EXACT_PIP) --requirement constraints-sglang.txt && \
 		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-sglang.txt)" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-baseline: $(VENV)/.created benchmarks/quickstart/trl_requirements.txt
+	@echo "installing TRL (about 1.5 GB with a CPU torch)"
+	@mkdir -p wheelhouse
+	@$(PY) -m pip --disable-pip-version-check install -qq --find-links wheelhouse \
+		--requirement benchmarks/quickstart/trl_requirements.txt || { echo "TRL could not be installed:" \
+		"pip needs its package index, or the wheels in wheelhouse/" >&2; exit 1; }
 	@touch $@
 
 # Ray's dashboard with its job server, of the Ray that is there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -30,50 +31,6 @@ _SOLVED = '''def compute_score(data_source, solution_str, ground_truth, extra_in
     """Nearly always right, as for a policy that has learned its data."""
     return 0.0 if sum(solution_str.encode()) % 251 == 0 else 1.0
 '''
-_RUN = """data:
-  train_files: train.parquet
-  val_files: test.parquet
-  train_batch_size: 16
-  max_prompt_length: 64
-  max_response_length: 48
-actor_rollout_ref:
-  model: {path: models/tiny}
-  actor:
-    ppo_mini_batch_size: 16
-    use_dynamic_bsz: true
-    ppo_max_token_len_per_gpu: 8192
-    clip_ratio_high: 0.28
-    optim: {lr: 1.0e-4}
-  rollout: {n: 4, temperature: 1.0}
-algorithm:
-  filter_groups: {enable: true, metric: score}
-  rollout_correction: {rollout_is: token}
-reward:
-  custom_reward_function: {path: my_reward.py, name: compute_score}
-trainer: {total_training_steps: 400, save_freq: 1000, test_freq: 20}
-sluice:
-  run_dir: runs/mine
-  asynchrony: {max_staleness: 1}
-  rollout: {replicas: 1}
-"""
-_SCRIPT = r"""#!/bin/bash
-set -x
-BATCH=$((8 * 2))
-python3 -m verl.trainer.main_ppo \
-    algorithm.adv_estimator=grpo \
-    data.train_files=$PWD/train.parquet \
-    data.val_files=$PWD/test.parquet \
-    data.train_batch_size=${BATCH} \
-    data.max_prompt_length=64 \
-    data.max_response_length=48 \
-    actor_rollout_ref.model.path=models/tiny \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.n=4 \
-    trainer.logger='["console","wandb"]' \
-    trainer.total_epochs=15 $@
-"""
 
 
 def build(folder: Path) -> None:
@@ -83,14 +40,10 @@ def build(folder: Path) -> None:
     write_rows(folder / "train.parquet", rows(560))
     write_rows(folder / "test.parquet", rows(40, seed=1))
     write_rows(folder / "huge.parquet", [*rows(63, seed=2), row("9 + 9 " * 20_000, "18")])
-    for name, text in (
-        ("my_reward.py", _REWARD),
-        ("always.py", _RAISES),
-        ("solved.py", _SOLVED),
-        ("run.yaml", _RUN),
-        ("run_verl.sh", _SCRIPT),
-    ):
-        (folder / name).write_text(text, encoding="utf-8")
+    for name in ("run.yaml", "run_verl.sh"):
+        shutil.copyfile(Path(__file__).with_name(name), folder / name)
+    for name, text in (("my_reward", _REWARD), ("always", _RAISES), ("solved", _SOLVED)):
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
 
 
 def row(question: str, answer: str) -> dict[str, object]:
