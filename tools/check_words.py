@@ -1,8 +1,7 @@
 """Report words that the glossary replaced: path, line, word, and what to write instead.
 
-Covers the product, the protos, the documentation, README and CONTRIBUTING; `--all` adds tests,
-tools and benchmarks. `--count` prints a table of words with their numbers instead. Exits with 1 if
-there are any. The words are in `tools/old_words.toml`.
+Covers the product, the protos, the documentation, README and CONTRIBUTING, or the places that it is
+given. Exits with 1 if there are any. The words are in `tools/old_words.toml`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import itertools
 import re
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -22,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WORD_FILE = ROOT / "tools" / "old_words.toml"
 PRODUCT = ("sluice", "services")
 DOCUMENTATION = ("proto", "docs", "README.md", "CONTRIBUTING.md")
-AROUND = ("tests", "tools", "benchmarks")
 SUFFIXES = {".py", ".proto", ".md", ".toml", ".yaml", ".jinja", ".js", ".mjs", ".css", ".html"}
 # Generated from proto/, other people's code, and the list itself.
 LEFT_OUT = ("sluice/api/*", "*/node_modules/*", "*.min.*", "tools/old_words.toml")
@@ -149,21 +146,10 @@ def find_old_words(*places: str) -> list[Finding]:
 def main() -> int:
     """Print the findings; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="with tests, tools and benchmarks")
-    parser.add_argument("--count", action="store_true", help="print how often, not where")
     parser.add_argument("places", nargs="*", help="files and folders; default: all it covers")
-    arguments = parser.parse_args()
-    around = AROUND if arguments.all else ()
-    findings = find_old_words(*(arguments.places or (*PRODUCT, *DOCUMENTATION, *around)))
-    if arguments.count:
-        counts = Counter(finding.word.name for finding in findings)
-        lines = [f"{count:6}  {name}" for name, count in counts.most_common()]
-        lines.append(f"{len(findings):6}  in all")
-    else:
-        lines = [
-            f"{one.path}:{one.line}: {one.found} -> {one.word.replacement}" for one in findings
-        ]
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    findings = find_old_words(*(parser.parse_args().places or (*PRODUCT, *DOCUMENTATION)))
+    for one in findings:
+        sys.stdout.write(f"{one.path}:{one.line}: {one.found} -> {one.word.replacement}\n")
     return 1 if findings else 0
 
 
