@@ -49,7 +49,7 @@ class FittedWorkload:
     """
 
     def __init__(self, records: Sequence[GroupRecord], seed: int = 0) -> None:
-        self._records = sorted(records, key=lambda record: record.started_s or 0.0)
+        self._records = sorted(records, key=lambda record: record.started_s)
         self._by_version = sorted(range(len(records)), key=lambda number: self._version(number))
         self._versions = [self._version(number) for number in self._by_version]
         self._seed = seed
@@ -190,7 +190,7 @@ def _grading_s(groups: Sequence[GroupRecord]) -> float:
     waits = [
         group.ended_s - group.generated_s
         for group in groups
-        if group.is_kept is False and group.ended_s is not None and group.generated_s is not None
+        if group.is_kept is False and group.generated_s is not None
     ]
     return max(0.0, median(waits)) if waits else 0.0
 
@@ -257,8 +257,7 @@ class _Concurrency:
 
 def _span(group: GroupRecord) -> tuple[float, float]:
     assert group.generated_s is not None
-    begin = group.generated_s if group.started_s is None else group.started_s
-    return begin, max(begin, group.generated_s)
+    return group.started_s, max(group.started_s, group.generated_s)
 
 
 def calibrated(fitted: FittedRun, settings: SimulationSettings) -> SimulationSettings:
@@ -340,9 +339,8 @@ def _check_filter(config: RunConfig, fitted: FittedRun, file: Path) -> None:
     if filtered and not config.algorithm.filter_groups.enable:
         raise ConfigError(
             f"{file}: algorithm.filter_groups.enable = false, but {GROUPS_NAME} beside it has "
-            f"{len(filtered)} groups that were filtered (prompt {filtered[0].prompt_id}: "
-            f"{filtered[0].end}); put the configuration there that these were recorded with, or "
-            "record a run that has one filter from its start to its end"
+            f"{len(filtered)} groups that were filtered (such as {filtered[0].prompt_id}: "
+            f"{filtered[0].end}); put the configuration there that these were recorded with"
         )
 
 
