@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, empty_run_folder, print_line, print_report
@@ -35,6 +34,7 @@ from benchmarks.telemetry.metrics_scraper import (
 )
 from benchmarks.telemetry.span_cost import record_us
 from benchmarks.telemetry.span_sink import span_sink
+from sluice.concurrency.process import stat_fields
 from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
@@ -134,9 +134,8 @@ def cpu_seconds(pid: int) -> float:
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):  # it has ended meanwhile
-            fields = (entry / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
-            # Behind the command's name: parent, own time and that of ended children (proc(5)).
+        if fields := stat_fields(int(entry.name)):
+            # Parent, own time and that of ended children.
             children.setdefault(int(fields[1]), []).append(int(entry.name))
             ticks[int(entry.name)] = sum(map(int, fields[11:15]))
     found, total = [pid], 0
