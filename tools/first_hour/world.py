@@ -8,16 +8,11 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
+from sluice.quickstart.tokenizer import save_tokenizer, train_on_texts
 
 MODEL = "models/tiny"
-_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-_END = "<|im_end|>"
 _REWARD = '''def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return the share of digits among the response's characters."""
     digits = sum(character.isdigit() for character in solution_str)
@@ -35,8 +30,9 @@ _SOLVED = '''def compute_score(data_source, solution_str, ground_truth, extra_in
 
 def build(folder: Path) -> None:
     """Write everything that the trial needs into a folder."""
-    (folder / MODEL).mkdir(parents=True)
-    _model(folder / MODEL)
+    tokenizer = train_on_texts(str(each["prompt"]) for each in rows(100))
+    save_model(make_model(tokenizer, seed=0), folder / MODEL)
+    save_tokenizer(tokenizer, folder / MODEL, MAX_POSITIONS)
     write_rows(folder / "train.parquet", rows(560))
     write_rows(folder / "test.parquet", rows(40, seed=1))
     write_rows(folder / "huge.parquet", [*rows(63, seed=2), row("9 + 9 " * 20_000, "18")])
@@ -65,31 +61,3 @@ def rows(count: int, seed: int = 0) -> list[dict[str, object]]:
 def write_rows(file: Path, found: list[dict[str, object]]) -> None:
     """Write a Parquet file."""
     pq.write_table(pa.Table.from_pylist(found), file)
-
-
-def _model(folder: Path) -> None:
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    special = ["<|im_start|>", _END]
-    trainer = trainers.BpeTrainer(
-        vocab_size=332, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    trained.train_from_iterator((str(each["prompt"]) for each in rows(100)), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=trained, eos_token=_END, pad_token=_END, chat_template=_TEMPLATE
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
