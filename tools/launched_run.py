@@ -36,7 +36,6 @@ SLUICE = (sys.executable, "-m", "sluice.cli.main")
 _STOP_S, _END_S, _POLL_S, _ANSWER_S = 120.0, 90.0, 0.2, 10.0
 # Files of overrides, and a reward function.
 _SETTINGS = Path(__file__).with_name("run_settings")
-SHORT_DEADLINES = f"@{_SETTINGS / 'short_deadlines.overrides'}"
 # The quickstart's task and what is made for it. The model of `tiny` knows nothing; `stretch` is not
 # solved within minutes. So groups stay mixed.
 SIZES = {
@@ -51,6 +50,14 @@ SIZES = {
     ),
     "stretch": ("stretch", PrepareSettings()),
 }
+
+
+def settings_file(name: str) -> str:
+    """Return the word for a file of overrides in run_settings."""
+    return f"@{_SETTINGS / f'{name}.overrides'}"
+
+
+SHORT_DEADLINES = settings_file("short_deadlines")
 
 
 def prepare_run(
@@ -81,7 +88,8 @@ def prepare_run(
         f"reward.reward_kwargs.overlong_buffer_cfg.len={assets.task.overlong_buffer_tokens}",
         *(f"{key}.seed={seed}" for key in ("data", "actor_rollout_ref.rollout", "trainer")),
         f"sluice.run_dir={(folder / 'run').absolute()}",
-        *(f"@{_SETTINGS / f'{name}.overrides'}" for name in ("endless", size)),
+        settings_file("endless"),
+        settings_file(size),
     ]
     if size == "tiny":
         settings.append(f"reward.custom_reward_function.path={scorer.absolute()}")

@@ -9,28 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, print_report, quickstart
 
-UNFILTERED = "algorithm.filter_groups.enable=false"
-ALGORITHMS: Mapping[str, Sequence[str]] = {
-    "ppo_critic": (
-        UNFILTERED,
-        "algorithm.adv_estimator=gae",
-        "critic.optim.lr=3.0e-3",
-        "critic.fsdp.dtype=float32",
-        "critic.ppo_max_token_len_per_gpu=5600",
-        "sluice.asynchrony.max_staleness=0",
-    ),
-    "grpo_kl_loss": (
-        UNFILTERED,
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.kl_loss_coef=0.001",
-        "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
-    ),
-}
+ALGORITHMS = {file.stem: file for file in Path(__file__).parent.glob("*.overrides")}
 FIGURES = ("accuracy_before", "accuracy_after", "seconds_dapo", "steps", "prompts_lost")
 
 
@@ -48,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     report: dict[str, object] = {"seed": parsed.seed}
     for name in parsed.algorithms:
-        summary = quickstart(parsed.output / name, parsed.seed, ALGORITHMS[name])
+        summary = quickstart(parsed.output / name, parsed.seed, [f"@{ALGORITHMS[name]}"])
         report[name] = {figure: summary[figure] for figure in FIGURES}
     return print_report(report)
 

@@ -40,14 +40,7 @@ from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
 from tools.commands import started
 
-SETTINGS = (
-    "sluice.asynchrony.max_staleness=0",
-    "actor_rollout_ref.actor.optim.lr=1e-9",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=1000000",
-    "trainer.save_freq=0",
-    "trainer.logger=['jsonl']",
-)
+SETTINGS = f"@{Path(__file__).with_name('run.overrides')}"
 _LOOK_S, _STEP_TIMEOUT_S = 0.2, 300.0
 
 
@@ -87,7 +80,7 @@ def _run(parsed: argparse.Namespace, sample_ratio: float, recording_us: float) -
     last = parsed.warm_up + parsed.steps
     command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--run-dir", str(folder)]
     # More steps than are measured: the run ends while it trains.
-    command += [*SETTINGS, f"trainer.total_training_steps={2 * last}"]
+    command += [SETTINGS, f"trainer.total_training_steps={2 * last}"]
     command.append(f"sluice.telemetry.traces.sample_ratio={sample_ratio}")
     with span_sink() as endpoint, scraped_run(folder) as overrides:
         command += [f"sluice.telemetry.traces.endpoint={endpoint}", *overrides]

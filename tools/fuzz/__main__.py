@@ -23,22 +23,10 @@ from sluice.client.run_address import locate_run
 from sluice.rpc.client import open_channel
 from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
 from tools.fuzz.traffic import Traffic
-from tools.launched_run import LaunchedRun, launched_run, prepare_run
+from tools.launched_run import LaunchedRun, launched_run, prepare_run, settings_file
 from tools.phases import say
 
 _WARM_UP_SHARE, _ROUNDS, _START_S = 0.15, 20, 180.0
-_SETTINGS = (
-    # Prompts of the attack are graded by the rules, as in a run without a function of its own.
-    "reward.custom_reward_function.path=null",
-    "algorithm.filter_groups.enable=false",
-    "actor_rollout_ref.rollout.n=2",
-    "reward.scorer_pool.timeout_s=2.0",
-    "trainer.save_freq=-1",
-    "sluice.rollout.replicas=1",
-    "sluice.reward.max_client_pending=64",
-    "sluice.weights.timeout_s=5.0",
-    "sluice.log_level=WARNING",
-)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="sluice-fuzz-") as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        config, file = prepare_run(folder, "tiny", _SETTINGS, seed=options.seed)
+        config, file = prepare_run(folder, "tiny", [settings_file("fuzz")], seed=options.seed)
         with launched_run(config, file) as run:
             report = asyncio.run(_fuzz(run, options))
     sys.stdout.write(json.dumps(report) + "\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
-from tools.launched_run import LaunchedRun, launched_run, prepare_run
+from tools.launched_run import LaunchedRun, launched_run, prepare_run, settings_file
 from tools.observability_test.prometheus_server import (
     PrometheusServer,
     hurried_copy,
@@ -33,17 +33,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "deploy" / "observability"
 STOPPED = "rollout-1"
 PROCESSES = ("reward", "rollout-0", STOPPED, "trainer")
-_SETTINGS = (
-    "reward.custom_reward_function.path=null",
-    *(f"sluice.{kind}.endpoint.metrics_port=0" for kind in ("trainer", "reward", "rollout")),
-    "sluice.rollout.replicas=2",
-    "algorithm.filter_groups.enable=false",
-    "trainer.save_freq=-1",
-    "sluice.weights.timeout_s=5.0",
-    # Accuracy of a validation and the distance to a reference are on the first dashboard.
-    "trainer.val_before_train=true",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-)
 _RUN = "run"
 _WAIT_S, _LOOK_S, _PROMTOOL_S = 180.0, 0.5, 120.0
 SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_PROMETHEUS"
@@ -98,7 +87,7 @@ def _check_files(phases: Phases) -> None:
 
 def _observe(scratch: Path, phases: Phases, found: dict[str, object]) -> None:
     (scratch / "job").mkdir()
-    config, file = prepare_run(scratch / "job", "tiny", _SETTINGS)
+    config, file = prepare_run(scratch / "job", "tiny", [settings_file("observability")])
     with launched_run(config, file) as run:
         targets = run.run_dir / FOLDER
         with phases.phase("start of the run"):
