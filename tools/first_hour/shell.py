@@ -132,11 +132,6 @@ def has(text: str, *parts: str) -> list[str]:
     return [part for part in parts if not re.search(part, flat)]
 
 
-def started_processes(text: str) -> bool:
-    """Return whether a command started processes before it ended."""
-    return re.search(r"starting \d+ processes", text) is not None
-
-
 def settings(**values: object) -> Sequence[str]:
     """Return ``key=value`` words; a double underscore is a dot."""
     return tuple(f"{key.replace('__', '.')}={value}" for key, value in values.items())

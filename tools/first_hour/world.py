@@ -36,6 +36,12 @@ def build(folder: Path) -> None:
     write_rows(folder / "train.parquet", rows(560))
     write_rows(folder / "test.parquet", rows(40, seed=1))
     write_rows(folder / "huge.parquet", [*rows(63, seed=2), row("9 + 9 " * 20_000, "18")])
+    # Broken in four ways.
+    write_rows(folder / "empty.parquet", [])
+    write_rows(folder / "column.parquet", [{"prompt": each["prompt"]} for each in rows(8)])
+    write_rows(folder / "text.parquet", [{**each, "prompt": "What is 1 + 1?"} for each in rows(8)])
+    whole = (folder / "train.parquet").read_bytes()
+    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
     for name in ("run.yaml", "run_verl.sh"):
         shutil.copyfile(Path(__file__).with_name(name), folder / name)
     for name, text in (("my_reward", _REWARD), ("always", _RAISES), ("solved", _SOLVED)):
