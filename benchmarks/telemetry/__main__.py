@@ -21,15 +21,14 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, empty_run_folder, print_line, print_report
 from benchmarks.telemetry.metrics_scraper import (
+    NUM_PROCESSES,
     NUM_SPANS,
     scraped_run,
-    spent_since,
     telemetry_account,
 )
 from benchmarks.telemetry.span_cost import record_us
@@ -39,9 +38,10 @@ from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
 from tools.commands import started
+from tools.phases import until
 
 SETTINGS = f"@{Path(__file__).with_name('run.overrides')}"
-_LOOK_S, _STEP_TIMEOUT_S = 0.2, 300.0
+_STEP_TIMEOUT_S = 300.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,7 +89,10 @@ def _run(parsed: argparse.Namespace, sample_ratio: float, recording_us: float) -
             cpu_before_s, before = cpu_seconds(run.pid), telemetry_account(folder)
             num_steps = _wait_for_step(run, folder, last) - first
             cpu_s = cpu_seconds(run.pid) - cpu_before_s
-            spent = spent_since(telemetry_account(folder), before)
+            now = telemetry_account(folder)
+    if not now[NUM_PROCESSES] == before[NUM_PROCESSES] > 0:
+        raise RuntimeError("processes of the run came or went; repeat the benchmark")
+    spent = {figure: value - before[figure] for figure, value in now.items()}
     spans_s = spent[TelemetryPart.SPANS] + spent[NUM_SPANS] * recording_us / 1e6
     found = {
         "share_traces": round(spans_s / cpu_s, 4),
@@ -105,18 +108,17 @@ def _wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> int
     """Return the number of the latest step once `step` has ended.
 
     Raises:
-        RuntimeError: the run ended, or it ended no step within five minutes.
+        RuntimeError: the run ended before.
+        PhaseError: it takes more than five minutes a step.
     """
-    seen, ends_s = -1, 0.0
-    while True:
-        number = len(read_progress(folder).steps)
-        if number >= step:
-            return number
-        if number > seen:
-            seen, ends_s = number, time.monotonic() + _STEP_TIMEOUT_S
-        if run.poll() is not None or time.monotonic() >= ends_s:
-            raise RuntimeError(f"the run in {folder} never ended step {seen + 1}; see its logs")
-        time.sleep(_LOOK_S)
+
+    def has_ended() -> bool:
+        if run.poll() is not None:
+            raise RuntimeError(f"the run in {folder} ended before step {step}; see its logs")
+        return len(read_progress(folder).steps) >= step
+
+    until(f"step {step}", has_ended, timeout_s=_STEP_TIMEOUT_S * step)
+    return len(read_progress(folder).steps)
 
 
 def cpu_seconds(pid: int) -> float:
