@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from sluice.client import AsyncClient
 from sluice.client.run_address import locate_run
 from sluice.rpc.client import open_channel
 from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
@@ -72,7 +73,9 @@ async def _fuzz(run: LaunchedRun, options: argparse.Namespace) -> dict[str, obje
             name: await stack.enter_async_context(open_channel(address, max_message_bytes=1 << 27))
             for name, address in addresses.items()
         }
-        caller, traffic = HonestCaller(channels), Traffic(channels, random.Random(options.seed))
+        client = await stack.enter_async_context(AsyncClient.connect(run.run_dir))
+        caller = HonestCaller(client, channels)
+        traffic = Traffic(channels, random.Random(options.seed))
         await caller.pause()
         pids = await _pids(run)
         warm_up = int(options.requests * _WARM_UP_SHARE)
