@@ -1,7 +1,8 @@
-"""Phases of a tool with their seconds, waits with a deadline, and the tool's last line."""
+"""A tool's command line, phases with their seconds, waits with a deadline, and last line."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -11,6 +12,20 @@ from contextlib import contextmanager
 
 class PhaseError(Exception):
     """A phase did not end as it has to."""
+
+
+def tool_parser(document: str | None, example: str) -> argparse.ArgumentParser:
+    """Return a parser for a tool.
+
+    Args:
+        document: the module's docstring, whose first line describes the tool.
+        example: a command line; its first three words start the tool.
+    """
+    return argparse.ArgumentParser(
+        prog=" ".join(example.split()[:3]),
+        description=(document or "").splitlines()[0],
+        epilog=f"example: {example}",
+    )
 
 
 class Phases:

@@ -7,12 +7,12 @@ one JSON object with the accuracy before and after for each, and the seconds.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, print_report, quickstart
+from tools.phases import tool_parser
 
 ALGORITHMS = {file.stem: file for file in Path(__file__).parent.glob("*.overrides")}
 FIGURES = ("accuracy_before", "accuracy_after", "seconds_dapo", "steps", "prompts_lost")
@@ -20,10 +20,7 @@ FIGURES = ("accuracy_before", "accuracy_after", "seconds_dapo", "steps", "prompt
 
 def main(arguments: Sequence[str]) -> int:
     """Run the chosen algorithms one after the other; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python -m benchmarks.algorithms --algorithms ppo_critic --seed 1",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.algorithms --algorithms ppo_critic")
     parser.add_argument(
         "--algorithms", nargs="+", choices=sorted(ALGORITHMS), default=sorted(ALGORITHMS)
     )

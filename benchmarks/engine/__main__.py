@@ -31,6 +31,7 @@ from benchmarks.engine.peer import PROMPT_TOKENS, TRANSFORMERS
 from benchmarks.peers import Fleet, PeerProcess
 from benchmarks.reporting import ROOT, print_line, print_report
 from sluice.types import TensorSpec
+from tools.phases import tool_parser
 
 TORCH, VLLM, SGLANG = "torch", "vllm", "sglang"
 COUNTS = (1, 16, 64, 128)
@@ -230,10 +231,7 @@ def summary(found: Mapping[str, Measured], workload: Workload) -> dict[str, obje
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python -m benchmarks.engine --vllm-python .venv-vllm/bin/python",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.engine --vllm-python .venv-vllm/bin/python")
     parser.add_argument("--vllm-python", help="of an environment with vLLM and sluice")
     parser.add_argument("--sglang-python", help="of an environment with SGLang and sluice")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "10m"])

@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.reporting import ROOT, last_json, print_line, print_report, quickstart
 from sluice.config.loading.overrides import expand_overrides
 from sluice.report.run_record import read_run
+from tools.phases import tool_parser
 
 MEASURE_EVERY = 2
 ON_POLICY, UNFILTERED = (
@@ -92,10 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Measures the quickstart over seeds and against TRL.",
-        epilog="example: python -m benchmarks.quickstart --seeds 0 1 2 --target 0.88",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.quickstart --seeds 0 1 2 --target 0.88")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.88, help="held-out accuracy to reach")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench")

@@ -10,7 +10,6 @@ The last line printed is one JSON object: `curve`, a list of [batch, seconds, ac
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -27,13 +26,14 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.quickstart.trl_job import HeldOut, load_rows
 from sluice.report.run_record import read_run
+from tools.phases import tool_parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure every checkpoint; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: --run-dir runs/bench/seed-0 --seed 0",
+    parser = tool_parser(
+        __doc__,
+        "python -m benchmarks.quickstart.checkpoint_curve --run-dir runs/bench/seed-0 --seed 0",
     )
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -38,7 +38,7 @@ from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
 from tools.commands import started
-from tools.phases import until
+from tools.phases import tool_parser, until
 
 SETTINGS = f"@{Path(__file__).with_name('run.overrides')}"
 _STEP_TIMEOUT_S = 300.0
@@ -46,10 +46,7 @@ _STEP_TIMEOUT_S = 300.0
 
 def main(arguments: Sequence[str]) -> int:
     """Measure; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description="Measures what traces and metrics cost a run.",
-        epilog="example: python -m benchmarks.telemetry --steps 60",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.telemetry --steps 60")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=56, help="steps that count, of each run")
     parser.add_argument(

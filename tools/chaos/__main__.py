@@ -42,7 +42,7 @@ from tools.launched_run import (
     launched_run,
     prepare_run,
 )
-from tools.phases import PhaseError, say
+from tools.phases import PhaseError, say, tool_parser
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
 _START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
@@ -73,11 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.chaos",
-        description="Kills, stops, adds, removes and cuts off processes of a run that trains.",
-        epilog="example: python -m tools.chaos --minutes 1 --seed 7 --size tiny",
-    )
+    parser = tool_parser(__doc__, "python -m tools.chaos --minutes 1 --seed 7 --size tiny")
     parser.add_argument("--minutes", type=float, default=10.0, help="calm, faults and quiet")
     parser.add_argument("--seed", type=int, default=0, help="of faults, model, data and sampling")
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between faults")

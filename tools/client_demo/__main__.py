@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from sluice.client.async_client import AsyncClient
 from sluice.client.run_address import address_of_run, locate_run
 from tools.launched_run import SHORT_DEADLINES, SIZES, LaunchedRun, launched_run, prepare_run
-from tools.phases import say
+from tools.phases import say, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON, NODE = "python", "node"
@@ -146,11 +146,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.client_demo",
-        description="Samples from a run in training with many gRPC clients in two languages.",
-        epilog="example: python -m tools.client_demo --prompts 500 --clients 10",
-    )
+    parser = tool_parser(__doc__, "python -m tools.client_demo --prompts 500 --clients 10")
     parser.add_argument("--prompts", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--vanish", type=int, default=6, help="clients that are killed")

@@ -25,7 +25,7 @@ from tools.compose_test.images import build, check_reward_image, remove_images
 from tools.compose_test.overlays import SERVICES, WANTED_ANSWERS, page_answers
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.scenario import Scenario
-from tools.phases import PhaseError, Phases, conclude, say
+from tools.phases import PhaseError, Phases, conclude, say, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"
@@ -139,11 +139,7 @@ def _drive(scenario: Scenario) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compose_test",
-        description="Trains in containers, scales and kills them, and checks what is left.",
-        epilog="example: python -m tools.compose_test --steps 80",
-    )
+    parser = tool_parser(__doc__, "python -m tools.compose_test --steps 80")
     parser.add_argument("--steps", type=int, default=80, help="of training")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for each wait")
     parser.add_argument("--keep", action="store_true", help="leave containers and images")

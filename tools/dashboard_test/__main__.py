@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from tools.commands import NoProgramError, ensure_programs
 from tools.dashboard_test.training import HOSTILE, HOSTILE_LINE, HOSTILE_PROMPT, Training
-from tools.phases import PhaseError, Phases, conclude, say, until
+from tools.phases import PhaseError, Phases, conclude, say, tool_parser, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import ConsoleMessage, Page
@@ -266,11 +266,7 @@ def chromium() -> str:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.dashboard_test",
-        description="Opens the dashboard of a training run in headless Chromium.",
-        epilog="example: python -m tools.dashboard_test --python .venv/bin/python",
-    )
+    parser = tool_parser(__doc__, "python -m tools.dashboard_test --python .venv/bin/python")
     parser.add_argument("--python", default=sys.executable, help="with the project's packages")
     parser.add_argument("--steps", type=int, default=30, help="of training")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds for each wait")

@@ -23,7 +23,7 @@ from tools.first_hour.howtos import tried_pages
 from tools.first_hour.shell import Shell
 from tools.first_hour.trial import GROUPED, SINGLE
 from tools.first_hour.world import build
-from tools.phases import PhaseError, Phases, conclude, say
+from tools.phases import PhaseError, Phases, conclude, say, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 _PIP_S = 900.0
@@ -31,11 +31,7 @@ _PIP_S = 900.0
 
 def main() -> int:
     """Run the trial."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.first_hour",
-        description="Repeats the first hour of a new user.",
-        epilog="example: python -m tools.first_hour --no-wheel",
-    )
+    parser = tool_parser(__doc__, "python -m tools.first_hour --no-wheel")
     parser.add_argument("--wheel", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of single checks")
     parser.add_argument(

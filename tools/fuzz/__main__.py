@@ -25,7 +25,7 @@ from sluice.rpc.client import open_channel
 from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
 from tools.fuzz.traffic import Traffic
 from tools.launched_run import LaunchedRun, launched_run, prepare_run, settings_file
-from tools.phases import say
+from tools.phases import say, tool_parser
 
 _WARM_UP_SHARE, _ROUNDS, _START_S = 0.15, 20, 180.0
 
@@ -44,11 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.fuzz",
-        description="Sends malformed, absurd and broken-off requests to a live run.",
-        epilog="example: python -m tools.fuzz --requests 3000 --seed 7",
-    )
+    parser = tool_parser(__doc__, "python -m tools.fuzz --requests 3000 --seed 7")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -7,7 +7,6 @@ SLUICE_SKIP_WITHOUT_PROMETHEUS=1 allows that.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -27,7 +26,7 @@ from tools.observability_test.prometheus_server import (
     hurried_copy,
     prometheus_server,
 )
-from tools.phases import PhaseError, Phases, conclude, say, until
+from tools.phases import PhaseError, Phases, conclude, say, tool_parser, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "deploy" / "observability"
@@ -49,11 +48,7 @@ _OF_THE_LOAD = frozenset({"SluiceTrainerStarved", "SluiceQueueStarved"})
 
 def main(arguments: Sequence[str]) -> int:
     """Run the test; return 0 if nothing is wrong."""
-    argparse.ArgumentParser(
-        prog="python -m tools.observability_test",
-        description="Checks rules and alerts, and has a real Prometheus scrape a real run.",
-        epilog="example: SLUICE_INSTALL_PROMETHEUS=1 python -m tools.observability_test",
-    ).parse_args(arguments)
+    tool_parser(__doc__, "python -m tools.observability_test").parse_args(arguments)
     phases, problems = Phases(), list[str]()
     found: dict[str, object] = {"phases": phases.seconds}
     with tempfile.TemporaryDirectory(prefix="sluice-observability-") as scratch:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tools.commands import CommandError
-from tools.phases import PhaseError, Phases, conclude, say
+from tools.phases import PhaseError, Phases, conclude, say, tool_parser
 from tools.ray_test.cluster import MarkedProcesses, SimulatedCluster
 from tools.ray_test.job import run_job
 from tools.ray_test.scenario import Scenario
@@ -77,11 +77,7 @@ def _stopped(cluster: SimulatedCluster, phases: Phases, phase: str) -> Iterator[
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.ray_test",
-        description="Trains on a simulated Ray cluster, scales the run and kills its processes.",
-        epilog="example: python -m tools.ray_test --steps 300",
-    )
+    parser = tool_parser(__doc__, "python -m tools.ray_test --steps 300")
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for each wait")
     return parser.parse_args(arguments)
