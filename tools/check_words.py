@@ -10,11 +10,12 @@ import argparse
 import itertools
 import re
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+
+import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
 WORD_FILE = ROOT / "tools" / "old_words.toml"
@@ -29,19 +30,13 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _GAP = re.compile(r"[\s_\"'#/*\\-]*")
 
 
-@dataclass(frozen=True, slots=True)
-class OldWord:
+class OldWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A word or phrase in all its forms, its replacement, and where it is right."""
 
-    forms: tuple[tuple[str, ...], ...]
-    replacement: str
+    old: tuple[str, ...]
+    new: str
     allowed_files: tuple[str, ...] = ()
     allowed_phrases: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return the first form."""
-        return " ".join(self.forms[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +49,16 @@ class Finding:
     word: OldWord
 
 
-@dataclass(frozen=True, slots=True)
-class WordList:
-    """The old words by the first word of each form, and the files that may use any of them."""
+class WordList(msgspec.Struct, frozen=True):
+    """The old words, and the files that may use any of them."""
 
     words: tuple[OldWord, ...]
-    exempt_files: tuple[str, ...]
+    exempt_files: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path = WORD_FILE) -> WordList:
         """Read the TOML file; an unknown key is an error."""
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        words = []
-        for entry in tree["words"]:
-            unknown = entry.keys() - {"old", "new", "allowed_files", "allowed_phrases"}
-            if unknown:
-                raise ValueError(f"{path}: unknown keys {sorted(unknown)} at {entry.get('old')}")
-            words.append(
-                OldWord(
-                    tuple(tuple(form.lower().split()) for form in entry["old"]),
-                    entry["new"],
-                    tuple(entry.get("allowed_files", ())),
-                    tuple(entry.get("allowed_phrases", ())),
-                )
-            )
-        return cls(tuple(words), tuple(tree.get("exempt_files", ())))
+        return msgspec.toml.decode(path.read_bytes(), type=cls)
 
     def find(self, path: str, text: str) -> Iterator[Finding]:
         """Yield every use of an old word in the text of a file, from top to bottom."""
@@ -87,7 +67,7 @@ class WordList:
         starts: dict[str, list[tuple[tuple[str, ...], OldWord]]] = {}
         for word in self.words:
             if not _matches(path, word.allowed_files):
-                for form in word.forms:
+                for form in (tuple(form.lower().split()) for form in word.old):
                     starts.setdefault(form[0], []).append((form, word))
         tokens = [(match[0].lower(), *match.span()) for match in _WORD.finditer(text)]
         for index, (first, start, _) in enumerate(tokens):
@@ -149,7 +129,7 @@ def main() -> int:
     parser.add_argument("places", nargs="*", help="files and folders; default: all it covers")
     findings = find_old_words(*(parser.parse_args().places or (*PRODUCT, *DOCUMENTATION)))
     for one in findings:
-        sys.stdout.write(f"{one.path}:{one.line}: {one.found} -> {one.word.replacement}\n")
+        sys.stdout.write(f"{one.path}:{one.line}: {one.found} -> {one.word.new}\n")
     return 1 if findings else 0
 
 

@@ -69,7 +69,7 @@ def shared_class_names() -> dict[str, list[str]]:
 def measure(*, shows_details: bool) -> dict[str, int]:
     """Return every figure; with details, print what each is made of."""
     folders, names = modules_by_folder(), shared_class_names()
-    words = Counter(finding.word.name for finding in find_old_words(*PRODUCT))
+    words = Counter(finding.word.old[0] for finding in find_old_words(*PRODUCT))
     functions = prompt_path().functions()
     files = Counter(file for file, _ in functions)
     stations = submission_to_gradient()

@@ -178,17 +178,10 @@ def _until(what: str, holds: Callable[[], bool]) -> None:
 
 def _until_none(what: str, left: Callable[[], Collection[str]]) -> None:
     """Wait until nothing is left; the error names what is."""
-    missing: Collection[str] = ()
-
-    def none_left() -> bool:
-        nonlocal missing
-        missing = left()
-        return not missing
-
     try:
-        _until(what, none_left)
+        _until(what, lambda: not left())
     except PhaseError as error:
-        raise PhaseError(f"{error}: {sorted(missing)}") from error
+        raise PhaseError(f"{error}: {sorted(left())}") from error
 
 
 if __name__ == "__main__":
