@@ -12,10 +12,9 @@ from statistics import fmean, median, pstdev
 import numpy as np
 
 from benchmarks.simulator.group_records import GROUPS_NAME, GroupRecord, read_groups
+from services.reward.groups.settings import sampling_rules
 from sluice.algorithm.sampling.admission import YieldFloor
-from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
 from sluice.client.run_address import CONFIG_NAME
-from sluice.config.derived import on_policy_fill
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, DataError
@@ -319,9 +318,10 @@ def fitted_simulation(run: Path) -> tuple[FittedRun, SimulationSettings]:
 
 
 def _settings(config: RunConfig, fitted: FittedRun) -> SimulationSettings:
-    group_filter = config.algorithm.filter_groups
+    group_filter, rules = config.algorithm.filter_groups, sampling_rules(config)
+    probes = max(1, min(rules.probe_samples, rules.samples_per_group - 1))
     return SimulationSettings(
-        _rules(config),
+        replace(rules, max_num_gen_batches=0, probe_samples=probes, seed=0),
         on_stale=config.sluice.asynchrony.on_stale,
         fleet=fitted.fleet,
         trainer=fitted.trainer,
@@ -342,21 +342,3 @@ def _check_filter(config: RunConfig, fitted: FittedRun, file: Path) -> None:
             f"{len(filtered)} groups that were filtered (such as {filtered[0].prompt_id}: "
             f"{filtered[0].end}); put the configuration there that these were recorded with"
         )
-
-
-def _rules(config: RunConfig) -> SamplingRules:
-    sampling, num_samples = config.sluice.sampling, config.actor_rollout_ref.rollout.n
-    return SamplingRules(
-        strategy=StrategyName(sampling.strategy),
-        train_batch_size=config.data.train_batch_size,
-        max_staleness=config.sluice.asynchrony.max_staleness,
-        samples_per_group=num_samples,
-        gen_batch_size=config.data.gen_batch_size or config.data.train_batch_size,
-        max_num_gen_batches=0,
-        probe_samples=max(1, min(sampling.probe_samples, num_samples - 1)),
-        exploration=sampling.exploration,
-        coverage_guard=sampling.coverage_guard,
-        paces=config.sluice.asynchrony.pace,
-        ahead_share=config.sluice.asynchrony.ahead_share,
-        on_policy_fill=on_policy_fill(config),
-    )

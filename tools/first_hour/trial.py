@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sluice.concurrency.process import process_marks
 from tools.first_hour.shell import Shell, has, settings
 from tools.phases import until
 
@@ -27,9 +28,9 @@ def _summary(shell: Shell, run: str = _RUN) -> Mapping[str, Any]:
 
 def _killed(shell: Shell, run: str, *names: str) -> None:
     """Kill services of a run, by the process ids that they noted."""
-    for name in names:
-        mark = json.loads((shell.folder / run / "processes" / f"{name}.json").read_text())
-        os.kill(int(mark["pid"]), signal.SIGKILL)
+    for mark in process_marks(shell.folder / run):
+        if mark.name in names:
+            os.kill(mark.pid, signal.SIGKILL)
 
 
 def interrupted_and_resumed(shell: Shell) -> dict[int, list[str]]:
