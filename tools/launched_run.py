@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -196,3 +197,16 @@ def launched_run(
     command = (*SLUICE, "up", str(config_file), *options)
     with started(command, config_file.parent / "up.log", quiet, ends_within_s=_END_S) as up:
         yield LaunchedRun(config, up)
+
+
+@contextmanager
+def training_run(
+    size: str, overrides: Sequence[str], *, folder: Path | None = None, seed: int = 0
+) -> Iterator[LaunchedRun]:
+    """Prepare a run and let it train within the block, without a folder in a temporary one."""
+    with tempfile.TemporaryDirectory(prefix="sluice-run-") as scratch:
+        folder = folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        config, file = prepare_run(folder, size, overrides, seed=seed)
+        with launched_run(config, file) as run:
+            yield run

@@ -15,11 +15,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -115,9 +114,12 @@ async def _run(
         work = [observer.run(), witness.run()]
         if not isinstance(plugged, str):
             work.append(_keep_far(injector, plugged, file))
-        async with _beside(*work):
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(each) for each in work]
             times, failure = await _go(run, observer, injector, schedule, calm_s, quiet_s)
             exit_code = await run.stop("the time is over")
+            for task in beside:
+                task.cancel()
     observer.read_files()
     report = _report(folder, config, observer, witness, injector, times, options)
     return report | {"exit_code": exit_code, "failure": failure}
@@ -270,18 +272,6 @@ def _say_found(what: str, examples: Sequence[str]) -> None:
     """Print what has to be nothing and is not, with examples."""
     if examples:
         say(f"FOUND {len(examples)} {what}: {'; '.join(examples[:_NUM_EXAMPLES])}")
-
-
-@asynccontextmanager
-async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines for the length of the block."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(each) for each in work]
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
 
 
 if __name__ == "__main__":

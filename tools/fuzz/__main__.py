@@ -13,7 +13,6 @@ import asyncio
 import json
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -24,7 +23,7 @@ from sluice.client.run_address import locate_run
 from sluice.rpc.client import open_channel
 from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
 from tools.fuzz.traffic import Traffic
-from tools.launched_run import LaunchedRun, launched_run, prepare_run, settings_file
+from tools.launched_run import LaunchedRun, settings_file, training_run
 from tools.phases import say, tool_parser
 
 _WARM_UP_SHARE, _ROUNDS, _START_S = 0.15, 20, 180.0
@@ -33,12 +32,9 @@ _WARM_UP_SHARE, _ROUNDS, _START_S = 0.15, 20, 180.0
 def main(arguments: Sequence[str]) -> int:
     """Fuzz; return 0 if nothing was found, and as many requests were made as requested."""
     options = _parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="sluice-fuzz-") as scratch:
-        folder = options.folder or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        config, file = prepare_run(folder, "tiny", [settings_file("fuzz")], seed=options.seed)
-        with launched_run(config, file) as run:
-            report = asyncio.run(_fuzz(run, options))
+    settings = [settings_file("fuzz")]
+    with training_run("tiny", settings, folder=options.folder, seed=options.seed) as run:
+        report = asyncio.run(_fuzz(run, options))
     sys.stdout.write(json.dumps(report) + "\n")
     return 1 if report["crashes"] or report["leaks"] or report["missing"] else 0
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
-from tools.launched_run import LaunchedRun, launched_run, prepare_run, settings_file
+from tools.launched_run import LaunchedRun, settings_file, training_run
 from tools.observability_test.prometheus_server import (
     PrometheusServer,
     hurried_copy,
@@ -81,9 +81,8 @@ def _check_files(phases: Phases) -> None:
 
 
 def _observe(scratch: Path, phases: Phases, found: dict[str, object]) -> None:
-    (scratch / "job").mkdir()
-    config, file = prepare_run(scratch / "job", "tiny", [settings_file("observability")])
-    with launched_run(config, file) as run:
+    settings = [settings_file("observability")]
+    with training_run("tiny", settings, folder=scratch / "job") as run:
         targets = run.run_dir / FOLDER
         with phases.phase("start of the run"):
             _until("a target of every process", lambda: _have_targets(targets))
