@@ -154,8 +154,8 @@ async def _two_loop_steps(trace: CallTrace) -> None:
 
 
 def _one_learner_step(trace: CallTrace, scratch: Path) -> None:
+    from services.trainer.learner.learner import Learner
     from services.trainer.learner.ranks import DataParallel
-    from services.trainer.learner.worker import Learner
     from tests.support.tiny_policy import make_batch, make_config, save_model
 
     config = make_config(save_model(scratch / "learner"))

@@ -62,7 +62,7 @@ def _record() -> None:
 def _stages() -> None:
     """Begin and end stages that are not recorded."""
     for index in range(COUNT):
-        TRACER.stage(SpanName.GRADE, {Key.NUM_SAMPLES: index}).end()
+        TRACER.span(SpanName.GRADE, {Key.NUM_SAMPLES: index}).end()
 
 
 def _export(export: Callable[[Sequence[ReadableSpan]], object], spans: list[ReadableSpan]) -> None:

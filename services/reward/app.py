@@ -14,7 +14,7 @@ from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import GenerationClient, greedy_sampling, training_sampling
 from services.reward.grading.grader import Grader, SampleScorer, ScoreRequests, overlong_shaping
 from services.reward.grading.scorers.registry import check_routes, scorer_for
-from services.reward.group import GroupState, GroupTable, prompts_lost
+from services.reward.group_table import GroupState, GroupTable, prompts_lost
 from services.reward.groups.admission import GroupAdmission
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.loop import GroupLoop

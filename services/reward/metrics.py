@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from services.reward.app import RewardApp
-from services.reward.group import PENDING_STATES, GroupState
+from services.reward.group_table import PENDING_STATES, GroupState
 from services.reward.groups.loop import as_waits
 from services.reward.records.statistics import SAMPLE_OUTCOMES
 from sluice.algorithm.routing import FleetUse, replicas_needed, slots_needed

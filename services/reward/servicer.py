@@ -11,7 +11,7 @@ import grpc
 from services.reward.app import RewardApp
 from services.reward.generation.request import validation_sampling
 from services.reward.grading.messages import ScorerInput
-from services.reward.group import GroupState, PromptOutcome
+from services.reward.group_table import GroupState, PromptOutcome
 from services.reward.groups.loop import as_waits
 from services.reward.groups.validation import FinishedValidation, ValidationOrder
 from services.reward.prompts.submissions import Receipt, Submission, SubmissionSession

@@ -24,6 +24,7 @@ from services.trainer.fleet.members import Fleet
 from services.trainer.fleet.publisher import WeightPublisher
 from services.trainer.fleet.replica_client import ReplicaClient, replica_counters
 from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.rank_command import (
     REWARD_START_TIMEOUT_S,
     RankLeader,
@@ -31,7 +32,6 @@ from services.trainer.learner.rank_command import (
     share_total_steps,
 )
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from services.trainer.loop.accounting import RunAccountant
 from services.trainer.loop.batch_check import BatchTerms
 from services.trainer.loop.learner_thread import LearnerThread

@@ -162,12 +162,12 @@ def _accounting(accounts: Mapping[str, float]) -> Iterator[InstrumentReading]:
             yield reading("sluice_tokens_open" if is_open else "sluice_tokens_total", value, use)
     for account in _ACCOUNTS:
         if f"{account}_residual" in accounts:
-            yield reading("sluice_books_residual", accounts[f"{account}_residual"], account)
+            yield reading("sluice_accounting_residual", accounts[f"{account}_residual"], account)
             share = accounts[f"{account}_residual_share"]
-            yield reading("sluice_books_residual_ratio", share, account)
+            yield reading("sluice_accounting_residual_ratio", share, account)
     if TOKENS_AGE in accounts:
-        yield reading("sluice_books_tokens_age_seconds", accounts[TOKENS_AGE])
-        yield reading("sluice_books_tokens_moved", accounts[TOKENS_MOVED])
+        yield reading("sluice_accounting_tokens_age_seconds", accounts[TOKENS_AGE])
+        yield reading("sluice_accounting_tokens_moved", accounts[TOKENS_MOVED])
 
 
 def _fleet(replicas: Fleet) -> Iterator[InstrumentReading]:

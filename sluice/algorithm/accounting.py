@@ -14,7 +14,7 @@ RECEIVED = (
     "filtered_all_wrong",
     "filtered_uniform",
     "stale",
-    "withdrawn",
+    "preempted",
     "failed",
     "aborted",
     "surplus",

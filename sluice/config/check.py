@@ -19,7 +19,7 @@ from sluice.config.problems import Problem, Severity
 from sluice.config.rules.checks import all_problems
 from sluice.config.rules.sampling import strategy_notes
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import (
+from sluice.config.verl_sizes import (
     ACTOR,
     ROLLOUT,
     BatchPlan,
@@ -27,7 +27,7 @@ from sluice.config.verl_run import (
     own_batch,
     quotient,
     verl_batch,
-    verl_run,
+    verl_sizes,
 )
 
 _KEEPS_LONE_REWARDS = frozenset(
@@ -222,7 +222,7 @@ def _quantities(
     rounds = "gen_batch_size * n; here: groups are issued one by one"
     result.append(Quantity("responses per generation round", rounds, verl.gen_rows, None))
     result += [
-        _log_prob_quantity(one, verl, own) for one in verl_run(config, settings).log_prob_passes
+        _log_prob_quantity(one, verl, own) for one in verl_sizes(config, settings).log_prob_passes
     ]
     configured = config.trainer.total_training_steps
     if configured is not None or dataset_rows is not None:

@@ -17,7 +17,7 @@ class TokenCause(StrEnum):
     ALL_RIGHT = "filtered_all_right"
     ALL_WRONG = "filtered_all_wrong"
     STALE = "stale"
-    PREEMPTED = "withdrawn"
+    PREEMPTED = "preempted"
     SURPLUS = "surplus"
 
 

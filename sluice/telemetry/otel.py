@@ -165,7 +165,7 @@ class OtelRecorder:
         return OtelSpan(self, span, name.value, kind, began)
 
 
-@lru_cache(maxsize=256)  # the samples of a call, and the stages of a prompt, share their parent
+@lru_cache(maxsize=256)  # the samples of a call, and the waits of a prompt, share their parent
 def _parent_context(parent: TraceContext | None) -> Any:  # noqa: ANN401 - opaque to us
     """Return the SDK's context with this span as the current one; with none for ``None``."""
     if parent is None:

@@ -307,7 +307,7 @@ class Tracer:
         """Record nothing from now on."""
         self._recorder = None
 
-    def stage(
+    def span(
         self,
         name: SpanName,
         attributes: Attributes = _NO_ATTRIBUTES,

@@ -301,7 +301,7 @@ async def test_batches_on_policy_filled_on_average_lose_tokens_of_running_groups
         batches = await train(service, fleet, 12)
         status = await service.status()
     tokens = check_tokens(status.statistics)
-    assert tokens["withdrawn"] > 0
+    assert tokens["preempted"] > 0
     assert tokens["stale"] == tokens["surplus"] == tokens["failed"] == 0
     assert tokens["trained"] == 96 * SAMPLES * fleet[0].num_tokens
     assert sum(batch.statistics["train/groups_restarted"] for batch in batches) > 0

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from tests.multiprocess.test_sharded_trainer import assert_like, copies
 from tests.multiprocess.test_trainer_ranks import trainer
 from tests.support.rank_peer import NUM_GROUPS, batch_of

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from tests.support.preloaded import PreloadedProcess
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import make_batch, make_config, save_model

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.config.verl_run import BatchPlan, ParallelSplit
+from sluice.config.verl_sizes import BatchPlan, ParallelSplit
 
 S4 = ParallelSplit(1, 4)
 CASES = {

@@ -151,7 +151,7 @@ class GroupDispatcher:
         member = reservation.member
         name = member.announced.info.name
         try:
-            with TRACER.stage(SpanName.ATTEMPT, {Key.REPLICA: name}, SpanKind.CLIENT) as span:
+            with TRACER.span(SpanName.ATTEMPT, {Key.REPLICA: name}, SpanKind.CLIENT) as span:
                 failure = await self._receive(reservation, collected, partials)
                 span.fail(failure)
                 return failure
@@ -331,7 +331,7 @@ async def generate_group(
     beside = replace(
         request,
         sample_indexes=first_samples(1),
-        sampling=for_prompt(greedy, request.prompt, stage="greedy"),
+        sampling=for_prompt(greedy, request.prompt, purpose="greedy"),
         allows_missing=False,
     )
     try:

@@ -292,7 +292,7 @@ def validation_sampling(
     )
 
 
-def for_prompt(sampling: SamplingParams, prompt: Prompt, *, stage: str) -> SamplingParams:
+def for_prompt(sampling: SamplingParams, prompt: Prompt, *, purpose: str) -> SamplingParams:
     """Return the same parameters with a seed of the prompt.
 
     The seed depends on the base seed and, for a data-set row, on its position in the stream (so a
@@ -300,6 +300,6 @@ def for_prompt(sampling: SamplingParams, prompt: Prompt, *, stage: str) -> Sampl
     number in the order of issue.
     """
     number = prompt.sequence if prompt.position is None else prompt.position
-    text = f"{sampling.seed}/{stage}/{prompt.origin}/{number}"
+    text = f"{sampling.seed}/{purpose}/{prompt.origin}/{number}"
     digest = blake2b(text.encode(), digest_size=_SEED_BYTES).digest()
     return replace(sampling, seed=int.from_bytes(digest, "little") & _SEED_MASK)

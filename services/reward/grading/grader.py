@@ -124,7 +124,7 @@ class Grader:
         known = {**known, **lost}
         ungraded = [r for r in group.rollouts if r.sample_index not in known]
         beside = greedy.rollouts if greedy else ()
-        with TRACER.stage(SpanName.GRADE) as span:
+        with TRACER.span(SpanName.GRADE) as span:
             graded = iter(await self.outcomes(group.prompt, (*ungraded, *beside)))
             span.set({Key.NUM_SAMPLES: len(ungraded) + len(beside)})
         outcomes = tuple(

@@ -34,14 +34,14 @@ from services.reward.grading.messages import (
     ScorerSetup,
     encoding_error,
 )
-from services.reward.grading.scorers.registry import scored_characters
-from services.reward.grading.worker import (
+from services.reward.grading.scorer_process import (
     END_TIMEOUT_S,
     PEER,
     ScorerFault,
     ScorerWorker,
     start_worker,
 )
+from services.reward.grading.scorers.registry import scored_characters
 from sluice.concurrency.waits import deadline, waiting_for
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from services.reward.generation.queue import ReplicaQueue
 from services.reward.generation.request import prompt_key
-from services.reward.group import EndCause, Group, GroupEnding, GroupTable
+from services.reward.group_table import EndCause, Group, GroupEnding, GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.history import PromptMemoryStore

@@ -9,7 +9,7 @@ slot only when another group starts or is kept, so these two events trigger the 
 a cancelled group starts again under a newer policy; with ``on_stale: drop`` it ends as stale if it
 is beyond the bound already. With ``on_stale: wait`` admission makes this rare, so each case is
 logged and counted as ``stale``. Where an on-policy batch is filled on average, every batch preempts
-some groups: they are counted as ``withdrawn``, and a prompt that is preempted often reserves a slot
+some groups: they are counted as ``preempted``, and a prompt that is preempted often reserves a slot
 (`algorithm.groups.staleness`).
 
 When the reward service dies, the samples of the leased batch die too, but the trainer may hold the
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from uuid import uuid4
 
-from services.reward.group import CancelReason, Group, GroupEnding, GroupState, GroupTable
+from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.settings import BatchRules
 from services.reward.ledger.ledger import PromptLedger, not_leased
 from services.reward.prompts.source import PromptSource

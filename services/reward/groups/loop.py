@@ -2,7 +2,7 @@
 
 Consumes: prompts (clients' first come first served, then the data set) and the trainer's
 announcements. One task admits (`admission`); each admitted group has a task of its own that
-generates, grades and filters it (`run`). `services.reward.group` has its states.
+generates, grades and filters it (`run`). `services.reward.group_table` has its states.
 
 Waits for                      unblocked by
   the first announcement         `announce`
@@ -35,7 +35,7 @@ from functools import partial
 
 from services.reward.generation.dispatcher import GroupDispatcher
 from services.reward.generation.queue import ReplicaQueue
-from services.reward.group import CancelReason, Group, GroupEnding, GroupState, GroupTable
+from services.reward.group_table import CancelReason, Group, GroupEnding, GroupState, GroupTable
 from services.reward.groups.admission import GroupAdmission
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.run import GroupRun

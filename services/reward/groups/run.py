@@ -37,7 +37,7 @@ from services.reward.generation.request import (
     for_prompt,
 )
 from services.reward.grading.grader import Grader
-from services.reward.group import EndCause, Group, GroupEnding, GroupTable
+from services.reward.group_table import EndCause, Group, GroupEnding, GroupTable
 from services.reward.groups.batches import TrainBatches
 from services.reward.groups.settings import GroupSettings
 from services.reward.prompts.quarantine import Quarantine
@@ -182,7 +182,7 @@ class GroupRun:
                 rest = await self._sampled_and_graded(group, others, self._settings.greedy)
             graded = joined(graded, rest)
         graded = await self._regenerated(group, graded)
-        with TRACER.stage(SpanName.FILTER) as span:
+        with TRACER.span(SpanName.FILTER) as span:
             decision = filter_group(graded, metric=self._metric, needs=self._settings.needs)
             span.set({Key.PROMPT_END: decision.end.value if decision.end else "none"})
         return graded, decision
@@ -223,7 +223,7 @@ class GroupRun:
 
         The strategy does not decide about a group that has used its time or its tokens.
         """
-        with TRACER.stage(SpanName.FILTER) as span:
+        with TRACER.span(SpanName.FILTER) as span:
             decision = filter_probes(probes, metric=self._metric, needs=self._settings.needs)
             span.set({Key.PROMPT_END: decision.end.value if decision and decision.end else "none"})
         if decision is None:
@@ -282,18 +282,18 @@ class GroupRun:
         on_sample: SampleCallback | None = None,
     ) -> GeneratedGroup:
         version = self._groups.policy_version or 0
-        stage = "train" if round_number == 1 else f"train, draw {round_number}"
+        purpose = "train" if round_number == 1 else f"train, draw {round_number}"
         request = GroupRequest(
             group.prompt,
             tuple(indexes),
-            for_prompt(self._settings.sampling, group.prompt, stage=stage),
+            for_prompt(self._settings.sampling, group.prompt, purpose=purpose),
             Purpose.TRAINING,
             lowest_version=version - self._settings.rules.max_staleness,
             progress=group.progress,
             allows_missing=not self._settings.needs.whole_groups,
         )
         group.num_ungraded += request.num_samples + (greedy is not None)
-        with TRACER.stage(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
+        with TRACER.span(SpanName.GENERATE, {Key.NUM_SAMPLES: request.num_samples}):
             sampled = await generate_group(self._dispatcher, request, greedy, on_sample)
         self._groups.generated(group, sampled.num_greedy_tokens)
         return sampled

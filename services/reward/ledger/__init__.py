@@ -1,4 +1,4 @@
 """The durable record of a run's prompts. In: each accepted prompt, its end, and the batch at the
 trainer. Out: what a restarted service continues from. The state of a pending prompt is in
-`services.reward.group`.
+`services.reward.group_table`.
 """

@@ -2,7 +2,8 @@
 
 Invariant 1: an accepted prompt is pending until it ends in exactly one `PromptEnd`; submitted =
 ended + pending at every instant. The state of a pending prompt is not written: its samples die with
-the process (`services.reward.group`). A prompt read back from a file waits again or is leased.
+their process (`services.reward.group_table`). A prompt read back from a file waits again or is
+leased.
 
 The ledger answers from memory. With a file it also hands every change to a writer thread, which
 commits the changes in their order. A caller that must not be wrong about what survives waits for

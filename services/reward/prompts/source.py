@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from services.reward.generation.request import prompt_key
-from services.reward.group import GroupTable
+from services.reward.group_table import GroupTable
 from services.reward.prompts.dataset import IssuedRow
 from sluice.algorithm.sampling.pacing import AdmissionOrder, FinishForecast
 from sluice.errors import DataError

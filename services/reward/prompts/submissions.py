@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.reward.group import EventKind, GroupEvent, PromptOutcome
+from services.reward.group_table import EventKind, GroupEvent, PromptOutcome
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.ledger.schema import EndedPrompt, body_digest, encode_body
 from services.reward.prompts.source import DATASET_ID_PREFIX

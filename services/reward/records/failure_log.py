@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.reward.group import EndCause, EventKind, Group, GroupEnding, GroupEvent
+from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
 from sluice.types import Failed, GradedGroup, PromptEnd
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.reward.group import EndCause, EventKind, Group, GroupEnding, GroupEvent
+from services.reward.group_table import EndCause, EventKind, Group, GroupEnding, GroupEvent
 from sluice.algorithm.groups.filter import is_right
 from sluice.concurrency.threads import BoundedWriter, WriteError
 from sluice.config.schema.trainer import TrainerConfig

@@ -18,7 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from services.reward.generation.request import GroupProgress, Purpose
-from services.reward.group import (
+from services.reward.group_table import (
     SCORED,
     CancelReason,
     EndCause,
@@ -59,7 +59,7 @@ class TokenUse(StrEnum):
     another replica;
     ``failed``: of groups that failed, and of samples without a grade in any group, also of those
     that were generated again;
-    ``withdrawn``: of groups that were preempted when a batch was full
+    ``preempted``: of groups that were preempted when a batch was full
     (`sluice.algorithm.groups.staleness`);
     ``taken_over``: of groups that another trainer made start again.
     """
@@ -69,7 +69,7 @@ class TokenUse(StrEnum):
     FILTERED_ALL_WRONG = "filtered_all_wrong"
     FILTERED_UNIFORM = "filtered_uniform"
     STALE = "stale"
-    PREEMPTED = "withdrawn"
+    PREEMPTED = "preempted"
     FAILED = "failed"
     ABORTED = "aborted"
     SURPLUS = "surplus"

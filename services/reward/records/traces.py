@@ -1,4 +1,4 @@
-"""Trace every prompt: one span from acceptance to end, with a child span for each stage.
+"""Trace every prompt: one span from acceptance to end, with a child span for each wait.
 
 Stages add their own spans (`groups.run`, `grading`), in the task of the prompt's group. What a
 prompt waits for is timed here, by the events of its group. A prompt that starts again stays in its
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from services.reward.group import EventKind, Group, GroupEvent
+from services.reward.group_table import EventKind, Group, GroupEvent
 from sluice.telemetry.tracing import (
     NOTHING,
     TRACER,
@@ -55,20 +55,20 @@ class _PromptSpans:
     """A recorded prompt: its span, and the spans of its waits."""
 
     prompt: RecordedSpan
-    stages: dict[SpanName, Span] = field(default_factory=dict)
+    waits: dict[SpanName, Span] = field(default_factory=dict)
 
-    def begin(self, tracer: Tracer, stage: SpanName) -> None:
-        self.finish(stage)
-        self.stages[stage] = tracer.child(self.prompt.context, stage)
+    def begin(self, tracer: Tracer, wait: SpanName) -> None:
+        self.finish(wait)
+        self.waits[wait] = tracer.child(self.prompt.context, wait)
 
-    def wait_for(self, tracer: Tracer, stage: SpanName) -> None:
+    def wait_for(self, tracer: Tracer, wait: SpanName) -> None:
         """End what the prompt has waited for, and begin what it waits for."""
         self.finish(SpanName.ADMIT, SpanName.WAIT)
-        self.begin(tracer, stage)
+        self.begin(tracer, wait)
 
-    def finish(self, *stages: SpanName) -> None:
-        for stage in stages:
-            self.stages.pop(stage, NOTHING).end()
+    def finish(self, *waits: SpanName) -> None:
+        for wait in waits:
+            self.waits.pop(wait, NOTHING).end()
 
 
 class PromptTraces:
@@ -178,7 +178,7 @@ class PromptTraces:
         spans = self._spans_by_prompt.pop(prompt_id, None)
         if spans is None:
             return
-        spans.finish(*tuple(spans.stages))
+        spans.finish(*tuple(spans.waits))
         spans.prompt.set({Key.PROMPT_END: end})
         if step is not None:
             spans.prompt.set({Key.STEP: step})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from services.reward.group import EndCause, EventKind, GroupEvent
+from services.reward.group_table import EndCause, EventKind, GroupEvent
 from services.reward.records.failure_log import reason_of
 from sluice.algorithm.sampling.admission import LastGroups, YieldFloor
 from sluice.errors import BatchUnfillableError, DataExhaustedError

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.trainer.learner.learner import Learner, NamedTensors, TensorSet
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
-from services.trainer.learner.worker import Learner, NamedTensors, TensorSet
 from sluice.codec.reward import train_batch_from_bytes, train_batch_to_bytes
 from sluice.concurrency.process import exempt_start_up
 from sluice.config.derived import world_size

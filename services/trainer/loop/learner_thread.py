@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from services.trainer.learner.worker import TensorSet
+from services.trainer.learner.learner import TensorSet
 from sluice.concurrency.threads import OwnerThread
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError

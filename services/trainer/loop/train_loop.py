@@ -183,7 +183,7 @@ class TrainLoop:
 
     async def _step(self, tasks: asyncio.TaskGroup, step: int, trace: StepTrace) -> None:
         began_s, fleet_began = time.monotonic(), self._fleet.totals()
-        with TRACER.stage(SpanName.TAKE_BATCH):
+        with TRACER.span(SpanName.TAKE_BATCH):
             batch = await self._next_batch(step)
         if batch is None:
             return
@@ -194,13 +194,13 @@ class TrainLoop:
         # Concurrent with training, so that a step does not wait for the answers.
         accounting = tasks.create_task(self._accounting.take(), name=f"accounting-{step}")
         self._state.enter(RunPhase.TRAINING)
-        with trace.stage(SpanName.TRAIN_STEP):
+        with trace.span(SpanName.TRAIN_STEP):
             learned = await self._learner.train(batch, step)
         trained_s = time.monotonic()
         # A running validation must end first: publishing changes the version that replicas serve.
         await self._await_validation()
         published_from_s = time.monotonic()
-        with trace.stage(SpanName.PUBLISH):
+        with trace.span(SpanName.PUBLISH):
             report = await self._publish(step)
         # The announcer's lock covers both: no other announcement of the new version may come before
         # the acknowledgement of the batch that made it.
@@ -308,7 +308,7 @@ class TrainLoop:
         began_s = time.monotonic()
         self._validation_error = None
         try:
-            with TRACER.stage(SpanName.EVALUATE):
+            with TRACER.span(SpanName.EVALUATE):
                 report = await self._reward.evaluate(
                     step, self._settings.examples, self._generated_tokens
                 )
@@ -342,7 +342,7 @@ class TrainLoop:
 
     async def _save(self, step: int) -> None:
         self._state.enter(RunPhase.SAVING)
-        with TRACER.stage(SpanName.SAVE):
+        with TRACER.span(SpanName.SAVE):
             path = await self._learner.save(step, self._progress or DataProgress(0))
         self._saved_step = step
         logger.info("checkpoint of step %d saved", step)
@@ -490,10 +490,10 @@ class StepTrace:
         self._span.link(tuple(self._prompts.values()))
 
     @contextmanager
-    def stage(self, name: SpanName) -> Iterator[None]:
-        """Record the block as a stage of the step, and in the traces of the batch's prompts."""
+    def span(self, name: SpanName) -> Iterator[None]:
+        """Record the block in the trace of the step, and in the traces of the batch's prompts."""
         attributes: Attributes = {Key.STEP: self._step}
-        span = self._tracer.stage(name, attributes)
+        span = self._tracer.span(name, attributes)
         try:
             with span:
                 yield

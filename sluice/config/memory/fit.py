@@ -15,7 +15,7 @@ from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import TrainingLayout, training_memory
 from sluice.config.problems import Problem, verl_problem
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import ACTOR, MEGATRON, ROLLOUT
+from sluice.config.verl_sizes import ACTOR, MEGATRON, ROLLOUT
 
 
 def memory_problems(

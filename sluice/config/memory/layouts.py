@@ -7,7 +7,7 @@ from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.rollout import RolloutLayout
 from sluice.config.memory.training import TrainingLayout
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import (
+from sluice.config.verl_sizes import (
     ACTOR,
     MEGATRON,
     ParallelSplit,

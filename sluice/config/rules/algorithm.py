@@ -12,7 +12,7 @@ from sluice.config import derived
 from sluice.config.derived import MASK_ESTIMATORS, OLD_LOGPROB_ESTIMATORS
 from sluice.config.problems import Problem, named
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import ACTOR
+from sluice.config.verl_sizes import ACTOR
 from sluice.errors import ConfigError
 
 SKIPPING_KEY = "sluice.trainer.skip_zero_advantage"

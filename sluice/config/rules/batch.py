@@ -10,14 +10,14 @@ import math
 from collections.abc import Callable, Iterator
 
 from sluice.config.problems import Problem, shown, verl_problem
-from sluice.config.verl_run import (
+from sluice.config.verl_sizes import (
     ACTOR,
     CRITIC,
     MEGATRON,
     REF,
     ROLLOUT,
     BatchPlan,
-    VerlRun,
+    VerlSizes,
     largest_divisor,
     next_multiple,
 )
@@ -29,13 +29,13 @@ CRITIC_SP = f"{CRITIC}.ulysses_sequence_parallel_size"
 RANKS = "trainer.n_gpus_per_node"
 
 
-def verl_problems(run: VerlRun) -> list[Problem]:
+def verl_problems(sizes: VerlSizes) -> list[Problem]:
     """Return every rule that `run` breaks, in verl's order."""
-    return [problem for rule in _RULES for problem in rule(run)]
+    return [problem for rule in _RULES for problem in rule(sizes)]
 
 
-def _world(run: VerlRun) -> Iterator[Problem]:
-    split = run.batch.split
+def _world(sizes: VerlSizes) -> Iterator[Problem]:
+    split = sizes.batch.split
     if split.world % split.ranks_per_replica:
         keys = (
             f"{MEGATRON}: tensor {split.tp} * pipeline {split.pp} * context {split.cp}"
@@ -61,21 +61,21 @@ def _world(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _critic_world(run: VerlRun) -> Iterator[Problem]:
-    world = run.batch.split.world
-    if run.critic is not None and not run.batch.split.megatron and world % run.critic.sp:
+def _critic_world(sizes: VerlSizes) -> Iterator[Problem]:
+    world = sizes.batch.split.world
+    if sizes.critic is not None and not sizes.batch.split.megatron and world % sizes.critic.sp:
         yield verl_problem(
             "critic-world-divides",
             f"trainer.nnodes * {RANKS}",
             world,
-            f"ranks cannot be divided into replicas of {CRITIC_SP} = {run.critic.sp} ranks",
-            f"{CRITIC_SP}={largest_divisor(world, run.critic.sp)}",
+            f"ranks cannot be divided into replicas of {CRITIC_SP} = {sizes.critic.sp} ranks",
+            f"{CRITIC_SP}={largest_divisor(world, sizes.critic.sp)}",
         )
 
 
-def _real_batch(run: VerlRun) -> Iterator[Problem]:
-    batch, replicas = run.batch, run.batch.split.data_parallel
-    if run.dynamic or replicas is None:
+def _real_batch(sizes: VerlSizes) -> Iterator[Problem]:
+    batch, replicas = sizes.batch, sizes.batch.split.data_parallel
+    if sizes.dynamic or replicas is None:
         return
     minimal = batch.split.world
     if batch.split.megatron:
@@ -90,8 +90,8 @@ def _real_batch(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _log_prob_micro(run: VerlRun) -> Iterator[Problem]:
-    for one in run.log_prob_passes:
+def _log_prob_micro(sizes: VerlSizes) -> Iterator[Problem]:
+    for one in sizes.log_prob_passes:
         key = f"{one.section}.log_prob_micro_batch_size"
         if one.dynamic:
             continue
@@ -101,7 +101,7 @@ def _log_prob_micro(run: VerlRun) -> Iterator[Problem]:
                 f"{key}_per_gpu",
                 None,
                 f"while {one.section}.log_prob_use_dynamic_bsz is false",
-                f"{key}_per_gpu={_fitting_micro(run.batch)}",
+                f"{key}_per_gpu={_fitting_micro(sizes.batch)}",
             )
         elif one.micro_rows is not None and one.global_micro_rows is not None:
             yield verl_problem(
@@ -113,8 +113,8 @@ def _log_prob_micro(run: VerlRun) -> Iterator[Problem]:
             )
 
 
-def _mini_in_train(run: VerlRun) -> Iterator[Problem]:
-    batch = run.batch
+def _mini_in_train(sizes: VerlSizes) -> Iterator[Problem]:
+    batch = sizes.batch
     if batch.mini_prompts > batch.train_prompts:
         yield verl_problem(
             "mini-in-train",
@@ -136,19 +136,19 @@ def _mini_in_train(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _micro(run: VerlRun) -> Iterator[Problem]:
-    batch, old = run.batch, run.global_micro_rows
-    if run.dynamic:
+def _micro(sizes: VerlSizes) -> Iterator[Problem]:
+    batch, old = sizes.batch, sizes.global_micro_rows
+    if sizes.dynamic:
         return
     per_gpu = f"{MICRO}={_fitting_micro(batch)}"
-    if old is None and run.micro_rows is None:
+    if old is None and sizes.micro_rows is None:
         while_false = f"while {ACTOR}.use_dynamic_bsz is false"
         yield verl_problem("micro-batch", MICRO, None, while_false, per_gpu, here=True)
     if old is None:
         return
-    if run.micro_rows is not None:
+    if sizes.micro_rows is not None:
         both = f"and the deprecated {GLOBAL_MICRO} = {old} are both set"
-        yield verl_problem("micro-batch", MICRO, run.micro_rows, both, f"{GLOBAL_MICRO}=null")
+        yield verl_problem("micro-batch", MICRO, sizes.micro_rows, both, f"{GLOBAL_MICRO}=null")
     elif batch.mini_prompts % old or old * batch.split.sp < batch.split.world:
         yield verl_problem(
             "global-micro-batch",
@@ -161,15 +161,15 @@ def _micro(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _remove_padding(run: VerlRun) -> Iterator[Problem]:
-    models = [(SP, run.batch.split.sp, "actor_rollout_ref", run.remove_padding)]
+def _remove_padding(sizes: VerlSizes) -> Iterator[Problem]:
+    models = [(SP, sizes.batch.split.sp, "actor_rollout_ref", sizes.remove_padding)]
     models += [
-        (f"{REF}.ulysses_sequence_parallel_size", one.sp, "actor_rollout_ref", run.remove_padding)
-        for one in run.log_prob_passes
+        (f"{REF}.ulysses_sequence_parallel_size", one.sp, "actor_rollout_ref", sizes.remove_padding)
+        for one in sizes.log_prob_passes
         if one.section == REF
     ]
-    if run.critic is not None:
-        models.append((CRITIC_SP, run.critic.sp, CRITIC, run.critic.remove_padding))
+    if sizes.critic is not None:
+        models.append((CRITIC_SP, sizes.critic.sp, CRITIC, sizes.critic.remove_padding))
     for key, sp, model, packed in models:
         if sp > 1 and not packed:
             yield verl_problem(
@@ -181,21 +181,21 @@ def _remove_padding(run: VerlRun) -> Iterator[Problem]:
             )
 
 
-def _sampling(run: VerlRun) -> Iterator[Problem]:
-    if run.val_do_sample and run.temperature <= 0:
+def _sampling(sizes: VerlSizes) -> Iterator[Problem]:
+    if sizes.val_do_sample and sizes.temperature <= 0:
         yield verl_problem(
             "validation-temperature",
             f"{ROLLOUT}.temperature",
-            run.temperature,
+            sizes.temperature,
             f"with {ROLLOUT}.val_kwargs.do_sample = true: sampling needs a temperature above 0",
             f"{ROLLOUT}.temperature=1.0",
         )
 
 
-def _same_dynamic(run: VerlRun) -> Iterator[Problem]:
-    dynamic = shown(run.dynamic)
-    for one in run.log_prob_passes:
-        if one.section == ROLLOUT and one.dynamic != run.dynamic:
+def _same_dynamic(sizes: VerlSizes) -> Iterator[Problem]:
+    dynamic = shown(sizes.dynamic)
+    for one in sizes.log_prob_passes:
+        if one.section == ROLLOUT and one.dynamic != sizes.dynamic:
             yield verl_problem(
                 "dynamic-alike",
                 f"{ROLLOUT}.log_prob_use_dynamic_bsz",
@@ -205,8 +205,8 @@ def _same_dynamic(run: VerlRun) -> Iterator[Problem]:
             )
 
 
-def _mini_rows(run: VerlRun) -> Iterator[Problem]:
-    batch, replicas = run.batch, run.batch.split.data_parallel
+def _mini_rows(sizes: VerlSizes) -> Iterator[Problem]:
+    batch, replicas = sizes.batch, sizes.batch.split.data_parallel
     if replicas is None:
         return
     normalised = batch.mini_rows_per_replica
@@ -218,7 +218,7 @@ def _mini_rows(run: VerlRun) -> Iterator[Problem]:
             f"rows cannot be divided among {replicas} data-parallel ranks",
             *_mini_prompts(batch),
         )
-    elif not run.dynamic and batch.micro_rows and normalised % batch.micro_rows:
+    elif not sizes.dynamic and batch.micro_rows and normalised % batch.micro_rows:
         yield verl_problem(
             "micro-divides-mini",
             f"normalised {MINI} = {batch.mini_rows} rows / {replicas} data-parallel ranks",
@@ -228,9 +228,9 @@ def _mini_rows(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _log_prob_rows(run: VerlRun) -> Iterator[Problem]:
-    rows, replicas = run.batch.rows_per_replica, run.batch.split.data_parallel
-    for one in run.log_prob_passes:
+def _log_prob_rows(sizes: VerlSizes) -> Iterator[Problem]:
+    rows, replicas = sizes.batch.rows_per_replica, sizes.batch.split.data_parallel
+    for one in sizes.log_prob_passes:
         if one.dynamic or rows is None or one.micro_rows is None or rows % one.micro_rows == 0:
             continue
         key = f"{one.section}.log_prob_micro_batch_size_per_gpu"
@@ -244,31 +244,31 @@ def _log_prob_rows(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _token_budget(run: VerlRun) -> Iterator[Problem]:
-    sp = run.batch.split.cp if run.batch.split.megatron else run.batch.split.sp
-    budgets = [(f"{ACTOR}.ppo_max_token_len_per_gpu", run.dynamic, run.token_budget, sp)]
+def _token_budget(sizes: VerlSizes) -> Iterator[Problem]:
+    sp = sizes.batch.split.cp if sizes.batch.split.megatron else sizes.batch.split.sp
+    budgets = [(f"{ACTOR}.ppo_max_token_len_per_gpu", sizes.dynamic, sizes.token_budget, sp)]
     budgets += [
         (f"{one.section}.log_prob_max_token_len_per_gpu", one.dynamic, one.token_budget, one.sp)
-        for one in run.log_prob_passes
+        for one in sizes.log_prob_passes
     ]
-    if (critic := run.critic) is not None:
+    if (critic := sizes.critic) is not None:
         key = f"{CRITIC}.ppo_max_token_len_per_gpu"
         budgets.append((key, critic.dynamic, critic.token_budget, critic.sp))
     for key, dynamic, budget, ranks in budgets:
-        if dynamic and budget * ranks < run.longest_row:
+        if dynamic and budget * ranks < sizes.longest_row:
             shared = f"* {ranks} ranks that share a row " if ranks > 1 else ""
             yield verl_problem(
                 "token-budget",
                 key,
                 budget,
-                f"{shared}cannot hold the longest row of {run.longest_row} tokens "
+                f"{shared}cannot hold the longest row of {sizes.longest_row} tokens "
                 "(data.max_prompt_length + data.max_response_length)",
-                f"{key}={math.ceil(run.longest_row / ranks)}",
+                f"{key}={math.ceil(sizes.longest_row / ranks)}",
             )
 
 
-def _dispatch(run: VerlRun) -> Iterator[Problem]:
-    batch, replicas = run.batch, run.batch.split.data_parallel
+def _dispatch(sizes: VerlSizes) -> Iterator[Problem]:
+    batch, replicas = sizes.batch, sizes.batch.split.data_parallel
     if replicas is not None and batch.rows_per_replica is None:
         yield verl_problem(
             "rows-divide",
@@ -279,9 +279,9 @@ def _dispatch(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _generation(run: VerlRun) -> Iterator[Problem]:
-    batch = run.batch
-    if not run.filters_groups and batch.gen_prompts != batch.train_prompts:
+def _generation(sizes: VerlSizes) -> Iterator[Problem]:
+    batch = sizes.batch
+    if not sizes.filters_groups and batch.gen_prompts != batch.train_prompts:
         yield verl_problem(
             "generation-batch",
             "data.gen_batch_size",
@@ -290,14 +290,14 @@ def _generation(run: VerlRun) -> Iterator[Problem]:
             f"{TRAIN} = {batch.train_prompts}",
             f"data.gen_batch_size={batch.train_prompts}",
         )
-    if run.num_generations not in (None, batch.responses):
+    if sizes.num_generations not in (None, batch.responses):
         yield verl_problem(
             "group-size",
             "algorithm.num_generations",
-            run.num_generations,
+            sizes.num_generations,
             f"differs from {ROLLOUT}.n = {batch.responses}",
             f"algorithm.num_generations={batch.responses}",
-            here=run.adpo,
+            here=sizes.adpo,
         )
 
 
@@ -331,7 +331,7 @@ def _fitting_micro(batch: BatchPlan) -> int:
     return largest_divisor(batch.mini_rows_per_replica or 1, 4)
 
 
-_RULES: tuple[Callable[[VerlRun], Iterator[Problem]], ...] = (
+_RULES: tuple[Callable[[VerlSizes], Iterator[Problem]], ...] = (
     _world,
     _critic_world,
     _real_batch,

@@ -26,7 +26,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.rollout import ENGINES
 from sluice.config.schema.service import MOST_MESSAGE_MB, EndpointConfig, RolloutServiceConfig
-from sluice.config.verl_run import ACTOR, ROLLOUT, verl_run
+from sluice.config.verl_sizes import ACTOR, ROLLOUT, verl_sizes
 from sluice.errors import ConfigError
 
 _NO_PORT = {
@@ -82,10 +82,10 @@ def all_problems(
         shape: the model's; without it rules about heads and experts are left out.
         files: require that the paths in the configuration exist.
     """
-    run = verl_run(config, settings)
-    found = [*verl_problems(run), *engine_problems(run)]
+    sizes = verl_sizes(config, settings)
+    found = [*verl_problems(sizes), *engine_problems(sizes)]
     if shape is not None:
-        found += shape_problems(run, shape)
+        found += shape_problems(sizes, shape)
         found += named("context", context_problems(config, shape))
     for check in _CHECKS:
         found += named(check.__name__.strip("_").replace("_", "-"), check(config))

@@ -8,20 +8,20 @@ from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, verl_problem
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import MEGATRON, ROLLOUT, VerlRun, largest_divisor
+from sluice.config.verl_sizes import MEGATRON, ROLLOUT, VerlSizes, largest_divisor
 
 _SHARED_ENGINES = ("vllm", "sglang")
 """Engines that sluice runs too: what they refuse is not a rule of verl alone."""
 
 
-def engine_problems(run: VerlRun) -> list[Problem]:
+def engine_problems(sizes: VerlSizes) -> list[Problem]:
     """Return what the engines of verl refuse, whatever the model."""
-    return [*_engine(run), *_one_engine(run)]
+    return [*_engine(sizes), *_one_engine(sizes)]
 
 
-def shape_problems(run: VerlRun, shape: ModelShape) -> list[Problem]:
+def shape_problems(sizes: VerlSizes, shape: ModelShape) -> list[Problem]:
     """Return parallel sizes that cannot cut the model's heads and experts evenly."""
-    return [*_sequence_heads(run, shape), *_tensor_heads(run, shape), *_experts(run, shape)]
+    return [*_sequence_heads(sizes, shape), *_tensor_heads(sizes, shape), *_experts(sizes, shape)]
 
 
 def context_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
@@ -44,8 +44,8 @@ def context_problems(config: RunConfig, shape: ModelShape) -> Iterator[Problem]:
         yield Problem(key, model_len, f"exceeds {stated}", overrides=(f"{key}=null",))
 
 
-def _engine(run: VerlRun) -> Iterator[Problem]:
-    engine, here = run.engine, run.engine.name in _SHARED_ENGINES
+def _engine(sizes: VerlSizes) -> Iterator[Problem]:
+    engine, here = sizes.engine, sizes.engine.name in _SHARED_ENGINES
     if engine.is_sync:
         key = f"{ROLLOUT}.mode"
         yield verl_problem("engine-mode", key, "sync", ": verl has dropped it", f"{key}=async")
@@ -74,9 +74,9 @@ def _engine(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _one_engine(run: VerlRun) -> Iterator[Problem]:
+def _one_engine(sizes: VerlSizes) -> Iterator[Problem]:
     """Yield sizes that one engine of vLLM or SGLang cannot serve: it is a whole replica."""
-    engine = run.engine
+    engine = sizes.engine
     if engine.name in {"vllm", "sglang"} and engine.dp > 1:
         yield verl_problem(
             "engine-replicas",
@@ -98,51 +98,51 @@ def _one_engine(run: VerlRun) -> Iterator[Problem]:
         )
 
 
-def _sequence_heads(run: VerlRun, shape: ModelShape) -> Iterator[Problem]:
-    sizes = [("actor_rollout_ref.actor", run.batch.split.sp)]
-    sizes += [(one.section, one.sp) for one in run.log_prob_passes if one.section != ROLLOUT]
-    if run.batch.split.megatron:
+def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
+    degrees = [("actor_rollout_ref.actor", sizes.batch.split.sp)]
+    degrees += [(one.section, one.sp) for one in sizes.log_prob_passes if one.section != ROLLOUT]
+    if sizes.batch.split.megatron:
         return
-    for section, sp in sizes:
+    for section, sp in degrees:
         if _cuts_heads(shape, sp):
             continue
         key = f"{section}.ulysses_sequence_parallel_size"
-        possible = _largest(sp, run.batch.split.world, lambda size: _cuts_heads(shape, size))
+        possible = _largest(sp, sizes.batch.split.world, lambda size: _cuts_heads(shape, size))
         heads = f"{shape.heads} attention heads and {shape.kv_heads} key-value heads"
         cannot = f"cannot cut {heads} evenly"
         yield verl_problem("sp-heads", key, sp, cannot, f"{key}={possible}")
 
 
-def _tensor_heads(run: VerlRun, shape: ModelShape) -> Iterator[Problem]:
-    sizes = [(f"{ROLLOUT}.tensor_model_parallel_size", run.engine.tp)]
-    if run.batch.split.megatron:
-        sizes.append((f"{MEGATRON}.tensor_model_parallel_size", run.batch.split.tp))
-    for key, tp in sizes:
+def _tensor_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
+    degrees = [(f"{ROLLOUT}.tensor_model_parallel_size", sizes.engine.tp)]
+    if sizes.batch.split.megatron:
+        degrees.append((f"{MEGATRON}.tensor_model_parallel_size", sizes.batch.split.tp))
+    for key, tp in degrees:
         if shape.heads % tp:
             cannot = f"cannot cut {shape.heads} attention heads evenly"
             possible = largest_divisor(shape.heads, tp)
             yield verl_problem("tp-heads", key, tp, cannot, f"{key}={possible}")
 
 
-def _experts(run: VerlRun, shape: ModelShape) -> Iterator[Problem]:
-    split, key = run.batch.split, f"{MEGATRON}.expert_model_parallel_size"
-    if not split.megatron or run.ep == 1:
+def _experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
+    split, key = sizes.batch.split, f"{MEGATRON}.expert_model_parallel_size"
+    if not split.megatron or sizes.ep == 1:
         return
     if shape.experts == 0:
-        yield verl_problem("experts", key, run.ep, "for a model without experts", f"{key}=1")
+        yield verl_problem("experts", key, sizes.ep, "for a model without experts", f"{key}=1")
         return
-    ranks = run.ep * run.etp * split.pp
-    if shape.experts % run.ep or split.world % ranks:
+    ranks = sizes.ep * sizes.etp * split.pp
+    if shape.experts % sizes.ep or split.world % ranks:
         possible = _largest(
-            run.ep,
+            sizes.ep,
             shape.experts,
-            lambda size: split.world % (size * run.etp * split.pp) == 0,
+            lambda size: split.world % (size * sizes.etp * split.pp) == 0,
         )
         yield verl_problem(
             "experts",
             key,
-            run.ep,
-            f"must divide {shape.experts} experts, and with expert tensor {run.etp} and pipeline "
+            sizes.ep,
+            f"must divide {shape.experts} experts, and with expert tensor {sizes.etp} and pipeline "
             f"{split.pp} the {split.world} trainer ranks",
             f"{key}={possible}",
         )

@@ -10,7 +10,7 @@ from sluice.config import derived
 from sluice.config.derived import on_policy_fill
 from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import ROLLOUT
+from sluice.config.verl_sizes import ROLLOUT
 
 _REWARD_KEY = "sluice.reward"
 # A replica reports progress every second interval at most, and one report may be late.

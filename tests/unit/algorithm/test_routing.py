@@ -104,7 +104,7 @@ def test_the_least_loaded_replica_with_room_is_chosen_whatever_happened_before(
                 announce(then if pick % 2 else fleet_of)
 
 
-def test_room_of_a_withdrawn_replica_never_comes_back() -> None:
+def test_capacity_of_a_removed_replica_never_comes_back() -> None:
     fleet = ReplicaRouter(1.0)
     fleet.announce([announced(0, 4, 0), announced(1, 4, 0)])
     wanted = ReplicaRequirement(4, 0)

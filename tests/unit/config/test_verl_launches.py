@@ -18,7 +18,7 @@ from sluice.config.loading.loader import (
 from sluice.config.problems import Problem
 from sluice.config.rules.checks import all_problems
 from sluice.config.run import RunConfig
-from sluice.config.verl_run import verl_batch
+from sluice.config.verl_sizes import verl_batch
 from sluice.errors import ConfigError
 from tests.support.published_shapes import PUBLISHED_SHAPES
 

@@ -11,7 +11,7 @@ from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.checks import all_problems
-from sluice.config.verl_run import BatchPlan, EnginePlan, LogProbPass, ParallelSplit, VerlRun
+from sluice.config.verl_sizes import BatchPlan, EnginePlan, LogProbPass, ParallelSplit, VerlSizes
 from tests.support.published_shapes import PUBLISHED_SHAPES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -291,7 +291,7 @@ def test_sizes_decide_for_megatron_only_without_a_strategy() -> None:
     assert broken(pipeline, f"{ACTOR}.strategy=fsdp2") == []
 
 
-def sound_run(**changes: object) -> VerlRun:
+def sound_run(**changes: object) -> VerlSizes:
     values: dict[str, object] = {
         "batch": BatchPlan(64, 32, 8, 1, 64, 4, ParallelSplit(2, 4)),
         "longest_row": 1024,
@@ -311,7 +311,7 @@ def sound_run(**changes: object) -> VerlRun:
         "num_generations": None,
         "adpo": False,
     }
-    return VerlRun(**{**values, **changes})  # type: ignore[arg-type]
+    return VerlSizes(**{**values, **changes})  # type: ignore[arg-type]
 
 
 @settings(max_examples=200)
@@ -346,7 +346,7 @@ def test_following_the_remedies_ends_in_a_run_without_violations(
     pytest.fail(f"still broken: {found}")
 
 
-def _run_of(keys: dict[str, int], n: int, nodes: int, sp: int) -> VerlRun:
+def _run_of(keys: dict[str, int], n: int, nodes: int, sp: int) -> VerlSizes:
     micro = keys[f"{ACTOR}.ppo_micro_batch_size_per_gpu"]
     log_micro = keys[f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
     batch = BatchPlan(

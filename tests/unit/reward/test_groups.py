@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.group import (
+from services.reward.group_table import (
     IN_FLIGHT,
     PENDING_STATES,
     TRANSITIONS,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from services.reward.generation.request import GroupRequest
-from services.reward.group import GroupTable
+from services.reward.group_table import GroupTable
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.records.traces import PromptTraces, trace_key
 from sluice.algorithm.groups.staleness import GroupAges
@@ -160,5 +160,5 @@ def test_without_tracing_nobody_follows(tmp_path: Path) -> None:
     with traces.within("p") as span:
         assert span.context is None
     assert traces.traceparent("p") == ""
-    assert TRACER.stage(SpanName.GRADE).context is None
+    assert TRACER.span(SpanName.GRADE).context is None
     assert not (tmp_path / "reward").exists()

@@ -8,7 +8,7 @@ import pytest
 
 from services.reward.app import RewardApp
 from services.reward.generation.request import GroupRequest
-from services.reward.group import GroupTable
+from services.reward.group_table import GroupTable
 from services.reward.metrics import RewardWork
 from sluice.config.loading.loader import load_config
 from tests.support.reward_app import ScriptedClient, replica, running_app, settled, submit

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from services.reward.app import PromptSets, RewardApp
 from services.reward.generation.request import GroupRequest
 from services.reward.grading.messages import ScorerInput
-from services.reward.group import EventKind, GroupEvent, PromptOutcome
+from services.reward.group_table import EventKind, GroupEvent, PromptOutcome
 from sluice.config.run import RunConfig
 from sluice.errors import EngineError
 from sluice.types import Failed, FailureKind, Outcome, PromptEnd, Rollout, Scored

@@ -191,7 +191,7 @@ async def test_samples_that_a_replica_broke_off_go_on_from_its_tokens() -> None:
     assert parts.calls[1] == ("b", (1,), {1: 2})
 
 
-async def test_a_withdrawn_replicas_tokens_are_not_drawn_again_and_it_has_not_failed() -> None:
+async def test_a_removed_replicas_tokens_are_not_sampled_again_and_it_has_not_failed() -> None:
     parts = Parts(a=(delta(0, 0, 3), asyncio.Event()))
     setting = Setting(parts, attempts=1)
     await setting.dispatcher.announce([replica("a")])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.reward.grading.scorers.registry import scorer_for
-from services.reward.group import PromptOutcome
+from services.reward.group_table import PromptOutcome
 from services.reward.ledger.ledger import PromptLedger
 from services.reward.prompts.submissions import (
     MAX_UNSENT,

@@ -25,7 +25,7 @@ class Listener(reward_pb2_grpc.RewardServiceServicer):
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         self._note(context)
-        with served(SpanName.SERVE, context), TRACER.stage(SpanName.SAMPLE):
+        with served(SpanName.SERVE, context), TRACER.span(SpanName.SAMPLE):
             return reward_pb2.GetStatusResponse()
 
     async def TakeImages(self, request: Any, context: Any) -> Any:

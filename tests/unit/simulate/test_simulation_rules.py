@@ -135,17 +135,17 @@ def test_a_batch_filled_on_average_is_full_sooner_than_an_exact_one_and_than_ver
     assert expected < 0.8 * mean_fill(StrategyName.ROUNDS)
 
 
-def test_of_two_groups_kept_at_the_same_instant_the_one_without_a_place_is_withdrawn() -> None:
+def test_of_two_groups_kept_at_the_same_instant_the_one_without_a_place_is_preempted() -> None:
     chosen = small(max_staleness=0, batch_size=4, num_steps=60, on_policy_fill="expected")
     assert simulate(chosen, SmallWorkload(1)).num_kept_discarded == 0
 
 
-def test_prompts_whose_answers_are_long_are_withdrawn_and_trained_all_the_same() -> None:
+def test_prompts_whose_answers_are_long_are_preempted_and_trained_all_the_same() -> None:
     recorder = SimulationRecorder()
     chosen = small(max_staleness=0, batch_size=16, num_steps=90, on_policy_fill="expected")
     result = simulate(chosen, SmallWorkload(), recorder)
     assert recorder.num_restarted > 90
-    assert result.accounts["withdrawn"] > 0.0 == result.accounts["stale"]
+    assert result.accounts["preempted"] > 0.0 == result.accounts["stale"]
     early = [issue for issue in recorder.issues.values() if issue.version < 70]
     trained = [sum(i.is_trained for i in early if i.is_long is long) for long in (True, False)]
     mixed = [sum(i.is_mixed for i in early if i.is_long is long) for long in (True, False)]

@@ -13,8 +13,8 @@ import pytest
 
 from services.reward.records.statistics import SAMPLE_OUTCOMES, TokenUse
 from services.rollout.engines.threaded_engine import EngineState
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from services.trainer.loop.run_state import RunPhase
 from services.trainer.metrics.step_metrics import (
     FleetInterval,

@@ -16,7 +16,7 @@ UNSAMPLED = TraceContext(0xABC, 0xDEF, is_sampled=False)
 def test_without_tracing_every_span_is_the_same_nothing() -> None:
     assert TRACER.trace(SpanName.PROMPT) is NOTHING
     assert TRACER.trace(SpanName.STEP, is_always=True) is NOTHING
-    assert TRACER.stage(SpanName.GRADE) is NOTHING
+    assert TRACER.span(SpanName.GRADE) is NOTHING
     assert TRACER.child(CALLER, SpanName.GRADE) is NOTHING
     assert TRACER.within(CALLER) is NOTHING
     assert TRACER.unrecorded() is NOTHING
@@ -29,7 +29,7 @@ def test_without_tracing_every_span_is_the_same_nothing() -> None:
 
 
 def test_a_span_inside_another_is_its_child() -> None:
-    with traced() as kept, TRACER.trace(SpanName.PROMPT), TRACER.stage(SpanName.GRADE):
+    with traced() as kept, TRACER.trace(SpanName.PROMPT), TRACER.span(SpanName.GRADE):
         pass
     grade, prompt = kept.spans
     assert (grade.name, prompt.name) == ("grade", "prompt")
@@ -41,7 +41,7 @@ def test_a_span_inside_another_is_its_child() -> None:
 def test_a_task_belongs_to_the_span_that_it_was_started_in() -> None:
     async def work(name: SpanName) -> None:
         await asyncio.sleep(0)
-        with TRACER.stage(name):
+        with TRACER.span(name):
             await asyncio.sleep(0)
 
     async def run() -> None:
@@ -61,7 +61,7 @@ def test_a_caller_decides_about_its_own_trace() -> None:
         with TRACER.trace(SpanName.SERVE, caller=CALLER):
             pass
         with TRACER.trace(SpanName.SERVE):
-            assert TRACER.stage(SpanName.SAMPLE) is NOTHING
+            assert TRACER.span(SpanName.SAMPLE) is NOTHING
     (span,) = kept.spans
     assert (span.context.trace_id, span.parent_id) == (CALLER.trace_id, CALLER.span_id)
 
@@ -69,7 +69,7 @@ def test_a_caller_decides_about_its_own_trace() -> None:
 def test_what_a_caller_does_not_record_is_passed_on_as_not_recorded() -> None:
     with traced() as kept, TRACER.trace(SpanName.SERVE, caller=UNSAMPLED):
         assert TRACER.current() == UNSAMPLED
-        assert TRACER.stage(SpanName.SAMPLE) is NOTHING
+        assert TRACER.span(SpanName.SAMPLE) is NOTHING
     assert kept.begun == 0
 
 
@@ -89,16 +89,16 @@ def test_a_step_is_recorded_whatever_share_of_the_prompts_is() -> None:
 
 def test_nothing_inside_unrecorded_is_recorded() -> None:
     with traced() as kept, TRACER.trace(SpanName.STEP), TRACER.unrecorded():
-        assert TRACER.stage(SpanName.GENERATE) is NOTHING
+        assert TRACER.span(SpanName.GENERATE) is NOTHING
     assert [span.name for span in kept.spans] == ["step"]
 
 
 def test_an_exception_is_the_error_of_the_spans_that_it_leaves() -> None:
     def fail() -> None:
         with TRACER.trace(SpanName.PROMPT):
-            with TRACER.stage(SpanName.GRADE):
+            with TRACER.span(SpanName.GRADE):
                 pass
-            with TRACER.stage(SpanName.FILTER):
+            with TRACER.span(SpanName.FILTER):
                 raise ValueError("no" * 1000)
 
     with traced() as kept, pytest.raises(ValueError, match="no"):
@@ -115,7 +115,7 @@ async def test_a_cancelled_task_leaves_no_span_open() -> None:
     entered = asyncio.Event()
 
     async def work() -> None:
-        with TRACER.trace(SpanName.PROMPT), TRACER.stage(SpanName.GENERATE):
+        with TRACER.trace(SpanName.PROMPT), TRACER.span(SpanName.GENERATE):
             entered.set()
             await asyncio.Event().wait()
 

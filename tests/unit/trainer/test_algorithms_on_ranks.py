@@ -10,8 +10,8 @@ import pytest
 import torch
 from msgspec import structs
 
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from sluice.config.run import RunConfig
 from tests.support.threaded_ranks import on_ranks
 from tests.support.tiny_policy import make_batch, make_config, save_model

@@ -23,13 +23,13 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
     training_rows,
 )
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.forward import (
     PACKED_ATTENTION,
     register_packed_attention,
     token_outputs,
 )
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from services.trainer.loop import reward_client
 from services.trainer.loop.reward_client import RewardClient
 from sluice.algorithm.packing import plan_micro_batches

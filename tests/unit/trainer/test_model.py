@@ -10,11 +10,11 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.optimizer import PolicyOptimizer
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.reference import ReferencePolicy
-from services.trainer.learner.worker import Learner
 from sluice.config.loading.loader import load_config
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig

@@ -11,10 +11,10 @@ import pytest
 import torch
 from msgspec import structs
 
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update import policy_update
-from services.trainer.learner.worker import Learner
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.types import Rollout, TrainBatch

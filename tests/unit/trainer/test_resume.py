@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.optimizer import PolicyOptimizer
 from services.trainer.learner.model.trained_model import (
     TrainedModel,
@@ -22,7 +23,6 @@ from services.trainer.learner.model.trained_model import (
     save_policy_state,
 )
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.forward import TokenOutputs, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update import policy_update
 from services.trainer.learner.update.advantages import zero_advantage_rows
-from services.trainer.learner.worker import Learner
 from sluice.config.run import RunConfig
 from sluice.types import TrainBatch
 from tests.support.threaded_ranks import on_ranks

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.worker import Learner
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,

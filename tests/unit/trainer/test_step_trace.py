@@ -57,14 +57,14 @@ async def test_a_run_that_is_not_traced_takes_no_notice_of_the_prompts(world: Wo
     await run(loop(world))
     with StepTrace(1) as trace:
         trace.takes(traced_batch(1))
-        with trace.stage(SpanName.TRAIN_STEP):
+        with trace.span(SpanName.TRAIN_STEP):
             assert TRACER.current() is None
 
 
 async def test_prompts_that_are_not_recorded_are_not_linked() -> None:
     with traced() as kept, StepTrace(1) as trace:
         trace.takes(batch_of(1))
-        with trace.stage(SpanName.TRAIN_STEP):
+        with trace.span(SpanName.TRAIN_STEP):
             pass
     assert [(s.name, s.links) for s in kept.spans] == [("train step", ()), ("step", ())]
 

@@ -67,9 +67,9 @@ def test_tokens_are_exported_by_use_and_open_ones_are_no_counter() -> None:
     assert found[("sluice_tokens_total", "aborted")] == 4.0
     assert found[("sluice_tokens_open", "pending")] == 20.0
     assert found[("sluice_tokens_open", "under_way")] == 6.0
-    assert found[("sluice_books_residual", "tokens")] == 0.0
-    assert found[("sluice_books_tokens_moved",)] == 8.0
-    assert found[("sluice_books_tokens_age_seconds",)] == pytest.approx(30.0, abs=5.0)
+    assert found[("sluice_accounting_residual", "tokens")] == 0.0
+    assert found[("sluice_accounting_tokens_moved",)] == 8.0
+    assert found[("sluice_accounting_tokens_age_seconds",)] == pytest.approx(30.0, abs=5.0)
     ends = [value for (name, *_), value in found.items() if name == "sluice_tokens_total"]
     assert sum(value for value in ends if isinstance(value, float)) == 130.0 - 20.0 - 6.0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sluice.concurrency import process
 from sluice.concurrency.process import process_age_s
-from sluice.telemetry import process
 
 _TICK_S = 0.01
 

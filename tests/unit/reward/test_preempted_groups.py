@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.reward.generation.request import GenerateEvent, GroupRequest
-from services.reward.group import GroupState
+from services.reward.group_table import GroupState
 from sluice.algorithm.groups.staleness import RESERVE_AFTER
 from sluice.algorithm.sampling.admission import YieldEstimate
 from sluice.config.run import RunConfig
@@ -29,7 +29,7 @@ from tests.support.reward_app import (
 MIXED, WRONG = "answer=1 right=1", "answer=1 right=0"
 SLOW = "p0"
 TWO_THIRDS = YieldEstimate(prior_yield=0.67, prior_weight=1e6)
-"""Of three groups that run for a batch of two, one is withdrawn."""
+"""Of three groups that run for a batch of two, one is preempted."""
 
 
 def config(*, asynchrony: Any = None, **sampling: Any) -> RunConfig:
@@ -102,12 +102,12 @@ async def test_what_a_full_batch_does_not_need_is_drawn_anew_by_the_next_policy(
             assert batch.statistics["train/staleness_max"] == 0
             assert batch.statistics["train/surplus_discarded"] == 0
         tokens = app.counters.totals()
-    assert tokens["reward/tokens/withdrawn"] == 8  # the sample that had come
+    assert tokens["reward/tokens/preempted"] == 8  # the sample that had come
     assert tokens["reward/tokens/stale"] == 0
     assert "starts again" not in caplog.text  # nothing that anybody should look at
 
 
-async def test_a_prompt_that_was_withdrawn_too_often_is_waited_for() -> None:
+async def test_a_prompt_that_was_preempted_too_often_is_waited_for() -> None:
     slow = SlowPrompt()
     client = ScriptedClient(before_sample=slow)
     async with running_app(config(), client) as app:

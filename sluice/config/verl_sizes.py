@@ -194,8 +194,8 @@ class EnginePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class VerlRun:
-    """One run as verl reads it.
+class VerlSizes:
+    """The sizes of one run as verl reads them.
 
     Args:
         longest_row: prompt plus response limit, tokens.
@@ -228,11 +228,11 @@ class VerlRun:
     adpo: bool
 
 
-def verl_run(config: RunConfig, settings: KeySettings) -> VerlRun:
-    """Return the run as verl would normalise and check it."""
+def verl_sizes(config: RunConfig, settings: KeySettings) -> VerlSizes:
+    """Return the sizes as verl would normalise and check them."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     batch = verl_batch(config, settings)
-    return VerlRun(
+    return VerlSizes(
         batch=batch,
         longest_row=max_row_tokens(config.data),
         dynamic=actor.use_dynamic_bsz,
