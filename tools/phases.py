@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,6 +66,14 @@ def say(text: str) -> None:
     """Print one line for people."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def conclude_without(missing: Exception, variable: str, report: Mapping[str, object]) -> int:
+    """Conclude where a program is missing: as skipped if the variable is 1, otherwise as failed."""
+    say(f"MISSING: {missing}")
+    if os.environ.get(variable) == "1":
+        return conclude({"skipped": str(missing), **report}, [])
+    return conclude(report, [str(missing)])
 
 
 def conclude(report: Mapping[str, object], problems: Sequence[str]) -> int:

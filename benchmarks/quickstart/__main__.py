@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.quickstart.checkpoint_curve import checkpoint_curve
 from benchmarks.reporting import ROOT, last_json, print_line, print_report, quickstart
 from sluice.config.loading.overrides import expand_overrides
 from sluice.report.run_record import read_run
@@ -103,10 +104,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _run_sluice(seed: int, run_dir: Path, overrides: Sequence[str]) -> SluiceRun:
     summary = quickstart(run_dir, seed, [*MEASURED_AFTERWARDS, *overrides])
-    command = [sys.executable, "-m", "benchmarks.quickstart.checkpoint_curve"]
-    curve = last_json([*command, "--run-dir", str(run_dir), "--seed", str(seed)])["curve"]
     rss_mb = read_run(run_dir).largest("perf/reward_rss_mb")
-    return SluiceRun(summary, [tuple(point) for point in curve], rss_mb)
+    return SluiceRun(summary, list(checkpoint_curve(run_dir, seed)), rss_mb)
 
 
 def _run_trl(seed: int, parsed: argparse.Namespace, tuning: Sequence[str]) -> Mapping[str, object]:

@@ -26,7 +26,7 @@ from tools.observability_test.prometheus_server import (
     hurried_copy,
     prometheus_server,
 )
-from tools.phases import PhaseError, Phases, conclude, say, tool_parser, until
+from tools.phases import PhaseError, Phases, conclude, conclude_without, say, tool_parser, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "deploy" / "observability"
@@ -34,7 +34,6 @@ STOPPED = "rollout-1"
 PROCESSES = ("reward", "rollout-0", STOPPED, "trainer")
 _RUN = "run"
 _WAIT_S, _LOOK_S, _PROMTOOL_S = 180.0, 0.5, 120.0
-SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_PROMETHEUS"
 # Counters with labels that the first failure names: until then they have no series.
 ONLY_AFTER_A_FAILURE = frozenset({"sluice_rpc_errors_total", "sluice_quota_refusals_total"})
 # A run without certificates has none of these.
@@ -60,9 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             _check_files(phases)
             _observe(Path(scratch), phases, found)
         except NoProgramError as error:
-            if os.environ.get(SKIP_VARIABLE) == "1":
-                return conclude({"skipped": str(error), **found}, [])
-            problems.append(str(error))
+            return conclude_without(error, "SLUICE_SKIP_WITHOUT_PROMETHEUS", found)
         except (CommandError, PhaseError) as error:
             problems.append(str(error))
     return conclude(found, problems)
