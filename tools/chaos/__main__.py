@@ -15,11 +15,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -42,7 +41,7 @@ from tools.launched_run import (
     launched_run,
     prepare_run,
 )
-from tools.phases import PhaseError, say
+from tools.phases import PhaseError, say, tool_parser
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
 _START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
@@ -73,11 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.chaos",
-        description="Kills, stops, adds, removes and cuts off processes of a run that trains.",
-        epilog="example: python -m tools.chaos --minutes 1 --seed 7 --size tiny",
-    )
+    parser = tool_parser(__doc__, "python -m tools.chaos --minutes 1 --seed 7 --size tiny")
     parser.add_argument("--minutes", type=float, default=10.0, help="calm, faults and quiet")
     parser.add_argument("--seed", type=int, default=0, help="of faults, model, data and sampling")
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between faults")
@@ -104,9 +99,9 @@ async def _run(
     say("making model and data")
     config, file = prepare_run(
         folder,
-        SIZES[options.size],
+        options.size,
         (
-            *SHORT_DEADLINES,
+            SHORT_DEADLINES,
             f"sluice.rollout.replicas={REPLICAS}",
             f"trainer.rollout_data_dir={(folder / 'dumps').absolute()}",
         ),
@@ -119,9 +114,12 @@ async def _run(
         work = [observer.run(), witness.run()]
         if not isinstance(plugged, str):
             work.append(_keep_far(injector, plugged, file))
-        async with _beside(*work):
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(each) for each in work]
             times, failure = await _go(run, observer, injector, schedule, calm_s, quiet_s)
             exit_code = await run.stop("the time is over")
+            for task in beside:
+                task.cancel()
     observer.read_files()
     report = _report(folder, config, observer, witness, injector, times, options)
     return report | {"exit_code": exit_code, "failure": failure}
@@ -274,18 +272,6 @@ def _say_found(what: str, examples: Sequence[str]) -> None:
     """Print what has to be nothing and is not, with examples."""
     if examples:
         say(f"FOUND {len(examples)} {what}: {'; '.join(examples[:_NUM_EXAMPLES])}")
-
-
-@asynccontextmanager
-async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines for the length of the block."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(each) for each in work]
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
 
 
 if __name__ == "__main__":
