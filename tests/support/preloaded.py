@@ -24,7 +24,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         *("tests.support.rank_peer", "tests.support.replica_process", "tests.support.causal_lms"),
-        *("services.trainer.__main__", "services.rollout.__main__"),
+        *("services.trainer.__main__", "services.trainer.leader", "services.rollout.__main__"),
+        "tests.support.weight_peer",
     ]
 )
 # The reward service loads no torch: it starts fast, and from its own program.
