@@ -124,8 +124,8 @@ def _report(
     report: dict[str, object] = {
         "seeds": parsed.seeds,
         "target": parsed.target,
-        "overrides": [one.text for one in expand_overrides([ON_POLICY, UNFILTERED])],
-        "overrides_filtered": [one.text for one in expand_overrides([ON_POLICY])],
+        "overrides": [one.text for one in expand_overrides([ON_POLICY, UNFILTERED], [])],
+        "overrides_filtered": [one.text for one in expand_overrides([ON_POLICY], [])],
     }
     for suffix, runs in ours.items():
         report |= _against(runs, trl, parsed.target, suffix)

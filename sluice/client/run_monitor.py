@@ -208,11 +208,13 @@ class RunMonitor:
                 await asyncio.sleep(_POLL_S)
             return snapshot
 
-    async def save_and_stop(self, reason: str) -> int:
-        """End the run after its present step, with a checkpoint of it and no last validation.
+    async def stop(self, reason: str, *, skip_validation: bool = False, save: bool = False) -> int:
+        """End the run after its present step.
 
         Args:
             reason: for the trainer's log.
+            skip_validation: do not validate the last step.
+            save: write its checkpoint, whatever ``trainer.save_freq`` is.
 
         Returns:
             the number of finished steps.
@@ -220,9 +222,9 @@ class RunMonitor:
         Raises:
             PeerError, DeadlineError: the trainer does not answer.
         """
-        request = trainer_pb2.StopRequest(reason=reason, skip_validation=True, save=True)
+        request = trainer_pb2.StopRequest(reason=reason, skip_validation=skip_validation, save=save)
         answer = await unary_call(
-            self._trainer.Stop, request, peer=_TRAINER, phase="asking it to save and stop"
+            self._trainer.Stop, request, peer=_TRAINER, phase="asking it to stop"
         )
         return answer.step
 

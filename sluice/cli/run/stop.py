@@ -79,7 +79,7 @@ async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
             raise NotReadyError(await _not_answering(location.run_dir)) from error
         typer.echo(f"finishing step {step + 1} and saving", err=True)
         async with _until(timeout_s, location.run_dir):
-            await monitor.save_and_stop("sluice stop")
+            await monitor.stop("sluice stop", skip_validation=True, save=True)
             await _until_ended(location.run_dir, monitor)
 
 

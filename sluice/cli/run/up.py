@@ -261,7 +261,7 @@ async def _refuse_beside_another(run_dir: Path) -> None:
 async def _save_and_end(monitor: RunMonitor) -> bool:
     """Ask the trainer to save and to end; return false if it does not answer."""
     try:
-        await monitor.save_and_stop("interrupted")
+        await monitor.stop("interrupted", skip_validation=True, save=True)
     except SluiceError as error:
         logger.warning("nothing is saved: %s", error)
         return False
