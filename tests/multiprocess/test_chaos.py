@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.source_tree import ROOT
 
-# Deals a death of the trainer, of the reward service, of a replica and of a scorer, a stop, a leave,
-# a join and, where the machine allows it, a partition.
+# Deals a death of the trainer, of the reward service, of a replica and of a scorer, a stop, a
+# leave, a join and, where the machine allows it, a partition.
 SEED, MINUTES, INTERVAL_S = 1699, 0.6, 3.5
 NETWORK = {"partition"}
 ZEROS = ("prompts_lost", "prompts_doubled", "digest_mismatches", "late_waits", "exit_code")
