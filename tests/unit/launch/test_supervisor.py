@@ -220,7 +220,7 @@ async def test_one_signal_ends_everything_in_order_with_130(
 
 
 def saving(tmp_path: Path, then: str) -> tuple[str, Callable[[], Coroutine[Any, Any, bool]]]:
-    """A trainer's program that goes on with `then` once it is asked to save, and what asks it."""
+    """A trainer's program that runs `then` once it is asked to save, and what asks it."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
 
