@@ -15,10 +15,9 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
     training_rows,
 )
+from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.forward import (
-    PACKED_ATTENTION,
     check_packing,
-    register_packed_attention,
     token_outputs,
 )
 from services.trainer.learner.update.loss import first_of_rows

@@ -17,12 +17,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
-from services.trainer.learner.model.forward import gather_for_images
+from services.trainer.learner.model.forward import gather_in_passes
 from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM, DataParallel
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
-from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,8 +90,7 @@ def shard_model(
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    if model.config.model_type in FAMILIES:
-        gather_for_images(model)
+    gather_in_passes(model)
     return Shards(model, mesh, dict(model.named_parameters()), sums_once)
 
 
