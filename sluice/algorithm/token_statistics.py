@@ -111,7 +111,7 @@ class _Plan:
     squares: bool
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return a block's scaled logits, float32 [block, vocabulary], which the caller may change."""
+        """Return a block's scaled logits, float32 [block, vocabulary], free to be changed."""
         logits = torch.nn.functional.linear(hidden, weight, bias)
         values = logits.float()
         return values if self.factor == 1.0 else values.mul_(self.factor)
