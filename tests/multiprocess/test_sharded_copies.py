@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.learner import worker
+from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.multiprocess.test_sharded_trainer import FROZEN, assert_like, copies, step, wire_digest
@@ -33,7 +33,7 @@ ACTOR: dict[str, Any] = {
 def whole_learner(model: Path) -> Learner:
     config = with_critic(make_config(model, NUM_GROUPS, **ACTOR))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "load_policy", freezing(FROZEN))
+        patch.setattr(learner_module, "load_policy", freezing(FROZEN))
         return Learner(config, DataParallel(), total_steps=10)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.learner import worker
+from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.multiprocess.test_trainer_ranks import Rank, trainer
@@ -48,7 +48,7 @@ def single(model: Path) -> Learner:
     """One rank in this process."""
     config = with_critic(make_config(model, NUM_GROUPS, **ACTOR))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "load_policy", freezing(FROZEN))
+        patch.setattr(learner_module, "load_policy", freezing(FROZEN))
         return Learner(config, DataParallel(), total_steps=10)
 
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from services.trainer.learner import worker
+from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner, TensorSet
 from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.rank_command import RankLeader, follow
@@ -147,11 +147,11 @@ def run(
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
     small = partial(gather_whole, bucket_bytes=BUCKET_BYTES)
-    mock.patch.object(worker, "gather_whole", small).start()
+    mock.patch.object(learner_module, "gather_whole", small).start()
     config = make_config(model, NUM_GROUPS, **actor)
     if frozen is not None:
         config = with_critic(config)
-        mock.patch.object(worker, "load_policy", freezing(frozen)).start()
+        mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"

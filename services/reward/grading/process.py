@@ -16,6 +16,7 @@ import math
 import os
 import reprlib
 import resource
+import select
 import signal
 import sys
 import threading
@@ -62,6 +63,7 @@ _SHORT.maxstring = _SHORT.maxother = 150
 
 _STDOUT, _STDERR = 1, 2
 _CHUNK_BYTES = 1 << 16
+_FLUSH_S, _FLUSH_PAUSE_S = 0.2, 0.001
 MAX_MORE_PROCESSES = 1024
 """More than the user has at the moment."""
 MAX_MORE_PROCESSES_EVER = 65_536
@@ -173,6 +175,7 @@ class OutputLimit:
     def __init__(self, source: int, sink: int, max_bytes: int) -> None:
         self._source, self._sink, self._max_bytes = source, sink, max_bytes
         self._num_left = max_bytes
+        self._passing = threading.Lock()
 
     def begin_request(self) -> None:
         """Allow as much again."""
@@ -180,12 +183,25 @@ class OutputLimit:
 
     def pass_on(self) -> None:
         """Read until all writers are gone."""
-        while chunk := os.read(self._source, _CHUNK_BYTES):
-            allowed = chunk[: self._num_left]
-            if allowed and len(allowed) < len(chunk):
-                allowed += b"\n[the scorer prints more; it is dropped until the next request]\n"
-            self._num_left -= min(len(chunk), self._num_left)
-            _write(self._sink, allowed)
+        while True:
+            select.select([self._source], [], [])
+            with self._passing:
+                if not (chunk := os.read(self._source, _CHUNK_BYTES)):
+                    return
+                allowed = chunk[: self._num_left]
+                if allowed and len(allowed) < len(chunk):
+                    allowed += b"\n[the scorer prints more; it is dropped until the next request]\n"
+                self._num_left -= min(len(chunk), self._num_left)
+                _write(self._sink, allowed)
+
+    def flush(self) -> None:
+        """Wait until all prints are passed on; at most `_FLUSH_S`, since they may never end."""
+        limit_s = time.monotonic() + _FLUSH_S
+        while time.monotonic() < limit_s:
+            with self._passing:
+                if not select.select([self._source], [], [], 0)[0]:
+                    return
+            time.sleep(_FLUSH_PAUSE_S)
 
 
 @contextmanager
@@ -293,6 +309,7 @@ def main(parent_pid: int, page_fd: int) -> int:
             output.begin_request()
             answers = [_answer(scorer, item, i, page) for i, item in enumerate(request.items)]
             note_idle(page)
+            output.flush()  # the process may be killed after its answer
             _send(replies, ScoreReply(request.number, tuple(answers)))
     return 0
 
