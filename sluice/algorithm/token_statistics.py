@@ -156,7 +156,8 @@ class _HeadStatistics(torch.autograd.Function):
             if plan.entropy:
                 # In place: `exps` and `shifted` are not needed any more.
                 entropy[taken] = log_total - exps.mul_(shifted).sum(-1) / total
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+        saved = (hidden, weight, bias, labels, normaliser, entropy)
+        ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # torch takes None
         ctx.plan = plan
         ctx.mark_non_differentiable(squares, *(() if plan.entropy_gradient else (entropy,)))
         return logprobs, entropy, squares

@@ -28,7 +28,6 @@ from services.trainer.learner.batch.micro_batch import (
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
 from sluice.concurrency.waits import advance
-from sluice.config.schema.actor import FsdpConfig
 from sluice.errors import ConfigError
 from sluice.vision.torch_inputs import encode_images, forward_with_images
 from sluice.vision.vision_shape import FAMILIES
@@ -165,7 +164,9 @@ def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
 
 
 def check_packing(
-    model: PreTrainedModel, naming_failures: AbstractContextManager[object] | None = None
+    model: PreTrainedModel,
+    dtype: torch.dtype = torch.float32,
+    naming_failures: AbstractContextManager[object] | None = None,
 ) -> None:
     """Compare logprobs of a few made-up rows, packed together and by the model's logits of each.
 
@@ -175,6 +176,7 @@ def check_packing(
 
     Args:
         model: the model that will be trained.
+        dtype: of its passes.
         naming_failures: names errors of other ranks, as opposed to errors of the model.
 
     Raises:
@@ -190,7 +192,7 @@ def check_packing(
         raise _refusal(model, repr(error)) from error
     # `not <=` also refuses NaN.
     gap = float((together - alone).abs().mean())
-    if not gap <= _TOLERANCE[model.dtype]:
+    if not gap <= _TOLERANCE[dtype]:
         raise _refusal(model, f"logprobs of packed and single rows differ by {gap:.2g} on average")
 
 
@@ -234,13 +236,6 @@ def _logprobs_by_logits(model: PreTrainedModel, row: TrainingRow) -> Tensor:
     )
     logprobs: Tensor = outputs.logits[0].float().log_softmax(-1)
     return logprobs[alone.predecessors].gather(-1, alone.labels[:, None])[:, 0]
-
-
-def compute_context(precision: FsdpConfig, device: torch.device) -> AbstractContextManager[object]:
-    """Return autocast if compute and master dtype differ; make one for each use."""
-    if precision.dtype == precision.model_dtype:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=DTYPES[precision.dtype])
 
 
 def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:

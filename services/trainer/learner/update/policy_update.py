@@ -30,7 +30,6 @@ from services.trainer.learner.batch.train_batch import (
 )
 from services.trainer.learner.model.forward import (
     EntropyUse,
-    compute_context,
     token_outputs,
 )
 from services.trainer.learner.model.sharding import EvenPasses
@@ -402,14 +401,13 @@ class PolicyUpdate:
     def _forward(
         self, micro_batch: MicroBatch, entropy: EntropyUse, *, with_sum_pi_squared: bool = False
     ) -> TokenStatistics:
-        with compute_context(self._actor.fsdp_config, self._device.torch_device):
-            return token_outputs(
-                self._model,
-                micro_batch,
-                temperature=self._settings.temperature,
-                entropy=entropy,
-                with_sum_pi_squared=with_sum_pi_squared,
-            )
+        return token_outputs(
+            self._model,
+            micro_batch,
+            temperature=self._settings.temperature,
+            entropy=entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
+        )
 
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
         return self._forward(micro_batch, EntropyUse.NONE).logprobs
