@@ -97,7 +97,7 @@ def test_blocks_too_large_for_a_mask_are_causal_and_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(micro_batch, "MAX_MASK_ELEMENTS", 0)
-    assert all(block.mask is None for block in pack(rows()).layout.blocks)
+    assert all(block.prompt_visible is None for block in pack(rows()).layout.blocks)
     check_against_plain("llama")
 
 

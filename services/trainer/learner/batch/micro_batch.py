@@ -7,7 +7,7 @@ each seeing itself, and rows, each seeing its prompt and itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -52,13 +52,16 @@ class PackedPiece:
 class AttentionBlock:
     """Sequences attended together; padding repeats packed position 0 and is never read back.
 
-    `mask` is True where a query sees a key, bool [1 or B, 1, queries, keys]; ``None`` means causal,
-    with keys and queries at the same positions.
+    A row's keys are those of its prompt, padded on the left, then its own. `prompt_visible` is True
+    where one is no padding, bool [B, prompt keys]; ``None`` means causal, with keys and queries at
+    the same positions. `mask` is made for one pass (`PackedLayout.with_masks`), since it is
+    quadratic in the rows' length: True where a query sees a key, bool [B, 1, queries, keys].
     """
 
     query_index: torch.Tensor  # int64 [B, queries], packed positions
     key_index: torch.Tensor  # int64 [B, keys], packed positions
-    mask: torch.Tensor | None
+    prompt_visible: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +71,10 @@ class PackedLayout:
     blocks: tuple[AttentionBlock, ...]
     output_index: torch.Tensor  # int64 [T]
     longest: int  # tokens of the longest sequence, prompt and row
+
+    def with_masks(self) -> PackedLayout:
+        """Return the same with the masks of its blocks."""
+        return replace(self, blocks=tuple(map(_with_mask, self.blocks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +136,7 @@ def _block(
     own = _right_padded([member.start for member in members], [m.length for m in members], longest)
     if prompt_longest == 0:  # prompts: plainly causal
         index = torch.from_numpy(own).to(device)
-        return AttentionBlock(index, index, None), range(0, own.size, longest)
+        return AttentionBlock(index, index), range(0, own.size, longest)
     # The mask has an element per query and key, so its size is quadratic in the length.
     if len(members) * longest * (prompt_longest + longest) > MAX_MASK_ELEMENTS:
         return _causal_block(members, device)
@@ -142,7 +149,7 @@ def _block(
     block = AttentionBlock(
         torch.from_numpy(own).to(device),
         torch.from_numpy(np.concatenate([prompts, own], axis=1)).to(device),
-        _row_mask(torch.from_numpy(visible).to(device), longest),
+        torch.from_numpy(visible).to(device),
     )
     return block, range(0, own.size, longest)
 
@@ -160,7 +167,7 @@ def _causal_block(
     positions = torch.from_numpy(index).to(device)
     # Only the rows' outputs are read; the prompts' own block has computed the prompts'.
     places = [number * width + member.prompt_length for number, member in enumerate(members)]
-    return AttentionBlock(positions, positions, None), places
+    return AttentionBlock(positions, positions), places
 
 
 def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> Positions:
@@ -169,18 +176,24 @@ def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> 
     return np.where(valid, np.array(starts)[:, None] + columns, 0)
 
 
-def _row_mask(prompt_visible: torch.Tensor, longest: int) -> torch.Tensor:
-    """Return the mask [B, 1, L, P + L]: a row sees its prompt, and its own tokens causally."""
+def _with_mask(block: AttentionBlock) -> AttentionBlock:
+    """Return the block with its mask [B, 1, L, P + L]: a row sees its prompt, and its own tokens
+    causally.
+    """
+    if block.prompt_visible is None:
+        return block
+    prompt_visible, longest = block.prompt_visible, block.query_index.shape[1]
     num_rows, prompt_longest = prompt_visible.shape
     causal = torch.ones(longest, longest, dtype=torch.bool, device=prompt_visible.device).tril()
     # Both parts are views until `cat` writes the mask once.
-    return torch.cat(
+    mask = torch.cat(
         [
             prompt_visible[:, None, None, :].expand(num_rows, 1, longest, prompt_longest),
             causal.expand(num_rows, 1, longest, longest),
         ],
         dim=-1,
     )
+    return replace(block, mask=mask)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
