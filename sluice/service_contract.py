@@ -15,6 +15,8 @@ RESTARTS_VARIABLE = "SLUICE_RESTARTS"
 MARK_VARIABLE = "SLUICE_CHECKPOINTS_BEFORE"
 # Name of a replica's second health state: whether it has weights. The process is healthy before.
 WEIGHTS_HEALTH = "sluice.rollout.Weights"
+# In a run's folder: its whole configuration, which processes and commands read.
+CONFIG_NAME = "config.yaml"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _NONE = "none"
 

@@ -1,8 +1,7 @@
 """Report words that the glossary replaced: path, line, word, and what to write instead.
 
-Covers the product, the protos, the documentation, README and CONTRIBUTING; `--all` adds tests,
-tools and benchmarks. `--count` prints a table of words with their numbers instead. Exits with 1 if
-there are any. The words are in `tools/old_words.toml`.
+Covers the product, the protos, the documentation, README and CONTRIBUTING, or the places that it is
+given. Exits with 1 if there are any. The words are in `tools/old_words.toml`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ import argparse
 import itertools
 import re
 import sys
-import tomllib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+import msgspec
+
 ROOT = Path(__file__).resolve().parent.parent
 WORD_FILE = ROOT / "tools" / "old_words.toml"
 PRODUCT = ("sluice", "services")
 DOCUMENTATION = ("proto", "docs", "README.md", "CONTRIBUTING.md")
-AROUND = ("tests", "tools", "benchmarks")
 SUFFIXES = {".py", ".proto", ".md", ".toml", ".yaml", ".jinja", ".js", ".mjs", ".css", ".html"}
 # Generated from proto/, other people's code, and the list itself.
 LEFT_OUT = ("sluice/api/*", "*/node_modules/*", "*.min.*", "tools/old_words.toml")
@@ -32,19 +30,13 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _GAP = re.compile(r"[\s_\"'#/*\\-]*")
 
 
-@dataclass(frozen=True, slots=True)
-class OldWord:
+class OldWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A word or phrase in all its forms, its replacement, and where it is right."""
 
-    forms: tuple[tuple[str, ...], ...]
-    replacement: str
+    old: tuple[str, ...]
+    new: str
     allowed_files: tuple[str, ...] = ()
     allowed_phrases: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return the first form."""
-        return " ".join(self.forms[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +49,16 @@ class Finding:
     word: OldWord
 
 
-@dataclass(frozen=True, slots=True)
-class WordList:
-    """The old words by the first word of each form, and the files that may use any of them."""
+class WordList(msgspec.Struct, frozen=True):
+    """The old words, and the files that may use any of them."""
 
     words: tuple[OldWord, ...]
-    exempt_files: tuple[str, ...]
+    exempt_files: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path = WORD_FILE) -> WordList:
         """Read the TOML file; an unknown key is an error."""
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-        words = []
-        for entry in tree["words"]:
-            unknown = entry.keys() - {"old", "new", "allowed_files", "allowed_phrases"}
-            if unknown:
-                raise ValueError(f"{path}: unknown keys {sorted(unknown)} at {entry.get('old')}")
-            words.append(
-                OldWord(
-                    tuple(tuple(form.lower().split()) for form in entry["old"]),
-                    entry["new"],
-                    tuple(entry.get("allowed_files", ())),
-                    tuple(entry.get("allowed_phrases", ())),
-                )
-            )
-        return cls(tuple(words), tuple(tree.get("exempt_files", ())))
+        return msgspec.toml.decode(path.read_bytes(), type=cls)
 
     def find(self, path: str, text: str) -> Iterator[Finding]:
         """Yield every use of an old word in the text of a file, from top to bottom."""
@@ -90,7 +67,7 @@ class WordList:
         starts: dict[str, list[tuple[tuple[str, ...], OldWord]]] = {}
         for word in self.words:
             if not _matches(path, word.allowed_files):
-                for form in word.forms:
+                for form in (tuple(form.lower().split()) for form in word.old):
                     starts.setdefault(form[0], []).append((form, word))
         tokens = [(match[0].lower(), *match.span()) for match in _WORD.finditer(text)]
         for index, (first, start, _) in enumerate(tokens):
@@ -149,21 +126,10 @@ def find_old_words(*places: str) -> list[Finding]:
 def main() -> int:
     """Print the findings; return 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--all", action="store_true", help="with tests, tools and benchmarks")
-    parser.add_argument("--count", action="store_true", help="print how often, not where")
     parser.add_argument("places", nargs="*", help="files and folders; default: all it covers")
-    arguments = parser.parse_args()
-    around = AROUND if arguments.all else ()
-    findings = find_old_words(*(arguments.places or (*PRODUCT, *DOCUMENTATION, *around)))
-    if arguments.count:
-        counts = Counter(finding.word.name for finding in findings)
-        lines = [f"{count:6}  {name}" for name, count in counts.most_common()]
-        lines.append(f"{len(findings):6}  in all")
-    else:
-        lines = [
-            f"{one.path}:{one.line}: {one.found} -> {one.word.replacement}" for one in findings
-        ]
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    findings = find_old_words(*(parser.parse_args().places or (*PRODUCT, *DOCUMENTATION)))
+    for one in findings:
+        sys.stdout.write(f"{one.path}:{one.line}: {one.found} -> {one.word.new}\n")
     return 1 if findings else 0
 
 

@@ -100,6 +100,7 @@ def started(
     log: Path,
     environment: Mapping[str, str] | None = None,
     *,
+    folder: Path | None = None,
     ends_within_s: float = 60.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program within the block: its output goes to a file, its children end with it."""
@@ -110,6 +111,7 @@ def started(
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
+            cwd=folder,
             start_new_session=True,
         )
     try:

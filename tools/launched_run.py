@@ -7,20 +7,19 @@ run.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 from subprocess import Popen
 
-from sluice.api.trainer.v1 import trainer_pb2
 from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.client.run_address import locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
-from sluice.config.addresses import peer_address
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.rules.checks import check_config
@@ -30,57 +29,18 @@ from sluice.launch.service_spec import with_ports
 from sluice.launch.servicer import launcher_of
 from sluice.quickstart.prepare import prepare
 from sluice.quickstart.settings import PrepareSettings, WarmStartSettings
-from sluice.rpc.client import open_channel, trainer_stub, unary_call
 from tools.commands import started
 from tools.phases import PhaseError
 
 LOOPBACK = "127.0.0.1"
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
 _STOP_S, _END_S, _POLL_S, _ANSWER_S = 120.0, 90.0, 0.2, 10.0
-_SCORER = """
-import zlib
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    right = float(zlib.crc32(solution_str.encode()) & 1)
-    return {"score": right, "acc": right}
-"""
-
-_ENDLESS = (
-    "trainer.total_training_steps=1000000",
-    "trainer.total_epochs=1000000",
-    "trainer.save_freq=5",
-    "trainer.test_freq=1000000",  # after the last batch
-    "trainer.val_before_train=false",
-    "trainer.logger=[jsonl]",
-    "reward.scorer_pool.num_workers=1",
-)
-# Deadlines that a run of minutes can reach.
-SHORT_DEADLINES = (
-    "sluice.trainer.min_replicas=1",
-    "sluice.trainer.replica_ttl_s=4",
-    "sluice.trainer.replica_stall_s=20",
-    "sluice.trainer.replica_wait_timeout_s=120",
-    "sluice.trainer.batch_timeout_s=120",
-    "sluice.reward.generate_timeout_s=60",
-    "sluice.reward.stall_timeout_s=10",
-    "sluice.weights.timeout_s=10",
-    "sluice.shutdown_grace_s=30",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """One size of run: its task, how much is made for it, its settings, and its scorer."""
-
-    task: str
-    preparation: PrepareSettings
-    overrides: tuple[str, ...]
-    has_chance_scorer: bool
-
-
+# Files of overrides, and a reward function.
+_SETTINGS = Path(__file__).with_name("run_settings")
+# The quickstart's task and what is made for it. The model of `tiny` knows nothing; `stretch` is not
+# solved within minutes. So groups stay mixed.
 SIZES = {
-    # The model knows nothing; an answer is right by the parity of its checksum.
-    "tiny": Size(
+    "tiny": (
         "quickstart",
         PrepareSettings(
             num_train=4_000,
@@ -88,48 +48,37 @@ SIZES = {
             num_tokenizer_dialogues=100,
             warm_start=WarmStartSettings(max_hold_steps=1, warmup_steps=1, decay_steps=1),
         ),
-        (
-            "data.train_batch_size=4",
-            "data.max_response_length=8",
-            "actor_rollout_ref.rollout.n=4",
-            "actor_rollout_ref.rollout.max_num_seqs=32",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            # So slow that it never learns the checksum, and groups stay mixed.
-            "actor_rollout_ref.actor.optim.lr=0.00001",
-            "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
-            "reward.reward_kwargs.overlong_buffer_cfg.len=4",
-        ),
-        has_chance_scorer=True,
     ),
-    # The quickstart's harder task, which is not solved within minutes: groups stay mixed.
-    "stretch": Size(
-        "stretch",
-        PrepareSettings(),
-        ("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"),
-        has_chance_scorer=False,
-    ),
+    "stretch": ("stretch", PrepareSettings()),
 }
 
 
+def settings_file(name: str) -> str:
+    """Return the word for a file of overrides in run_settings."""
+    return f"@{_SETTINGS / f'{name}.overrides'}"
+
+
+SHORT_DEADLINES = settings_file("short_deadlines")
+
+
 def prepare_run(
-    folder: Path, size: Size, overrides: Sequence[str], *, seed: int = 0, host: str = LOOPBACK
+    folder: Path, size: str, overrides: Sequence[str], *, seed: int = 0, host: str = LOOPBACK
 ) -> tuple[RunConfig, Path]:
     """Make model and data, and write the configuration, with ports.
 
     Args:
-        folder: gets ``assets``, ``run.yaml``, perhaps ``scorer.py``, and, from the run, ``run``.
-        size: of all that.
+        folder: gets ``assets``, ``run.yaml``, ``scorer.py``, and, from the run, ``run``.
+        size: a key of `SIZES`; `tiny` scores by chance.
         overrides: settings above those of the size.
         seed: of model, data and sampling.
         host: where trainer and reward service listen.
     """
+    task, made = SIZES[size]
     assets = prepare(
-        folder / "assets",
-        task=size.task,
-        seed=seed,
-        progress=lambda _: None,
-        settings=size.preparation,
+        folder / "assets", task=task, seed=seed, progress=lambda _: None, settings=made
     )
+    scorer = folder / "scorer.py"
+    shutil.copyfile(_SETTINGS / "chance_scorer.py", scorer)
     settings = [
         *(f"{key}.endpoint.host={host}" for key in ("sluice.trainer", "sluice.reward")),
         f"actor_rollout_ref.model.path={assets.model_dir.absolute()}",
@@ -140,12 +89,10 @@ def prepare_run(
         f"reward.reward_kwargs.overlong_buffer_cfg.len={assets.task.overlong_buffer_tokens}",
         *(f"{key}.seed={seed}" for key in ("data", "actor_rollout_ref.rollout", "trainer")),
         f"sluice.run_dir={(folder / 'run').absolute()}",
-        *_ENDLESS,
-        *size.overrides,
+        settings_file("endless"),
+        settings_file(size),
     ]
-    if size.has_chance_scorer:
-        scorer = folder / "scorer.py"
-        scorer.write_text(_SCORER, encoding="utf-8")
+    if size == "tiny":
         settings.append(f"reward.custom_reward_function.path={scorer.absolute()}")
     with as_file(files("sluice.quickstart") / "quickstart.yaml") as base:
         config = load_config(base, [*settings, *overrides])
@@ -222,19 +169,13 @@ class LaunchedRun:
 
     async def stop(self, reason: str) -> int:
         """End the run as at its last step; return the exit code of `sluice up`, -1 if it hangs."""
-        address = peer_address(self.config.sluice.trainer.endpoint, "sluice.trainer.endpoint")
         ends_s, is_asked = time.monotonic() + _STOP_S, False
         while self.up.poll() is None and time.monotonic() < ends_s:
             if not is_asked:
                 # A trainer that was killed before does not answer until it is started again.
                 with suppress(SluiceError):
-                    async with open_channel(address, max_message_bytes=1 << 20) as channel:
-                        await unary_call(
-                            trainer_stub(channel).Stop,
-                            trainer_pb2.StopRequest(reason=reason),
-                            peer="trainer",
-                            phase="asking it to stop",
-                        )
+                    async with self.monitor() as monitor:
+                        await monitor.stop(reason)
                         is_asked = True
             await asyncio.sleep(_POLL_S)
         code = self.up.poll()
@@ -256,3 +197,16 @@ def launched_run(
     command = (*SLUICE, "up", str(config_file), *options)
     with started(command, config_file.parent / "up.log", quiet, ends_within_s=_END_S) as up:
         yield LaunchedRun(config, up)
+
+
+@contextmanager
+def training_run(
+    size: str, overrides: Sequence[str], *, folder: Path | None = None, seed: int = 0
+) -> Iterator[LaunchedRun]:
+    """Prepare a run and let it train within the block, without a folder in a temporary one."""
+    with tempfile.TemporaryDirectory(prefix="sluice-run-") as scratch:
+        folder = folder or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        config, file = prepare_run(folder, size, overrides, seed=seed)
+        with launched_run(config, file) as run:
+            yield run

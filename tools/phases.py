@@ -1,8 +1,10 @@
-"""Phases of a tool with their seconds, waits with a deadline, and the tool's last line."""
+"""A tool's command line, phases with their seconds, waits with a deadline, and last line."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +13,20 @@ from contextlib import contextmanager
 
 class PhaseError(Exception):
     """A phase did not end as it has to."""
+
+
+def tool_parser(document: str | None, example: str) -> argparse.ArgumentParser:
+    """Return a parser for a tool.
+
+    Args:
+        document: the module's docstring, whose first line describes the tool.
+        example: a command line; its first three words start the tool.
+    """
+    return argparse.ArgumentParser(
+        prog=" ".join(example.split()[:3]),
+        description=(document or "").splitlines()[0],
+        epilog=f"example: {example}",
+    )
 
 
 class Phases:
@@ -50,6 +66,14 @@ def say(text: str) -> None:
     """Print one line for people."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def conclude_without(missing: Exception, variable: str, report: Mapping[str, object]) -> int:
+    """Conclude where a program is missing: as skipped if the variable is 1, otherwise as failed."""
+    say(f"MISSING: {missing}")
+    if os.environ.get(variable) == "1":
+        return conclude({"skipped": str(missing), **report}, [])
+    return conclude(report, [str(missing)])
 
 
 def conclude(report: Mapping[str, object], problems: Sequence[str]) -> int:

@@ -15,11 +15,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tests.support.source_tree import python_files
 from tools.check_words import PRODUCT, find_old_words
 from tools.traced_paths import prompt_path, submission_to_gradient
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = ROOT / "sluice" / "api"
 MEANINGS = {
     "widest_folder": "modules directly in the folder that has most",
     "modules": "files of the product, `__init__` apart",
@@ -32,16 +32,6 @@ MEANINGS = {
     "old_words": "uses in the product of words of tools/old_words.toml",
     "submission_to_gradient_files": "reward service, embedded engine, train loop and learner",
 }
-
-
-def python_files(*folders: str) -> list[Path]:
-    """Return the hand-written Python files at or below the folders."""
-    return [
-        path
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if not path.is_relative_to(GENERATED)
-    ]
 
 
 def num_lines(paths: Iterable[Path]) -> int:
@@ -76,20 +66,20 @@ def shared_class_names() -> dict[str, list[str]]:
     return {name: found for name, found in sorted(files.items()) if len(found) > 1}
 
 
-def measure(*, traces_gradient: bool, shows_details: bool) -> dict[str, int]:
+def measure(*, shows_details: bool) -> dict[str, int]:
     """Return every figure; with details, print what each is made of."""
     folders, names = modules_by_folder(), shared_class_names()
-    words = Counter(finding.word.name for finding in find_old_words(*PRODUCT))
+    words = Counter(finding.word.old[0] for finding in find_old_words(*PRODUCT))
     functions = prompt_path().functions()
     files = Counter(file for file, _ in functions)
-    stations = submission_to_gradient() if traces_gradient else {}
+    stations = submission_to_gradient()
     if shows_details:
         _show("modules by folder", (f"{n:4} {name}" for name, n in folders.most_common()))
         _show("functions on a prompt's path", (f"{n:4} {file}" for file, n in files.most_common()))
         _show("shared class names", (f"{name}: {', '.join(at)}" for name, at in names.items()))
         _show("old words", (f"{count:4} {word}" for word, count in words.most_common()))
         _show("files by station", (f"{len(at):4} {name}" for name, at in stations.items()))
-    figures = {
+    return {
         "widest_folder": max(folders.values()),
         "modules": folders.total(),
         "product_lines": num_lines(python_files(*PRODUCT)),
@@ -99,10 +89,8 @@ def measure(*, traces_gradient: bool, shows_details: bool) -> dict[str, int]:
         "prompt_path_functions": len(functions),
         "shared_class_names": len(names),
         "old_words": words.total(),
+        "submission_to_gradient_files": len(set[str]().union(*stations.values())),
     }
-    if stations:
-        figures["submission_to_gradient_files"] = len(set[str]().union(*stations.values()))
-    return figures
 
 
 def _show(title: str, lines: Iterator[str]) -> None:
@@ -113,11 +101,7 @@ def main() -> int:
     """Print the figures; return 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--details", action="store_true", help="print what figures are made of")
-    parser.add_argument(
-        "--quick", action="store_true", help="leave out submission_to_gradient_files (loads torch)"
-    )
-    arguments = parser.parse_args()
-    figures = measure(traces_gradient=not arguments.quick, shows_details=arguments.details)
+    figures = measure(shows_details=parser.parse_args().details)
     for name, figure in figures.items():
         sys.stdout.write(f"{name:30} {figure:7,}  {MEANINGS[name]}\n")
     sys.stdout.write(f"{json.dumps(figures)}\n")

@@ -7,39 +7,20 @@ one JSON object with the accuracy before and after for each, and the seconds.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, print_report, quickstart
+from tools.phases import tool_parser
 
-UNFILTERED = "algorithm.filter_groups.enable=false"
-ALGORITHMS: Mapping[str, Sequence[str]] = {
-    "ppo_critic": (
-        UNFILTERED,
-        "algorithm.adv_estimator=gae",
-        "critic.optim.lr=3.0e-3",
-        "critic.fsdp.dtype=float32",
-        "critic.ppo_max_token_len_per_gpu=5600",
-        "sluice.asynchrony.max_staleness=0",
-    ),
-    "grpo_kl_loss": (
-        UNFILTERED,
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.kl_loss_coef=0.001",
-        "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
-    ),
-}
+ALGORITHMS = {file.stem: file for file in Path(__file__).parent.glob("*.overrides")}
 FIGURES = ("accuracy_before", "accuracy_after", "seconds_dapo", "steps", "prompts_lost")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the chosen algorithms one after the other; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python -m benchmarks.algorithms --algorithms ppo_critic --seed 1",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.algorithms --algorithms ppo_critic")
     parser.add_argument(
         "--algorithms", nargs="+", choices=sorted(ALGORITHMS), default=sorted(ALGORITHMS)
     )
@@ -48,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     report: dict[str, object] = {"seed": parsed.seed}
     for name in parsed.algorithms:
-        summary = quickstart(parsed.output / name, parsed.seed, ALGORITHMS[name])
+        summary = quickstart(parsed.output / name, parsed.seed, [f"@{ALGORITHMS[name]}"])
         report[name] = {figure: summary[figure] for figure in FIGURES}
     return print_report(report)
 

@@ -1,7 +1,7 @@
 """Measure generated tokens per second of each engine, in turns in one run; `make bench-engine`.
 
 Every engine, and transformers `generate`, is a process of its own with one thread; all draw the
-same number of samples of the same random Qwen3 (`shapes`) from prompts of 20 tokens, with
+same number of samples of the same random Qwen3 from prompts of 20 tokens, with
 logprobs. vLLM and SGLang take part where their environment's python is given. Printed last is one
 JSON object:
 
@@ -14,7 +14,6 @@ update_stall_ms   in which no token comes because of a swap, 64 sequences runnin
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -26,12 +25,13 @@ from statistics import median
 
 import msgspec
 import torch
+from transformers import Qwen3Config
 
 from benchmarks.engine.peer import PROMPT_TOKENS, TRANSFORMERS
-from benchmarks.engine.shapes import MODELS, model_config
 from benchmarks.peers import Fleet, PeerProcess
 from benchmarks.reporting import ROOT, print_line, print_report
 from sluice.types import TensorSpec
+from tools.phases import tool_parser
 
 TORCH, VLLM, SGLANG = "torch", "vllm", "sglang"
 COUNTS = (1, 16, 64, 128)
@@ -44,6 +44,31 @@ _BUSY, _BUCKET_MB = 64, 32
 _LONG_S = 20.0
 
 
+# Vocabulary, width, layers, heads, key and value heads, width of the MLP.
+MODELS = {"tiny": (1024, 128, 4, 2, 1, 192), "10m": (16384, 256, 6, 4, 2, 896)}
+
+
+def save_config(name: str, folder: Path) -> None:
+    """Write ``config.json``, which is all that an engine needs of a model before weights."""
+    vocabulary, width, layers, heads, kv_heads, mlp = MODELS[name]
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=mlp,
+        head_dim=64,  # the smallest that every engine can run
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    ).save_pretrained(folder)
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is generated, and where."""
@@ -53,16 +78,6 @@ class Workload:
     repeats: int
     updates: int
     dtype: str
-
-    @property
-    def slots(self) -> int:
-        """How many sequences run at once."""
-        return max(*self.counts, _BUSY)
-
-    @property
-    def context(self) -> int:
-        """Tokens of a sample, rounded up to whole blocks of an engine's cache."""
-        return -(-(PROMPT_TOKENS + self.new_tokens) // 64) * 64
 
 
 def _environment(engine: str) -> dict[str, str]:
@@ -94,8 +109,9 @@ class Peer:
             engine=self.engine,
             folder=str(folder),
             dtype=workload.dtype,
-            slots=workload.slots,
-            tokens=workload.context,
+            slots=max(*workload.counts, _BUSY),
+            # Rounded up to whole blocks of an engine's cache.
+            tokens=-(-(PROMPT_TOKENS + workload.new_tokens) // 64) * 64,
         )["layout"]
         if layout is None:  # it has weights of its own
             return
@@ -190,7 +206,7 @@ def _peers(
     """Start one peer after the other, so that none slows another's start."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "config.json").write_text(json.dumps(model_config(model)), encoding="utf-8")
+        save_config(model, folder)
         yield tuple(
             stack.enter_context(closing(Peer(engine, python, folder, workload)))
             for engine, python in pythons.items()
@@ -215,10 +231,7 @@ def summary(found: Mapping[str, Measured], workload: Workload) -> dict[str, obje
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python -m benchmarks.engine --vllm-python .venv-vllm/bin/python",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.engine --vllm-python .venv-vllm/bin/python")
     parser.add_argument("--vllm-python", help="of an environment with vLLM and sluice")
     parser.add_argument("--sglang-python", help="of an environment with SGLang and sluice")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "10m"])

@@ -13,37 +13,23 @@ with `_filtered` are of the group filter.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.quickstart.checkpoint_curve import checkpoint_curve
 from benchmarks.reporting import ROOT, last_json, print_line, print_report, quickstart
-from sluice.report.run_record import read_run
+from sluice.config.loading.overrides import expand_overrides
+from sluice.report.run_record import read_progress
+from tools.phases import tool_parser
 
 MEASURE_EVERY = 2
-# TRL trains on-policy on two data-parallel ranks, so sluice does too. Both replicas are there
-# before the first batch, as TRL's ranks are. On-policy, the behaviour logprobs are the old ones. A
-# repeatable engine is not part of the comparison.
-ON_POLICY = [
-    "sluice.asynchrony.max_staleness=0",
-    "sluice.rollout.batch_invariant=false",
-    "sluice.sampling.on_policy_fill=expected",
-    "sluice.trainer.min_replicas=2",
-    "trainer.n_gpus_per_node=2",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=3000",
-    "actor_rollout_ref.actor.use_rollout_log_probs=true",
-    "algorithm.rollout_correction.rollout_is=null",
-]
-# TRL trains on every group that it draws, and those without an advantage have no gradient there.
-UNFILTERED = [
-    "algorithm.filter_groups.enable=false",
-    "sluice.trainer.skip_zero_advantage=true",
-]
+ON_POLICY, UNFILTERED = (
+    f"@{Path(__file__).with_name(f'{name}.overrides')}" for name in ("as_trl", "unfiltered")
+)
 MEASURED_AFTERWARDS = [
     "trainer.val_before_train=false",
     "trainer.test_freq=1000",
@@ -67,7 +53,6 @@ SUMMARIES = (
     "prompts_lost",
     "max_staleness_seen",
 )
-_TRL_REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
 # Batch, seconds of training until then, held-out accuracy.
 Point = tuple[int, float, float]
 
@@ -88,17 +73,16 @@ def main(arguments: Sequence[str]) -> int:
     ours: dict[str, list[SluiceRun]] = {"": [], "_filtered": []}
     trl: dict[str, list[Mapping[str, object]]] = {"trl": [], "trl_one_process": []}
     tunings = {"trl": (), "trl_one_process": TRL_ONE_PROCESS}
-    python = trl_python(parsed.trl_venv) if parsed.trl else None
     for seed in parsed.seeds:
         run_dir = parsed.output / f"seed-{seed}"
         print_line(f"seed {seed}: sluice without a group filter, as TRL trains")
-        ours[""].append(_run_sluice(seed, run_dir, [*ON_POLICY, *UNFILTERED]))
+        ours[""].append(_run_sluice(seed, run_dir, [ON_POLICY, UNFILTERED]))
         for name, tuning in tunings.items():
             print_line(f"seed {seed}: {name}")
-            trl[name].append(_run_trl(python, seed, parsed, tuning) if python else {})
+            trl[name].append(_run_trl(seed, parsed, tuning) if parsed.trl_python else {})
         print_line(f"seed {seed}: sluice with DAPO's group filter")
         filtered = parsed.output / f"seed-{seed}-filtered"
-        ours["_filtered"].append(_run_sluice(seed, filtered, ON_POLICY))
+        ours["_filtered"].append(_run_sluice(seed, filtered, [ON_POLICY]))
         starts = {runs[-1].curve[0][2] for runs in ours.values()}
         if len(starts) > 1:
             raise SystemExit(
@@ -110,61 +94,25 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Measures the quickstart over seeds and against TRL.",
-        epilog="example: python -m benchmarks.quickstart --seeds 0 1 2 --target 0.88",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.quickstart --seeds 0 1 2 --target 0.88")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--target", type=float, default=0.88, help="held-out accuracy to reach")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "bench")
-    parser.add_argument("--trl", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--trl-venv", type=Path, default=ROOT / ".venv-trl")
+    parser.add_argument("--trl-python", help="of an environment with TRL; none: without TRL")
     return parser.parse_args(arguments)
 
 
 def _run_sluice(seed: int, run_dir: Path, overrides: Sequence[str]) -> SluiceRun:
     summary = quickstart(run_dir, seed, [*MEASURED_AFTERWARDS, *overrides])
-    command = [sys.executable, "-m", "benchmarks.quickstart.checkpoint_curve"]
-    curve = last_json([*command, "--run-dir", str(run_dir), "--seed", str(seed)])["curve"]
-    rss_mb = read_run(run_dir).largest("perf/reward_rss_mb")
-    return SluiceRun(summary, [tuple(point) for point in curve], rss_mb)
+    rss_mb = read_progress(run_dir).largest("perf/reward_rss_mb")
+    return SluiceRun(summary, list(checkpoint_curve(run_dir, seed)), rss_mb)
 
 
-def _run_trl(
-    python: Path, seed: int, parsed: argparse.Namespace, tuning: Sequence[str]
-) -> Mapping[str, object]:
-    command = [str(python), "-m", "benchmarks.quickstart.trl_dapo", "--seed", str(seed)]
+def _run_trl(seed: int, parsed: argparse.Namespace, tuning: Sequence[str]) -> Mapping[str, object]:
+    command = [parsed.trl_python, "-m", "benchmarks.quickstart.trl_dapo", "--seed", str(seed)]
     command += ["--assets", str(parsed.output / f"seed-{seed}" / "assets")]
     command += ["--target", str(parsed.target), "--evaluate-every", str(MEASURE_EVERY), *tuning]
     return last_json(command)
-
-
-def trl_python(directory: Path) -> Path:
-    """Make TRL's environment, unless it holds exactly the requirements, and return its Python.
-
-    Packages come from pip's configured sources or the wheels in `wheelhouse/`; pip prefers a CPU
-    build of torch in either to the default one.
-
-    Raises:
-        SystemExit: the environment cannot be made.
-    """
-    python, stamp = directory / "bin" / "python", directory / "requirements.sha256"
-    digest = hashlib.sha256(_TRL_REQUIREMENTS.read_bytes()).hexdigest()
-    if python.exists() and stamp.is_file() and stamp.read_text(encoding="ascii") == digest:
-        return python
-    print_line(f"{directory}: installing {_TRL_REQUIREMENTS.name} (about 1.5 GB with a CPU torch)")
-    if subprocess.run([sys.executable, "-m", "venv", str(directory)], check=False).returncode:
-        raise SystemExit("python -m venv failed; on Debian: apt-get install python3-venv")
-    wheels = ROOT / "wheelhouse"
-    links = ["--find-links", str(wheels)] if wheels.is_dir() else []
-    command = [str(python), "-m", "pip", "install", "--quiet", "-r", str(_TRL_REQUIREMENTS), *links]
-    if subprocess.run(command, check=False).returncode:
-        raise SystemExit(
-            f"{_TRL_REQUIREMENTS}: pip could not install it (its output is above); the packages "
-            f"must be in pip's configured sources, or their wheels in {wheels}"
-        )
-    stamp.write_text(digest, encoding="ascii")
-    return python
 
 
 def _report(
@@ -176,8 +124,8 @@ def _report(
     report: dict[str, object] = {
         "seeds": parsed.seeds,
         "target": parsed.target,
-        "overrides": [*ON_POLICY, *UNFILTERED],
-        "overrides_filtered": ON_POLICY,
+        "overrides": [one.text for one in expand_overrides([ON_POLICY, UNFILTERED], [])],
+        "overrides_filtered": [one.text for one in expand_overrides([ON_POLICY], [])],
     }
     for suffix, runs in ours.items():
         report |= _against(runs, trl, parsed.target, suffix)

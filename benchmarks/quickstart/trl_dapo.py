@@ -23,6 +23,7 @@ from typing import Any
 
 import datasets
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
@@ -38,6 +39,7 @@ from benchmarks.quickstart.trl_job import (
 from benchmarks.reporting import print_line
 
 Point = tuple[int, float, float]
+_SETTINGS = Path(__file__).with_name("trl.yaml")
 
 
 class EvaluateAndStop(TrainerCallback):
@@ -126,6 +128,7 @@ def _config(options: argparse.Namespace, scratch: str) -> GRPOConfig:
     """Return TRL's configuration: one generation feeds `steps_per_batch` optimizer steps."""
     step_completions = JOB.batch_completions // JOB.steps_per_batch
     return GRPOConfig(
+        **yaml.safe_load(_SETTINGS.read_text(encoding="utf-8")),
         output_dir=scratch,
         seed=options.seed,
         max_steps=options.max_batches * JOB.steps_per_batch,
@@ -134,38 +137,18 @@ def _config(options: argparse.Namespace, scratch: str) -> GRPOConfig:
         generation_batch_size=JOB.batch_completions,
         num_generations=JOB.group_size,
         max_completion_length=JOB.max_response_tokens,
-        temperature=1.0,
-        loss_type="dapo",
-        beta=0.0,
         epsilon=JOB.clip_low,
         epsilon_high=JOB.clip_high,
-        num_iterations=1,
-        scale_rewards="group",
-        mask_truncated_completions=False,
         learning_rate=JOB.learning_rate,
-        # The one schedule of transformers with a linear decay that ends above zero.
-        lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={
             "num_stable_steps": 0,
             "num_decay_steps": JOB.schedule_batches * JOB.steps_per_batch,
             "decay_type": "linear",
             "min_lr_ratio": JOB.min_lr_ratio,
         },
-        warmup_steps=0,
         adam_beta1=JOB.adam_betas[0],
         adam_beta2=JOB.adam_betas[1],
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        bf16=False,
-        activation_checkpointing=False,
-        use_cpu=True,
         ddp_backend="gloo" if options.processes > 1 else None,
-        ddp_find_unused_parameters=False,
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
 
 

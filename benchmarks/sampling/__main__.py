@@ -25,6 +25,7 @@ from benchmarks.sampling.real import (
     steps_to_accuracy,
     twin_errors,
 )
+from tools.phases import tool_parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,10 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Measures the strategies of over-generation, simulated and real.",
-        epilog="example: python -m benchmarks.sampling --seeds 0 1 2 --no-real",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.sampling --seeds 0 1 2 --no-real")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="simulated")
     parser.add_argument("--simulated-steps", type=int, default=180)
     parser.add_argument("--simulated", action=argparse.BooleanOptionalAction, default=True)

@@ -10,27 +10,11 @@ from statistics import fmean
 from benchmarks.reporting import empty_run_folder, quickstart
 from benchmarks.simulator.fit import fitted_simulation
 from benchmarks.simulator.twin import twin
-from sluice.report.run_record import AccuracyPoint, RunRecord, read_run
+from sluice.report.run_record import AccuracyPoint, RunRecord, read_progress
 
 TASK = "stretch"
 GROUP_OF_16 = "actor_rollout_ref.rollout.n=16"  # as in the simulated figures
-COMMON = (
-    "trainer.val_before_train=false",
-    "trainer.save_freq=0",
-    "actor_rollout_ref.rollout.val_kwargs.n=4",
-    "sluice.rollout.batch_invariant=false",
-    "data.gen_batch_size=128",
-    "data.train_max_samples=768",  # so that prompts come more than once
-)
-STRATEGIES = {
-    "rounds": ("sluice.sampling.strategy=rounds", "sluice.asynchrony.max_staleness=0"),
-    "stream": ("sluice.sampling.strategy=stream", "sluice.asynchrony.max_staleness=1"),
-    "staged_memory": (
-        "sluice.sampling.strategy=staged_memory",
-        "sluice.sampling.probe_samples=3",
-        "sluice.asynchrony.max_staleness=1",
-    ),
-}
+STRATEGIES = ("rounds", "stream", "staged_memory")
 # One thread on each side: a replica and a trainer of one rank.
 ONE_EACH = ("sluice.rollout.replicas=1", "trainer.n_gpus_per_node=1")
 WARM_UP_STEPS = 4
@@ -59,10 +43,7 @@ class RealRun:
 def measure_strategies(output: Path, *, steps: int) -> list[RealRun]:
     """Run each strategy once, with the same seed, in groups of 16."""
     common = [GROUP_OF_16, f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"]
-    return [
-        measure(output, name, [*overrides, *common], seed=0)
-        for name, overrides in STRATEGIES.items()
-    ]
+    return [measure(output, name, [_file(name), *common], seed=0) for name in STRATEGIES]
 
 
 def measure_synchrony(output: Path, *, steps: int, seed: int) -> dict[float, RealRun]:
@@ -82,8 +63,8 @@ def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> 
     """Run `sluice quickstart` once."""
     folder = output / name
     empty_run_folder(folder, output / f"assets-{seed}", TASK, seed)
-    summary = quickstart(folder, seed, ["--task", TASK, *COMMON, *overrides])
-    record = read_run(folder)
+    summary = quickstart(folder, seed, ["--task", TASK, _file("common"), *overrides])
+    record = read_progress(folder)
     validated = {point.step for point in record.accuracies()}
     timed = [
         row.get("timing_s/step") or 0.0
@@ -100,6 +81,11 @@ def measure(output: Path, name: str, overrides: Sequence[str], *, seed: int) -> 
         prompts_skipped=record.total("train/prompts_skipped"),
         hard_share_ratio=record.steps[-1].get("sampling/hard_share_ratio"),
     )
+
+
+def _file(name: str) -> str:
+    """Name a file of overrides."""
+    return f"@{Path(__file__).with_name(f'{name}.overrides')}"
 
 
 def accuracy_of_end(run: RealRun) -> float:

@@ -6,7 +6,6 @@ figure, and `figures` with both values of each.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +14,12 @@ from benchmarks.reporting import print_report
 from benchmarks.simulator.fit import fitted_simulation
 from benchmarks.simulator.twin import twin, twin_as_json
 from sluice.errors import SluiceError
+from tools.phases import tool_parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Fit and simulate; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python -m benchmarks.simulator runs/quickstart",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.simulator runs/quickstart")
     parser.add_argument("run", type=Path, help="folder of a run")
     try:
         fitted, settings = fitted_simulation(parser.parse_args(arguments).run)

@@ -12,14 +12,13 @@ from statistics import fmean, median, pstdev
 import numpy as np
 
 from benchmarks.simulator.group_records import GROUPS_NAME, GroupRecord, read_groups
+from services.reward.groups.settings import sampling_rules
 from sluice.algorithm.sampling.admission import YieldFloor
-from sluice.algorithm.sampling.rules import SamplingRules, StrategyName
-from sluice.client.run_address import CONFIG_NAME
-from sluice.config.derived import on_policy_fill
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError, DataError
 from sluice.report.run_record import RunRecord, read_progress
+from sluice.service_contract import CONFIG_NAME
 from sluice.simulate.recorder import SimulationRecorder
 from sluice.simulate.result import simulate
 from sluice.simulate.settings import FleetSettings, SimulationSettings, TrainerSettings
@@ -49,7 +48,7 @@ class FittedWorkload:
     """
 
     def __init__(self, records: Sequence[GroupRecord], seed: int = 0) -> None:
-        self._records = sorted(records, key=lambda record: record.started_s or 0.0)
+        self._records = sorted(records, key=lambda record: record.started_s)
         self._by_version = sorted(range(len(records)), key=lambda number: self._version(number))
         self._versions = [self._version(number) for number in self._by_version]
         self._seed = seed
@@ -190,7 +189,7 @@ def _grading_s(groups: Sequence[GroupRecord]) -> float:
     waits = [
         group.ended_s - group.generated_s
         for group in groups
-        if group.is_kept is False and group.ended_s is not None and group.generated_s is not None
+        if group.is_kept is False and group.generated_s is not None
     ]
     return max(0.0, median(waits)) if waits else 0.0
 
@@ -257,8 +256,7 @@ class _Concurrency:
 
 def _span(group: GroupRecord) -> tuple[float, float]:
     assert group.generated_s is not None
-    begin = group.generated_s if group.started_s is None else group.started_s
-    return begin, max(begin, group.generated_s)
+    return group.started_s, max(group.started_s, group.generated_s)
 
 
 def calibrated(fitted: FittedRun, settings: SimulationSettings) -> SimulationSettings:
@@ -320,9 +318,10 @@ def fitted_simulation(run: Path) -> tuple[FittedRun, SimulationSettings]:
 
 
 def _settings(config: RunConfig, fitted: FittedRun) -> SimulationSettings:
-    group_filter = config.algorithm.filter_groups
+    group_filter, rules = config.algorithm.filter_groups, sampling_rules(config)
+    probes = max(1, min(rules.probe_samples, rules.samples_per_group - 1))
     return SimulationSettings(
-        _rules(config),
+        replace(rules, max_num_gen_batches=0, probe_samples=probes, seed=0),
         on_stale=config.sluice.asynchrony.on_stale,
         fleet=fitted.fleet,
         trainer=fitted.trainer,
@@ -340,25 +339,6 @@ def _check_filter(config: RunConfig, fitted: FittedRun, file: Path) -> None:
     if filtered and not config.algorithm.filter_groups.enable:
         raise ConfigError(
             f"{file}: algorithm.filter_groups.enable = false, but {GROUPS_NAME} beside it has "
-            f"{len(filtered)} groups that were filtered (prompt {filtered[0].prompt_id}: "
-            f"{filtered[0].end}); put the configuration there that these were recorded with, or "
-            "record a run that has one filter from its start to its end"
+            f"{len(filtered)} groups that were filtered (such as {filtered[0].prompt_id}: "
+            f"{filtered[0].end}); put the configuration there that these were recorded with"
         )
-
-
-def _rules(config: RunConfig) -> SamplingRules:
-    sampling, num_samples = config.sluice.sampling, config.actor_rollout_ref.rollout.n
-    return SamplingRules(
-        strategy=StrategyName(sampling.strategy),
-        train_batch_size=config.data.train_batch_size,
-        max_staleness=config.sluice.asynchrony.max_staleness,
-        samples_per_group=num_samples,
-        gen_batch_size=config.data.gen_batch_size or config.data.train_batch_size,
-        max_num_gen_batches=0,
-        probe_samples=max(1, min(sampling.probe_samples, num_samples - 1)),
-        exploration=sampling.exploration,
-        coverage_guard=sampling.coverage_guard,
-        paces=config.sluice.asynchrony.pace,
-        ahead_share=config.sluice.asynchrony.ahead_share,
-        on_policy_fill=on_policy_fill(config),
-    )

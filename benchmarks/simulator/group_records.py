@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.reward.records.group_log import GroupLine
 from sluice.algorithm.groups.filter import filter_values
 from sluice.errors import DataError
 from sluice.types import PromptEnd
@@ -20,45 +21,8 @@ KEPT_ENDS = frozenset({PromptEnd.TRAINED, PromptEnd.DROPPED_STALE, PromptEnd.DRO
 """Ends of groups with graded samples: one that grew stale while it ran has none."""
 
 
-class GroupRecord(msgspec.Struct, frozen=True):
-    """How one group ended.
-
-    Args:
-        prompt_id: unique in the run.
-        key: names the prompt across attempts.
-        end: as `PromptEnd` has it.
-        right: right samples.
-        scored: graded samples.
-        tokens: response length of each sample.
-        version: announced when it started.
-        oldest_version: of its oldest token.
-        started_s: when it was admitted, a wait for a replica before its first token included;
-            seconds since the start of the reward service that wrote the line, as all times are.
-        generated_s: when its last sample ended.
-        ended_s: when it was judged, or left the kept ones.
-        replicas: who generated it.
-        probes: samples requested first; 0: all at once.
-        probability: that its prompt was chosen.
-        step: that trained it.
-        instance_id: names the start of the service that wrote the line.
-    """
-
-    prompt_id: str
-    key: str
-    end: str
-    right: int
-    scored: int
-    tokens: list[int]
-    version: int | None = None
-    oldest_version: int | None = None
-    started_s: float | None = None
-    generated_s: float | None = None
-    ended_s: float | None = None
-    replicas: list[str] = []
-    probes: int = 0
-    probability: float = 1.0
-    step: int | None = None
-    instance_id: str | None = None
+class GroupRecord(GroupLine, frozen=True, kw_only=True):
+    """How one group ended, as the reward service wrote it."""
 
     @property
     def is_kept(self) -> bool | None:
@@ -117,19 +81,9 @@ def _check_not_restarted(records: Sequence[GroupRecord], file: Path) -> None:
 
 def _check_all_sampled(record: GroupRecord, where: str) -> None:
     """Refuse lines with probes or a choice among prompts: their strategy left something out."""
-    if record.probes > 0:
-        why = (
-            f"its group began with {record.probes} samples (probes: {record.probes}), and of those "
-            "that ended there the rest is not known"
+    if record.probes > 0 or record.probability < 1.0:
+        raise DataError(
+            f"{where}: its strategy left samples or prompts out (probes: {record.probes}, "
+            f"probability: {record.probability:g}), and no line shows what these would have been. "
+            "Record a run with sluice.sampling.strategy stream or rounds"
         )
-    elif record.probability < 1.0:
-        why = (
-            f"its prompt was chosen with probability {record.probability:g}, and prompts that were "
-            "skipped have no line"
-        )
-    else:
-        return
-    raise DataError(
-        f"{where}: {why}; so this run can neither be simulated again nor show what another "
-        "strategy would have done. Record a run with sluice.sampling.strategy stream or rounds"
-    )

@@ -13,7 +13,6 @@ join_s          from a replica with an empty engine to one that serves, its proc
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -36,6 +35,7 @@ from sluice.config.schema.service import WeightsConfig
 from sluice.types import TensorSpec
 from sluice.weights import transfer
 from tools.commands import free_port
+from tools.phases import tool_parser
 
 RATES = (3e-7, 1e-6, 3e-6, 1e-5)
 _SAMPLES, _CONTEXT = 32, 1024
@@ -70,10 +70,7 @@ class Bare:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", maxsplit=1)[0],
-        epilog="example: python -m benchmarks.sync --replicas 1 --repeats 5",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.sync --replicas 1 --repeats 5")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=25, help="of every timed transfer")
     parsed = parser.parse_args(arguments)

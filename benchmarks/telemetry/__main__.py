@@ -21,42 +21,32 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.reporting import ROOT, empty_run_folder, print_line, print_report
 from benchmarks.telemetry.metrics_scraper import (
+    NUM_PROCESSES,
     NUM_SPANS,
     scraped_run,
-    spent_since,
     telemetry_account,
 )
 from benchmarks.telemetry.span_cost import record_us
 from benchmarks.telemetry.span_sink import span_sink
+from sluice.concurrency.process import stat_fields
 from sluice.config.schema.service import TracesConfig
 from sluice.report.run_record import read_progress
 from sluice.telemetry.metrics import TelemetryPart
 from tools.commands import started
+from tools.phases import tool_parser, until
 
-SETTINGS = (
-    "sluice.asynchrony.max_staleness=0",
-    "actor_rollout_ref.actor.optim.lr=1e-9",
-    "trainer.val_before_train=false",
-    "trainer.test_freq=1000000",
-    "trainer.save_freq=0",
-    "trainer.logger=['jsonl']",
-)
-_LOOK_S, _STEP_TIMEOUT_S = 0.2, 300.0
+SETTINGS = f"@{Path(__file__).with_name('run.overrides')}"
+_STEP_TIMEOUT_S = 300.0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description="Measures what traces and metrics cost a run.",
-        epilog="example: python -m benchmarks.telemetry --steps 60",
-    )
+    parser = tool_parser(__doc__, "python -m benchmarks.telemetry --steps 60")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=56, help="steps that count, of each run")
     parser.add_argument(
@@ -87,7 +77,7 @@ def _run(parsed: argparse.Namespace, sample_ratio: float, recording_us: float) -
     last = parsed.warm_up + parsed.steps
     command = [sys.executable, "-m", "sluice.cli.main", "quickstart", "--run-dir", str(folder)]
     # More steps than are measured: the run ends while it trains.
-    command += [*SETTINGS, f"trainer.total_training_steps={2 * last}"]
+    command += [SETTINGS, f"trainer.total_training_steps={2 * last}"]
     command.append(f"sluice.telemetry.traces.sample_ratio={sample_ratio}")
     with span_sink() as endpoint, scraped_run(folder) as overrides:
         command += [f"sluice.telemetry.traces.endpoint={endpoint}", *overrides]
@@ -96,7 +86,10 @@ def _run(parsed: argparse.Namespace, sample_ratio: float, recording_us: float) -
             cpu_before_s, before = cpu_seconds(run.pid), telemetry_account(folder)
             num_steps = _wait_for_step(run, folder, last) - first
             cpu_s = cpu_seconds(run.pid) - cpu_before_s
-            spent = spent_since(telemetry_account(folder), before)
+            now = telemetry_account(folder)
+    if not now[NUM_PROCESSES] == before[NUM_PROCESSES] > 0:
+        raise RuntimeError("processes of the run came or went; repeat the benchmark")
+    spent = {figure: value - before[figure] for figure, value in now.items()}
     spans_s = spent[TelemetryPart.SPANS] + spent[NUM_SPANS] * recording_us / 1e6
     found = {
         "share_traces": round(spans_s / cpu_s, 4),
@@ -112,18 +105,17 @@ def _wait_for_step(run: subprocess.Popen[bytes], folder: Path, step: int) -> int
     """Return the number of the latest step once `step` has ended.
 
     Raises:
-        RuntimeError: the run ended, or it ended no step within five minutes.
+        RuntimeError: the run ended before.
+        PhaseError: it takes more than five minutes a step.
     """
-    seen, ends_s = -1, 0.0
-    while True:
-        number = len(read_progress(folder).steps)
-        if number >= step:
-            return number
-        if number > seen:
-            seen, ends_s = number, time.monotonic() + _STEP_TIMEOUT_S
-        if run.poll() is not None or time.monotonic() >= ends_s:
-            raise RuntimeError(f"the run in {folder} never ended step {seen + 1}; see its logs")
-        time.sleep(_LOOK_S)
+
+    def has_ended() -> bool:
+        if run.poll() is not None:
+            raise RuntimeError(f"the run in {folder} ended before step {step}; see its logs")
+        return len(read_progress(folder).steps) >= step
+
+    until(f"step {step}", has_ended, timeout_s=_STEP_TIMEOUT_S * step)
+    return len(read_progress(folder).steps)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -134,9 +126,8 @@ def cpu_seconds(pid: int) -> float:
     children: dict[int, list[int]] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):  # it has ended meanwhile
-            fields = (entry / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
-            # Behind the command's name: parent, own time and that of ended children (proc(5)).
+        if fields := stat_fields(int(entry.name)):
+            # Parent, own time and that of ended children.
             children.setdefault(int(fields[1]), []).append(int(entry.name))
             ticks[int(entry.name)] = sum(map(int, fields[11:15]))
     found, total = [pid], 0

@@ -17,49 +17,26 @@ from prometheus_client.parser import text_string_to_metric_families
 from sluice.telemetry.metrics_page import FOLDER, PATH
 
 INTERVAL_S = 5.0
-NUM_SPANS = "num_spans"
+NUM_SPANS, NUM_PROCESSES = "num_spans", "num_processes"
 _TIMEOUT_S = 10.0
 
 
-# By process: CPU seconds of the threads that send spans, of those that answer scrapes, and spans.
-TelemetryAccount = dict[str, dict[str, float]]
-
-
-def telemetry_account(run_dir: Path) -> TelemetryAccount:
+def telemetry_account(run_dir: Path) -> dict[str, float]:
     """Return what a run's processes have spent on telemetry, by their own metrics.
 
-    Raises:
-        RuntimeError: none serves metrics.
+    CPU seconds of the threads that send spans and of those that answer scrapes, by part; spans; and
+    how many processes reported.
     """
-    account: TelemetryAccount = {}
-    for name, page in _pages(run_dir):
-        found = account.setdefault(name, defaultdict(float))
+    account: dict[str, float] = defaultdict(float)
+    for page in _pages(run_dir):
+        account[NUM_PROCESSES] += 1
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if sample.name == "sluice_telemetry_cpu_seconds_total":
-                    found[sample.labels["part"]] += sample.value
+                    account[sample.labels["part"]] += sample.value
                 elif sample.name == "sluice_telemetry_spans_total":
-                    found[NUM_SPANS] += sample.value
-    if not account:
-        raise RuntimeError(f"no process of the run in {run_dir} serves metrics")
+                    account[NUM_SPANS] += sample.value
     return account
-
-
-def spent_since(now: TelemetryAccount, before: TelemetryAccount) -> dict[str, float]:
-    """Return what all processes together have spent since `before`.
-
-    Raises:
-        RuntimeError: a process answered only one of the two times.
-    """
-    if now.keys() != before.keys():
-        raise RuntimeError(
-            f"metrics came from {sorted(before)} and then from {sorted(now)}; repeat the benchmark"
-        )
-    total: dict[str, float] = defaultdict(float)
-    for name, found in now.items():
-        for figure, value in found.items():
-            total[figure] += value - before[name].get(figure, 0.0)
-    return total
 
 
 @contextmanager
@@ -88,13 +65,13 @@ def _scrape(run_dir: Path, over: threading.Event) -> None:
             pass
 
 
-def _pages(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and page of every process that answers."""
+def _pages(run_dir: Path) -> Iterator[str]:
+    """Yield the page of every process that answers."""
     for file in (run_dir / FOLDER).glob("*.json"):
         try:
             (group,) = json.loads(file.read_text(encoding="utf-8"))
             url = f"http://{group['targets'][0]}{PATH}"
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-                yield file.stem, answer.read().decode()
+                yield answer.read().decode()
         except OSError:  # the run begins or ends
             continue

@@ -1,19 +1,12 @@
-"""A collector that counts spans' bytes and keeps nothing; its CPU is not the run's.
-
-Prints its port and serves until its standard input ends.
-"""
+"""A collector of spans that keeps nothing. Its CPU is not the run's, nor the sending thread's."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
-
-from benchmarks.reporting import ROOT
 
 _METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
@@ -31,31 +24,11 @@ class _Sink(grpc.GenericRpcHandler):
 
 @contextmanager
 def span_sink() -> Iterator[str]:
-    """Run a collector in a process of its own; yield its address."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.telemetry.span_sink"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as sink:
-        assert sink.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(sink.stdout.readline())}"
-        finally:
-            sink.kill()
-
-
-def main() -> None:
-    """Serve until the input ends."""
+    """Run a collector; yield its address."""
     server = grpc.server(ThreadPoolExecutor(max_workers=2), handlers=[_Sink()])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    sys.stdout.write(f"{port}\n")
-    sys.stdout.flush()
-    sys.stdin.read()
-    server.stop(0).wait()
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import sys
 import time
-from collections.abc import Mapping
 
 import msgspec
 
 from services.reward.grading.messages import ScorerInput
-from services.reward.grading.pool import running_scorer_pool
+from services.reward.grading.pool import configured_scorer_pool
 from sluice.concurrency.process import exit_status
 from sluice.config.schema.reward import RewardConfig
+from sluice.doctor.trial import TrialAnswer, answer_asked
 from sluice.types import Scored
 
 
@@ -33,16 +32,6 @@ class ScorerTrial(msgspec.Struct, frozen=True):
     enough_s: float = math.inf
 
 
-class TrialAnswer(msgspec.Struct, frozen=True):
-    """The outcome of a row: what the scorer gave, or why there is none, with the last frames."""
-
-    score: float | None = None
-    metrics: Mapping[str, float] = {}
-    prediction: str | None = None
-    failure: str = ""
-    frames: tuple[str, ...] = ()
-
-
 async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
     """Return what becomes of the rows, or of the first of them if grading takes long.
 
@@ -53,9 +42,8 @@ async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
     reward = trial.reward
     one_process = msgspec.structs.replace(reward.scorer_pool, num_workers=1)
     began_s, answers = time.monotonic(), list[TrialAnswer]()
-    async with running_scorer_pool(
-        one_process, reward.custom_reward_function, reward.scorer_routes
-    ) as pool:
+    alone = msgspec.structs.replace(reward, scorer_pool=one_process)
+    async with configured_scorer_pool(alone) as pool:
         for row in trial.rows:
             if answers and time.monotonic() - began_s > trial.enough_s:
                 break
@@ -70,12 +58,7 @@ async def tried(trial: ScorerTrial) -> list[TrialAnswer]:
 
 def main() -> None:
     """Answer on standard output; nothing else gets there."""
-    trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ScorerTrial)
-    answer = os.dup(1)
-    os.dup2(2, 1)  # scorers print
-    content = msgspec.msgpack.encode(asyncio.run(tried(trial)))
-    with os.fdopen(answer, "wb") as stream:
-        stream.write(content)
+    answer_asked(ScorerTrial, lambda trial: asyncio.run(tried(trial)))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
 """Measure prompts with a model's chat template before a run starts, in a process of its own.
 
-``python -m services.rollout.prompt_check`` reads one message of `sluice.doctor.prompts` from
-standard input and writes a list to standard output: the tokens of each prompt, or why the template
-refuses it. It ends with 1 and the reason on standard error if the tokenizer cannot be loaded.
+``python -m services.rollout.prompt_check`` reads `PromptsToMeasure` from standard input and
+writes a list to standard output: the tokens of each prompt, or why the template refuses it. It ends
+with 1 and the reason on standard error if the tokenizer cannot be loaded.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from sluice.concurrency.process import exit_status
+from sluice.doctor.trial import PromptsToMeasure, answer_asked
 from sluice.errors import InvalidRequestError
 from sluice.types import ChatMessage
 from sluice.vision.vision_shape import reads_images
@@ -23,15 +21,10 @@ from sluice.vision.vision_shape import reads_images
 _TORCH = "torch"
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    model: str
-    template_kwargs: Mapping[str, object]
-    trust_remote_code: bool
-    prompts: list[list[tuple[str, str]]]
-
-
-def measured(asked: _Asked) -> list[int | str]:
+def measured(asked: PromptsToMeasure) -> list[int | str]:
     """Return the tokens of each prompt, or the reason why it is refused."""
+    if not (asked.trust_remote_code or reads_images(asked.model)):
+        sys.modules[_TORCH] = None  # type: ignore[assignment]  # an import of it fails
     from services.rollout.prompt_encoder import PromptEncoder
 
     encoder = PromptEncoder(
@@ -51,15 +44,8 @@ def measured(asked: _Asked) -> list[int | str]:
 
 def main() -> None:
     """Answer on standard output; nothing else gets there."""
-    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Asked)
-    if not (asked.trust_remote_code or reads_images(asked.model)):
-        sys.modules[_TORCH] = None  # type: ignore[assignment]  # an import of it fails
-    answer = os.dup(1)
-    os.dup2(2, 1)  # a tokenizer's own code may print
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    content = msgspec.msgpack.encode(measured(asked))
-    with os.fdopen(answer, "wb") as stream:
-        stream.write(content)
+    answer_asked(PromptsToMeasure, measured)
 
 
 if __name__ == "__main__":

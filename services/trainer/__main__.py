@@ -13,8 +13,6 @@ import signal
 import sys
 from pathlib import Path
 
-from services.trainer.leader import run_leader
-from services.trainer.learner.rank_command import run_follower
 from sluice.concurrency.process import end_with_supervisor, exit_status, leave
 from sluice.config.derived import world_size
 from sluice.config.loading.loader import load_config
@@ -62,12 +60,17 @@ def _run(file: Path, overrides: list[str], rank: int) -> None:
         collectives_on_device=world_size(config) > 1 or config.sluice.weights.backend != "gloo",
     )
     if rank > 0:
+        from services.trainer.learner.rank_command import run_follower  # loads torch
+
         run_follower(config)
     elif not _lead_traced(config):
         _end_by_sigterm()
 
 
 def _lead_traced(config: RunConfig) -> bool:
+    # Loads torch and transformers: 5 s that neither `--help` nor a refused configuration needs.
+    from services.trainer.leader import run_leader
+
     with traced_process(config, "trainer", "trainer"):
         return asyncio.run(run_leader(config))
 

@@ -141,7 +141,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """End the run after the current step."""
         check_fields(request)
         self._state.stop(
-            request.reason or "asked to stop", skips_validation=request.skip_validation
+            request.reason or "asked to stop",
+            skips_validation=request.skip_validation,
+            saves=request.save,
         )
         return trainer.StopResponse(step=self._state.step)
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.trainer.learner.checkpoint import resume_point
-from sluice.client.run_address import CONFIG_NAME
 from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.run import RunConfig
-from sluice.service_contract import MARK_VARIABLE, checkpoint_mark, restarts
+from sluice.service_contract import CONFIG_NAME, MARK_VARIABLE, checkpoint_mark, restarts
 
 if TYPE_CHECKING:
     from services.trainer.learner.checkpoint import Checkpoint, CheckpointStore

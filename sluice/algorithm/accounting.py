@@ -23,6 +23,8 @@ RECEIVED = (
     "pending",
 )
 TOKENS_AGE, TOKENS_MOVED = "tokens_age_s", "tokens_moved"
+DATA_EXHAUSTED = "data_exhausted"
+"""1 if the run ended because its data set had no more prompts, else 0."""
 # Sampled in calls that are still running at the replicas, and not sent yet.
 _UNDER_WAY = "under_way"
 # Sampled for callers outside the run: the SDK, the command line, the OpenAI front.

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from sluice.client.run_address import CONFIG_NAME
 from sluice.config.loading.keys import all_names
 from sluice.errors import ConfigError
 from sluice.launch.script.launch import is_script, launch_of
-from sluice.launch.script.recording import printers_in, script_text
+from sluice.launch.script.recording import RECORDED, printers_in, script_text
 from sluice.safe_text import printable
+from sluice.service_contract import CONFIG_NAME
 
 RUN_VARIABLE = "SLUICE_RUN"
 RUNS = Path("runs")
@@ -38,12 +38,23 @@ def complete_run(incomplete: str) -> list[str]:
     return runs or [path for path in _paths(incomplete) if path.endswith(os.sep)]
 
 
-def script_settings(script: Path, arguments: list[str]) -> list[str]:
+TrustScript = Annotated[
+    bool,
+    typer.Option(
+        "--trust-script",
+        help="Run a launch script without isolation: what it writes stays. For machines without "
+        "namespaces.",
+    ),
+]
+
+
+def script_settings(script: Path, arguments: list[str], *, trusted: bool) -> list[str]:
     """Return the `KEY=VALUE` arguments of a script's launch; report on stderr how they were found.
 
     Args:
         script: a bash script; its programs are recorded, and not run.
         arguments: what it gets as ``"$@"``.
+        trusted: whether it runs with the user's rights, without isolation.
 
     Raises:
         ConfigError, DeadlineError: as `launch_of`.
@@ -51,7 +62,9 @@ def script_settings(script: Path, arguments: list[str]) -> list[str]:
     printers = printers_in(script_text(script))
     runs = f" Only {', '.join(printers)} and bash itself run." if printers else ""
     _report(f"{script}: bash runs the script to read its arguments; programs are recorded.{runs}")
-    launch = launch_of(script, arguments)
+    if trusted:
+        _report(f"  without isolation: what it writes stays; replaced: {', '.join(RECORDED)}")
+    launch = launch_of(script, arguments, isolated=not trusted)
     for line in launch.not_run:
         _report(f"  not run: {line}")
     for name in launch.unset:
@@ -122,19 +135,20 @@ def named_run(argument: Path | None, option: Path | None = None) -> Path:
     named = argument or option
     if named is not None:
         return named
-    if variable := os.environ.get(RUN_VARIABLE):
-        return Path(variable)
-    runs = started_runs()
+    variable = os.environ.get(RUN_VARIABLE)
+    runs = [Path(variable)] if variable else started_runs()
     if not runs:
         raise ConfigError(
             f"run: none named, and none was started in {RUNS.absolute()}; give the folder of a run "
             f"(its sluice.run_dir), or set {RUN_VARIABLE}"
         )
-    typer.echo(f"run: {runs[0]}", err=True)
+    _report(f"run: {runs[0]} ({RUN_VARIABLE if variable else 'newest'})")
     return runs[0]
 
 
-def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+def split_arguments(
+    arguments: list[str] | None, *, trust_script: bool = False
+) -> tuple[Path | None, list[str]]:
     """Return the configuration file, if the first argument is one, and the overrides.
 
     A launch script becomes the overrides of its launch; see `script_settings`.
@@ -143,7 +157,7 @@ def split_arguments(arguments: list[str] | None) -> tuple[Path | None, list[str]
         return None, []
     first = Path(arguments[0])
     if first.is_file() and is_script(first):
-        return None, script_settings(first, arguments[1:])
+        return None, script_settings(first, arguments[1:], trusted=trust_script)
     if first.is_file() or not ("=" in arguments[0] or arguments[0].startswith(("+", "~"))):
         return first, arguments[1:]
     return None, arguments

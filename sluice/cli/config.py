@@ -14,7 +14,13 @@ from msgspec import UNSET
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.arguments import AsJson, complete_key, complete_setting, split_arguments
+from sluice.cli.arguments import (
+    AsJson,
+    TrustScript,
+    complete_key,
+    complete_setting,
+    split_arguments,
+)
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
 from sluice.config.check import CheckReport, check_report
@@ -28,6 +34,7 @@ from sluice.config.memory.shape import find_shape
 from sluice.config.memory.training import TrainingMemory
 from sluice.config.problems import Problem, Severity, errors, shown
 from sluice.config.run import RunConfig
+from sluice.config.schema.data import file_list
 from sluice.doctor.configuration import check_configuration, is_elsewhere, of_other_keys
 from sluice.doctor.finding import examined_of
 from sluice.doctor.preflight import preflight
@@ -103,6 +110,7 @@ def check(
             help="Whether to check files, the reward function, packages and devices here too.",
         ),
     ] = True,
+    trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a configuration against all rules; print the resulting numbers and the memory estimate.
@@ -116,7 +124,7 @@ def check(
       sluice config check run.yaml trainer.n_gpus_per_node=16 --device-memory 80
       sluice config check run_qwen2-7b.sh --no-files
     """
-    file, overrides = _parts(arguments or [])
+    file, overrides = _parts(arguments or [], trust_script=trust_script)
     run = read_run(file, overrides)
     config = run.config
     shape = find_shape(config.actor_rollout_ref.model.path, model_config)
@@ -201,11 +209,11 @@ def _meant(key: str) -> str:
     return meant[0]
 
 
-def _parts(arguments: list[str]) -> tuple[Path | None, list[str]]:
+def _parts(arguments: list[str], *, trust_script: bool) -> tuple[Path | None, list[str]]:
     """Return the YAML file and the overrides; a file of any other name holds overrides."""
     if arguments and arguments[0].startswith("@"):
         return None, arguments
-    file, overrides = split_arguments(arguments)
+    file, overrides = split_arguments(arguments, trust_script=trust_script)
     if file is not None and file.suffix not in YAML_SUFFIXES:
         return None, [f"@{file}", *overrides]
     return file, overrides
@@ -216,12 +224,11 @@ def count_rows(config: RunConfig) -> int | None:
     import pyarrow.lib
     from pyarrow import parquet
 
-    files = config.data.train_files
+    files = file_list(config.data.train_files)
     if not files:
         return None
     try:
-        names = [files] if isinstance(files, str) else files
-        return sum(int(parquet.read_metadata(name).num_rows) for name in names)
+        return sum(int(parquet.read_metadata(name).num_rows) for name in files)
     except (OSError, pyarrow.lib.ArrowException):
         return None
 

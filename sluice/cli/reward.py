@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +15,9 @@ from sluice.cli.terminal import print_json
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.data.prompt_rows import PromptRow
-from sluice.doctor.prompts import ROWS_LOOKED_AT, TRAIN_KEY, file_names, first_rows, open_files
-from sluice.doctor.reward import TrialAnswer, made_up_response, try_responses
+from sluice.doctor.reward import made_up_response, try_responses
+from sluice.doctor.rows import ROWS_LOOKED_AT, TRAIN_KEY, file_names, opened_rows
+from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
 from sluice.safe_text import printable
 
@@ -78,6 +78,8 @@ def try_function(
 ) -> None:
     """Grade responses to the first rows as a run would: in a process with its limits.
 
+    FUNCTION may be a run's YAML file: then its function grades, or its reward model over HTTP.
+
     Without --with-truth and --responses, the responses are made up: they end with the ground truth
     in the usual forms. Prints for each row the score, or the failure with the last frames of the
     function, and what the function printed on stderr. The score is the reward without the overlong
@@ -122,7 +124,7 @@ def _pairs(
     """Return rows, each with the response to grade."""
     rows = []
     if file_names(config.data, TRAIN_KEY):
-        rows = list(islice(first_rows(open_files(config, TRAIN_KEY)), count))
+        rows = opened_rows(config, TRAIN_KEY)[1][:count]
     if responses is not None:
         return list(_given(responses, rows, count))
     if not rows:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sluice.algorithm.accounting import DATA_EXHAUSTED
 from sluice.client.async_client import AsyncClient
 from sluice.client.launcher import LaunchedProcess, Launcher
 from sluice.client.run_address import RunLocation, locate_run
@@ -19,10 +20,7 @@ from sluice.config.run import RunConfig
 from sluice.errors import DeadlineError, HandshakeError, NotReadyError, PeerError, SluiceError
 from sluice.launch.servicer import launcher_of
 from sluice.report.run_record import read_progress
-from sluice.service_contract import TRACKER_NAME
-
-# A launcher that was killed may have left its address, where nothing answers.
-_LAUNCHER_ANSWERS_S = 3.0
+from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +33,14 @@ class PastRun:
         step: the number of finished steps.
         accuracies: of the first and of the last validation; fewer if there are fewer.
         processes: what the launcher runs.
+        is_data_exhausted: whether it reached its end because its data set had no more prompts.
     """
 
     phase: Literal["finished", "starting", "not running"]
     step: int
     accuracies: tuple[float, ...]
     processes: tuple[LaunchedProcess, ...] = ()
+    is_data_exhausted: bool = False
 
     def as_text(self, run_dir: Path) -> str:
         """Return a line or two for the console."""
@@ -48,7 +48,8 @@ class PastRun:
         values = " -> ".join(f"{value:.3f}" for value in self.accuracies)
         accuracy = f"; held-out accuracy {values}" if values else ""
         if self.phase == "finished":
-            return f"{run_dir}: finished after {steps}{accuracy}"
+            why = " (data exhausted)" if self.is_data_exhausted else ""
+            return f"{run_dir}: finished after {steps}{why}{accuracy}"
         if self.phase == "starting":
             restarts = [text for each in self.processes if (text := each.restart_text)]
             return (
@@ -58,8 +59,13 @@ class PastRun:
             )
         return (
             f"{run_dir}: not running; {steps} finished{accuracy}\n"
-            f"logs: {run_dir / 'logs'}; `sluice up {run_dir / 'config.yaml'}` starts it again"
+            f"logs: {run_dir / 'logs'}; `{resume_command(run_dir)}` starts it again"
         )
+
+
+def resume_command(run_dir: Path) -> str:
+    """Return the command that resumes a run, for a shell."""
+    return shlex.join(["sluice", "up", str(run_dir / CONFIG_NAME)])
 
 
 def newest_step(config: RunConfig) -> int | None:
@@ -77,24 +83,35 @@ async def past_run(run_dir: Path) -> PastRun:
     values = [point.accuracy for point in record.accuracies()]
     ended: Literal["finished", "not running"] = "finished" if record.accounts else "not running"
     return PastRun(
-        "starting" if processes else ended,
+        ended if processes is None else "starting",
         int(record.steps[-1]["step"] or 0) if record.steps else 0,
         (values[0], values[-1]) if len(values) > 1 else tuple(values),
-        processes,
+        processes or (),
+        bool(record.accounts.get(DATA_EXHAUSTED)),
     )
 
 
-async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...]:
-    """Return the processes of the launcher that runs in the folder; none if none answers."""
+async def launched_processes(run_dir: Path) -> tuple[LaunchedProcess, ...] | None:
+    """Return what the run's launcher on this machine runs.
+
+    None if no launcher answers; nothing if it is too busy to answer.
+    """
     try:
         found = launcher_of(run_dir)
-        async with (
-            asyncio.timeout(_LAUNCHER_ANSWERS_S),
-            Launcher(found.address, found.credentials) as launcher,
-        ):
+        async with Launcher(found.address, found.credentials) as launcher:
             return await launcher.services()
-    except (SluiceError, TimeoutError):
+    except DeadlineError:
         return ()
+    except SluiceError:
+        return None
+
+
+async def is_active(run_dir: Path) -> bool:
+    """Return whether a launcher or a service of the run lives, as far as this machine can see."""
+    marks = process_marks(run_dir)
+    if any(mark.state() in {"alive", "stopped by a signal"} for mark in marks):
+        return True
+    return await launched_processes(run_dir) is not None
 
 
 async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
@@ -119,27 +136,6 @@ async def ask_run(run: Path) -> tuple[RunLocation, RunSnapshot]:
             past = await past_run(location.run_dir)
             state = "does not answer yet" if past.phase == "starting" else "is not active"
             raise NotReadyError(f"the run {state}.\n{past.as_text(location.run_dir)}") from error
-
-
-async def launcher_answers(run_dir: Path) -> bool:
-    """Return whether the run's launcher on this machine answers, or is too busy to."""
-    try:
-        found = launcher_of(run_dir)
-        async with Launcher(found.address, found.credentials) as launcher:
-            await launcher.services()
-    except DeadlineError:
-        return True
-    except (NotReadyError, PeerError):
-        return False
-    return True
-
-
-async def is_active(run_dir: Path) -> bool:
-    """Return whether a launcher or a service of the run lives, as far as this machine can see."""
-    marks = process_marks(run_dir)
-    if any(mark.state() in {"alive", "stopped by a signal"} for mark in marks):
-        return True
-    return await launcher_answers(run_dir)
 
 
 @asynccontextmanager

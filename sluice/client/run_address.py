@@ -14,8 +14,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.security import SecurityConfig
 from sluice.errors import ConfigError
 from sluice.rpc.credentials import FILE_VARIABLES, OPEN, Credentials, client_credentials
-
-CONFIG_NAME = "config.yaml"
+from sluice.service_contract import CONFIG_NAME
 
 
 @dataclass(frozen=True, slots=True)

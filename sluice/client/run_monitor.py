@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -208,37 +208,21 @@ class RunMonitor:
                 await asyncio.sleep(_POLL_S)
             return snapshot
 
-    async def save_and_stop(self, reason: str) -> None:
-        """End the run after its present step, with a checkpoint of it and no last validation.
-
-        Args:
-            reason: for the trainer's log.
-
-        Raises:
-            PeerError, DeadlineError: the trainer does not answer.
-        """
-        # No other step begins between the checkpoint and the end.
-        await self._lease(str(uuid.uuid4()))
-        with suppress(NotReadyError):  # the run was ending, and has saved
-            await unary_call(
-                self._trainer.SaveCheckpoint,
-                trainer_pb2.SaveCheckpointRequest(),
-                peer=_TRAINER,
-                phase="asking it to save",
-            )
-        await self.stop(reason, skip_validation=True)
-
-    async def stop(self, reason: str, *, skip_validation: bool = False) -> int:
-        """End the run after its present step, with a checkpoint; return the finished steps.
+    async def stop(self, reason: str, *, skip_validation: bool = False, save: bool = False) -> int:
+        """End the run after its present step.
 
         Args:
             reason: for the trainer's log.
             skip_validation: do not validate the last step.
+            save: write its checkpoint, whatever ``trainer.save_freq`` is.
+
+        Returns:
+            the number of finished steps.
 
         Raises:
             PeerError, DeadlineError: the trainer does not answer.
         """
-        request = trainer_pb2.StopRequest(reason=reason, skip_validation=skip_validation)
+        request = trainer_pb2.StopRequest(reason=reason, skip_validation=skip_validation, save=save)
         answer = await unary_call(
             self._trainer.Stop, request, peer=_TRAINER, phase="asking it to stop"
         )

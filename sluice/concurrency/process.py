@@ -224,6 +224,16 @@ def _report(name: str, errors: list[BaseException] | list[SluiceError]) -> int:
     return EXIT_MISSING_PACKAGE if is_missing else 1
 
 
+def ending_text(code: int) -> str:
+    """Return an exit code in words."""
+    if code >= 0:
+        return f"code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
 def leave(code: int) -> NoReturn:
     """End the process now, without the interpreter's own shutdown.
 

@@ -67,6 +67,11 @@ class Problem:
         return f"{self.statement}; {self.advice}" if self.advice else self.statement
 
 
+def of_error(error: ConfigError) -> Problem:
+    """Return the problem that an error names in its sentence."""
+    return Problem("", UNSET, str(error))
+
+
 def verl_problem(
     rule: str, key: str, value: object, message: str, *overrides: str, here: bool = False
 ) -> Problem:

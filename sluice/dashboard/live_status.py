@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.client.launcher import LaunchedProcess, Launcher
-from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
+from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor, RunSnapshot
 from sluice.client.wait_chain import explain
 from sluice.client.wait_survey import survey_waits
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError, SluiceError
 from sluice.launch.servicer import launcher_of
+from sluice.service_contract import CONFIG_NAME
 
 ASK_EVERY_S = 1.0
 SURVEY_EVERY_S = 4.0

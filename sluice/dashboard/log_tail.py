@@ -46,7 +46,9 @@ def log_tail(run_dir: Path, service: str) -> dict[str, Any]:
                 text = file.read(_MOST_BYTES).decode(errors="replace")
         except OSError as error:
             text, begin = f"cannot be read: {error}\n", 0
-        lines = text.split("\n")[1 if begin else 0 :]
+        lines = text.split("\n")
+        if begin:  # the first one lacks its beginning; without another one its end is shown
+            lines = lines[1:] if any(lines[1:]) else [f"... {lines[0]}"]
         is_cut = begin > 0 or len(lines) > _MOST_LINES
         lines = [line for line in lines if line][-_MOST_LINES:]
     return {"services": names, "service": service, "lines": lines, "is_cut": is_cut}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sluice.client.run_address import CONFIG_NAME
 from sluice.config.loading.loader import read_document
 from sluice.config.loading.yaml_text import flat_settings, flat_tree
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
+from sluice.service_contract import CONFIG_NAME
 
 _RUN = "RUN"
 # Of a reward function's or a logger's own arguments: the page and the report may be shared.

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 
 from sluice.config.loading.loader import KeySettings, ReadRun, read_run
 from sluice.config.memory.shape import ModelShape, find_shape
 from sluice.config.problems import Problem
 from sluice.config.run import RunConfig
+from sluice.data.prompt_files import PromptFiles
+from sluice.data.prompt_rows import PromptRow
+from sluice.doctor.rows import opened_rows
 from sluice.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -84,6 +88,7 @@ class Examined:
         has_run: whether the user named a run.
         environment: variables of the process that would start the run.
         read_shape: reads the files of the model, and waits as long as their file system does.
+        first_rows: reads the files of a key once, for all checks.
     """
 
     config: RunConfig
@@ -91,6 +96,7 @@ class Examined:
     has_run: bool
     environment: Mapping[str, str]
     read_shape: Callable[[], ModelShape | None]
+    first_rows: Callable[[str], tuple[PromptFiles, list[PromptRow]]]
     wrong: Sequence[Problem] = ()
 
     @property
@@ -115,12 +121,19 @@ def examined_of(
     run: ReadRun, environment: Mapping[str, str] = os.environ, *, has_run: bool = True
 ) -> Examined:
     """Return this machine with a run whose configuration was read."""
+    opened, turn = cache(partial(opened_rows, run.config)), Lock()
+
+    def first_rows(key: str) -> tuple[PromptFiles, list[PromptRow]]:
+        with turn:  # checks run in threads
+            return opened(key)
+
     return Examined(
         run.config,
         KeySettings(run.config, run.settings.by_key()),
         has_run=has_run,
         environment=dict(environment),
         read_shape=cache(partial(_shape, run.config.actor_rollout_ref.model.path)),
+        first_rows=first_rows,
         wrong=run.problems,
     )
 

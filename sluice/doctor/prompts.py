@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 
-import msgspec
-
-from sluice.config.derived import prompt_images
 from sluice.config.rules.files import model_problems
 from sluice.config.run import RunConfig
 from sluice.config.schema.data import DataConfig
 from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
-from sluice.data.prompt_files import PromptFiles, SlabReader, open_prompt_files
-from sluice.data.prompt_rows import PromptColumns, PromptRow
+from sluice.data.prompt_files import PromptFiles
+from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
-from sluice.errors import DataError
+from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
+from sluice.doctor.trial import PromptsToMeasure, answer_of
+from sluice.errors import ConfigError, DataError
 
 DEADLINE_S = 100.0
-TRAIN_KEY, VAL_KEY = "data.train_files", "data.val_files"
-ROWS_LOOKED_AT = 256
 _MEASURING_S = 90.0
-_MEASURE = ("-m", "services.rollout.prompt_check")
+_MEASURE = "services.rollout.prompt_check"
 _LONGEST_TEXT = 300
-
-
-class PromptsToMeasure(msgspec.Struct, frozen=True):
-    """What `services.rollout.prompt_check` reads; it writes a number or a text for each prompt.
-
-    Attributes:
-        model: its folder.
-        template_kwargs: of the chat template.
-        trust_remote_code: run the tokenizer's own code.
-        prompts: (role, content) of each message.
-    """
-
-    model: str
-    template_kwargs: Mapping[str, object]
-    trust_remote_code: bool
-    prompts: Sequence[Sequence[tuple[str, str]]]
 
 
 def check_data(examined: Examined) -> Iterator[Finding]:
@@ -57,32 +35,12 @@ def check_data(examined: Examined) -> Iterator[Finding]:
             yield fine(f"{key} is null: {consequence}")
             continue
         try:
-            opened = open_files(config, key)
-            rows[key] = list(first_rows(opened))
+            opened, rows[key] = examined.first_rows(key)
         except DataError as error:
             yield of_text(str(error), "the reward service refuses to start")
             continue
         yield from _row_findings(config, key, opened, rows[key])
     yield from _length_findings(config, rows)
-
-
-def file_names(data: DataConfig, key: str) -> list[str]:
-    """Return the files of `data.train_files` or `data.val_files`."""
-    named = data.train_files if key == TRAIN_KEY else data.val_files
-    return [named] if isinstance(named, str) else list(named or ())
-
-
-def open_files(config: RunConfig, key: str) -> PromptFiles:
-    """Return the files of a key, as the reward service opens them.
-
-    Raises:
-        DataError: one of them cannot be used.
-    """
-    data, with_images = config.data, prompt_images(config) is not None
-    columns = PromptColumns.of(
-        data.prompt_key, data.reward_fn_key, data.image_key, with_images=with_images
-    )
-    return open_prompt_files(file_names(config.data, key), columns, config_key=key)
 
 
 def _row_findings(
@@ -117,22 +75,6 @@ def source_findings(
         )
 
 
-def first_rows(files: PromptFiles) -> Iterator[PromptRow]:
-    """Yield decoded rows: the first ones of the first file, and one of each other file.
-
-    Raises:
-        DataError: a row cannot be used.
-    """
-    reader, seen = SlabReader(), set[str]()
-    for block in files.blocks:
-        if block.path not in seen:
-            count = 1 if seen else ROWS_LOOKED_AT
-            seen.add(block.path)
-            for slab in islice(reader.read(block), 1):
-                for index in range(min(len(slab), count)):
-                    yield slab.decode(index, files.columns)
-
-
 def _length_findings(
     config: RunConfig, rows: Mapping[str, Sequence[PromptRow]]
 ) -> Iterator[Finding]:
@@ -147,9 +89,10 @@ def _length_findings(
             "pip install 'sluice[torch]'",
         )
         return
-    answers = measure(config, [row for _, row in measured])
-    if isinstance(answers, str):
-        yield of_text(answers, "replicas refuse to start")
+    try:
+        answers = measure(config, [row for _, row in measured])
+    except ConfigError as error:
+        yield of_text(str(error), "replicas refuse to start")
         return
     for key in rows:
         own = [
@@ -162,33 +105,28 @@ def _length_findings(
         yield from overlong_findings(config.data, key, tokens)
 
 
-def measure(config: RunConfig, rows: Sequence[PromptRow]) -> Sequence[int | str] | str:
-    """Return each row's tokens with the chat template, or why the template refuses it; or why none
-    can be measured."""
-    data, model = config.data, config.actor_rollout_ref.model.path
+def measure(config: RunConfig, rows: Sequence[PromptRow]) -> list[int | str]:
+    """Return each row's tokens with the chat template, or why the template refuses it.
+
+    Raises:
+        ConfigError: none can be measured.
+    """
+    data, model = config.data, config.actor_rollout_ref.model
     asked = PromptsToMeasure(
-        model,
+        model.path,
         data.apply_chat_template_kwargs,
-        config.actor_rollout_ref.model.trust_remote_code,
+        model.trust_remote_code,
         [[(turn.role, turn.content) for turn in row.messages] for row in rows],
     )
-    try:
-        ended = subprocess.run(
-            [sys.executable, *_MEASURE],
-            input=msgspec.msgpack.encode(asked),
-            capture_output=True,
-            timeout=_MEASURING_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return (
-            f"actor_rollout_ref.model.path = {model}: its tokenizer and chat template took more "
-            f"than {_MEASURING_S:g} s for {len(rows)} prompts; look at the template"
-        )
-    if ended.returncode != 0:
-        lines = ended.stderr.decode(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("sluice: ERROR ") if lines else f"code {ended.returncode}"
-    return msgspec.msgpack.decode(ended.stdout, type=list[int | str])
+    answers, _ = answer_of(
+        _MEASURE,
+        asked,
+        list[int | str],
+        what=f"actor_rollout_ref.model.path = {model.path}: tokenizing {len(rows)} prompts",
+        timeout_s=_MEASURING_S,
+        remedy="look at its tokenizer and chat template",
+    )
+    return answers
 
 
 def template_findings(answers: Sequence[tuple[PromptRow, int | str]]) -> Iterator[Finding]:

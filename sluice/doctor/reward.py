@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -13,26 +11,17 @@ from sluice.config.schema.reward import RewardConfig
 from sluice.data.known_sources import DEFAULT_ROUTES, scorer_name
 from sluice.data.prompt_rows import PromptRow
 from sluice.doctor.finding import Examined, Finding, fine, of_text, problem, warning
-from sluice.doctor.prompts import TRAIN_KEY, VAL_KEY, file_names, first_rows, open_files
-from sluice.errors import ConfigError, DataError, SluiceError
+from sluice.doctor.rows import TRAIN_KEY, VAL_KEY, file_names
+from sluice.doctor.trial import TrialAnswer, answer_of
+from sluice.errors import DataError, SluiceError
 
-COMMAND = ("-m", "services.reward.scorer_check")
+COMMAND = "services.reward.scorer_check"
 DEADLINE_S = 95.0
 ENOUGH_S = 20.0  # a row after this is not graded any more
 LOADING_S = 70.0  # above the deadline of loading, and of the row in work
 ROWS_OF_A_SOURCE, ROWS_LOOKED_AT = 4, 16
 _LONGEST_TRUTH = 200
 _REFUSED = "the run refuses to start"
-
-
-class TrialAnswer(msgspec.Struct, frozen=True):
-    """The outcome of one row, as `services.reward.scorer_check` writes it."""
-
-    score: float | None = None
-    metrics: Mapping[str, float] = {}
-    prediction: str | None = None
-    failure: str = ""
-    frames: tuple[str, ...] = ()
 
 
 def check_reward(examined: Examined) -> Iterator[Finding]:
@@ -103,29 +92,26 @@ def try_responses(
     trial = {
         "reward": msgspec.to_builtins(reward),
         "rows": [
-            (row.data_source, response, row.ground_truth, row.extra_info) for row, response in pairs
+            (row.data_source, response, row.ground_truth, row.extra_info, _question(row))
+            for row, response in pairs
         ],
         "enough_s": enough_s,
     }
     timeout_s = LOADING_S + enough_s + reward.scorer_pool.timeout_s  # a judge may be slow
-    try:
-        ended = subprocess.run(
-            [sys.executable, *COMMAND],
-            input=msgspec.msgpack.encode(trial),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"reward.custom_reward_function.path = {reward.custom_reward_function.path}: loading "
-            f"and calling it took more than {timeout_s:g} s; look for a download or an endless loop"
-        ) from error
-    printed = ended.stderr.decode(errors="replace").strip()
-    if ended.returncode != 0:
-        reason = printed.rpartition("sluice: ERROR ")[2]
-        raise ConfigError(reason or f"exit code {ended.returncode}")
-    return msgspec.msgpack.decode(ended.stdout, type=list[TrialAnswer]), printed
+    function = reward.custom_reward_function.path
+    return answer_of(
+        COMMAND,
+        trial,
+        list[TrialAnswer],
+        what="loading and calling "
+        + (f"reward.custom_reward_function.path = {function}" if function else "what grades"),
+        timeout_s=timeout_s,
+        remedy="look for a download or an endless loop",
+    )
+
+
+def _question(row: PromptRow) -> str:
+    return row.messages[-1].content if row.messages else ""
 
 
 def made_up_response(row: PromptRow) -> str:
@@ -145,7 +131,7 @@ def _rows(examined: Examined) -> list[PromptRow]:
         if not file_names(config.data, key):
             continue
         try:
-            for row in first_rows(open_files(config, key)):
+            for row in examined.first_rows(key)[1]:
                 source = row.data_source
                 is_graded = is_custom or scorer_name(source, routes) is not None
                 if is_graded and counts[source] < ROWS_OF_A_SOURCE:

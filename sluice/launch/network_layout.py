@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sluice.service_contract import WEIGHTS_HEALTH
+from sluice.service_contract import CONFIG_NAME, WEIGHTS_HEALTH
 
 Kind = Literal["trainer", "reward", "rollout"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-CONFIG_NAME = "config.yaml"
 
 # Inside a container: volumes, and the one configuration in the run's folder.
 RUNS_MOUNT, JOBS_MOUNT = "/runs", "/jobs"

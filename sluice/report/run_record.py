@@ -61,18 +61,6 @@ def accuracy_of(row: Row) -> float | None:
     return fmean(values) if values else None
 
 
-def read_run(run_dir: Path) -> RunRecord:
-    """Read the record of a run that reached its end.
-
-    Raises:
-        DataError: it did not reach its end, or a line cannot be read.
-    """
-    for name in (METRICS_NAME, ACCOUNTS_NAME):
-        if not (run_dir / name).is_file():
-            raise DataError(f"{run_dir / name}: missing; the run did not reach its end")
-    return read_progress(run_dir)
-
-
 def read_progress(run_dir: Path) -> RunRecord:
     """Read the record of a run that may not have ended; of a repeated step the last line counts.
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.report.run_record import ACCOUNTS_NAME, METRICS_NAME, read_progress
+from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
 
-# Written at each start.
-CONFIG_NAME = "config.yaml"
 # Title, prefix of the parts, name of the total, name of the residual.
 _ACCOUNTS = (
     ("tokens", "tokens/", "generated_tokens", "tokens_residual"),

@@ -52,6 +52,7 @@ _CODE_BY_ERROR: tuple[tuple[type[errors.SluiceError], grpc.StatusCode], ...] = (
     # Before its base: the first class that fits counts.
     (errors.DataExhaustedError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.BatchUnfillableError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.ValidationFailedError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.WeightSyncError, grpc.StatusCode.ABORTED),
     # Before its base, too.

@@ -8,6 +8,7 @@ make.
 
 from __future__ import annotations
 
+import shlex
 import ssl
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -158,7 +159,8 @@ def _refusal(error: ssl.SSLCertVerificationError, name: str) -> CertificateError
     elif code in _WRONG_NAMES:
         detail = (
             f"does not name {name}, where peers connect to; make one that does "
-            f"(`sluice certs --host {name}`), or set sluice.security.server_name to a name in it"
+            f"(`sluice certs --host {shlex.quote(name)}`), or set sluice.security.server_name to a "
+            "name in it"
         )
     else:
         detail = f"is refused by peers: {error.verify_message}"

@@ -23,8 +23,8 @@ TRACE_BITS, SPAN_BITS = 128, 64
 _LONGEST_HEADER = 256
 _SAMPLED = 1
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-# Not the interpreter's own generator: runs seed that one to be repeatable.
-RANDOM = random.Random()
+# The system's: runs seed the interpreter's own, and a fork would repeat any other's numbers.
+_RANDOM = random.SystemRandom()
 
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -125,7 +125,7 @@ def parse_traceparent(value: object) -> TraceContext | None:
 
 def new_id(bits: int) -> int:
     """Return a random id of a trace or a span; never 0, which is not valid."""
-    return RANDOM.getrandbits(bits) or 1
+    return _RANDOM.getrandbits(bits) or 1
 
 
 def is_chosen(trace_id: int, ratio: float) -> bool:

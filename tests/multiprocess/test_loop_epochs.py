@@ -58,4 +58,4 @@ def test_the_accounts_hold_every_prompt_of_the_epoch_and_the_groups_without_a_ba
     assert accounts["submitted"] == ROWS == sum(ended.values()) + accounts["pending"]
     assert accounts["trained"] == len(filtered.steps) * GROUPS
     assert 0 <= accounts["pending"] < GROUPS
-    assert accounts["prompts_lost"] == 0
+    assert (accounts["prompts_lost"], accounts["data_exhausted"]) == (0, 1)

@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
+from services.trainer.loop.reward_client import RewardClient
 from sluice.api.reward.v1 import reward_pb2
+from sluice.errors import ValidationFailedError
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 from tests.support.reward_process import reward_process, turn
 from tests.support.reward_scenarios import mixed, until
@@ -108,3 +110,26 @@ async def test_a_caller_that_leaves_an_evaluation_ends_its_generation(
         answer = await service.stub.Evaluate(request, timeout=30)
     assert answer.metrics["val-aux/num_prompts"] == 6
     assert answer.metrics["val-aux/num_failed_samples"] == 0
+
+
+async def test_a_validation_that_fails_is_not_asked_for_again_and_says_why(
+    tmp_path: Path, configure: Callable[..., Path]
+) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text("def compute_score(*args, **kwargs):\n    raise ValueError('no grade')\n")
+    validation = write_prompts(tmp_path / "val.parquet", prompt_rows(mixed(6)))
+    replica = ScriptedReplica()
+    config = configure(
+        mixed(8),
+        data__train_files=None,
+        data__val_files=str(validation),
+        reward__custom_reward_function={"path": str(scorer)},
+    )
+    async with scripted_replicas(replica), reward_process(config) as service:
+        await service.announce(0, [replica])
+        client = RewardClient(service.stub, "trainer-1", batch_timeout_s=60.0)
+        with pytest.raises(
+            ValidationFailedError, match=r"version 0: 6 of 6 .*ValueError: no grade"
+        ):
+            await client.evaluate(0, 0, lambda: 0)
+    assert len(replica.calls) == 6

@@ -11,7 +11,8 @@ import pytest
 
 from sluice.config.loading.loader import load_config
 from sluice.data.prompt_rows import PromptRow
-from sluice.doctor.reward import TrialAnswer, trial_finding, try_scorer
+from sluice.doctor.reward import trial_finding, try_scorer
+from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError
 from sluice.types import ChatMessage
 from tests.support.doctor_findings import only
@@ -46,8 +47,8 @@ def test_a_good_function_scores_a_made_up_response_to_each_row(tmp_path: Path) -
         ("import nowhere", "compute_score", r"score\.py.*No module named 'nowhere'.*line 1"),
         (GOOD, "grade", r"score\.py defines no function 'grade'"),
         ("def grade(answer): return 1", "grade", r"grade\(answer\) cannot be called"),
-        ("import sys; sys.exit(4)", "grade", r"score\.py ended with exit code 4"),
-        ("import os; os.kill(os.getpid(), 11)", "grade", r"score\.py ended with signal SIGSEGV"),
+        ("import sys; sys.exit(4)", "grade", r"score\.py ended with code 4"),
+        ("import os; os.kill(os.getpid(), 11)", "grade", r"score\.py ended with SIGSEGV"),
         ("held = bytearray(2**33)", "grade", r"score\.py fails to import: MemoryError"),
     ],
 )

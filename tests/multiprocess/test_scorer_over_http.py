@@ -17,11 +17,14 @@ from services.reward.grading.messages import ScorerInput
 from services.reward.grading.pool import ScorerPool, running_scorer_pool
 from sluice.config.schema.reward import (
     CustomRewardFunctionConfig,
+    RewardConfig,
     RewardModelConfig,
     ScorerPoolConfig,
 )
+from sluice.data.prompt_rows import PromptRow
+from sluice.doctor.reward import try_responses
 from sluice.errors import ConfigError
-from sluice.types import Failed, FailureKind, Scored
+from sluice.types import ChatMessage, Failed, FailureKind, Scored
 
 POOL = ScorerPoolConfig(num_workers=1, timeout_s=8.0)
 RULES_ONLY = CustomRewardFunctionConfig()
@@ -101,6 +104,16 @@ async def test_the_models_number_is_the_score(monkeypatch: pytest.MonkeyPatch) -
     assert body["model"] == "judge"
     assert body["messages"] == [{"role": "user", "content": "2+2?|It is 4.|4"}]
     assert body["temperature"] == 0
+
+
+def test_reward_try_asks_the_model_that_the_run_would_ask() -> None:
+    row = PromptRow((ChatMessage("user", "2+2?"),), "mine", "4", {}, "row 0")
+    with served(lambda handler: handler.answer(completion("Grade: 0.75"))) as (settings, requests):
+        reward = RewardConfig(reward_model=msgspec.structs.replace(settings, enable=True))
+        answers, _ = try_responses(reward, [(row, "It is 4.")], 20.0)
+    assert [one.score for one in answers] == [0.75]
+    ((_, _, body),) = requests
+    assert body["messages"] == [{"role": "user", "content": "2+2?|It is 4.|4"}]
 
 
 def _hang(handler: Handler) -> None:

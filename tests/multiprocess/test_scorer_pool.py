@@ -190,7 +190,7 @@ async def test_a_function_that_ends_its_process_while_loading_is_a_configuration
     path = tmp_path / "quits.py"
     path.write_text("import os\nos._exit(5)\n")
     pool = ScorerPool(ScorerPoolConfig(), CustomRewardFunctionConfig(path=str(path)))
-    with pytest.raises(ConfigError, match=r"quits\.py ended with exit code 5"):
+    with pytest.raises(ConfigError, match=r"quits\.py ended with code 5"):
         await pool.start()
     await pool.stop()
 

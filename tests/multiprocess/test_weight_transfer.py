@@ -87,7 +87,7 @@ def _transfer(
 
 
 def test_three_ranks_hold_equal_digests_version_after_version_in_one_epoch() -> None:
-    with _sender(timeout_s=20) as sender, peer_processes(["r0", "r1"]) as peers:
+    with _sender(timeout_s=20) as sender, peer_processes(["r0", "r1"], forked=False) as peers:
         _form(sender, 1, peers, _small(0))
         for version in (1, 2, 3):
             _transfer(sender, version, peers, _small(version))
@@ -171,7 +171,7 @@ def test_a_newcomer_joins_in_a_new_epoch_and_gets_the_version_the_others_have() 
 
 
 def test_a_process_that_abandoned_a_pending_collective_exits_cleanly() -> None:
-    with _sender(timeout_s=_SHORT_S) as sender, peer_processes(["r0"]) as peers:
+    with _sender(timeout_s=_SHORT_S) as sender, peer_processes(["r0"], forked=False) as peers:
         _form(sender, 1, peers, _small(1))
         peers[0].stage(1)
         peers[0].abort("leaving in the middle")

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+
+from sluice.concurrency.process import SUPERVISOR_VARIABLE
+from sluice.launch.processes.child import Child, ThisMachine
+from sluice.launch.service_spec import ServiceSpec
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Torch, transformers, trainer and engine, once for each process of pytest.
 _CONTEXT.set_forkserver_preload(
-    ["tests.support.rank_peer", "tests.support.replica_process", "tests.support.causal_lms"]
+    [
+        *("tests.support.rank_peer", "tests.support.replica_process", "tests.support.causal_lms"),
+        *("services.trainer.__main__", "services.trainer.leader", "services.rollout.__main__"),
+        "tests.support.weight_peer",
+    ]
 )
+# The reward service loads no torch: it starts fast, and from its own program.
+_SERVICES = ("services.trainer", "services.rollout")
 
 
 class PreloadedProcess:
@@ -65,10 +79,7 @@ class PreloadedProcess:
 
 
 def _run(
-    module: str,
-    arguments: list[str],
-    environment: dict[str, str],
-    streams: tuple[Connection, Connection, Connection],
+    module: str, arguments: list[str], environment: dict[str, str], streams: Sequence[Connection]
 ) -> None:
     os.environ.update(environment)
     for number, stream in enumerate(streams):
@@ -77,3 +88,99 @@ def _run(
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives with the process
     sys.argv = [module, *arguments]
     sys.exit(importlib.import_module(module).main())
+
+
+class PreloadedHost(ThisMachine):
+    """Starts trainers and replicas as forks of a process that has their imports; others as usual.
+
+    They are the services' own `main`, with the arguments, environment, output, signals and exit
+    codes of a supervised process. Each start saves 5 s of a core.
+    """
+
+    async def start(self, spec: ServiceSpec) -> Child:
+        """Start it at once."""
+        python, _, module, *arguments = spec.command
+        if python != sys.executable or module not in _SERVICES:
+            return await super().start(spec)
+        await asyncio.to_thread(_import_all)
+        read_end, write_end = os.pipe()
+        output = asyncio.StreamReader(limit=1 << 20)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(read_end, "rb", 0)
+        )
+        its_output = Connection(write_end, readable=False)
+        environment = {**os.environ, **spec.environment}
+        process = _CONTEXT.Process(
+            target=_serve, args=(module, arguments, environment, its_output), daemon=True
+        )
+        process.start()
+        its_output.close()
+        return _ForkedChild(spec.name, process, output, pipe)
+
+
+class _ForkedChild(Child):
+    """A started service, a child of the process that has the imports."""
+
+    def __init__(
+        self,
+        name: str,
+        process: ForkServerProcess,
+        output: asyncio.StreamReader,
+        pipe: asyncio.BaseTransport,
+    ) -> None:
+        assert process.pid is not None
+        super().__init__(name, process.pid)
+        self._process, self._output, self._pipe = process, output, pipe
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(process.sentinel, self._note_end)
+
+    def _note_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._process.join()
+        self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    async def lines(self) -> AsyncIterator[str]:
+        while raw := await self._output.readline():
+            yield raw.decode(errors="replace").rstrip()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        if not self.has_ended:
+            self._process.terminate()
+
+    def _send_kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def end(self, grace_s: float) -> bool:
+        killed = await super().end(grace_s)
+        self._pipe.close()
+        return killed
+
+
+@cache
+def _import_all() -> None:
+    """Wait until the process is there from which the others start."""
+    first = _CONTEXT.Process(target=os.getpid, daemon=True)
+    first.start()
+    first.join()
+
+
+def _serve(
+    module: str, arguments: list[str], environment: dict[str, str], output: Connection
+) -> None:
+    os.setsid()
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    supervised = environment | {SUPERVISOR_VARIABLE: str(os.getppid())}
+    nothing = Connection(os.open(os.devnull, os.O_RDONLY), writable=False)
+    errors = Connection(os.dup(output.fileno()), readable=False)
+    _run(f"{module}.__main__", arguments, supervised, (nothing, output, errors))

@@ -37,6 +37,7 @@ from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
 from sluice.quickstart.tokenizer import save_tokenizer, train_tokenizer
 from sluice.rpc.client import open_channel
 from sluice.rpc.credentials import client_credentials
+from tests.support.preloaded import PreloadedHost
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 
 GROUPS, SAMPLES, TRAIN_ROWS = 4, 4, 2000
@@ -197,7 +198,8 @@ class LiveRun:
     def new_replica(self, index: int) -> Supervisor:
         """A supervisor of one more replica, not started yet."""
         spec = replace(rollout_service(self.config, self._config_file, index), restarts=NO_RESTARTS)
-        return Supervisor([spec], self._config_file.parent / "logs", lambda *_: None, 30.0)
+        logs = self._config_file.parent / "logs"
+        return Supervisor([spec], logs, lambda *_: None, 30.0, PreloadedHost())
 
     async def status(self) -> trainer_pb2.GetStatusResponse:
         """The trainer's status."""
@@ -261,7 +263,11 @@ async def _run(config: RunConfig, run_dir: Path, scenario: Scenario) -> Record:
     pids: set[int] = set()
     specs = local_services(config, config_file)
     supervisor = Supervisor(
-        specs, run_dir / "logs", lambda name, line: lines.append((name, line)), 35.0
+        specs,
+        run_dir / "logs",
+        lambda name, line: lines.append((name, line)),
+        35.0,
+        PreloadedHost(),
     )
     run = LiveRun(config, config_file, supervisor)
     try:

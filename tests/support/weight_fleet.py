@@ -12,36 +12,50 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from sluice.types import TransferGroupSpec
+from tests.support.preloaded import PreloadedProcess
 
 _ROOT = Path(__file__).parents[2]
+_MODULE = "tests.support.weight_peer"
 _ANSWER_S = 90.0
 
 
 class PeerProcess:
-    """One receiver in a process of its own."""
+    """One receiver in a process of its own.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the member.
+        forked: start fast, from a process with the imports; else as a program, so that its end is
+            the interpreter's.
+    """
+
+    def __init__(self, name: str, *, forked: bool = True) -> None:
         self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.weight_peer"],
-            cwd=_ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         self._errors: list[str] = []
-        self._error_reader = threading.Thread(target=self._read_errors, daemon=True)
-        self._error_reader.start()
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        variables = {"OMP_NUM_THREADS": "1"}
+        self._process: PreloadedProcess | subprocess.Popen[str]
+        if forked:
+            self._process = PreloadedProcess(_MODULE, [], variables)
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE],
+                cwd=_ROOT,
+                env=os.environ | variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def join(self, spec: TransferGroupSpec) -> None:
         """Begin to join; the answer comes when the group is formed."""
@@ -77,7 +91,7 @@ class PeerProcess:
         except queue.Empty:
             raise AssertionError(f"{self.name} did not answer within {_ANSWER_S} s") from None
         if answer is None:
-            self._error_reader.join(_ANSWER_S)
+            self._readers[1].join(_ANSWER_S)
             raise AssertionError(f"{self.name} ended: {''.join(self._errors)}")
         return answer
 
@@ -93,17 +107,16 @@ class PeerProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         code = self._process.wait(_ANSWER_S)
-        self._error_reader.join(_ANSWER_S)
+        self._readers[1].join(_ANSWER_S)
         return code, "".join(self._errors)
 
     def end(self) -> None:
         """Kill it (a stopped process too) and close its pipes."""
         self._process.kill()
         self._process.wait(_ANSWER_S)
-        self._reader.join(_ANSWER_S)
-        self._error_reader.join(_ANSWER_S)
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
+        for reader in self._readers:
+            reader.join(_ANSWER_S)
+        for pipe in filter(None, (self._process.stdin, self._process.stdout, self._errors_pipe)):
             # A command begun after its death is still in the buffer, and is flushed to nobody.
             with suppress(BrokenPipeError):
                 pipe.close()
@@ -114,17 +127,21 @@ class PeerProcess:
             self._answers.put(json.loads(line))
         self._answers.put(None)
 
+    @property
+    def _errors_pipe(self) -> IO[str] | None:
+        """None for a fork, whose errors go where those of the tests go."""
+        return None if isinstance(self._process, PreloadedProcess) else self._process.stderr
+
     def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        self._errors.extend(self._process.stderr)
+        self._errors.extend(self._errors_pipe or ())
 
 
 @contextmanager
-def peer_processes(names: Sequence[str]) -> Iterator[list[PeerProcess]]:
+def peer_processes(names: Sequence[str], *, forked: bool = True) -> Iterator[list[PeerProcess]]:
     """Start a process for each name, wait until they listen; all are gone when the block ends."""
     peers: list[PeerProcess] = []
     try:
-        peers.extend(PeerProcess(name) for name in names)
+        peers.extend(PeerProcess(name, forked=forked) for name in names)
         for peer in peers:
             # Importing torch takes seconds, which no deadline of a group is meant to cover.
             assert peer.answer() == {"op": "ready"}

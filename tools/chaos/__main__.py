@@ -15,11 +15,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -28,7 +27,7 @@ from sluice.concurrency.process import SUPERVISOR_VARIABLE
 from sluice.config.addresses import peer_address
 from sluice.config.run import RunConfig
 from sluice.errors import DataError, SluiceError
-from sluice.report.run_record import read_run
+from sluice.report.run_record import read_progress
 from tools.chaos import verdict
 from tools.chaos.cable import Cable, cable
 from tools.chaos.faults import FAR, REPLICAS, Fault, Injector, make_schedule
@@ -42,7 +41,7 @@ from tools.launched_run import (
     launched_run,
     prepare_run,
 )
-from tools.phases import PhaseError, say
+from tools.phases import PhaseError, say, tool_parser
 
 _LONGEST_CALM_S, _LONGEST_QUIET_S = 30.0, 45.0
 _START_S, _STEP_S, _END_S = 240.0, 120.0, 20.0
@@ -73,11 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.chaos",
-        description="Kills, stops, adds, removes and cuts off processes of a run that trains.",
-        epilog="example: python -m tools.chaos --minutes 1 --seed 7 --size tiny",
-    )
+    parser = tool_parser(__doc__, "python -m tools.chaos --minutes 1 --seed 7 --size tiny")
     parser.add_argument("--minutes", type=float, default=10.0, help="calm, faults and quiet")
     parser.add_argument("--seed", type=int, default=0, help="of faults, model, data and sampling")
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between faults")
@@ -104,9 +99,9 @@ async def _run(
     say("making model and data")
     config, file = prepare_run(
         folder,
-        SIZES[options.size],
+        options.size,
         (
-            *SHORT_DEADLINES,
+            SHORT_DEADLINES,
             f"sluice.rollout.replicas={REPLICAS}",
             f"trainer.rollout_data_dir={(folder / 'dumps').absolute()}",
         ),
@@ -119,9 +114,12 @@ async def _run(
         work = [observer.run(), witness.run()]
         if not isinstance(plugged, str):
             work.append(_keep_far(injector, plugged, file))
-        async with _beside(*work):
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(each) for each in work]
             times, failure = await _go(run, observer, injector, schedule, calm_s, quiet_s)
             exit_code = await run.stop("the time is over")
+            for task in beside:
+                task.cancel()
     observer.read_files()
     report = _report(folder, config, observer, witness, injector, times, options)
     return report | {"exit_code": exit_code, "failure": failure}
@@ -203,8 +201,8 @@ def _report(
     differing = [version for (_, version), found in observer.digests.items() if len(found) > 1]
     late = verdict.late_waits(observer.waits, config.sluice, injector.stopped)
     service_lost, accuracy = observer.most_lost, None
-    with suppress(DataError):  # it did not reach its end, which its exit code shows
-        record = read_run(run_dir)
+    with suppress(DataError):  # a trainer that was killed may leave half a line
+        record = read_progress(run_dir)
         service_lost = max(service_lost, record.accounts.get("prompts_lost", 0.0))
         accuracy = next((point.accuracy for point in reversed(record.accuracies())), None)
     full_rate = verdict.tokens_per_s(observer.groups, times.calm_s, times.faults_s)
@@ -274,18 +272,6 @@ def _say_found(what: str, examples: Sequence[str]) -> None:
     """Print what has to be nothing and is not, with examples."""
     if examples:
         say(f"FOUND {len(examples)} {what}: {'; '.join(examples[:_NUM_EXAMPLES])}")
-
-
-@asynccontextmanager
-async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines for the length of the block."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(each) for each in work]
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
 
 
 if __name__ == "__main__":

@@ -8,15 +8,18 @@ a fault that is impossible at its moment is skipped and reported.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sluice.client.launcher import LaunchedProcess, Launcher
+from sluice.concurrency.process import START_FIELD, stat_fields
 from sluice.errors import SluiceError
 from sluice.launch.servicer import launcher_of
 from tools.chaos.cable import Cable
@@ -43,8 +46,7 @@ KINDS: dict[str, tuple[int, float, float]] = {
 REPLICAS = 2  # of the launcher at the beginning
 # The supervisor gives a process up that dies six times in a row, with no life of two minutes.
 _MOST_RESTARTS, _LONG_LIFE_S = 4, 125.0
-# Of what follows the command's name in /proc/PID/stat.
-_PARENT_FIELD, _START_FIELD = 1, 19
+_PARENT_FIELD = 1
 _DELAYS_S = (0.05, 0.3)
 _CORE = ("trainer", "reward")
 
@@ -213,9 +215,9 @@ def _is_mortal(process: LaunchedProcess) -> bool:
     """Return whether it restarts when it is killed: not too often, or after a long life."""
     if process.restarts < _MOST_RESTARTS:
         return True
-    up_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    ticks = int(_stat(process.pid)[_START_FIELD])
-    return up_s - ticks / os.sysconf("SC_CLK_TCK") > _LONG_LIFE_S
+    fields = stat_fields(process.pid)
+    started_s = int(fields[START_FIELD]) / os.sysconf("SC_CLK_TCK") if fields else math.inf
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s > _LONG_LIFE_S
 
 
 def _chosen(fault: Fault, among: Sequence[LaunchedProcess]) -> LaunchedProcess:
@@ -239,17 +241,9 @@ def _scorers(reward: LaunchedProcess | None) -> list[LaunchedProcess]:
     """Return the scorer processes of the reward service."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes()
-            parent = int(_stat(int(entry.name))[_PARENT_FIELD])
-        except OSError:
-            continue
-        if reward and parent == reward.pid and b"services.reward.grading.process" in command:
-            found.append(LaunchedProcess("scorer", int(entry.name), 0, is_draining=False))
+        with suppress(OSError):  # it has ended meanwhile
+            is_scorer = b"services.reward.grading.process" in (entry / "cmdline").read_bytes()
+            parent = stat_fields(int(entry.name))[_PARENT_FIELD:][:1]
+            if reward and is_scorer and parent == [str(reward.pid)]:
+                found.append(LaunchedProcess("scorer", int(entry.name), 0, is_draining=False))
     return sorted(found, key=lambda one: one.pid)
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields behind the command's name; raise OSError if the process has ended."""
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    return text.rsplit(")", 1)[1].split()

@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -27,8 +26,8 @@ import pyarrow.parquet as pq
 
 from sluice.client.async_client import AsyncClient
 from sluice.client.run_address import address_of_run, locate_run
-from tools.launched_run import SHORT_DEADLINES, SIZES, LaunchedRun, launched_run, prepare_run
-from tools.phases import say
+from tools.launched_run import SHORT_DEADLINES, SIZES, LaunchedRun, training_run
+from tools.phases import say, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON, NODE = "python", "node"
@@ -134,10 +133,16 @@ class Client:
 def main(arguments: Sequence[str]) -> int:
     """Run the demo; return 1 if an answer is missing or doubled, or training stood still."""
     options = _parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="sluice-clients-") as scratch:
-        folder = options.folder or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        report = asyncio.run(_demo(folder, options))
+    settings = (
+        SHORT_DEADLINES,
+        "sluice.rollout.replicas=2",
+        "trainer.save_freq=-1",
+        f"actor_rollout_ref.rollout.max_num_seqs={options.slots}",
+        # Replicas refuse calls beyond so many waiting samples.
+        f"sluice.rollout.max_queued={options.max_queued}",
+    )
+    with training_run(options.run, settings, folder=options.folder) as run:
+        report = asyncio.run(_demo(run, options))
     sys.stdout.write(json.dumps(report) + "\n")
     wrong = ("lost", "failed", "answered_twice", "slots_left", "run_exit_code")
     training = report["training_steps_per_minute"]
@@ -146,11 +151,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.client_demo",
-        description="Samples from a run in training with many gRPC clients in two languages.",
-        epilog="example: python -m tools.client_demo --prompts 500 --clients 10",
-    )
+    parser = tool_parser(__doc__, "python -m tools.client_demo --prompts 500 --clients 10")
     parser.add_argument("--prompts", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--vanish", type=int, default=6, help="clients that are killed")
@@ -170,35 +171,24 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-async def _demo(folder: Path, options: argparse.Namespace) -> dict[str, object]:
-    say("making model and data")
-    settings = (
-        *SHORT_DEADLINES,
-        "sluice.rollout.replicas=2",
-        "trainer.save_freq=-1",
-        f"actor_rollout_ref.rollout.max_num_seqs={options.slots}",
-        # Replicas refuse calls beyond so many waiting samples.
-        f"sluice.rollout.max_queued={options.max_queued}",
-    )
-    config, file = prepare_run(folder, SIZES[options.run], settings)
-    rows = pq.read_table(config.data.train_files, columns=["prompt"]).to_pylist()
-    with launched_run(config, file) as run:
-        await run.until_training(3, 2, _WAIT_S)
-        paces = {"before": await _pace(run, asyncio.sleep(options.calm))}
-        say(f"training alone: {paces['before']} steps a minute")
-        task = {
-            "run": str(run.run_dir),
-            "trainer": locate_run(run.run_dir).trainer,
-            "concurrency": options.concurrency,
-            "max_tokens": options.max_tokens,
-            "deadline_s": _DEADLINE_S,
-        }
-        clients = _plan([row["prompt"] for row in rows], options)
-        paces["during"] = await _pace(run, _run_clients(clients, task))
-        say(f"with clients: {paces['during']} steps a minute")
-        slots_left = await _slots_left(run)
-        paces["after"] = await _pace(run, asyncio.sleep(options.calm))
-        code = await run.stop("the clients are done")
+async def _demo(run: LaunchedRun, options: argparse.Namespace) -> dict[str, object]:
+    rows = pq.read_table(run.config.data.train_files, columns=["prompt"]).to_pylist()
+    await run.until_training(3, 2, _WAIT_S)
+    paces = {"before": await _pace(run, asyncio.sleep(options.calm))}
+    say(f"training alone: {paces['before']} steps a minute")
+    task = {
+        "run": str(run.run_dir),
+        "trainer": locate_run(run.run_dir).trainer,
+        "concurrency": options.concurrency,
+        "max_tokens": options.max_tokens,
+        "deadline_s": _DEADLINE_S,
+    }
+    clients = _plan([row["prompt"] for row in rows], options)
+    paces["during"] = await _pace(run, _run_clients(clients, task))
+    say(f"with clients: {paces['during']} steps a minute")
+    slots_left = await _slots_left(run)
+    paces["after"] = await _pace(run, asyncio.sleep(options.calm))
+    code = await run.stop("the clients are done")
     return _report(clients, options) | {
         "slots_left": slots_left,
         "training_steps_per_minute": paces,

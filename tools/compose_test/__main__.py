@@ -25,10 +25,9 @@ from tools.compose_test.images import build, check_reward_image, remove_images
 from tools.compose_test.overlays import SERVICES, WANTED_ANSWERS, page_answers
 from tools.compose_test.project import TAG, Project
 from tools.compose_test.scenario import Scenario
-from tools.phases import PhaseError, Phases, conclude, say
+from tools.phases import PhaseError, Phases, conclude, conclude_without, say, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_DOCKER"
 _FAILURES = (CommandError, NoBaseImageError, PhaseError)
 # Of the range for benchmarks, so that it is no network that a machine is in; and not the one of a
 # test before, which may have been killed and left it.
@@ -49,10 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             with phases.phase("engine"):
                 say(f"engine: {stack.enter_context(engine(scratch / 'dockerd.log'))}")
         except NoEngineError as error:
-            say(f"NO DOCKER ENGINE: {error}")
-            if os.environ.get(SKIP_VARIABLE) == "1":
-                return conclude({"skipped": str(error)}, [])
-            return conclude({"error": str(error)}, [str(error)])
+            return conclude_without(error, "SLUICE_SKIP_WITHOUT_DOCKER", {})
         return _test(options, phases, scratch)
 
 
@@ -139,11 +135,7 @@ def _drive(scenario: Scenario) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compose_test",
-        description="Trains in containers, scales and kills them, and checks what is left.",
-        epilog="example: python -m tools.compose_test --steps 80",
-    )
+    parser = tool_parser(__doc__, "python -m tools.compose_test --steps 80")
     parser.add_argument("--steps", type=int, default=80, help="of training")
     parser.add_argument("--patience", type=float, default=900.0, help="seconds for each wait")
     parser.add_argument("--keep", action="store_true", help="leave containers and images")

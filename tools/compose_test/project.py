@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.commands import CommandError, output_of, succeeds
 
@@ -120,18 +121,15 @@ class Project:
         self.run("down", "-v", "--remove-orphans", "--timeout", "40", timeout_s=300)
 
 
-def _state(found: dict[str, dict[str, object]]) -> ContainerState:
-    state, labels = found["State"], found["Config"]["Labels"]
-    health = state.get("Health")
-    if not isinstance(labels, dict):
-        labels = {}
+def _state(found: dict[str, Any]) -> ContainerState:
+    state, labels = found["State"], found["Config"]["Labels"] or {}
     return ContainerState(
-        service=str(labels.get("com.docker.compose.service", "")),
-        status=str(state["Status"]),
-        health=str(health["Status"]) if isinstance(health, dict) else "none",
-        exit_code=int(str(state["ExitCode"])),
-        pid=int(str(state["Pid"])),
-        restarts=int(str(found["RestartCount"])),
+        service=labels.get("com.docker.compose.service", ""),
+        status=state["Status"],
+        health=(state.get("Health") or {}).get("Status", "none"),
+        exit_code=state["ExitCode"],
+        pid=state["Pid"],
+        restarts=found["RestartCount"],
     )
 
 

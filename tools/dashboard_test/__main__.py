@@ -20,12 +20,11 @@ from urllib.parse import urlsplit
 
 from tools.commands import NoProgramError, ensure_programs
 from tools.dashboard_test.training import HOSTILE, HOSTILE_LINE, HOSTILE_PROMPT, Training
-from tools.phases import PhaseError, Phases, conclude, say, until
+from tools.phases import PhaseError, Phases, conclude, conclude_without, tool_parser, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import ConsoleMessage, Page
 
-SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_CHROMIUM"
 _CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _TOKEN = "a-token-of-the-browser-test-alone"
 _VIEW, _NARROW = {"width": 1280, "height": 800}, {"width": 400, "height": 800}
@@ -52,10 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         browser = chromium()
     except NoProgramError as error:
-        say(f"NO BROWSER: {error}")
-        if os.environ.get(SKIP_VARIABLE) == "1":
-            return conclude({"phases": {}, "skipped": str(error)}, [])
-        return conclude({"phases": {}}, [str(error)])
+        return conclude_without(error, "SLUICE_SKIP_WITHOUT_CHROMIUM", {"phases": {}})
     problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="sluice-dashboard-") as scratch:
         log = options.pictures / "run.log"
@@ -266,11 +262,7 @@ def chromium() -> str:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.dashboard_test",
-        description="Opens the dashboard of a training run in headless Chromium.",
-        epilog="example: python -m tools.dashboard_test --python .venv/bin/python",
-    )
+    parser = tool_parser(__doc__, "python -m tools.dashboard_test --python .venv/bin/python")
     parser.add_argument("--python", default=sys.executable, help="with the project's packages")
     parser.add_argument("--steps", type=int, default=30, help="of training")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds for each wait")

@@ -1,1 +1,1 @@
-"""Build the documentation site: hooks for mkdocs, and the diagrams' renderer; `make docs`."""
+"""Build the documentation site: hooks for mkdocs; `make docs`."""

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs (mkdocs.yml names this file): folders in the nav, links to source, mermaid.
+"""Hooks of mkdocs (mkdocs.yml names this file): links to source, mermaid.
 
 The pages are written to be read in the repository. There a link to a source file works; on the site
 it leads to the repository's own pages if SLUICE_REPOSITORY_URL names them (without the file's path,
@@ -11,7 +11,7 @@ import html
 import os
 import posixpath
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,23 +21,14 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
 URL_VARIABLE = "SLUICE_REPOSITORY_URL"
 MERMAID = ROOT / "build" / "docs-packages" / "mermaid.min.js"
 MERMAID_ON_SITE = "assets/mermaid.min.js"
 # The entry page on the forge and the entry page of the site tell the same.
 _SAME_PAGE = {"README.md": "index.md"}
 
-NavItem = str | dict[str, "str | list[NavItem]"]
-
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill folders in."""
-    config.nav = expanded_nav(config.nav or [], DOCS)
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -54,21 +45,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Mend the links that lead out of the site."""
     del config, files
     return with_site_links(markdown, page.file.src_uri, os.environ.get(URL_VARIABLE, ""))
-
-
-def expanded_nav(nav: Sequence[NavItem], docs: Path) -> list[NavItem]:
-    """Return the nav with pages in place of each path that ends in a slash."""
-    return [_expanded(item, docs) for item in nav]
-
-
-def _expanded(item: NavItem, docs: Path) -> NavItem:
-    if isinstance(item, str):
-        return item
-    ((title, value),) = item.items()
-    if isinstance(value, str) and value.endswith("/"):
-        pages = sorted((docs / value).rglob("*.md"))
-        return {title: [page.relative_to(docs).as_posix() for page in pages]}
-    return {title: value if isinstance(value, str) else expanded_nav(value, docs)}
 
 
 def with_site_links(markdown: str, source: str, repository_url: str) -> str:

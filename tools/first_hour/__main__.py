@@ -23,7 +23,7 @@ from tools.first_hour.howtos import tried_pages
 from tools.first_hour.shell import Shell
 from tools.first_hour.trial import GROUPED, SINGLE
 from tools.first_hour.world import build
-from tools.phases import PhaseError, Phases, conclude, say
+from tools.phases import PhaseError, Phases, conclude, say, tool_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 _PIP_S = 900.0
@@ -31,11 +31,7 @@ _PIP_S = 900.0
 
 def main() -> int:
     """Run the trial."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.first_hour",
-        description="Repeats the first hour of a new user.",
-        epilog="example: python -m tools.first_hour --no-wheel",
-    )
+    parser = tool_parser(__doc__, "python -m tools.first_hour --no-wheel")
     parser.add_argument("--wheel", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of single checks")
     parser.add_argument(
@@ -43,24 +39,25 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     phases, left = Phases(), dict[int, list[str]]()
-    single = SINGLE if arguments.only is None else {n: SINGLE[n] for n in arguments.only}
-    groups = GROUPED if arguments.only is None else ()
+    only = arguments.only
+    single = [one for one in SINGLE if only is None or one[0] in only]
+    groups = GROUPED if only is None else ()
     pages: Mapping[str, str] = {}
     if arguments.howto is not None:
-        single, groups = {}, GROUPED[:1]  # which leaves a finished run in runs/mine
+        single, groups = [], GROUPED[:1]  # which leaves a finished run in runs/mine
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name:
         shell = Shell(Path(name))
         build(shell.folder)
-        for number, check in single.items():
-            with phases.phase(f"defect {number}, {check.__name__}"):
-                left[number] = _found(partial(check, shell))
+        for number, what, check in single:
+            with phases.phase(f"defect {number}, {what}"):
+                left.setdefault(number, []).extend(_found(partial(check, shell)))
         for group in groups:
             with phases.phase(group.__name__.replace("_", " ")):
                 try:
                     left |= group(shell)
                 except (PhaseError, OSError, ValueError, KeyError) as error:
                     left[0] = [f"{group.__name__}: {error}"]
-        if arguments.only is None:
+        if only is None:
             with phases.phase("how-tos"):
                 pages = tried_pages(ROOT / "docs" / "how-to", shell, arguments.howto)
         wheel = _found(partial(_wheel, Path(name))) if arguments.wheel else ["not tried"]

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from tools.first_hour.shell import WAIT_S, Shell
+from tools.first_hour.shell import Shell
 from tools.phases import say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,25 +70,13 @@ def _typed(body: str) -> Iterator[str]:
 def _failure(command: list[str], shell: Shell, code: int = 0) -> str:
     """Return the output of a command that ends otherwise than with `code`; empty: it did so."""
     packages = str(shell.folder / "packages")
-    ended = subprocess.run(
-        command,
-        cwd=shell.folder,
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PIP_TARGET": packages,
-            "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
-            "PYTHONPATH": packages,
-            "MPLBACKEND": "agg",
-            "PROTO": str(ROOT / "proto"),
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    if ended.returncode == code:
-        return ""
-    return f"{ended.stdout[-2000:]}\nexit code {ended.returncode}"
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PIP_TARGET": packages,
+        "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+        "PYTHONPATH": packages,
+        "MPLBACKEND": "agg",
+        "PROTO": str(ROOT / "proto"),
+    }
+    ended, output = shell.type(command, environment)
+    return "" if ended == code else f"{output[-2000:]}\nexit code {ended}"

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.commands import started
 from tools.phases import PhaseError, until
 
 SLUICE = (sys.executable, "-m", "sluice")
@@ -35,9 +36,16 @@ class Shell:
 
     def run(self, *words: str) -> tuple[int, str]:
         """Run `sluice` to its end; return exit code and all output."""
+        return self.type((*SLUICE, *words))
+
+    def type(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """Run a command to its end; return exit code and all output."""
         ended = subprocess.run(
-            [*SLUICE, *words],
+            command,
             cwd=self.folder,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -50,27 +58,16 @@ class Shell:
     @contextmanager
     def running(self, log_name: str, *words: str) -> Iterator[Running]:
         """Run `sluice` in the background, its output in a file, as with nohup."""
-        log = self.folder / log_name
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*SLUICE, *words],
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
-        run = Running(process, log)
-        try:
-            yield run
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                process.wait(WAIT_S)
-            if run.first_line_s is not None:
-                self.first_line_s.append(run.first_line_s)
-            self.longest_silence_s = max(self.longest_silence_s, run.longest_silence_s)
+        log, flushes = self.folder / log_name, {"PYTHONUNBUFFERED": "1"}
+        command = (*SLUICE, *words)
+        with started(command, log, flushes, folder=self.folder, ends_within_s=WAIT_S) as process:
+            run = Running(process, log)
+            try:
+                yield run
+            finally:
+                if run.first_line_s is not None:
+                    self.first_line_s.append(run.first_line_s)
+                self.longest_silence_s = max(self.longest_silence_s, run.longest_silence_s)
 
 
 class Running:
@@ -133,11 +130,6 @@ def has(text: str, *parts: str) -> list[str]:
     """Return what is missing in a text."""
     flat = " ".join(text.split())
     return [part for part in parts if not re.search(part, flat)]
-
-
-def started_processes(text: str) -> bool:
-    """Return whether a command started processes before it ended."""
-    return re.search(r"starting \d+ processes", text) is not None
 
 
 def settings(**values: object) -> Sequence[str]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tools.first_hour.shell import Shell, has, settings, started_processes
-from tools.first_hour.world import rows, write_rows
+from sluice.concurrency.process import process_marks
+from tools.first_hour.shell import Shell, has, settings
 from tools.phases import until
 
 Check = Callable[[Shell], list[str]]
@@ -24,9 +28,9 @@ def _summary(shell: Shell, run: str = _RUN) -> Mapping[str, Any]:
 
 def _killed(shell: Shell, run: str, *names: str) -> None:
     """Kill services of a run, by the process ids that they noted."""
-    for name in names:
-        mark = json.loads((shell.folder / run / "processes" / f"{name}.json").read_text())
-        os.kill(int(mark["pid"]), signal.SIGKILL)
+    for mark in process_marks(shell.folder / run):
+        if mark.name in names:
+            os.kill(mark.pid, signal.SIGKILL)
 
 
 def interrupted_and_resumed(shell: Shell) -> dict[int, list[str]]:
@@ -83,75 +87,21 @@ def killed_services(shell: Shell) -> dict[int, list[str]]:
     return {3: wrong, 16: [] if share < 0.01 else [f"tokens_residual_share {share:.3f}"]}
 
 
-def raising_reward(shell: Shell) -> list[str]:
-    """Defect 4: a reward function that always raises."""
-    words = settings(
-        reward__custom_reward_function__path="always.py", sluice__run_dir="runs/always"
-    )
-    code, text = shell.run("up", "run.yaml", *words)
-    missing = has(text, r"always\.py", "nokey", "line 2|always\\.py:2")
-    missing += ["it started processes"] if started_processes(text) else []
-    return missing + (["exit code 0"] if code == 0 else [])
-
-
-def overlong_row(shell: Shell) -> list[str]:
-    """Defect 5: one overlong prompt costs itself."""
-    words = settings(
-        data__train_files="huge.parquet",
-        data__truncation="error",
-        sluice__run_dir="runs/huge",
-        trainer__total_training_steps=5,
-        data__shuffle=False,
-        trainer__total_epochs=10,
-    )
-    with shell.running("huge.log", "up", "run.yaml", *words) as run:
-        code, text = run.end()
-    return has(text, "finished after step 5 of 5") + ([] if code == 0 else [f"exit code {code}"])
-
-
-def missing_packages(shell: Shell) -> list[str]:
-    """Defect 6: packages for engine and loggers are checked before the start."""
-    code, text = shell.run("train", "--script", "run_verl.sh", "sluice.run_dir=runs/verl")
-    missing = has(text, "vllm", "wandb", "pip install")
-    missing += ["it started processes"] if started_processes(text) else []
-    return missing + (["exit code 0"] if code == 0 else [])
-
-
-def launch_script(shell: Shell) -> list[str]:
-    """Defect 8: a launch script of verl is read as it is."""
-    _, text = shell.run("config", "check", "run_verl.sh")
-    wrong = ["an error about the script's words"] if "write key.path=value" in text else []
-    return wrong + has(text, r"verl\.trainer\.main_ppo")
-
-
-def broken_data(shell: Shell) -> list[str]:
-    """Defect 9: data files are read before the start."""
-    folder = shell.folder
-    write_rows(folder / "empty.parquet", [])
-    write_rows(folder / "column.parquet", [{"prompt": each["prompt"]} for each in rows(8)])
-    write_rows(folder / "text.parquet", [{**each, "prompt": "What is 1 + 1?"} for each in rows(8)])
-    whole = (folder / "train.parquet").read_bytes()
-    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    wrong = []
-    for name in ("empty", "column", "text", "cut"):
-        code, text = shell.run("config", "check", "run.yaml", f"data.train_files={name}.parquet")
-        if code == 0 or f"{name}.parquet" not in text:
-            wrong.append(f"{name}.parquet passes: {text[-300:]}")
+def shown_by_command(defect: Mapping[str, Any], shell: Shell) -> list[str]:
+    """Check a defect of `defects.toml`."""
+    words = defect["command"]
+    if words[0] == "up":
+        with shell.running(f"defect-{defect['number']}.log", *words) as run:
+            code, text = run.end()
+    else:
+        code, text = shell.run(*words)
+    wrong = has(text, *defect["has"])
+    wrong += [part for part in defect.get("has_not", ()) if part in text]
+    if defect.get("starts_nothing") and re.search(r"starting \d+ processes", text):
+        wrong.append("it started processes")
+    if "fails" in defect and defect["fails"] != (code != 0):
+        wrong.append(f"exit code {code}")
     return wrong
-
-
-def all_at_once(shell: Shell) -> list[str]:
-    """Defect 10: keys, types and rules come in one report."""
-    words = ("data.train_batchsize=3", "actor_rollout_ref.rollout.n=four")
-    _, text = shell.run("config", "check", "run.yaml", *words, "algorithm.adv_estimator=grppo")
-    return has(text, "train_batchsize", r"rollout\.n", "grppo")
-
-
-def short_context(shell: Shell) -> list[str]:
-    """Defect 11: the model's context against prompt and response."""
-    words = settings(data__max_prompt_length=1024, data__max_response_length=2048)
-    code, text = shell.run("config", "check", "run.yaml", *words)
-    return has(text, "512", "max_response_length") + (["exit code 0"] if code == 0 else [])
 
 
 def deleted_folder(shell: Shell) -> list[str]:
@@ -179,14 +129,10 @@ GROUPED: tuple[Callable[[Shell], dict[int, list[str]]], ...] = (
     interrupted_and_resumed,
     killed_services,
 )
-SINGLE: Mapping[int, Check] = {
-    4: raising_reward,
-    5: overlong_row,
-    6: missing_packages,
-    8: launch_script,
-    9: broken_data,
-    10: all_at_once,
-    11: short_context,
-    14: deleted_folder,
-    15: solved_task,
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("defects.toml").read_text(encoding="utf-8"))
+# Number, name and check; a number may have several.
+SINGLE: Sequence[tuple[int, str, Check]] = (
+    *((one["number"], one["name"], partial(shown_by_command, one)) for one in _TABLE["defect"]),
+    (14, "the folder of a live run is deleted", deleted_folder),
+    (15, "the filter drops nearly every group", solved_task),
+)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from sluice.quickstart.model import MAX_POSITIONS, make_model, save_model
+from sluice.quickstart.tokenizer import save_tokenizer, train_on_texts
 
 MODEL = "models/tiny"
-_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-_END = "<|im_end|>"
 _REWARD = '''def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Return the share of digits among the response's characters."""
     digits = sum(character.isdigit() for character in solution_str)
@@ -30,67 +26,26 @@ _SOLVED = '''def compute_score(data_source, solution_str, ground_truth, extra_in
     """Nearly always right, as for a policy that has learned its data."""
     return 0.0 if sum(solution_str.encode()) % 251 == 0 else 1.0
 '''
-_RUN = """data:
-  train_files: train.parquet
-  val_files: test.parquet
-  train_batch_size: 16
-  max_prompt_length: 64
-  max_response_length: 48
-actor_rollout_ref:
-  model: {path: models/tiny}
-  actor:
-    ppo_mini_batch_size: 16
-    use_dynamic_bsz: true
-    ppo_max_token_len_per_gpu: 8192
-    clip_ratio_high: 0.28
-    optim: {lr: 1.0e-4}
-  rollout: {n: 4, temperature: 1.0}
-algorithm:
-  filter_groups: {enable: true, metric: score}
-  rollout_correction: {rollout_is: token}
-reward:
-  custom_reward_function: {path: my_reward.py, name: compute_score}
-trainer: {total_training_steps: 400, save_freq: 1000, test_freq: 20}
-sluice:
-  run_dir: runs/mine
-  asynchrony: {max_staleness: 1}
-  rollout: {replicas: 1}
-"""
-_SCRIPT = r"""#!/bin/bash
-set -x
-BATCH=$((8 * 2))
-python3 -m verl.trainer.main_ppo \
-    algorithm.adv_estimator=grpo \
-    data.train_files=$PWD/train.parquet \
-    data.val_files=$PWD/test.parquet \
-    data.train_batch_size=${BATCH} \
-    data.max_prompt_length=64 \
-    data.max_response_length=48 \
-    actor_rollout_ref.model.path=models/tiny \
-    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.n=4 \
-    trainer.logger='["console","wandb"]' \
-    trainer.total_epochs=15 $@
-"""
 
 
 def build(folder: Path) -> None:
     """Write everything that the trial needs into a folder."""
-    (folder / MODEL).mkdir(parents=True)
-    _model(folder / MODEL)
+    tokenizer = train_on_texts(str(each["prompt"]) for each in rows(100))
+    save_model(make_model(tokenizer, seed=0), folder / MODEL)
+    save_tokenizer(tokenizer, folder / MODEL, MAX_POSITIONS)
     write_rows(folder / "train.parquet", rows(560))
     write_rows(folder / "test.parquet", rows(40, seed=1))
     write_rows(folder / "huge.parquet", [*rows(63, seed=2), row("9 + 9 " * 20_000, "18")])
-    for name, text in (
-        ("my_reward.py", _REWARD),
-        ("always.py", _RAISES),
-        ("solved.py", _SOLVED),
-        ("run.yaml", _RUN),
-        ("run_verl.sh", _SCRIPT),
-    ):
-        (folder / name).write_text(text, encoding="utf-8")
+    # Broken in four ways.
+    write_rows(folder / "empty.parquet", [])
+    write_rows(folder / "column.parquet", [{"prompt": each["prompt"]} for each in rows(8)])
+    write_rows(folder / "text.parquet", [{**each, "prompt": "What is 1 + 1?"} for each in rows(8)])
+    whole = (folder / "train.parquet").read_bytes()
+    (folder / "cut.parquet").write_bytes(whole[: len(whole) // 2])
+    for name in ("run.yaml", "run_verl.sh"):
+        shutil.copyfile(Path(__file__).with_name(name), folder / name)
+    for name, text in (("my_reward", _REWARD), ("always", _RAISES), ("solved", _SOLVED)):
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
 
 
 def row(question: str, answer: str) -> dict[str, object]:
@@ -112,31 +67,3 @@ def rows(count: int, seed: int = 0) -> list[dict[str, object]]:
 def write_rows(file: Path, found: list[dict[str, object]]) -> None:
     """Write a Parquet file."""
     pq.write_table(pa.Table.from_pylist(found), file)
-
-
-def _model(folder: Path) -> None:
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    special = ["<|im_start|>", _END]
-    trainer = trainers.BpeTrainer(
-        vocab_size=332, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    trained.train_from_iterator((str(each["prompt"]) for each in rows(100)), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=trained, eos_token=_END, pad_token=_END, chat_template=_TEMPLATE
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)

@@ -13,54 +13,34 @@ import asyncio
 import json
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 
+from sluice.client import AsyncClient
 from sluice.client.run_address import locate_run
 from sluice.rpc.client import open_channel
 from tools.fuzz.aftermath import HonestCaller, Size, growth_leaks, size_of
 from tools.fuzz.traffic import Traffic
-from tools.launched_run import SIZES, LaunchedRun, launched_run, prepare_run
-from tools.phases import say
+from tools.launched_run import LaunchedRun, settings_file, training_run
+from tools.phases import say, tool_parser
 
 _WARM_UP_SHARE, _ROUNDS, _START_S = 0.15, 20, 180.0
-_SETTINGS = (
-    "algorithm.filter_groups.enable=false",
-    "actor_rollout_ref.rollout.n=2",
-    "reward.scorer_pool.timeout_s=2.0",
-    "trainer.save_freq=-1",
-    "sluice.rollout.replicas=1",
-    "sluice.reward.max_client_pending=64",
-    "sluice.weights.timeout_s=5.0",
-    "sluice.log_level=WARNING",
-)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Fuzz; return 0 if nothing was found, and as many requests were made as requested."""
     options = _parse(arguments)
-    with tempfile.TemporaryDirectory(prefix="sluice-fuzz-") as scratch:
-        folder = options.folder or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Prompts of the attack are graded by the rules, as in a run without a function of its own.
-        size = replace(SIZES["tiny"], has_chance_scorer=False)
-        config, file = prepare_run(folder, size, _SETTINGS, seed=options.seed)
-        with launched_run(config, file) as run:
-            report = asyncio.run(_fuzz(run, options))
+    settings = [settings_file("fuzz")]
+    with training_run("tiny", settings, folder=options.folder, seed=options.seed) as run:
+        report = asyncio.run(_fuzz(run, options))
     sys.stdout.write(json.dumps(report) + "\n")
     return 1 if report["crashes"] or report["leaks"] or report["missing"] else 0
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.fuzz",
-        description="Sends malformed, absurd and broken-off requests to a live run.",
-        epilog="example: python -m tools.fuzz --requests 3000 --seed 7",
-    )
+    parser = tool_parser(__doc__, "python -m tools.fuzz --requests 3000 --seed 7")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -85,7 +65,9 @@ async def _fuzz(run: LaunchedRun, options: argparse.Namespace) -> dict[str, obje
             name: await stack.enter_async_context(open_channel(address, max_message_bytes=1 << 27))
             for name, address in addresses.items()
         }
-        caller, traffic = HonestCaller(channels), Traffic(channels, random.Random(options.seed))
+        client = await stack.enter_async_context(AsyncClient.connect(run.run_dir))
+        caller = HonestCaller(client, channels)
+        traffic = Traffic(channels, random.Random(options.seed))
         await caller.pause()
         pids = await _pids(run)
         warm_up = int(options.requests * _WARM_UP_SHARE)

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from sluice.api.common.v1 import common_pb2 as common
 from sluice.api.reward.v1 import reward_pb2 as reward
-from sluice.api.rollout.v1 import rollout_pb2 as rollout
 from sluice.api.trainer.v1 import trainer_pb2 as trainer
-from sluice.rpc.client import reward_stub, rollout_stub, trainer_stub
+from sluice.client import (
+    AsyncClient,
+    ChatMessage,
+    GenerateOptions,
+    NewPrompt,
+    Sampling,
+    ScoreItem,
+)
+from sluice.errors import SluiceError
+from sluice.rpc.client import reward_stub, trainer_stub
+from sluice.types import Scored
 from tools.fuzz.messages import DATA_SOURCE
 
 # Growth that is still no leak: megabytes of resident memory, open files, threads.
 _BOUNDS = {"memory, MB": 100.0, "open files": 24.0, "threads": 24.0}
 _HOLDER = "the fuzz run itself"
 _WAIT_S, _CALL_S = 90.0, 30.0
-_TURN = common.ChatMessage(role="user", content="2 + 2 = ?")
+_TURN = ChatMessage("user", "2 + 2 = ?")
 Size = dict[str, float]
 
 
@@ -50,14 +58,15 @@ class HonestCaller:
     """The fuzzer's calls to the run as an honest caller.
 
     Args:
-        channels: to ``trainer``, ``reward`` and ``rollout-0``.
+        client: of the run.
+        channels: to ``trainer`` and ``reward``.
     """
 
-    def __init__(self, channels: Mapping[str, grpc.aio.Channel]) -> None:
+    def __init__(self, client: AsyncClient, channels: Mapping[str, grpc.aio.Channel]) -> None:
+        self._client = client
         # The stubs are untyped.
         self._trainer: Any = trainer_stub(channels["trainer"])
         self._reward: Any = reward_stub(channels["reward"])
-        self._replica: Any = rollout_stub(channels["rollout-0"])
 
     async def pause(self) -> None:
         """Hold the run, so that only the attack is measured."""
@@ -89,9 +98,8 @@ class HonestCaller:
         return {name: text for name, text in found.items() if text is not None}
 
     async def _busy_slots(self) -> str | None:
-        status = await self._replica.GetStatus(rollout.GetStatusRequest(), timeout=_CALL_S)
-        busy = status.slots_busy + status.queued
-        return f"{status.slots_busy} busy, {status.queued} queued" if busy else None
+        busy = sum(replica.slots_busy for replica in await self._client.replicas())
+        return f"{busy} busy or queued" if busy else None
 
     async def _uncounted_prompts(self) -> str | None:
         status = await self._reward.GetStatus(reward.GetStatusRequest(), timeout=_CALL_S)
@@ -102,40 +110,24 @@ class HonestCaller:
         return None
 
     async def _generates(self) -> str | None:
-        request = rollout.GenerateRequest(
-            request_id="after",
-            prompt=common.PromptInput(chat=common.ChatPrompt(messages=[_TURN])),
-            sample_indexes=[0, 1],
-            sampling=common.SamplingParams(temperature=1.0, max_tokens=6, seed=1),
-        )
-        call = self._replica.Generate(request, timeout=_CALL_S)
-        indexes = {sample.sample_index async for event in call for sample in event.rollouts}
-        return None if indexes == {0, 1} else f"Generate gave samples {indexes}"
+        options = GenerateOptions(n=2, sampling=Sampling(max_tokens=6, seed=1))
+        found = await self._client.generate([_TURN], options)
+        indexes = [rollout.sample_index for rollout in found.rollouts]
+        return None if indexes == [0, 1] else f"Generate gave samples {indexes}"
 
     async def _scores(self) -> str | None:
-        items = [
-            reward.ScoreItem(data_source=DATA_SOURCE, response=f"Answer: {n}", ground_truth="3")
-            for n in (3, 4)
+        items = [ScoreItem(DATA_SOURCE, f"Answer: {n}", "3") for n in (3, 4)]
+        found = [
+            one.score if isinstance(one, Scored) else one for one in await self._client.score(items)
         ]
-        answer = await self._reward.Score(reward.ScoreRequest(items=items), timeout=_CALL_S)
-        scores = [result.score.score for result in answer.results]
-        return None if scores == [1.0, -1.0] else f"Score gave {scores}"
+        return None if found == [1.0, -1.0] else f"Score gave {found}"
 
     async def _trains(self) -> str | None:
         await self._trainer.Resume(trainer.ResumeRequest(holder=_HOLDER), timeout=_CALL_S)
         step = (await self._status()).step
-
-        async def prompt() -> AsyncIterator[reward.SubmitPromptsRequest]:
-            yield reward.SubmitPromptsRequest(
-                prompt_id=f"after-{time.time_ns()}",
-                messages=[_TURN],
-                data_source=DATA_SOURCE,
-                ground_truth="4",
-            )
-
-        events = [event async for event in self._reward.SubmitPrompts(prompt(), timeout=_WAIT_S)]
-        ends = [e.outcome.end for e in events if e.HasField("outcome")]
-        if ends != [reward.PROMPT_END_TRAINED]:
+        prompt = NewPrompt(f"after-{time.time_ns()}", (_TURN,), DATA_SOURCE, "4")
+        events = [one.event async for one in self._client.submit([prompt])]
+        if events != ["accepted", "trained"]:
             return f"SubmitPrompts gave {events}"
 
         async def missing_step() -> str | None:
@@ -153,8 +145,8 @@ async def _wait_for_none(what: str, check: Callable[[], Awaitable[str | None]]) 
     while True:
         try:
             found = await check()
-        except grpc.aio.AioRpcError as error:
-            found = f"{error.code().name}: {error.details()}"
+        except (grpc.aio.AioRpcError, SluiceError) as error:
+            found = str(error)
         if found is None or time.monotonic() > ends_s:
             return found and f"within {_WAIT_S:.0f} s not {what}: {found}"
         await asyncio.sleep(0.1)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.struct_pb2 import Struct
 
-from tools.fuzz.nasty_values import nasty_scalar, nasty_text, small_png
+from tests.support.image_files import png
+from tools.fuzz.nasty_values import nasty_scalar, nasty_text
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -36,7 +37,7 @@ _KNOWN: dict[str, Any] = {
     "plan_digest": "ab" * 16,
     "weights_layout_digest": "ab" * 16,
     "store_key": bytes(range(32)),
-    "images": small_png(),
+    "images": png(),
     "max_tokens": 6,
     "world_size": 2,
     "bucket_bytes": 4096,

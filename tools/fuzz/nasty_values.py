@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-import struct
-import zlib
 
 from google.protobuf.descriptor import FieldDescriptor
+
+from tests.support.image_files import PNG_SIGNATURE, png, png_chunk
 
 _INT32 = (0, 1, -1, 2, 7, 64, 1023, 1024, 65535, 2**31 - 1, -(2**31))
 _INT64 = (*_INT32, 2**31, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))
@@ -28,7 +28,6 @@ _TEXTS = (
 # fmt: on
 _SIZES = (1, 127, 128, 129, 1000, 5000, 70_000)
 
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _SIDES = (0, 1, 4, 4096, 4097, 60_000, 2**31 - 1, 2**32 - 1)
 _OTHERS = (
     *(b"GIF89a", b"BM", b"%PDF-1.7", b"<svg/>", b"MZ", b"\x7fELF", b"\0" * 64),
@@ -72,33 +71,20 @@ def nasty_scalar(field: FieldDescriptor, rng: random.Random) -> object:
             return rng.choice(_FLOATS)
 
 
-def small_png(width: int = 4, height: int = 4) -> bytes:
-    """Return a whole grey image of 4 x 4 pixels, whatever size it claims."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    pixels = zlib.compress(b"\0\x80\x80\x80\x80" * 4)
-    chunks = ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b""))
-    return _SIGNATURE + b"".join(_chunk(name, content) for name, content in chunks)
-
-
 def nasty_image(rng: random.Random) -> bytes:
     """Return bytes that begin as an image does, or as other files do."""
     match rng.randrange(5):
         case 0:
-            return small_png(rng.choice(_SIDES), rng.choice(_SIDES))
+            return png(claims=(rng.choice(_SIDES), rng.choice(_SIDES)))
         case 1:
-            whole = small_png()
+            whole = png()
             return whole[: rng.randrange(len(whole))]
         case 2:
-            damaged = bytearray(small_png())
+            damaged = bytearray(png())
             for _ in range(3):
                 damaged[rng.randrange(len(damaged))] = rng.randrange(256)
             return bytes(damaged)
         case 3:
-            return _SIGNATURE + _chunk(b"tEXt", b"") * rng.choice((1, 5000))
+            return PNG_SIGNATURE + png_chunk(b"tEXt", b"") * rng.choice((1, 5000))
         case _:
             return rng.choice(_OTHERS)
-
-
-def _chunk(name: bytes, content: bytes) -> bytes:
-    checksum = zlib.crc32(name + content)
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)

@@ -21,7 +21,7 @@ from sluice.api.weights.v1 import weights_pb2
 from tools.fuzz.messages import corrupted, mutated, plausible, random_bytes
 
 if TYPE_CHECKING:
-    from google.protobuf.descriptor import FileDescriptor
+    from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 
 # The launcher's service is left out: it listens on the loopback interface alone.
 _PROCESS_OF: tuple[tuple[FileDescriptor, str], ...] = (
@@ -48,27 +48,26 @@ _ONLY_GARBAGE = ("TrainerService/Stop",)
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One RPC. `process` serves it; `name` is ``TrainerService/Pause``; `path` is gRPC's."""
+    """One RPC, and which process serves it."""
 
     process: str
-    name: str
-    path: str
-    request: type[Message]
-    streams_in: bool
-    streams_out: bool
+    descriptor: MethodDescriptor
+
+    @property
+    def name(self) -> str:
+        """Return ``TrainerService/Pause``; gRPC's path has the package before it."""
+        return f"{self.descriptor.containing_service.name}/{self.descriptor.name}"
+
+    @property
+    def request(self) -> type[Message]:
+        """Return the class of its requests."""
+        return GetMessageClass(self.descriptor.input_type)
 
 
 def all_methods() -> tuple[Method, ...]:
     """Return the methods of trainer, reward, rollout and weights, from their descriptors."""
     return tuple(
-        Method(
-            process,
-            f"{service.name}/{method.name}",
-            f"/{service.full_name}/{method.name}",
-            GetMessageClass(method.input_type),
-            method.client_streaming,
-            method.server_streaming,
-        )
+        Method(process, method)
         for file, process in _PROCESS_OF
         for service in file.services_by_name.values()
         if service.name not in _AT_NO_FIXED_ADDRESS
@@ -124,7 +123,7 @@ class Traffic:
     def _choose(self) -> _Attack:
         rng = self._rng
         method = rng.choices(self._methods, self._weights)[0]
-        num_messages = rng.choice((0, 1, 1, 2, 5)) if method.streams_in else 1
+        num_messages = rng.choice((0, 1, 1, 2, 5)) if method.descriptor.client_streaming else 1
         leaves = rng.random() < (0.02 if "Score" in method.name else 0.1)
         return _Attack(
             method,
@@ -177,14 +176,15 @@ class Traffic:
     async def _call(self, attack: _Attack) -> None:
         method = attack.method
         channel: Any = self._channels[method.process]  # typed for messages; these are bytes
-        if not method.streams_out:
-            await channel.unary_unary(method.path)(attack.messages[0], timeout=attack.timeout_s)
+        path = f"/{method.descriptor.containing_service.full_name}/{method.descriptor.name}"
+        if not method.descriptor.server_streaming:
+            await channel.unary_unary(path)(attack.messages[0], timeout=attack.timeout_s)
             return
-        if method.streams_in:
+        if method.descriptor.client_streaming:
             requests = _each(attack.messages)
-            call = channel.stream_stream(method.path)(requests, timeout=min(attack.timeout_s, 1.0))
+            call = channel.stream_stream(path)(requests, timeout=min(attack.timeout_s, 1.0))
         else:
-            call = channel.unary_stream(method.path)(attack.messages[0], timeout=attack.timeout_s)
+            call = channel.unary_stream(path)(attack.messages[0], timeout=attack.timeout_s)
         try:
             async for _ in call:
                 pass

@@ -2,8 +2,8 @@
 
 Each set of values is linted and rendered. The objects must be valid for Kubernetes, strictly, and
 equal to the golden render in deploy/helm/golden: `defaults.yaml`, and for another set of values
-what it changes there. sluice must accept the configuration that the objects make. `make helm-test
-ARGS=--update` writes the goldens: read their diff before you commit it.
+what it changes there. `make helm-test ARGS=--update` writes the goldens: read their diff before you
+commit it.
 
 The last line printed is one JSON object: `passed`, `phases` (seconds by name), `documents`
 (rendered in all), `value_sets` (their names) and more. Exit code 0: all is as it has to be.
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import unified_diff
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -23,12 +24,12 @@ import yaml
 from helm_python import HelmError
 from helm_python.chart import Chart, lint
 
-from tools.helm_test.configuration import configuration_problems
-from tools.helm_test.value_sets import CHART, REFUSED, Values, value_sets
 from tools.phases import Phases, conclude
 
+_DATA = Path(__file__).parent
+CHART = _DATA.parents[1] / "deploy" / "helm" / "sluice"
+GOLDEN, EXAMPLES = CHART.parent / "golden", CHART.parent / "examples"
 RELEASE, NAMESPACE = "sluice", "training"
-GOLDEN = CHART.parent / "golden"
 # The oldest Kubernetes that the chart is for, and the newest that the package knows.
 VERSIONS = ("1.27", str(kubernetes_validate.latest_version()))
 # The package holds no schemas of extensions.
@@ -37,23 +38,17 @@ _DIFF_LINES = 20
 DEFAULTS = "defaults"
 
 Document = dict[str, Any]
+Values = dict[str, Any]
 
-# Pods of a Job cannot be changed, so its name must follow them, and nothing else.
-_BEFORE: Values = {"metrics": {"enabled": True}}
-_KEEP_TRAINER: tuple[Values, ...] = (
-    {},
-    {"trainer": {"backoffLimit": 20}},
-    {"rollout": {"replicas": 7, "autoscaling": {"enabled": True}}},
-    {"networkPolicy": {"enabled": False}},
-)
-_REPLACE_TRAINER: tuple[Values, ...] = (
-    {"run": {"name": "second"}},
-    {"run": {"settings": ["trainer.save_freq=7"]}},
-    {"run": {"files": {"a.py": "x = 1"}}},
-    {"image": {"compute": {"tag": 2}}},
-    {"trainer": {"ranks": 2}},
-    {"shutdownGraceSeconds": 30},
-)
+
+def value_sets() -> dict[str, Values]:
+    """Return the chart's own values, the examples' and the corners', by name."""
+    files = (*sorted(EXAMPLES.glob("*.yaml")), *sorted(_DATA.glob("corners/*.yaml")))
+    return {DEFAULTS: {}, **{file.stem: _read(file) for file in files}}
+
+
+def _read(file: Path) -> Any:  # noqa: ANN401 - YAML
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def lint_problems(values: Values) -> list[str]:
@@ -156,9 +151,10 @@ def golden_problems(texts: Mapping[str, str], *, updates: bool) -> Iterator[str]
             yield "\n".join((f"{name} differs (ARGS=--update writes it):", *lines))
 
 
-def refusal_problems() -> Iterator[str]:
+def refusal_problems(refused: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield wrong values that Helm takes, or refuses without naming the field."""
-    for field, values in REFUSED:
+    for case in refused:
+        field, values = case["field"], case["values"]
         try:
             render(values)
         except HelmError as error:
@@ -168,21 +164,21 @@ def refusal_problems() -> Iterator[str]:
             yield f"{values}: taken"
 
 
-def upgrade_problems() -> Iterator[str]:
+def upgrade_problems(upgrades: Mapping[str, Iterable[Values]]) -> Iterator[str]:
     """Yield upgrades that replace the trainer's Job needlessly, or change it in place."""
 
     def job(values: Values, component: str, revision: int = 2) -> tuple[str, object]:
-        documents, _ = render(_BEFORE | values, revision)
+        documents, _ = render({"metrics": {"enabled": True}, **values}, revision)
         label = "app.kubernetes.io/component"
         jobs = [one for one in documents if one["kind"] == "Job"]
         (found,) = [one for one in jobs if one["metadata"]["labels"][label] == component]
         return found["metadata"]["name"], found["spec"]["template"]
 
     before = job({}, "trainer", revision=1)
-    for values in _KEEP_TRAINER:
+    for values in upgrades["keep-trainer"]:
         if job(values, "trainer") != before:
             yield f"{values}: replaces the trainer"
-    for values in _REPLACE_TRAINER:
+    for values in upgrades["replace-trainer"]:
         if job(values, "trainer")[0] == before[0]:
             yield f"{values}: changes the pod of a Job that is there"
     # An upgrade of an ended run starts its replicas again, so another Job must end it.
@@ -203,7 +199,6 @@ def set_problems(values: Values, documents: list[Document]) -> Iterator[str]:
         yield f"notes: {notes}"
     for version in VERSIONS:
         yield from schema_problems(documents, version)
-    yield from configuration_problems(documents, values)
 
 
 def main() -> int:
@@ -211,7 +206,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--update", action="store_true", help="write the golden renders")
     arguments = parser.parse_args()
-    sets, phases = value_sets(), Phases()
+    sets, refused, phases = value_sets(), _read(_DATA / "refused.yaml"), Phases()
     problems: list[str] = []
     rendered: dict[str, list[Document]] = {name: [] for name in sets}
     for name, values in sets.items():
@@ -221,15 +216,15 @@ def main() -> int:
     with phases.phase("goldens"):
         problems += golden_problems(goldens(rendered), updates=arguments.update)
     with phases.phase("refusals"):
-        problems += refusal_problems()
+        problems += refusal_problems(refused)
     with phases.phase("upgrades"):
-        problems += upgrade_problems()
+        problems += upgrade_problems(_read(_DATA / "upgrades.yaml"))
     report = {
         "phases": phases.seconds,
         "documents": sum(map(len, rendered.values())),
         "value_sets": list(sets),
         "kubernetes": list(VERSIONS),
-        "refusals": len(REFUSED),
+        "refusals": len(refused),
     }
     return conclude(report, problems)
 

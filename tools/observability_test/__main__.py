@@ -7,7 +7,6 @@ SLUICE_SKIP_WITHOUT_PROMETHEUS=1 allows that.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -16,37 +15,25 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from sluice.telemetry.metric_names import instruments
 from sluice.telemetry.metrics_page import FOLDER
 from tools.commands import CommandError, NoProgramError, ensure_programs, output_of
-from tools.launched_run import SIZES, LaunchedRun, launched_run, prepare_run
+from tools.launched_run import LaunchedRun, settings_file, training_run
 from tools.observability_test.prometheus_server import (
     PrometheusServer,
     hurried_copy,
     prometheus_server,
 )
-from tools.phases import PhaseError, Phases, conclude, say, until
+from tools.phases import PhaseError, Phases, conclude, conclude_without, say, tool_parser, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = ROOT / "deploy" / "observability"
 STOPPED = "rollout-1"
 PROCESSES = ("reward", "rollout-0", STOPPED, "trainer")
-_SETTINGS = (
-    *(f"sluice.{kind}.endpoint.metrics_port=0" for kind in ("trainer", "reward", "rollout")),
-    "sluice.rollout.replicas=2",
-    "algorithm.filter_groups.enable=false",
-    "trainer.save_freq=-1",
-    "sluice.weights.timeout_s=5.0",
-    # Accuracy of a validation and the distance to a reference are on the first dashboard.
-    "trainer.val_before_train=true",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-)
 _RUN = "run"
 _WAIT_S, _LOOK_S, _PROMTOOL_S = 180.0, 0.5, 120.0
-SKIP_VARIABLE = "SLUICE_SKIP_WITHOUT_PROMETHEUS"
 # Counters with labels that the first failure names: until then they have no series.
 ONLY_AFTER_A_FAILURE = frozenset({"sluice_rpc_errors_total", "sluice_quota_refusals_total"})
 # A run without certificates has none of these.
@@ -60,11 +47,7 @@ _OF_THE_LOAD = frozenset({"SluiceTrainerStarved", "SluiceQueueStarved"})
 
 def main(arguments: Sequence[str]) -> int:
     """Run the test; return 0 if nothing is wrong."""
-    argparse.ArgumentParser(
-        prog="python -m tools.observability_test",
-        description="Checks rules and alerts, and has a real Prometheus scrape a real run.",
-        epilog="example: SLUICE_INSTALL_PROMETHEUS=1 python -m tools.observability_test",
-    ).parse_args(arguments)
+    tool_parser(__doc__, "python -m tools.observability_test").parse_args(arguments)
     phases, problems = Phases(), list[str]()
     found: dict[str, object] = {"phases": phases.seconds}
     with tempfile.TemporaryDirectory(prefix="sluice-observability-") as scratch:
@@ -76,9 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             _check_files(phases)
             _observe(Path(scratch), phases, found)
         except NoProgramError as error:
-            if os.environ.get(SKIP_VARIABLE) == "1":
-                return conclude({"skipped": str(error), **found}, [])
-            problems.append(str(error))
+            return conclude_without(error, "SLUICE_SKIP_WITHOUT_PROMETHEUS", found)
         except (CommandError, PhaseError) as error:
             problems.append(str(error))
     return conclude(found, problems)
@@ -97,10 +78,8 @@ def _check_files(phases: Phases) -> None:
 
 
 def _observe(scratch: Path, phases: Phases, found: dict[str, object]) -> None:
-    (scratch / "job").mkdir()
-    size = replace(SIZES["tiny"], has_chance_scorer=False)
-    config, file = prepare_run(scratch / "job", size, _SETTINGS)
-    with launched_run(config, file) as run:
+    settings = [settings_file("observability")]
+    with training_run("tiny", settings, folder=scratch / "job") as run:
         targets = run.run_dir / FOLDER
         with phases.phase("start of the run"):
             _until("a target of every process", lambda: _have_targets(targets))
@@ -195,17 +174,10 @@ def _until(what: str, holds: Callable[[], bool]) -> None:
 
 def _until_none(what: str, left: Callable[[], Collection[str]]) -> None:
     """Wait until nothing is left; the error names what is."""
-    missing: Collection[str] = ()
-
-    def none_left() -> bool:
-        nonlocal missing
-        missing = left()
-        return not missing
-
     try:
-        _until(what, none_left)
+        _until(what, lambda: not left())
     except PhaseError as error:
-        raise PhaseError(f"{error}: {sorted(missing)}") from error
+        raise PhaseError(f"{error}: {sorted(left())}") from error
 
 
 if __name__ == "__main__":

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shutil
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tools.commands import CommandError
-from tools.phases import PhaseError, Phases, conclude, say
+from tools.phases import PhaseError, Phases, conclude, say, tool_parser
 from tools.ray_test.cluster import MarkedProcesses, SimulatedCluster
 from tools.ray_test.job import run_job
 from tools.ray_test.scenario import Scenario
@@ -31,78 +31,53 @@ _LAST_LINES = 60
 
 def main(arguments: Sequence[str]) -> int:
     """Run the test; return the exit code."""
-    options = _parse(arguments)
-    # Sockets of Ray are in its folder, and their paths may not be long.
-    folder = Path(tempfile.mkdtemp(prefix="slr-", dir="/tmp"))
-    phases, processes = Phases(), MarkedProcesses(uuid.uuid4().hex, folder)
+    options, phases = _parse(arguments), Phases()
     report: dict[str, object] = {"phases": phases.seconds}
     problems: list[str] = []
-    try:
-        problems += _train(folder, processes, phases, options, report)
-        problems += _submit(folder, processes, phases, options.patience, report)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    # Sockets of Ray are in its folder, and their paths may not be long.
+    with tempfile.TemporaryDirectory(prefix="slr-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        processes = MarkedProcesses(uuid.uuid4().hex, folder)
+        cluster = SimulatedCluster(folder / "ray", processes)
+        scenario = Scenario(cluster, processes, phases, folder, options.patience)
+        with _noted(problems, folder / "up.log"), _stopped(cluster, phases, "stop"):
+            asyncio.run(scenario.drive(options.steps))
+        scenario.outcome.left = processes.running()
+        report |= scenario.outcome.report()
+        problems += scenario.outcome.problems(options.steps)
+        cluster = SimulatedCluster(folder / "jr", processes)
+        with _noted(problems, folder / "job" / "up.log"), _stopped(cluster, phases, "job: stop"):
+            found = run_job(cluster, processes, phases, folder / "job", options.patience)
+            report["job"], problems_of_job = found
+            problems += problems_of_job
+        if left := processes.running():
+            problems.append(f"job: processes that are left: {left}")
     return conclude(report, problems)
 
 
-def _train(
-    folder: Path,
-    processes: MarkedProcesses,
-    phases: Phases,
-    options: argparse.Namespace,
-    report: dict[str, object],
-) -> list[str]:
-    """Train the run that is scaled and whose processes are killed; return its problems."""
-    cluster = SimulatedCluster(folder / "ray", processes)
-    scenario = Scenario(cluster, processes, phases, folder, options.patience)
-    problems = []
+@contextmanager
+def _noted(problems: list[str], log: Path) -> Iterator[None]:
+    """Note a failure of the block, and show the last lines of the log."""
     try:
-        asyncio.run(scenario.drive(options.steps))
+        yield
     except _FAILURES as error:
         problems.append(str(error))
-        log = folder / "up.log"
         lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
         say("\n".join(lines[-_LAST_LINES:]))
-    finally:
-        scenario.stop()
-    found = scenario.outcome
-    report |= {
-        "scaled": found.scaled,
-        "killed_and_recovered": found.recovered,
-        "steps": found.steps,
-        "exit_code": found.exit_code,
-        "nodes": found.nodes,
-    }
-    return problems + found.problems(options.steps)
 
 
-def _submit(
-    folder: Path,
-    processes: MarkedProcesses,
-    phases: Phases,
-    patience_s: float,
-    report: dict[str, object],
-) -> list[str]:
-    """Run the job; return its problems."""
-    cluster = SimulatedCluster(folder / "jr", processes)
+@contextmanager
+def _stopped(cluster: SimulatedCluster, phases: Phases, phase: str) -> Iterator[None]:
+    """End the cluster after the block."""
     try:
-        report["job"], problems = run_job(cluster, processes, phases, folder / "job", patience_s)
-    except _FAILURES as error:
-        problems = [str(error)]
+        yield
     finally:
-        with phases.phase("job: stop"):
+        with phases.phase(phase):
             cluster.stop()
-    if left := processes.running():
-        problems.append(f"job: processes that are left: {left}")
-    return problems
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.ray_test",
-        description="Trains on a simulated Ray cluster, scales the run and kills its processes.",
-        epilog="example: python -m tools.ray_test --steps 300",
-    )
+    parser = tool_parser(__doc__, "python -m tools.ray_test --steps 300")
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds for each wait")
     return parser.parse_args(arguments)

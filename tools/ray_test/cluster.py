@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from sluice.concurrency.process import stat_fields
 from tools.commands import CommandError, free_port, output_of
 from tools.phases import PhaseError
 
@@ -154,8 +155,7 @@ class SimulatedCluster:
         Raises:
             PhaseError: its parent is none.
         """
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
-        parent = int(fields[1])
+        parent = int(stat_fields(pid)[1])
         command = self._processes.running().get(parent, "")
         if "ray::" not in command:
             raise PhaseError(f"the parent of {pid} is no actor: {command!r}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sluice.report.run_record import read_progress
 from tools.commands import output_of
-from tools.launched_run import SHORT_DEADLINES, SIZES, prepare_run
+from tools.launched_run import SHORT_DEADLINES, prepare_run
 from tools.phases import PhaseError, Phases
 from tools.ray_test.cluster import HEAD, MarkedProcesses, SimulatedCluster, is_service
 from tools.ray_test.scenario import FROM_NODES, PLACES, WORKERS
@@ -75,7 +75,7 @@ def _prepare(folder: Path) -> Path:
     """Return the folder to send: configuration and reward function, without model and data."""
     sent = folder / "sent"
     sent.mkdir(parents=True)
-    _, file = prepare_run(folder, SIZES["tiny"], SHORT_DEADLINES, host=HEAD)
+    _, file = prepare_run(folder, "tiny", [SHORT_DEADLINES], host=HEAD)
     for one in (file, folder / "scorer.py"):
         one.rename(sent / one.name)
     return sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,6 @@ from sluice.report.run_record import read_progress
 from tools.commands import output_of
 from tools.launched_run import (
     SHORT_DEADLINES,
-    SIZES,
     SLUICE,
     LaunchedRun,
     launched_run,
@@ -37,18 +36,6 @@ FROM_NODES = (
 PLACES = ("trainer=head:1", "reward=head:1", "rollout=NPU:1")
 _POLL_S, _GONE_S, _END_S, _SCALE_S = 0.5, 60.0, 600.0, 300.0
 _TWO_NODES = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "sluice.rollout.replicas=1")
-# The run has to outlast what is done to it, on any machine; then it may end quickly.
-_SCORER = """
-import time
-import zlib
-from pathlib import Path
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    if Path({slow!r}).exists():
-        time.sleep(0.08)
-    right = float(zlib.crc32(solution_str.encode()) & 1)
-    return {{"score": right, "acc": right}}
-"""
 # Of a replica that serves: its process and its node.
 Serving = tuple[int, str]
 
@@ -64,6 +51,16 @@ class Outcome:
     exit_code: int | None = None
     left: dict[int, str] = field(default_factory=dict)
     left_by_killed_driver: dict[int, str] = field(default_factory=dict)
+
+    def report(self) -> dict[str, object]:
+        """Return the outcome by the keys of the last line."""
+        return {
+            "scaled": self.scaled,
+            "killed_and_recovered": self.recovered,
+            "steps": self.steps,
+            "exit_code": self.exit_code,
+            "nodes": self.nodes,
+        }
 
     def problems(self, steps: int) -> list[str]:
         """Return what is wrong at the end; a scaling or a kill that fails raises before."""
@@ -109,10 +106,9 @@ class Scenario:
             for address in WORKERS:
                 self._cluster.start_worker(address)
         with self._phases.phase("model and data"):
-            _, file = prepare_run(self._folder, SIZES["tiny"], SHORT_DEADLINES, host=HEAD)
+            _, file = prepare_run(self._folder, "tiny", [SHORT_DEADLINES], host=HEAD)
+            # The run has to outlast what is done to it, on any machine; then it may end quickly.
             self._slow.touch()
-            scorer = _SCORER.format(slow=str(self._slow))
-            (self._folder / "scorer.py").write_text(scorer, encoding="utf-8")
         with self._training(file, (f"trainer.total_training_steps={steps}",), PLACES) as run:
             with self._phases.phase("up, first step"):
                 await self._served(run, 2)
@@ -125,12 +121,6 @@ class Scenario:
             await self._scale(run, 1)
             await self._finish(run)
         await self._kill_driver(file)
-
-    def stop(self) -> None:
-        """End the cluster."""
-        with self._phases.phase("stop"):
-            self._cluster.stop()
-        self.outcome.left = self._processes.running()
 
     @contextmanager
     def _training(
@@ -151,11 +141,9 @@ class Scenario:
         with self._phases.phase("kill actor"):
             name, (before, _) = next(iter((await _serving(run)).items()))
             send(self._cluster.actor_worker_of(before), signal.SIGKILL)
-
-            async def is_back() -> bool:
-                return (await _serving(run)).get(name, (before, ""))[0] != before
-
-            await self._until(run, f"{name} serving again", is_back)
+            await self._until_serving(
+                run, f"{name} serving again", lambda now: now.get(name, (before, ""))[0] != before
+            )
             if before in self._processes.running():
                 raise PhaseError(f"{name}: process {before} has outlived its actor")
             await self._served(run, 2)
@@ -190,17 +178,17 @@ class Scenario:
         with self._phases.phase("kill node"):
             lost = WORKERS[0]
             self._cluster.kill_node(lost)
-
-            async def is_gone() -> bool:
-                return lost not in {node for _, node in (await _serving(run)).values()}
-
-            await self._until(run, f"no replica serving on {lost}", is_gone)
+            await self._until_serving(
+                run,
+                f"no replica serving on {lost}",
+                lambda now: lost not in {node for _, node in now.values()},
+            )
             self._cluster.start_worker(_SPARE)
-
-            async def is_back() -> bool:
-                return _SPARE in {node for _, node in (await _serving(run)).values()}
-
-            await self._until(run, f"a replica serving on {_SPARE}", is_back)
+            await self._until_serving(
+                run,
+                f"a replica serving on {_SPARE}",
+                lambda now: _SPARE in {node for _, node in now.values()},
+            )
             await self._served(run, 3)
         self.outcome.recovered.append("node")
 
@@ -233,6 +221,14 @@ class Scenario:
             return any(row.get("rollout/replicas") == replicas for row in steps)
 
         await self._until(run, f"a step served by {replicas} replicas", is_served)
+
+    async def _until_serving(
+        self, run: LaunchedRun, what: str, holds: Callable[[Mapping[str, Serving]], bool]
+    ) -> None:
+        async def now_holds() -> bool:
+            return holds(await _serving(run))
+
+        await self._until(run, what, now_holds)
 
     async def _until(
         self, run: LaunchedRun, what: str, holds: Callable[[], Awaitable[bool]]

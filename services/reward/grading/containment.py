@@ -60,11 +60,6 @@ LOOK_SHARE = 0.02
 """Of one core that looking may cost: where there are thousands of processes it is rarer."""
 
 
-def marked_processes(prefix: str) -> list[int]:
-    """Return pids of the running processes whose mark begins so; none where there is no /proc."""
-    return [int(pid) for pid in _pids() if _mark_of(pid).startswith(prefix)]
-
-
 def cpu_by_mark(marks: Collection[str]) -> dict[str, dict[ProcessKey, float]]:
     """Return the CPU seconds of each running process with one of `marks`, over all its threads.
 

@@ -310,7 +310,7 @@ async def _beside(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
 
 
 def configured_scorer_pool(
-    reward: RewardConfig, run_dir: Path
+    reward: RewardConfig, run_dir: Path | None = None
 ) -> AbstractAsyncContextManager[ScorerPool]:
     """Return the configured pool, as `running_scorer_pool`."""
     return running_scorer_pool(

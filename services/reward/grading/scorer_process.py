@@ -32,6 +32,7 @@ from services.reward.grading.messages import (
     note_idle,
     read_progress,
 )
+from sluice.concurrency.process import ending_text
 from sluice.concurrency.waits import deadline
 from sluice.errors import ConfigError
 from sluice.types import FailureKind
@@ -93,7 +94,7 @@ class ScorerWorker:
             code = await self._process.wait()
             raise ConfigError(
                 f"reward.custom_reward_function.path: the process that loads {loading} ended with "
-                f"{_ending(code)}; see its output above"
+                f"{ending_text(code)}; see its output above"
             ) from error
         if reply.error is not None:
             raise ConfigError(reply.error)
@@ -185,7 +186,9 @@ class ScorerWorker:
         code = await self._process.wait()
         progress = self._progress()
         item = progress.item if progress else None
-        return ScorerFault(FailureKind.SCORER_CRASH, item, f"the scorer ended with {_ending(code)}")
+        return ScorerFault(
+            FailureKind.SCORER_CRASH, item, f"the scorer ended with {ending_text(code)}"
+        )
 
 
 def _garbled(detail: str) -> ScorerFault:
@@ -237,7 +240,3 @@ def _environment(mark: str) -> dict[str, str]:
 
 def _is_secret(name: str) -> bool:
     return name.startswith("SLUICE_") and name.endswith(("TOKEN", "_FILE"))
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -32,7 +32,7 @@ from services.reward.records.failure_log import FailureLog
 from services.reward.records.group_log import SampleDumps
 from sluice.algorithm.validation_metrics import ValidationPrompt, validation_metrics
 from sluice.concurrency.waits import deadline
-from sluice.errors import InvalidRequestError, NotReadyError, PeerError, SluiceError
+from sluice.errors import InvalidRequestError, NotReadyError, SluiceError, ValidationFailedError
 from sluice.telemetry.samples import DumpedSample
 from sluice.types import (
     Failed,
@@ -196,7 +196,7 @@ class Validator:
         Raises:
             InvalidRequestError: there is no validation set.
             NotReadyError: another version is announced.
-            PeerError: a replica sampled with another version meanwhile, or more than
+            ValidationFailedError: a replica sampled with another version meanwhile, or more than
                 `MAX_FAILED_SHARE` of the samples failed.
             DeadlineError: not within `seconds`, the wait for another validation included.
         """
@@ -282,11 +282,9 @@ class Validator:
         group = await self._dispatcher.generate(request)
         versions = {span.version for r in group.rollouts for span in r.version_spans}
         if versions - {order.policy_version}:
-            raise PeerError(
-                "rollout fleet",
-                f"validating version {order.policy_version}",
-                f"samples of versions {sorted(versions)} came; no weights may be published "
-                "during a validation",
+            raise ValidationFailedError(
+                f"validating version {order.policy_version}: samples of versions "
+                f"{sorted(versions)} came; no weights may be published during a validation"
             )
         return group
 
@@ -306,7 +304,7 @@ class Validator:
 
 
 def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
-    """Raise `PeerError` if more than `MAX_FAILED_SHARE` of the samples failed."""
+    """Raise `ValidationFailedError` if more than `MAX_FAILED_SHARE` of the samples failed."""
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     if len(failed) <= MAX_FAILED_SHARE * len(outcomes):
         return
@@ -314,11 +312,8 @@ def check_failures(outcomes: Sequence[Outcome], phase: str) -> None:
     summary = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     most = counts.most_common(1)[0][0]
     example = next(outcome for outcome in failed if outcome.kind is most)
-    is_sampling = most in (FailureKind.ENGINE_ERROR, FailureKind.ABORTED)
-    raise PeerError(
-        "rollout fleet" if is_sampling else "scorer pool",
-        phase,
-        f"{len(failed)} of {len(outcomes)} samples failed ({summary}), more than the "
+    raise ValidationFailedError(
+        f"{phase}: {len(failed)} of {len(outcomes)} samples failed ({summary}), more than the "
         f"{MAX_FAILED_SHARE:.0%} that may be left out of the means; for example {most}: "
         f"{example.detail}",
     )

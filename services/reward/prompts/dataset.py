@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from sluice.config.schema.data import DataConfig, FileList
+from sluice.config.schema.data import DataConfig, FileList, file_list
 from sluice.data.prompt_files import (
     PromptFiles,
     SlabReader,
@@ -236,11 +236,10 @@ def _files(
 ) -> PromptFiles | None:
     if not paths:
         return None
-    names = [paths] if isinstance(paths, str) else paths
     columns = PromptColumns.of(
         data.prompt_key, data.reward_fn_key, data.image_key, with_images=images is not None
     )
-    return open_prompt_files(names, columns, config_key=key)
+    return open_prompt_files(file_list(paths), columns, config_key=key)
 
 
 def _selection(files: PromptFiles, order: RowOrder) -> RowIndexes | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,14 +14,27 @@ from sluice.types import Failed, GradedGroup, PromptEnd
 logger = logging.getLogger(__name__)
 
 COUNT_EVERY_S = 30.0
-_MOST_REASONS = 64
+MOST_REASONS = 20
 _MOST_CHARACTERS = 1000
-# What differs between failures of one kind: quoted values and numbers, but no line of a file.
-_VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|(?<![:\w])\d[\w.]*")
+# The type of an exception, and its place as `place_of` writes it: in a function of the author's.
+_TYPE = re.compile(r"\b[A-Z]\w+(?=: | in )")
+_PLACE = re.compile(r" in \S+ \([^()]+:\d+\)(?= \(|$)")
+# What differs between failures of one kind: quoted values (an apostrophe within a word is no
+# quote), paths, hex digits and numbers.
+_VARIES = re.compile(
+    r"\"[^\"]*\"|(?<!\w)'.*?'(?!\w)|(?<![\w/])/[\w./-]+|\b(?=\w*\d)[\da-fA-F]{6,}\b|\d[\w.:-]*"
+)
 
 
 def reason_of(detail: str) -> str:
-    """Return the detail of a failure without what differs from sample to sample."""
+    """Return what the failures of one kind share.
+
+    It is the type and the place of an exception in the author's code, else the detail without
+    what differs from sample to sample.
+    """
+    if place := _PLACE.search(detail):
+        kind = _TYPE.search(detail)
+        return f"{kind.group() if kind else ''}{place.group()}"
     return _VARIES.sub("#", detail[:_MOST_CHARACTERS])
 
 
@@ -36,7 +48,8 @@ class FailureLog:
     """An observer that warns of failures.
 
     The first failure of a reason gets a line with the prompt and the last frames of the scorer;
-    then one line every `COUNT_EVERY_S` says how many there are so far.
+    then one line every `COUNT_EVERY_S` says how many there are so far. Reasons beyond the first
+    `MOST_REASONS` share one such line.
 
     Args:
         clock: seconds that only grow.
@@ -44,7 +57,7 @@ class FailureLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._reasons: OrderedDict[str, _Counted] = OrderedDict()
+        self._reasons: dict[str, _Counted] = {}
 
     def observe(self, event: GroupEvent) -> None:
         """Note the failures of graded samples, and of groups that failed without such samples."""
@@ -85,16 +98,15 @@ class FailureLog:
             frames: of the exception, the last first.
         """
         reason, now = reason_of(detail), self._clock()
+        if reason not in self._reasons and len(self._reasons) >= MOST_REASONS:
+            reason, detail = "", f"more kinds of failures, such as {detail}"
         counted = self._reasons.get(reason)
         if counted is None:
             self._reasons[reason] = _Counted(1, now)
-            if len(self._reasons) > _MOST_REASONS:
-                self._reasons.popitem(last=False)
             shown = "".join(f"; at {frame}" for frame in frames)
             logger.warning("%s: %s%s", where, detail, shown)
-            return
-        counted.number += 1
-        self._reasons.move_to_end(reason)
-        if now - counted.logged_s >= COUNT_EVERY_S:
-            counted.logged_s = now
-            logger.warning("%s: %d %s so far", detail, counted.number, unit)
+        else:
+            counted.number += 1
+            if now - counted.logged_s >= COUNT_EVERY_S:
+                counted.logged_s = now
+                logger.warning("%s: %d %s so far", detail, counted.number, unit)

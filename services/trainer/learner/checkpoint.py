@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -320,9 +321,10 @@ def _is_whole(folder: Path) -> bool:
 def _refuse_verl(folder: Path) -> None:
     shards = (folder / ACTOR_FOLDER).glob("model_world_size_*.pt")
     if (folder / VERL_DATA_FILE).exists() or any(shards):
+        merge = shlex.join(["sluice", "merge", str(folder), "OUT"])
         raise CheckpointError(
             f"{folder} is a checkpoint of verl, whose optimizer and data position are not taken "
-            f"over; start from its weights: `sluice merge {folder} OUT`, then set "
+            f"over; start from its weights: `{merge}`, then set "
             "actor_rollout_ref.model.path=OUT and another trainer.default_local_dir"
         )
 

@@ -165,7 +165,8 @@ class RunAccountant:
         except TimeoutError:
             logger.debug("not every peer has answered within %g s", _LONGEST_TAKE_S)
         if reading is not None:
-            self._keep(self._since_restart(reading.account()), reading.moved_tokens)
+            tokens = self._since_restart(reading.account(), has_restarted=self._notes_restart())
+            self._keep(tokens, reading.moved_tokens)
         age_s = time.monotonic() - self._tokens_read_s
         return self._publish(
             replace(
@@ -199,7 +200,7 @@ class RunAccountant:
         them and every sent token was received. After some attempts, keep the reading during which
         the fewest tokens were sent.
         """
-        kept, least = self.accounting(), float("inf")
+        kept, least, has_restarted = self.accounting(), float("inf"), False
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(_PAUSE_S)
@@ -209,6 +210,10 @@ class RunAccountant:
             await self._ask_fleet_counters()
             sent_between = self._fleet.counters().sent_tokens - sent_before
             accounting = self.accounting()
+            has_restarted |= self._notes_restart()
+            if accounting.tokens is not None:
+                tokens = self._since_restart(accounting.tokens, has_restarted=has_restarted)
+                accounting = replace(accounting, tokens=tokens)
             if sent_between <= least:
                 kept, least = accounting, sent_between
             if accounting.tokens is None or (sent_between == 0 and accounting.tokens.residual == 0):
@@ -228,16 +233,10 @@ class RunAccountant:
     def accounting(self) -> RunAccounts:
         """Return the accounts from the counters known so far."""
         phases = {str(phase): spent for phase, spent in self._state.seconds_by_phase().items()}
-        accounts = run_accounts(
-            self._fleet.counters(), self._received.by_use(), phases, self._wall_s()
-        )
-        if accounts.tokens is None:
-            return accounts
-        tokens = with_tokens_before_restart(accounts.tokens, self._before_restart)
-        return replace(accounts, tokens=tokens)
+        return run_accounts(self._fleet.counters(), self._received.by_use(), phases, self._wall_s())
 
-    def _since_restart(self, tokens: Account) -> Account:
-        """Return the account without what processes counted before a restart.
+    def _notes_restart(self) -> bool:
+        """Return whether a process has restarted, or met a restarted one, since the last call.
 
         A restarted trainer meets its replicas one by one, each with the tokens that it has sampled
         so far; a restarted reward service has lost the counts of them.
@@ -245,8 +244,12 @@ class RunAccountant:
         known = frozenset(member.info.instance_id for member in self._fleet.members())
         is_new = self._has_restarted and known != self._known_replicas
         self._known_replicas = known
-        if is_new or self._reward_has_restarted:
-            self._reward_has_restarted = False
+        is_new, self._reward_has_restarted = is_new or self._reward_has_restarted, False
+        return is_new
+
+    def _since_restart(self, tokens: Account, *, has_restarted: bool) -> Account:
+        """Return the account without what processes counted before a restart."""
+        if has_restarted:
             self._before_restart = tokens.residual
         return with_tokens_before_restart(tokens, self._before_restart)
 

@@ -59,6 +59,7 @@ class RunState:
         self.version: int | None = None
         self.phase = RunPhase.STARTING
         self.stop_reason: str | None = None
+        self.saves_at_end = False
         self.no_validation = asyncio.Event()
         self._accounts: Mapping[str, float] = {}
         self._accounts_taken_s = time.monotonic()
@@ -144,14 +145,16 @@ class RunState:
         self._end(holder)
         self.wake()
 
-    def stop(self, reason: str, *, skips_validation: bool = False) -> None:
+    def stop(self, reason: str, *, skips_validation: bool = False, saves: bool = False) -> None:
         """End the run after the current step; at once if it waits or is paused.
 
         Args:
             reason: for the log.
             skips_validation: end a running validation too, and start no last one.
+            saves: save the last step even in a run that saves no steps.
         """
         self.stop_reason = reason
+        self.saves_at_end = self.saves_at_end or saves
         if skips_validation:
             self.no_validation.set()
         for holder in tuple(self._holds):

@@ -47,6 +47,7 @@ from services.trainer.metrics.step_metrics import (
     account_metrics,
     step_metrics,
 )
+from sluice.algorithm.accounting import DATA_EXHAUSTED
 from sluice.concurrency.waits import deadline
 from sluice.errors import DataExhaustedError, SluiceError
 from sluice.telemetry.tracing import (
@@ -130,6 +131,7 @@ class TrainLoop:
         self._validation_error: SluiceError | None = None
         self._saved_step = state.step
         self._validated_step = state.step
+        self._data_exhausted = False
         self._groups_trained = 0
         self._acknowledged_before: float | None = None
         self._accounts: Mapping[str, float] = {}
@@ -248,6 +250,7 @@ class TrainLoop:
             if self._state.step == 0:  # a run that cannot train one step is an error
                 raise
             logger.info("no batch for step %d: %s", step, ended.exceptions[0])
+            self._data_exhausted = True
             self._state.stop(f"the data set has ended after {self._state.step} steps")
         return batch
 
@@ -355,7 +358,8 @@ class TrainLoop:
         if validates and step > self._validated_step:  # stopped before it was due
             self._start_validation(tasks, step)
             await self._await_validation()
-        if self._state.is_save_wanted or (self._settings.save_freq > 0 and step > self._saved_step):
+        saves = self._settings.save_freq > 0 or self._state.saves_at_end
+        if self._state.is_save_wanted or (saves and step > self._saved_step):
             await self._save(step)
         self._accounts = await self._final_accounts()
         self._reporter.accounts(self._accounts)
@@ -368,6 +372,7 @@ class TrainLoop:
         accounting = await self._accounting.settle()
         tokens, busy_s = self._fleet.totals()
         known = {"generated_tokens": tokens, "rollout_busy_s": busy_s, **accounting}
+        known[DATA_EXHAUSTED] = float(self._data_exhausted)
         try:
             counted = await self._reward.accounts()
         except SluiceError as error:

@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.console import Console
 
 from sluice.cli.terminal import print_line
-from sluice.client.run_address import CONFIG_NAME
 from sluice.config.check import launch_notes
 from sluice.config.loading.loader import read_run, read_settings
 from sluice.config.problems import Severity, errors, raise_problems
 from sluice.config.run import RunConfig
 from sluice.doctor.finding import examined_of
 from sluice.doctor.preflight import preflight
+from sluice.service_contract import CONFIG_NAME
 
 
 def checked_config(

@@ -11,10 +11,10 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.running_run import newest_step
+from sluice.algorithm.accounting import DATA_EXHAUSTED
+from sluice.cli.running_run import newest_step, resume_command
 from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.progress import duration_text
-from sluice.client.run_address import CONFIG_NAME
 from sluice.config.derived import checkpoint_folder
 from sluice.config.run import RunConfig
 from sluice.dashboard.serving import write_report
@@ -26,6 +26,8 @@ from sluice.report.versions import SUMMARY_NAME, software_versions
 from sluice.safe_text import printable
 
 REPORT_NAME = "report.html"
+DATA_ENDED = "data exhausted"
+"""Reason of a run that finished because its data set had no more prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,8 @@ class RunOutcome:
     """How a run ended, for `summary.json`.
 
     Attributes:
-        outcome: ``stopped`` is an end before the last step: by a `Stop` call or by the data's end.
-        reason: of the first failure; empty without one.
+        outcome: ``stopped`` is an end before the last step by a `Stop` call.
+        reason: of the first failure, or that the data set has ended; else empty.
         step: finished steps, with those before a resume.
         total_steps: of the whole run; None: its trainer never served.
         checkpoint: folder of the newest checkpoint; None: there is none.
@@ -63,20 +65,23 @@ def outcome_of(
     """Return how a run ended, from its processes' ends and its folder."""
     step = int(record.steps[-1]["step"] or 0) if record.steps else 0
     outcome: Literal["finished", "stopped", "interrupted", "failed"] = "finished"
+    reason = ""
     if end.failures:
-        outcome = "failed"
+        outcome, reason = "failed", _reason(end.failures[0])
     elif end.exit_code == EXIT_INTERRUPTED:
         outcome = "interrupted"
+    elif record.accounts.get(DATA_EXHAUSTED):
+        reason = DATA_ENDED
     elif total_steps is not None and step < total_steps and not config.trainer.val_only:
         outcome = "stopped"
-    saved = newest_checkpoint(config)
+    saved = newest_step(config)
     return RunOutcome(
         outcome,
-        _reason(end.failures[0]) if end.failures else "",
+        reason,
         step,
         total_steps,
-        None if saved is None else str(saved),
-        None if saved is None else int(saved.name.rpartition("_")[2]),
+        None if saved is None else f"{checkpoint_folder(config)}/global_step_{saved}",
+        saved,
     )
 
 
@@ -88,12 +93,6 @@ def _reason(failure: str) -> str:
 
 def _unshown(lines: list[str], shown: Collection[str]) -> list[str]:
     return [lines[0], *(line for line in lines[1:] if line.strip() not in shown)]
-
-
-def newest_checkpoint(config: RunConfig) -> Path | None:
-    """Return the folder of the newest checkpoint; None if there is none."""
-    step = newest_step(config)
-    return None if step is None else Path(checkpoint_folder(config)) / f"global_step_{step}"
 
 
 def end_run(
@@ -131,7 +130,7 @@ def end_run(
     _write_summary(run_dir / SUMMARY_NAME, numbers, console)
     if record.steps or record.validations:
         _write_report(run_dir, console)
-    for name, text in _where(run_dir, outcome):
+    for name, text in _where(config, outcome):
         print_line(console, f"{name:<11} {text}")
     if as_json:
         print_json(numbers)
@@ -143,17 +142,20 @@ def _first_line(outcome: RunOutcome, seconds: float) -> str:
     return f"{outcome.outcome} after step {outcome.step}{total}, {duration_text(seconds)}{reason}"
 
 
-def _where(run_dir: Path, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
+def _where(config: RunConfig, outcome: RunOutcome) -> Iterator[tuple[str, str]]:
+    run_dir = Path(config.sluice.run_dir)
     yield "checkpoint", outcome.checkpoint or "none"
     if (run_dir / REPORT_NAME).is_file():
         yield "report", str(run_dir / REPORT_NAME)
     yield "metrics", str(run_dir / METRICS_NAME)
     yield "logs", str(run_dir / "logs")
-    again = f"sluice up {run_dir / CONFIG_NAME}"
+    again = resume_command(run_dir)
     start = "from the beginning"
     if outcome.checkpoint_step is not None:
         start = f"from step {outcome.checkpoint_step}"
-    if outcome.outcome == "finished":
+    if outcome.reason == DATA_ENDED:
+        yield "train on", f"{again} trainer.total_epochs={2 * config.trainer.total_epochs}"
+    elif outcome.outcome == "finished":
         more = 2 * (outcome.total_steps or outcome.step)
         yield "train on", f"{again} trainer.total_training_steps={more}"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.arguments import AsJson, script_settings
+from sluice.cli.arguments import AsJson, TrustScript, script_settings
 from sluice.cli.terminal import print_json
 from sluice.config.catalogue.table import catalogue
 from sluice.config.check import launch_notes
@@ -61,6 +62,7 @@ def init(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a commented run.yaml for the data, model and reward function in this folder.
@@ -79,12 +81,12 @@ def init(
     missing: list[str] = []
     if source is None:
         settings, missing = _guessed(Path(), file.stem)
-        tree = settings_of({}, [], "")
+        tree = settings_of({}, [])
         for key, value in settings.items():
             tree.set(tuple(key.split(".")), value, tuple(key.split(".")))
     else:
-        overrides = _overrides_of(source)
-        tree = settings_of({}, overrides, str(source))
+        overrides = _overrides_of(source, trusted=trust_script)
+        tree = settings_of({}, overrides)
         notes = launch_notes(load_config(None, overrides), tree)
     file.write_text("\n".join(_lines(tree, notes, missing)) + "\n", encoding="utf-8")
     if as_json:
@@ -93,12 +95,13 @@ def init(
     typer.echo(f"wrote {file}")
     for key in missing:
         typer.echo(f"  not found here: {key}; set it in {file}")
-    typer.echo(f"next: sluice config check {file}\n      sluice up {file}")
+    name = shlex.quote(str(file))
+    typer.echo(f"next: sluice config check {name}\n      sluice up {name}")
 
 
-def _overrides_of(source: Path) -> list[str]:
+def _overrides_of(source: Path, *, trusted: bool) -> list[str]:
     is_list = is_override_file(source) and not is_script(source)
-    return [f"@{source}"] if is_list else script_settings(source, [])
+    return [f"@{source}"] if is_list else script_settings(source, [], trusted=trusted)
 
 
 def _guessed(folder: Path, name: str) -> tuple[dict[str, object], list[str]]:

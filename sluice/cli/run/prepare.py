@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import AsJson, ConfigArguments, split_arguments
+from sluice.cli.arguments import AsJson, ConfigArguments, TrustScript, split_arguments
 from sluice.cli.run.certificates import (
     CERTIFICATES,
     ensure_certificates,
@@ -39,9 +39,10 @@ from sluice.launch.container_settings import (
     device_settings,
     observed_settings,
 )
-from sluice.launch.network_layout import CONFIG_NAME, dashboard_settings, network_settings
+from sluice.launch.network_layout import dashboard_settings, network_settings
 from sluice.launch.shared_run import SharedRun
 from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics_page import forget_targets
 
 _SEED = 0  # of the quickstart's files
@@ -78,6 +79,9 @@ _Restart = Annotated[
     bool, typer.Option("--restart", help="Begin a new run even if the last has not ended.")
 ]
 _OldRestart = Annotated[bool, typer.Option("--anew", hidden=True, help="Old name of --restart.")]
+_RunFolder = Annotated[
+    Path, typer.Option("--run", "--run-dir", help="Folder that all services of the run see.")
+]
 _StopGrace = Annotated[
     str | None,
     typer.Option(
@@ -91,10 +95,7 @@ _StopGrace = Annotated[
 def prepare(  # noqa: PLR0913 - one parameter an option
     arguments: ConfigArguments = None,
     *,
-    run_dir: Annotated[
-        Path,
-        typer.Option("--run", "--run-dir", help="Folder that all services of the run see."),
-    ] = Path("runs/run"),
+    run_dir: _RunFolder = Path("runs/run"),
     quickstart: _Quickstart = False,
     secure: _Secure = False,
     observed: _Observed = False,
@@ -103,6 +104,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     stop_grace: _StopGrace = None,
     restart: _Restart = False,
     old_restart: _OldRestart = False,
+    trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the configuration of a run whose services have separate hosts, such as containers.
@@ -120,7 +122,7 @@ def prepare(  # noqa: PLR0913 - one parameter an option
     run, written = SharedRun(run_dir), run_dir / CONFIG_NAME
     is_active = run.is_active and written.is_file() and not (restart or old_restart)
     certificates = run_dir.absolute() / CERTIFICATES
-    file, overrides = split_arguments(arguments)
+    file, overrides = split_arguments(arguments, trust_script=trust_script)
     settings: list[str] = []
     settings += _quickstart_settings(run_dir, console) if quickstart else ()
     if secure:  # the checks need usable files; a renewal can wait until after them

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run
-from sluice.cli.running_run import launcher_answers, newest_step
+from sluice.cli.arguments import AsJson, RunArgument, RunOption, named_run, started_runs
+from sluice.cli.running_run import is_active, launched_processes, newest_step, resume_command
 from sluice.cli.terminal import print_json
-from sluice.client.run_address import CONFIG_NAME, RunLocation, locate_run
+from sluice.client.run_address import RunLocation, locate_run
 from sluice.client.run_monitor import RunMonitor
 from sluice.concurrency.waits import deadline
-from sluice.errors import DeadlineError, NotReadyError, PeerError
+from sluice.errors import ConfigError, DeadlineError, NotReadyError, PeerError
 from sluice.launch.servicer import launcher_of
 
 _POLL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class StoppedRun:
-    """How a run can be resumed: `step` is the newest checkpoint's; None: there is none."""
-
-    run: str
-    step: int | None
-    resume: str
-
-    def as_text(self) -> str:
-        """Return two lines for the console."""
-        where = "its start: no checkpoint was saved" if self.step is None else f"step {self.step}"
-        return f"{self.run}: stopped\nresume from {where}: {self.resume}"
 
 
 def stop(
@@ -53,7 +39,7 @@ def stop(
     """Stop a running run: finish the step, save a checkpoint, end all services.
 
     --now works on the machine of the run's sluice up; without it the trainer is called, wherever
-    it runs. Resume the run with sluice up on its config.yaml.
+    it runs. Resume the run with sluice up on its config.yaml. Name the run if several are active.
 
     \b
     Examples:
@@ -61,15 +47,26 @@ def stop(
       sluice stop --now
     """
     location = locate_run(named_run(run, run_option))
+    if run is None and run_option is None:
+        asyncio.run(_refuse_several(location.run_dir))
     asyncio.run(_end_now(location, timeout) if now else _save_and_end(location, timeout))
-    config_file = location.run_dir / CONFIG_NAME
-    stopped = StoppedRun(
-        str(location.run_dir), newest_step(location.config), f"sluice up {config_file}"
-    )
+    step, resume = newest_step(location.config), resume_command(location.run_dir)
     if as_json:
-        print_json(asdict(stopped))
-    else:
-        typer.echo(stopped.as_text())
+        print_json({"run": str(location.run_dir), "step": step, "resume": resume})
+        return
+    where = "its start: no checkpoint was saved" if step is None else f"step {step}"
+    typer.echo(f"{location.run_dir}: stopped\nresume from {where}: {resume}")
+
+
+async def _refuse_several(run_dir: Path) -> None:
+    """Raise ConfigError if other runs than that of the folder, which was not named, are active."""
+    known = {run_dir, *started_runs(), *started_runs(run_dir.parent)}
+    active = [run for run in sorted({run.absolute() for run in known}) if await is_active(run)]
+    if len(active) > 1:
+        raise ConfigError(
+            f"run: none named, and {len(active)} are active; name the one to stop: "
+            f"{', '.join(map(str, active))}"
+        )
 
 
 async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
@@ -82,15 +79,16 @@ async def _save_and_end(location: RunLocation, timeout_s: float) -> None:
             raise NotReadyError(await _not_answering(location.run_dir)) from error
         typer.echo(f"finishing step {step + 1} and saving", err=True)
         async with _until(timeout_s, location.run_dir):
-            await monitor.save_and_stop("sluice stop")
+            await monitor.stop("sluice stop", skip_validation=True, save=True)
             await _until_ended(location.run_dir, monitor)
 
 
 async def _not_answering(run_dir: Path) -> str:
-    if await launcher_answers(run_dir):
+    if await launched_processes(run_dir) is not None:
+        again = shlex.join(["sluice", "stop", str(run_dir), "--now"])
         return (
             f"run: the trainer of {run_dir} does not answer, so nothing can be saved; it may still "
-            f"be starting: try again, or end the run with `sluice stop {run_dir} --now`"
+            f"be starting: try again, or end the run with `{again}`"
         )
     return f"run: {run_dir} is not active; there is nothing to stop"
 
@@ -100,7 +98,7 @@ async def _end_now(location: RunLocation, timeout_s: float) -> None:
     run_dir = location.run_dir
     launcher = launcher_of(run_dir)
     # What answers with the secret of the file is the launcher, so its process id is not another's.
-    if not await launcher_answers(run_dir) or not launcher.pid:
+    if await launched_processes(run_dir) is None or not launcher.pid:
         raise NotReadyError(f"run: {run_dir} is not active; there is nothing to stop")
     os.kill(launcher.pid, signal.SIGTERM)
     async with _until(timeout_s, run_dir):
@@ -119,14 +117,13 @@ def _until(timeout_s: float, run_dir: Path) -> AbstractAsyncContextManager[None]
 async def _until_ended(run_dir: Path, monitor: RunMonitor | None) -> None:
     """Wait until neither the launcher nor the trainer, if it is given, answers."""
     while True:
-        if not await launcher_answers(run_dir) and not await _trainer_answers(monitor):
+        is_launched = await launched_processes(run_dir) is not None
+        if not is_launched and not (monitor and await _trainer_answers(monitor)):
             return
         await asyncio.sleep(_POLL_S)
 
 
-async def _trainer_answers(monitor: RunMonitor | None) -> bool:
-    if monitor is None:
-        return False
+async def _trainer_answers(monitor: RunMonitor) -> bool:
     try:
         await monitor.snapshot()
     except DeadlineError:

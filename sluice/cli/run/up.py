@@ -13,13 +13,18 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from sluice.cli.arguments import AsJson, ConfigArguments, script_settings, split_arguments
+from sluice.cli.arguments import (
+    AsJson,
+    ConfigArguments,
+    TrustScript,
+    script_settings,
+    split_arguments,
+)
 from sluice.cli.run.checked import checked_config
 from sluice.cli.run.ending import RunSeconds, end_run
 from sluice.cli.running_run import launched_processes
 from sluice.cli.terminal import ConsoleHandler, print_line
 from sluice.cli.watch.live_view import Detail, LiveView
-from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import RunMonitor
 from sluice.config.addresses import peer_address
 from sluice.config.loading.yaml_text import write_config
@@ -37,6 +42,7 @@ from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
 from sluice.rpc.credentials import service_credentials
 from sluice.rpc.status import expect_no_tls
+from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics_page import forget_target, forget_targets
 
 logger = logging.getLogger(__name__)
@@ -94,12 +100,13 @@ def up(  # noqa: PLR0913 - options of the command
     resources: Demanded = None,
     capacity_timeout: CapacityTimeout = 300.0,
     old_capacity_timeout: OldCapacityTimeout = None,
+    trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Start all services of a run, here or on the nodes of a Ray cluster, and follow it to its end.
 
-    Ctrl-C lets the run save a checkpoint and ends it; a second one ends it at once. Exit
-    codes: 0 the run reached its end, 1 something failed, 130 interrupted.
+    Ctrl-C ends the run after its step, with a checkpoint if trainer.save_freq > 0; a second one
+    ends it at once. Exit codes: 0 the run reached its end, 1 something failed, 130 interrupted.
 
     \b
     Examples:
@@ -114,7 +121,8 @@ def up(  # noqa: PLR0913 - options of the command
             "--resources: only a Ray cluster hands them out; add --on ray, or leave --resources out"
         )
     display = display_of(logs=logs, quiet=quiet, as_json=as_json)
-    _run(arguments, display, log_level, ray=ray if on == "ray" else None)
+    configured = split_arguments(arguments, trust_script=trust_script)
+    _run(configured, display, log_level, ray=ray if on == "ray" else None)
 
 
 def train(
@@ -130,6 +138,7 @@ def train(
     logs: ShowLogs = False,
     quiet: Quiet = False,
     log_level: LogLevel = None,
+    trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Train on this machine, as sluice up; also from a launch script of verl.
@@ -139,9 +148,11 @@ def train(
       sluice train run.yaml trainer.total_training_steps=100
       sluice train --script run_qwen2-7b.sh actor_rollout_ref.rollout.name=torch
     """
-    if script is not None:
-        arguments = script_settings(script, arguments or [])
-    _run(arguments, display_of(logs=logs, quiet=quiet, as_json=as_json), log_level)
+    if script is None:
+        configured = split_arguments(arguments, trust_script=trust_script)
+    else:
+        configured = None, script_settings(script, arguments or [], trusted=trust_script)
+    _run(configured, display_of(logs=logs, quiet=quiet, as_json=as_json), log_level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +177,12 @@ def display_of(*, logs: bool, quiet: bool, as_json: bool) -> Display:
 
 
 def _run(
-    arguments: list[str] | None,
+    configured: tuple[Path | None, list[str]],
     display: Display,
     log_level: str | None,
     ray: RayOptions | None = None,
 ) -> None:
-    file, overrides = split_arguments(arguments)
+    file, overrides = configured
     if log_level is not None:
         overrides = [*overrides, f"sluice.log_level={log_level}"]
     config = checked_config(file, overrides, display.console, is_local=ray is None)
@@ -240,7 +251,7 @@ async def _start(
 
 async def _refuse_beside_another(run_dir: Path) -> None:
     """Raise ConfigError if a launcher on this machine already runs in the folder."""
-    if await launched_processes(run_dir):
+    if await launched_processes(run_dir) is not None:
         raise ConfigError(
             f"sluice.run_dir = {run_dir}: another run is active in this folder; end it first, or "
             "give another folder"
@@ -250,7 +261,7 @@ async def _refuse_beside_another(run_dir: Path) -> None:
 async def _save_and_end(monitor: RunMonitor) -> bool:
     """Ask the trainer to save and to end; return false if it does not answer."""
     try:
-        await monitor.stop("interrupted", skip_validation=True)
+        await monitor.stop("interrupted", skip_validation=True, save=True)
     except SluiceError as error:
         logger.warning("nothing is saved: %s", error)
         return False

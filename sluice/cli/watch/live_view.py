@@ -25,7 +25,6 @@ from sluice.cli.watch.progress import (
     state_line,
     step_line,
 )
-from sluice.client.run_address import CONFIG_NAME
 from sluice.client.run_monitor import ReplicaSnapshot, RunMonitor, RunSnapshot
 from sluice.config.run import RunConfig
 from sluice.dashboard.line_tail import LineTail
@@ -35,6 +34,7 @@ from sluice.report.run_record import METRICS_NAME, AccuracyPoint, accuracy_of
 from sluice.report.summary import AccountView, account_views
 from sluice.rpc.server import RpcServer
 from sluice.safe_text import printable
+from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry import metric_names
 from sluice.telemetry.logs import parse_line
 

@@ -12,10 +12,10 @@ import typer
 
 from sluice.cli.arguments import AsJsonLines, RunArgument, RunOption, named_run
 from sluice.cli.terminal import print_json
-from sluice.client.run_address import CONFIG_NAME
 from sluice.dashboard.line_tail import LineTail
 from sluice.errors import ConfigError
 from sluice.safe_text import printable
+from sluice.service_contract import CONFIG_NAME
 
 _POLL_S = 0.3
 _SUFFIX = ".log"

@@ -66,22 +66,19 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], time_left: st
 
 
 def _step_cells(metrics: Mapping[str, float]) -> dict[str, str]:
+    kept, decided = metrics.get(metric_names.GROUPS_KEPT, 0.0), num_decided_groups(metrics)
     forms = {
         "reward": ("reward {:.3f}", metric_names.REWARD),
         "entropy": ("entropy {:.3f}", "actor/entropy"),
         "length": ("length {:.0f}", "response_length/mean"),
+        "groups": (f"kept {{:.0f}}/{max(kept, decided):.0f}", metric_names.GROUPS_KEPT),
         "staleness": ("staleness {:.0f}", metric_names.STALENESS_MAX),
         "speed": ("{:,.0f} tok/s", metric_names.TOKENS_PER_S),
         "seconds": ("{:.1f} s/step", metric_names.STEP_S),
     }
-    cells = {
+    return {
         cell: form.format(metrics[name]) for cell, (form, name) in forms.items() if name in metrics
     }
-    kept, decided = metrics.get(metric_names.GROUPS_KEPT), num_decided_groups(metrics)
-    if kept is not None:
-        cells["groups"] = f"kept {kept:.0f}/{max(kept, decided):.0f}"
-    order = ("reward", "entropy", "length", "groups", "staleness", "speed", "seconds")
-    return {name: cells[name] for name in order if name in cells}
 
 
 @dataclass(frozen=True, slots=True)

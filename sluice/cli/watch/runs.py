@@ -13,11 +13,11 @@ import typer
 from sluice.cli.arguments import RUNS, AsJson, started_runs
 from sluice.cli.running_run import is_active, past_run
 from sluice.cli.terminal import output_console, print_json, print_table
-from sluice.client.run_address import CONFIG_NAME, locate_run
+from sluice.cli.watch.progress import duration_text
+from sluice.client.run_address import locate_run
 from sluice.errors import SluiceError
 from sluice.report.run_record import METRICS_NAME
-
-_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+from sluice.service_contract import CONFIG_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ async def _described(folder: Path) -> ListedRun:
         return ListedRun(
             str(folder), "unreadable", 0, None, None, now_s - started_s, now_s - written_s
         )
-    if state == "not running" or (state == "finished" and past.step < (total or 0)):
+    has_more = past.step < (total or 0) and not past.is_data_exhausted
+    if state == "not running" or (state == "finished" and has_more):
         state = "stopped"
     accuracy = past.accuracies[-1] if past.accuracies else None
     return ListedRun(
@@ -96,12 +97,5 @@ async def _described(folder: Path) -> ListedRun:
 def _row(one: ListedRun) -> tuple[str, ...]:
     total = "" if one.total_steps is None else f"/{one.total_steps}"
     accuracy = "-" if one.accuracy is None else f"{one.accuracy:.3f}"
-    ages = (_age(one.age_s), _age(one.quiet_s))
+    ages = (f"{duration_text(age_s)} ago" for age_s in (one.age_s, one.quiet_s))
     return (one.run, one.state, f"{one.step}{total}", accuracy, *ages)
-
-
-def _age(seconds: float) -> str:
-    for size, unit in _UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return "now"

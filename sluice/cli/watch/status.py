@@ -15,12 +15,13 @@ from sluice.cli.running_run import PastRun, ask_run, launched_processes, past_ru
 from sluice.cli.terminal import print_json, print_line
 from sluice.cli.watch.live_view import AccuracyTail, run_table
 from sluice.cli.watch.waits import wait_table
-from sluice.client.run_address import CONFIG_NAME, locate_run
+from sluice.client.run_address import locate_run
 from sluice.client.wait_chain import explain
 from sluice.client.wait_survey import survey_waits
 from sluice.errors import ConfigError, NotReadyError
 from sluice.report.notices import low_yield
 from sluice.report.run_record import METRICS_NAME
+from sluice.service_contract import CONFIG_NAME
 
 
 def status(
@@ -70,7 +71,7 @@ def status(
     console = Console()
     console.print(run_table(snapshot, accuracy))
     print_line(console, f"trainer {location.trainer}, reward service {location.reward}")
-    restarts = [p.restart_text for p in asyncio.run(launched_processes(folder))]
+    restarts = [p.restart_text for p in asyncio.run(launched_processes(folder)) or ()]
     for notice in filter(None, [low_yield(snapshot.metrics), *restarts]):
         print_line(console, f"notice: {notice}")
 

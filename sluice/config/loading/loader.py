@@ -49,7 +49,7 @@ class ReadRun:
     Attributes:
         config: where a key or value is wrong, its default.
         settings: the keys as the user set them, without the wrong ones.
-        problems: of unknown keys, wrong types and refused values.
+        problems: of unknown keys, overrides, references, wrong types and refused values.
         source: where it came from, for messages.
     """
 
@@ -64,7 +64,7 @@ def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
     to the rest.
 
     Raises:
-        ConfigError: the file cannot be read, an override has no form, a reference leads nowhere.
+        ConfigError: a file cannot be read.
     """
     source = str(path) if path is not None else "built-in defaults"
     if overrides:
@@ -77,7 +77,7 @@ def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
     wrong += take_out_wrong(values)
     for path_of_key, _ in wrong:
         settings.remove(path_of_key)
-    problems = (*settings.unknown, *(problem for _, problem in wrong))
+    problems = (*settings.problems, *(problem for _, problem in wrong))
     config = msgspec.convert(_schema_part(values), RunConfig)
     return ReadRun(config, settings, problems, source)
 
@@ -89,16 +89,14 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> SettingsTree:
         ConfigError: as `read_run`.
     """
     if path is not None and is_override_file(path):
-        return settings_of({}, [f"@{str(path).removeprefix('@')}", *overrides], str(path))
-    return settings_of({} if path is None else read_document(path), overrides, str(path))
+        return settings_of({}, [f"@{str(path).removeprefix('@')}", *overrides])
+    return settings_of({} if path is None else read_document(path), overrides)
 
 
-def settings_of(
-    document: Mapping[str, object], overrides: Sequence[str], source: str
-) -> SettingsTree:
-    """Return the same for a mapping that was read already; `source` names it in errors."""
-    tree = tree_of(document, source)
-    apply_overrides(tree, expand_overrides(overrides), defaults())
+def settings_of(document: Mapping[str, object], overrides: Sequence[str]) -> SettingsTree:
+    """Return the same for a mapping that was read already."""
+    tree = tree_of(document)
+    apply_overrides(tree, expand_overrides(overrides, tree.problems), defaults())
     return resolve_references(tree, defaults())
 
 

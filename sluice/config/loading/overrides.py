@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ from sluice.config.loading.keys import (
 )
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_override_value
-from sluice.config.problems import Problem, shown
+from sluice.config.problems import Problem, of_error, shown
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -59,24 +59,29 @@ class Override:
         return f" ({self.source})" if self.source else ""
 
 
-def expand_overrides(items: Sequence[str]) -> list[Override]:
+def expand_overrides(items: Sequence[str], problems: list[Problem]) -> list[Override]:
     """Return the overrides in `items` in order, each file replaced by its lines.
 
     An item is a file if it starts with ``@``, or if it holds no ``=`` and names a file.
 
+    Args:
+        items: words and names of files.
+        problems: gets those of malformed words, which are left out.
+
     Raises:
-        ConfigError: a file cannot be read, or an override is malformed or of a shell script.
+        ConfigError: a file cannot be read, or a line of it is malformed or of a shell script.
     """
-    return [override for item in items for override in _expand(item)]
-
-
-def _expand(item: str) -> Iterator[Override]:
-    if item.startswith("@"):
-        yield from read_override_file(Path(item[1:]))
-    elif "=" not in item and not item.startswith("~") and Path(item).is_file():
-        yield from read_override_file(Path(item))
-    else:
-        yield parse_override(item)
+    found: list[Override] = []
+    for item in items:
+        is_file = "=" not in item and not item.startswith("~") and Path(item).is_file()
+        if is_file or item.startswith("@"):
+            found += read_override_file(Path(item.removeprefix("@")))
+            continue
+        try:
+            found.append(parse_override(item))
+        except ConfigError as error:
+            problems.append(of_error(error))
+    return found
 
 
 def is_override_file(path: Path) -> bool:
@@ -186,23 +191,17 @@ def apply_overrides(
 
     `defaults` are the schema's values, which count as present: ``+`` refuses a key that has a
     value already unless it is null, the new value is a mapping or list (Hydra's rule), or verl
-    itself does not know the key by that name. Overrides of unknown keys are left out and noted in
-    the tree.
-
-    Raises:
-        ConfigError: a value that is already set.
+    itself does not know the key by that name. Overrides that are refused, or whose key is unknown,
+    are left out and noted in the tree.
     """
     for override in overrides:
-        if unknown := _unknown(override):
-            tree.unknown += unknown
-            continue
-        if override.mode is OverrideMode.REMOVE:
-            _remove(tree, override, defaults)
-            continue
-        if override.mode is OverrideMode.ADD:
-            _refuse_second_value(tree, override, defaults)
-        for path, spelled, value in canonical_leaves(override.value, override.path):
-            tree.set(path, value, spelled)
+        if wrong := _unknown(override) or _refused(tree, override, defaults):
+            tree.problems += wrong
+        elif override.mode is OverrideMode.REMOVE:
+            tree.remove(canonical(override.path))
+        else:
+            for path, spelled, value in canonical_leaves(override.value, override.path):
+                tree.set(path, value, spelled)
 
 
 def _unknown(override: Override) -> list[Problem]:
@@ -217,30 +216,25 @@ def _unknown(override: Override) -> list[Problem]:
     ]
 
 
-def _remove(tree: SettingsTree, override: Override, defaults: Mapping[str, object]) -> None:
-    path = canonical(override.path)
-    present = _current(tree, path, defaults)
-    if override.value is not UNSET and present != override.value:
-        raise ConfigError(
-            f"override {override.text!r}{override.where}: the value is {shown(present)}, so "
-            f"nothing was removed; write ~{'.'.join(override.path)}"
-        )
-    tree.remove(path)
-
-
-def _refuse_second_value(
+def _refused(
     tree: SettingsTree, override: Override, defaults: Mapping[str, object]
-) -> None:
+) -> list[Problem]:
     path, key = canonical(override.path), ".".join(override.path)
     present = _current(tree, path, defaults)
-    if present in (None, UNSET) or isinstance(override.value, dict | list):
-        return
-    if path != override.path or is_open(path):
-        return
-    raise ConfigError(
-        f"override {override.text!r}{override.where}: {key} has the value "
-        f"{shown(present)} already; write {key}=VALUE or ++{key}=VALUE"
-    )
+    what = f"override {override.text!r}{override.where}"
+    if override.mode is OverrideMode.REMOVE and override.value not in (UNSET, present):
+        message = f"the value is {shown(present)}, so nothing was removed"
+        return [Problem("", UNSET, f"{what}: {message}", f"write ~{key}")]
+    if (
+        override.mode is not OverrideMode.ADD
+        or present in (None, UNSET)
+        or isinstance(override.value, dict | list)
+        or path != override.path
+        or is_open(path)
+    ):
+        return []
+    message = f"{key} has the value {shown(present)} already"
+    return [Problem("", UNSET, f"{what}: {message}", f"write {key}=VALUE or ++{key}=VALUE")]
 
 
 def _current(tree: SettingsTree, path: KeyPath, defaults: Mapping[str, object]) -> object:

@@ -11,6 +11,7 @@ from sluice.config.catalogue.table import catalogue
 from sluice.config.loading.keys import KeyPath, canonical, find_key, is_section, unknown_key
 from sluice.config.loading.settings_tree import SettingsTree
 from sluice.config.loading.yaml_text import parse_scalar
+from sluice.config.problems import of_error
 from sluice.config.run import value_at
 from sluice.errors import ConfigError
 
@@ -30,13 +31,19 @@ def resolve_references(tree: SettingsTree, defaults: Mapping[str, object]) -> Se
     above; ``${oc.select:a.b,c}`` is c where a.b is unknown or unset. Keys the tree does not set are
     looked up in `defaults`, then in the catalogue.
 
-    Raises:
-        ConfigError: a reference to an unknown key, to itself in a circle, or to a resolver such as
-            ``oc.env``.
+    A reference to an unknown key, to itself in a circle, or to a resolver such as ``oc.env`` is a
+    problem of the tree, and the key that holds it is left out.
     """
-    resolver = _Resolver(tree, defaults)
-    values = {key: resolver.resolve(value, (key,)) for key, value in tree.values.items()}
-    return SettingsTree(values, dict(tree.spelled), list(tree.unknown))
+    resolver, resolved = _Resolver(tree, defaults), SettingsTree(problems=list(tree.problems))
+    for path, value in tree.leaves():
+        try:
+            found = resolver.resolve(value, (".".join(path),))
+        except ConfigError as error:
+            if (wrong := of_error(error)) not in resolved.problems:
+                resolved.problems.append(wrong)
+        else:
+            resolved.set(path, found, tree.spelled.get(path, path))
+    return resolved
 
 
 class _Resolver:

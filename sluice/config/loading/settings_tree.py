@@ -11,7 +11,6 @@ from msgspec import UNSET
 from sluice.config.loading.keys import KeyPath, canonical_leaves, find_key, is_section, refers_to
 from sluice.config.problems import Problem, shown
 from sluice.config.run import value_at
-from sluice.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -21,12 +20,12 @@ class SettingsTree:
     Attributes:
         values: nested mappings; only what was set.
         spelled: path to the spelling that was written last.
-        unknown: problems of keys that do not exist and are left out.
+        problems: of keys that do not exist, of overrides and of references; these are left out.
     """
 
     values: dict[str, object] = field(default_factory=dict)
     spelled: dict[KeyPath, KeyPath] = field(default_factory=dict)
-    unknown: list[Problem] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     def set(self, path: KeyPath, value: object, spelled: KeyPath) -> None:
         """Set the value at `path`, over any former one."""
@@ -77,14 +76,11 @@ def _leaves(values: Mapping[str, object], prefix: KeyPath) -> Iterator[tuple[Key
             yield path, value
 
 
-def tree_of(document: Mapping[str, object], source: str) -> SettingsTree:
+def tree_of(document: Mapping[str, object]) -> SettingsTree:
     """Return the settings of one YAML document.
 
     Where verl has two keys for one key of sluice, one of them may refer to the other; that
-    reference is skipped.
-
-    Raises:
-        ConfigError: one key has two spellings with two values.
+    reference is skipped. A key in two spellings with two values is a problem.
     """
     tree = SettingsTree()
     for path, spelled, value in canonical_leaves(document, ()):
@@ -93,9 +89,9 @@ def tree_of(document: Mapping[str, object], source: str) -> SettingsTree:
         present = value_at(tree.values, path, UNSET)
         found = find_key(path)
         if found and found.in_schema and present not in (UNSET, value):
-            raise ConfigError(
-                f"configuration ({source}): {tree.written(path)} = {shown(present)} and "
-                f"{'.'.join(spelled)} = {shown(value)} are one key; keep one of the two"
-            )
+            message = f"and {'.'.join(spelled)} = {shown(value)} are one key"
+            remedy = "keep one of the two"
+            tree.problems.append(Problem(tree.written(path), present, message, remedy))
+            continue
         tree.set(path, value, spelled)
     return tree

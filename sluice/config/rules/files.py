@@ -10,6 +10,7 @@ from msgspec import UNSET
 from sluice.config.problems import Problem
 from sluice.config.rules.security import run_security_problems
 from sluice.config.run import RunConfig
+from sluice.config.schema.data import file_list
 
 MODEL_KEY = "actor_rollout_ref.model.path"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -58,7 +59,7 @@ def _length_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _data_problems(key: str, files: str | list[str] | None) -> Iterator[Problem]:
-    for name in [files] if isinstance(files, str) else files or []:
+    for name in file_list(files):
         if not Path(name).is_file():
             yield Problem(key, name, "is no file", "check the path")
         elif not name.endswith((".parquet", ".json", ".jsonl")):

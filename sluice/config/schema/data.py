@@ -11,6 +11,11 @@ from sluice.config.schema.section import NonNegativeInt, PositiveInt, Section
 FileList = str | list[str]
 
 
+def file_list(files: str | list[str] | None) -> list[str]:
+    """Return the files of a key that takes one, several or none."""
+    return [files] if isinstance(files, str) else files or []
+
+
 class DataConfig(Section, frozen=True):
     """Data sets in verl's Parquet format, and the batch size."""
 

@@ -19,6 +19,7 @@ import msgspec
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
+from sluice.config.schema.data import file_list
 from sluice.config.schema.security import FILE_FIELDS
 from sluice.config.schema.service import EndpointConfig
 from sluice.device.host import launch_environment
@@ -57,15 +58,11 @@ def _own_paths(kind: Kind, config: RunConfig) -> Iterator[tuple[str, str]]:
             yield "critic.model.path", config.critic.model.path
     if kind == "reward":
         for key in ("train_files", "val_files"):
-            for number, file in enumerate(_listed(getattr(config.data, key))):
+            for number, file in enumerate(file_list(getattr(config.data, key))):
                 yield f"data.{key}[{number}]", file
         path = config.reward.custom_reward_function.path
         if path and not path.startswith(_PACKAGE):
             yield "reward.custom_reward_function.path", path.removeprefix(_FILE)
-
-
-def _listed(files: str | list[str] | None) -> list[str]:
-    return [files] if isinstance(files, str) else files or []
 
 
 @dataclass(frozen=True, slots=True)

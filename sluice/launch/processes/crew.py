@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sluice.concurrency.process import ending_text
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.launch.processes.child import KILLED_S, Child, ProcessHost
 from sluice.launch.service_spec import ServiceSpec
@@ -193,7 +194,7 @@ class Crew:
         again = f" after {self.restarts} restarts" if self.restarts else ""
         lines = "".join(f"\n  {line}" for line in self._last_lines[ended.spec.name])
         return (
-            f"{ended.spec.name} ended with {meaning(ended.code)}{again}{when}"
+            f"{ended.spec.name} ended with {ending_text(ended.code)}{again}{when}"
             f"{':' if lines else ''}{lines}"
         )
 
@@ -255,13 +256,3 @@ def crews_of(
     for spec in specs:
         members.setdefault(spec.crew_name, []).append(spec)
     return [Crew(each, log_dir, on_line, grace_s, host) for each in members.values()]
-
-
-def meaning(code: int) -> str:
-    """Return an exit code in words."""
-    if code >= 0:
-        return f"code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

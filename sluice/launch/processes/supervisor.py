@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sluice.concurrency.process import EXIT_MISSING_PACKAGE, stop_on_signals
+from sluice.concurrency.process import EXIT_MISSING_PACKAGE, ending_text, stop_on_signals
 from sluice.concurrency.watchdog import EXIT_STALLED
 from sluice.errors import ConfigError, NotFoundError, NotReadyError
 from sluice.launch.processes.child import ProcessHost, ThisMachine
@@ -29,7 +29,6 @@ from sluice.launch.processes.crew import (
     CrewEnd,
     LogLine,
     crews_of,
-    meaning,
     unless,
 )
 from sluice.launch.service_spec import ServiceSpec
@@ -261,7 +260,7 @@ class Supervisor:
         pause_s = _FIRST_PAUSE_S * 2**crew.restarts
         crew.restarts += 1
         name = spec.name if len(crew.specs) == 1 else f"{spec.name}, with all of {crew.name},"
-        logger.warning("%s ended with %s; starting again in %g s", name, meaning(code), pause_s)
+        logger.warning("%s ended with %s; starting again in %g s", name, ending_text(code), pause_s)
         if not await _is_set_within(crew.released, pause_s):
             return True
         if crew.is_dismissed:

@@ -48,7 +48,7 @@ def is_script(file: Path) -> bool:
     return re.match(rb"#!.*\b(ba|da|k|z)?sh\b", first) is not None
 
 
-def launch_of(script: Path, arguments: Sequence[str]) -> ScriptLaunch:
+def launch_of(script: Path, arguments: Sequence[str], *, isolated: bool = True) -> ScriptLaunch:
     """Return what a script would launch; nothing is launched.
 
     Args:
@@ -56,12 +56,13 @@ def launch_of(script: Path, arguments: Sequence[str]) -> ScriptLaunch:
             below ``ray job submit --`` and the like.
         arguments: overrides: the script gets them as ``"$@"``; if it passes none on, they follow
             its own.
+        isolated: as of `record`.
 
     Raises:
-        ConfigError: it launches nothing, or several different things.
+        ConfigError: it launches nothing, or several different things, or cannot be run.
         DeadlineError: it does not end.
     """
-    recording = record(script, arguments)
+    recording = record(script, arguments, isolated=isolated)
     launches = [call for call in recording.calls if _start_of(call) is not None]
     if not launches:
         raise ConfigError(_no_launch(script, recording))

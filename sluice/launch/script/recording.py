@@ -8,42 +8,46 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
+from typing import IO
 
 from sluice.errors import ConfigError, DeadlineError
 
-# They read and print; nothing that a script's launch depends on needs more.
+# They read and print, or make what a redirection needs.
 PRINTERS = (
-    *("basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "id", "jq", "ls"),
-    *("nproc", "printenv", "readlink", "realpath", "seq", "sort", "tail", "tr", "uname", "uniq"),
-    *("wc", "whoami"),
+    *("awk", "basename", "cat", "cut", "date", "dirname", "expr", "grep", "head", "hostname", "id"),
+    *("jq", "ls", "mkdir", "mktemp", "nproc", "printenv", "readlink", "realpath", "sed", "seq"),
+    *("sort", "tail", "tee", "tr", "uname", "uniq", "wc", "which", "whoami"),
 )
-# A script may look for them before it uses them.
-_RECORDED = ("python", "python3", "ray", "torchrun", "pip", "conda", "accelerate", "nohup")
-_STUBS = {
-    "bash": 'while [ "$1" = -l ] || [ "$1" = --login ]; do shift; done\n'
-    'case "$1" in -lc) shift; set -- -c "$@" ;; esac\nexec "$__SLUICE_BASH" "$@"',
-    "sh": 'exec "${0%/*}/bash" "$@"',
-    "record": 'printf \'%s\\0\' "$#" "$@" >>"$__SLUICE_RECORD"',
-    "recorder": 'printf \'%s\\0\' "$(($# + 1))" "${0##*/}" "$@" >>"$__SLUICE_RECORD"',
-    "tee": "exec {cat}",
-    "hostname": "exec {uname} -n",
-    # Neither edits a file in place, nor runs a program of its own.
-    "sed": 'for word; do case "$word" in -*i* | --in-place*) exec "${0%/*}/record" sed "$@" ;; '
-    'esac; done\nexec {sed} --sandbox "$@"',
-    # Only what it lists: a reset of a device must not happen.
-    "nvidia-smi": 'for word; do case "$word" in -L | --list-gpus | --query-* | --format* | -i* | '
-    '[0-9]*) ;; *) exec "${0%/*}/record" nvidia-smi "$@" ;; esac; done\nexec {nvidia-smi} "$@"',
-}
-_NEEDED = ("cat", "uname", "sed", "nvidia-smi")
+# A script may look for them before it uses them, or call them by a path.
+RECORDED = (
+    *("python", "python3", "torchrun", "ray", "accelerate", "deepspeed", "srun", "nohup", "env"),
+    *("pip", "conda"),
+)
+_RUN_WITH_CARE = ("bash", "sh", "nvidia-smi")  # as recorder.sh says
+_RECORDER = """#!/bin/sh
+printf '%s\\0' "$(($# + 1))" "${0##*/}" "$@" >>"$__SLUICE_CALLS"
+"""
+_NAMESPACES = ("--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child")
+# A user who is not root needs a namespace of its own to get the others.
+_OF_A_USER = ("--user", "--map-current-user", "--keep-caps")
+_READY = "ready\0"
+_UNSET = ("unset",)  # no program's name: bash would run its own command
+_HERE = Path(__file__).resolve().parent
 TIME_LIMIT_S = 20.0
+_BACKGROUND_S = 2.0
 _MOST_ERROR_CHARS = 600
 _REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[^\]]*\])?\}|([A-Za-z_]\w*))")
 _UNBOUND = re.compile(r"([A-Za-z_]\w*): unbound variable")
+_HIDDEN = re.compile(
+    r"\\.|'[^']*'|(?:^|(?<=[\s;]))#[^\n]*"  # an escape, a text in single quotes, a comment
+    r'|"(?P<text>(?:\\.|[^"\\])*)"',
+    re.DOTALL | re.MULTILINE,
+)
 _LOCAL = re.compile(r"\b(?:local|declare|read)\b([^\n;]*)")
 
 
@@ -67,52 +71,95 @@ class Recording:
 def printers_in(script: str) -> list[str]:
     """Return the programs in a script's text that will really run: they only print."""
     words = set(re.findall(r"(?<![\w./=$-])[a-z]+(?:-[a-z]+)?(?![\w./=-])", _code(script)))
-    return sorted(words & {*PRINTERS, "sed", "hostname", "nvidia-smi", "tee"})
+    return sorted(words & {*PRINTERS, "nvidia-smi"})
 
 
-def record(script: Path, arguments: Sequence[str], time_limit_s: float = TIME_LIMIT_S) -> Recording:
+def record(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    isolated: bool = True,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Recording:
     """Run a script in the present folder; its programs are recorded in place of being run.
 
-    Only programs that print (`PRINTERS` and a few more) run. Redirections write no file. The
-    script and everything below it is killed at the end.
+    Only `PRINTERS` and shells run. In isolation the script has no network and no other process,
+    what it writes is lost, and everything below it ends with it.
 
     Args:
         script: the file.
         arguments: what the script gets as ``"$@"``.
+        isolated: run it in namespaces of its own; else nothing protects from what it writes.
         time_limit_s: seconds after which it is killed.
 
     Raises:
-        ConfigError: it cannot be read, or there is no bash.
+        ConfigError: it cannot be read, there is no bash, or this machine cannot isolate it.
         DeadlineError: it does not end.
     """
     bash = shutil.which("bash")
     if bash is None:
         raise ConfigError(f"{script}: a launch script needs bash, which is not on the PATH")
-    text = script_text(script)
-    with (
-        tempfile.TemporaryDirectory(prefix="sluice-script-") as scratch,
-        as_file(files(__package__) / "recorder.sh") as recorder,
-    ):
-        folder = Path(scratch)
+    names = referenced_names(script_text(script))
+    with tempfile.TemporaryDirectory(prefix="sluice-script-") as scratch:
+        folder = Path(scratch).resolve()
+        calls = folder / "calls"
+        calls.touch()
         environment = {
             **os.environ,
-            "BASH_ENV": str(recorder),
-            "__SLUICE_BASH": bash,
+            "BASH_ENV": str(_HERE / "recorder.sh"),
             "__SLUICE_BIN": str(_programs(folder / "bin")),
-            "__SLUICE_NAMES": " ".join(referenced_names(text)),
-            "__SLUICE_RECORD": str(folder / "calls"),
-            "__SLUICE_UNSET": str(folder / "unset"),
-            "TMPDIR": scratch,
+            "__SLUICE_CALLS": str(calls),
+            "__SLUICE_NAMES": " ".join(names),
+            "__SLUICE_RECORDED": " ".join((*RECORDED, *_RUN_WITH_CARE)),
         }
-        exit_code = _run([bash, str(script), *arguments], environment, folder, time_limit_s)
-        errors = _without_trace(_read(folder / "stderr"))
-        unset = [*_read(folder / "unset").split(), *_UNBOUND.findall(errors)]
+        before = _isolation(folder, bash) if isolated else []
+        command = [*before, bash, str(script), *arguments]
+        with (folder / "errors").open("w+", encoding="utf-8", errors="replace") as opened:
+            try:
+                exit_code = _run(command, environment, opened, time_limit_s)
+            except OSError as error:
+                raise ConfigError(_no_isolation(script, str(error))) from error
+            except subprocess.TimeoutExpired as error:
+                raise _no_end(script, time_limit_s) from error
+            opened.seek(0)
+            errors = "".join(line for line in opened if not line.startswith("+"))
+        recorded = calls.read_text(encoding="utf-8", errors="replace")
+        if isolated and not recorded.startswith(_READY):
+            raise ConfigError(_no_isolation(script, errors))
+        made = list(_calls(recorded.removeprefix(_READY)))
+        unset = [name for call in made if call[:1] == _UNSET for name in call[1:]]
         return Recording(
-            tuple(_calls(_read(folder / "calls"))),
-            tuple(dict.fromkeys(unset)),
+            tuple(call for call in made if call[:1] != _UNSET),
+            tuple(dict.fromkeys([*unset, *_UNBOUND.findall(errors)])),
             errors[-_MOST_ERROR_CHARS:],
             exit_code,
         )
+
+
+def _isolation(folder: Path, bash: str) -> list[str]:
+    """Return the words before a command that isolate it. `folder` holds its calls."""
+    memory = folder / "memory"
+    memory.mkdir()
+    user = () if os.geteuid() == 0 else _OF_A_USER
+    first = (bash, "-p", str(_HERE / "isolation.sh"), str(memory), str(folder / "calls"))
+    return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *_NAMESPACES, *first]
+
+
+def _no_end(script: Path, time_limit_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"script {script}",
+        "running it without its programs",
+        time_limit_s,
+        remedy="it may wait for a program's answer; give its key=value lines in a file",
+    )
+
+
+def _no_isolation(script: Path, errors: str) -> str:
+    reason = (errors.strip().splitlines() or ["no reason given"])[-1]
+    return (
+        f"script {script}: this machine cannot isolate it ({reason}); give --trust-script to run "
+        "it with your rights, or see docs/migrating-from-verl.md for what isolation needs"
+    )
 
 
 def script_text(script: Path) -> str:
@@ -133,87 +180,57 @@ def referenced_names(script: str) -> list[str]:
 
 def _code(script: str) -> str:
     """Return a script's text without comments and texts in single quotes."""
-    kept, quote, before = [], "", "\n"
-    characters = iter(script)
-    for character in characters:
-        if quote == "'":
-            quote = "" if character == "'" else quote
-        elif character == "\\":
-            kept.append(" ")
-            next(characters, "")
-        elif character == "#" and not quote and before in " \t\n;":
-            for following in characters:
-                if following == "\n":
-                    break
-            kept.append("\n")
-            character = "\n"
-        elif character == "'" and not quote:
-            quote = "'"
-        else:
-            if character == '"':
-                quote = "" if quote else '"'
-            kept.append(character)
-        before = character
-    return "".join(kept)
+    return _HIDDEN.sub(lambda found: re.sub(r"\\.", " ", found["text"] or " "), script)
 
 
 def _programs(folder: Path) -> Path:
     """Fill a folder with the programs that a script finds."""
     folder.mkdir()
-    for name in PRINTERS:
+    for name in (*PRINTERS, *_RUN_WITH_CARE):
         if (found := shutil.which(name)) is not None:
             (folder / name).symlink_to(found)
-    real = {name: shutil.which(name) for name in _NEEDED}
-    for name, body in _STUBS.items():
-        missing = [one for one in _NEEDED if f"{{{one}}}" in body and real[one] is None]
-        for one, found in real.items():
-            body = body.replace(f"{{{one}}}", str(found))
-        file = folder / name
-        file.write_text(f"#!/bin/sh\n{_STUBS['recorder'] if missing else body}\n", encoding="utf-8")
-        file.chmod(0o700)
-    for name in _RECORDED:
-        (folder / name).symlink_to("recorder")
+    recorder = folder / "recorder"
+    recorder.write_text(_RECORDER, encoding="utf-8")
+    recorder.chmod(0o700)
+    for name in RECORDED:
+        (folder / name).symlink_to(recorder)
     return folder
 
 
 def _run(
-    command: Sequence[str], environment: Mapping[str, str], folder: Path, time_limit_s: float
+    command: Sequence[str], environment: Mapping[str, str], errors: IO[str], time_limit_s: float
 ) -> int:
-    with (folder / "stdout").open("wb") as output, (folder / "stderr").open("wb") as errors:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(time_limit_s)
-        except subprocess.TimeoutExpired as error:
-            raise DeadlineError(
-                f"script {command[1]}",
-                "running it without its programs",
-                time_limit_s,
-                remedy="it may wait for a program to answer; give its key=value lines in a file",
-            ) from error
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    """Return the exit code of a command; it is killed at the limit, with its process group."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+    )
+    try:
+        exit_code = process.wait(time_limit_s)
+        _wait_for_group(process.pid)
+        return exit_code
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-
-
-def _without_trace(errors: str) -> str:
-    return "\n".join(line for line in errors.splitlines() if not line.startswith("+"))
+def _wait_for_group(group: int) -> None:
+    """Wait a moment for the background of a script, which may still start the training."""
+    until_s = time.monotonic() + _BACKGROUND_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < until_s:
+            os.killpg(group, 0)
+            time.sleep(0.05)
 
 
 def _calls(recorded: str) -> Iterator[tuple[str, ...]]:
     words = recorded.split("\0")[:-1]
-    while words and words[0].isdigit():
+    while words and words[0].isdecimal():
         end = 1 + int(words[0])
         yield tuple(words[1:end])
         words = words[end:]

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.simulator.fit import fit_run
 from benchmarks.simulator.group_records import GroupRecord, read_groups
 from sluice.errors import DataError
+from tests.unit.simulate.simulations import recorded_group
 
 STEP = '{"step":%d,"training/global_step":%d,"timing_s/step":1,"rollout/replicas":1}\n'
 
@@ -18,14 +19,19 @@ def line(
     prompt: str,
     begin: float,
     *,
-    instance_id: str | None = None,
+    instance_id: str = "x",
     end: str = "trained",
     step: int | None = None,
     seconds: float = 1.0,
 ) -> GroupRecord:
     """A group of two samples of 100 tokens that ended a second after these were there."""
-    return GroupRecord(
-        *(prompt, prompt, end, int(end == "trained"), 2, [100, 100]),
+    return recorded_group(
+        prompt_id=prompt,
+        key=prompt,
+        end=end,
+        right=int(end == "trained"),
+        scored=2,
+        tokens=[100, 100],
         started_s=begin,
         generated_s=begin + seconds,
         ended_s=begin + seconds + 1.0,

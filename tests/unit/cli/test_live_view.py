@@ -45,6 +45,12 @@ def rendered(shown: RunSnapshot, accuracy: AccuracyPoint | None = None) -> str:
 METRICS = {name: value for name, value in STEPS[0].items() if value is not None}
 
 
+@pytest.fixture
+def _lines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+    monkeypatch.setattr(live_view, "_LINE_EVERY_S", 0.02)
+
+
 def test_the_table_shows_all_that_the_run_is_watched_for_within_80_columns() -> None:
     text = rendered(snapshot(METRICS), AccuracyPoint(2, 0.625))
     words = " ".join(text.split())
@@ -130,10 +136,8 @@ async def test_without_a_terminal_every_step_and_accuracy_is_a_plain_line(tmp_pa
     assert len(lines) == 4
 
 
-async def test_a_deleted_folder_of_an_active_run_is_one_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+@pytest.mark.usefixtures("_lines_at_once")
+async def test_a_deleted_folder_of_an_active_run_is_one_notice(tmp_path: Path) -> None:
     screen = Screen()
     folder = run_folder(tmp_path / "run")
     (folder / "config.yaml").touch()
@@ -157,11 +161,8 @@ class Refusing:
         raise SluiceError("not yet")
 
 
-async def test_a_log_of_a_run_that_starts_is_never_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
-    monkeypatch.setattr(live_view, "_LINE_EVERY_S", 0.02)
+@pytest.mark.usefixtures("_lines_at_once")
+async def test_a_log_of_a_run_that_starts_is_never_silent(tmp_path: Path) -> None:
     screen = Screen()
     view = view_on(screen, run_folder(tmp_path))
     async with asyncio.TaskGroup() as tasks:
@@ -173,11 +174,8 @@ async def test_a_log_of_a_run_that_starts_is_never_silent(
         following.cancel()
 
 
-async def test_a_log_of_a_long_step_shows_what_it_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
-    monkeypatch.setattr(live_view, "_LINE_EVERY_S", 0.02)
+@pytest.mark.usefixtures("_lines_at_once")
+async def test_a_log_of_a_long_step_shows_what_it_waits_for(tmp_path: Path) -> None:
     screen = Screen()
     view = view_on(screen, run_folder(tmp_path))
     trainer = ScriptedTrainer(step=0, total_steps=9, never_ends=True)
@@ -204,10 +202,8 @@ class Watched:
             raise
 
 
-async def test_a_terminal_gets_one_table_that_stays_when_the_services_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+@pytest.mark.usefixtures("_lines_at_once")
+async def test_a_terminal_gets_one_table_that_stays_when_the_services_leave(tmp_path: Path) -> None:
     screen = Screen()
     view = view_on(screen, run_folder(tmp_path), terminal=True)
     server = rpc_server(trainer=ScriptedTrainer(), reward=ScriptedReward())
@@ -225,10 +221,8 @@ async def test_a_terminal_gets_one_table_that_stays_when_the_services_leave(
     assert "0.750" in last_frame
 
 
-async def test_services_that_are_not_up_yet_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+@pytest.mark.usefixtures("_lines_at_once")
+async def test_services_that_are_not_up_yet_are_waited_for(tmp_path: Path) -> None:
     screen = Screen()
     trainer = ScriptedTrainer()
     view = view_on(screen, run_folder(tmp_path))
@@ -282,10 +276,8 @@ def test_the_newest_accuracy_follows_a_growing_file_and_ignores_half_a_line(
     assert tail.newest() == AccuracyPoint(10, 0.5)
 
 
-async def test_a_quiet_view_still_learns_the_steps_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live_view, "_REFRESH_S", 0.01)
+@pytest.mark.usefixtures("_lines_at_once")
+async def test_a_quiet_view_still_learns_the_steps_of_the_run(tmp_path: Path) -> None:
     view = view_on(Screen(), run_folder(tmp_path), detail="quiet")
     async with monitored(ScriptedTrainer(step=1, total_steps=9)) as monitor, asyncio.timeout(60):
         await view.follow(monitor)

@@ -10,18 +10,17 @@ from typer.testing import CliRunner
 from sluice.cli.main import commands
 from sluice.cli.run import prepare as prepare_module
 from sluice.cli.run.prepare import spent_notice
-from sluice.client.run_address import CONFIG_NAME as NAME_FOR_COMMANDS
 from sluice.client.run_address import locate_run
 from sluice.config.derived import checkpoint_folder
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
-from sluice.launch.network_layout import CONFIG_NAME, KINDS, SERVICE_PORTS
+from sluice.launch.network_layout import KINDS, SERVICE_PORTS
 from sluice.launch.shared_run import Ending, SharedRun
 from sluice.quickstart.arithmetic import TASKS
 from sluice.quickstart.prepare import QuickstartAssets
 from sluice.quickstart.settings import QuickstartFacts
 from sluice.report.run_record import ACCOUNTS_NAME
-from sluice.service_contract import TRACKER_NAME
+from sluice.service_contract import CONFIG_NAME, TRACKER_NAME
 
 FACTS = QuickstartFacts(1, 1, 1, 1, 1, 1, 1, 0.0, 0.0)
 
@@ -50,7 +49,6 @@ def prepare(*arguments: str | Path) -> str:
 def test_commands_find_the_run_by_the_file_that_is_written(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     prepare("--run-dir", run_dir, *model_and_data(tmp_path / "job"), "data.train_batch_size=8")
-    assert CONFIG_NAME == NAME_FOR_COMMANDS
     location = locate_run(run_dir)
     assert location.trainer == f"trainer:{SERVICE_PORTS['trainer'].port}"
     assert location.reward == f"reward:{SERVICE_PORTS['reward'].port}"

@@ -13,7 +13,7 @@ from sluice.cli import reward as module
 from sluice.cli.main import commands
 from sluice.config.schema.reward import RewardConfig
 from sluice.data.prompt_rows import PromptRow
-from sluice.doctor.reward import TrialAnswer
+from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError, DataError
 from tests.support.prompt_parquet import prompt_rows, write_prompts
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.arguments import RUN_VARIABLE, named_run
 from sluice.cli.main import commands
+from sluice.concurrency.process import marked_process
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.errors import ConfigError, NotReadyError
@@ -46,13 +48,18 @@ def past(name: str, age_s: float = 0.0, *, ended: bool = True, steps: int = 2) -
     return run
 
 
+def listed() -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(sluice("runs", "--json").stdout)["runs"]
+    return found
+
+
 def test_a_command_without_a_run_means_the_newest_one_and_says_so() -> None:
     past("old", 60.0)
     past("new")
     past("older", 600.0)
     shown = sluice("status")
     assert shown.stdout.startswith("runs/new: finished")
-    assert shown.stderr == "run: runs/new\n"
+    assert shown.stderr == "run: runs/new (newest)\n"
 
 
 def test_the_variable_comes_before_the_newest_and_a_name_before_both(
@@ -61,7 +68,9 @@ def test_the_variable_comes_before_the_newest_and_a_name_before_both(
     for name in ("a", "b", "c"):
         past(name)
     monkeypatch.setenv(RUN_VARIABLE, "runs/b")
-    assert sluice("status").stdout.startswith("runs/b: finished")
+    shown = sluice("status")
+    assert shown.stdout.startswith("runs/b: finished")
+    assert shown.stderr == "run: runs/b (SLUICE_RUN)\n"
     assert sluice("status", "runs/a").stdout.startswith("runs/a: finished")
     assert sluice("status", "--run", "runs/a").stdout.startswith("runs/a: finished")
 
@@ -84,10 +93,17 @@ def test_runs_are_listed_with_state_step_accuracy_and_age_newest_first() -> None
         ["runs/early", "stopped", "2/9", "0.750"],
         ["runs/done", "finished", "2/2", "0.750"],
     ]
-    assert "2 h ago" in lines[-2] or "2 h ago" in lines[-1]
-    found = json.loads(sluice("runs", "--json").stdout)["runs"]
+    assert "2 h 00 min ago" in lines[-2] or "2 h 00 min ago" in lines[-1]
+    found = listed()
     assert [one["run"] for one in found] == ["runs/killed", "runs/early", "runs/done"]
     assert found[2]["total_steps"] == 2
+
+
+def test_a_run_whose_data_set_ended_before_its_last_step_is_listed_as_finished() -> None:
+    run = past("short", steps=9)
+    (run / "accounts.json").write_text('{"data_exhausted": 1.0}')
+    assert [one["state"] for one in listed()] == ["finished"]
+    assert sluice("status").stdout.startswith("runs/short: finished after 2 steps (data exhausted)")
 
 
 def test_a_folder_without_runs_is_no_error() -> None:
@@ -140,6 +156,23 @@ def test_a_report_keeps_what_only_the_end_of_the_run_knew() -> None:
 def test_a_run_that_is_not_active_cannot_be_stopped(now: tuple[str, ...]) -> None:
     refused = sluice("stop", str(past("a")), *now)
     assert isinstance(refused.exception, NotReadyError)
+
+
+@pytest.mark.parametrize("variable", ["", "runs/a"])
+def test_of_several_active_runs_none_is_stopped_that_was_not_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(RUN_VARIABLE, variable)
+    active = [past("a").absolute(), past("b").absolute()]
+    past("c")
+    with ExitStack() as marks:
+        for run in active:
+            marks.enter_context(marked_process(run, "trainer"))
+        refused = sluice("stop")
+        assert isinstance(refused.exception, ConfigError)
+        assert str(refused.exception).endswith(f"name the one to stop: {active[0]}, {active[1]}")
+        assert isinstance(sluice("stop", "runs/a").exception, NotReadyError)
+    assert isinstance(sluice("stop").exception, NotReadyError)
 
 
 def test_init_finds_data_model_and_reward_function() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.run.ending import RunSeconds, end_run
+from sluice.cli.running_run import PastRun
 from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.config.run import RunConfig
@@ -75,6 +77,17 @@ def test_an_interrupted_run_names_the_command_that_resumes_it_and_from_where(
     assert (summary["outcome"], summary["checkpoint_step"]) == ("interrupted", saved)
 
 
+def test_the_command_that_resumes_a_run_is_quoted_for_the_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "my run; $(x)"
+    folder.mkdir()
+    text, _ = ended(run_at(folder, saved=1), RunEnd(130, ()), total_steps=9)
+    line = next(line for line in text.splitlines() if line.startswith("resume"))
+    command, _, _ = line.removeprefix("resume").partition("#")
+    assert shlex.split(command) == ["sluice", "up", f"{folder}/config.yaml"]
+    again = PastRun("not running", 2, ()).as_text(folder)
+    assert f"`sluice up '{folder}/config.yaml'` starts it again" in again
+
+
 def test_a_failed_run_names_the_reason_first_and_for_machines(tmp_path: Path) -> None:
     failure = "reward ended with code 3:\n  seen\n  port 7 is in use"
     end = RunEnd(1, (failure,))
@@ -91,6 +104,18 @@ def test_a_run_that_somebody_stopped_before_its_last_step_is_not_called_finished
     text, summary = ended(run_at(tmp_path), RunEnd(0, ()), total_steps=9)
     assert "stopped after step 2 of 9" in text
     assert summary["outcome"] == "stopped"
+
+
+def test_a_run_whose_data_set_ended_is_finished_and_trains_on_with_more_epochs(
+    tmp_path: Path,
+) -> None:
+    config = run_at(tmp_path, saved=2)
+    accounts = json.dumps({**ACCOUNTS, "data_exhausted": 1.0})
+    (tmp_path / "accounts.json").write_text(accounts)
+    text, summary = ended(config, RunEnd(0, ()), total_steps=9)
+    assert "finished after step 2 of 9, 2 min: data exhausted\n" in text
+    assert f"train on    sluice up {tmp_path}/config.yaml trainer.total_epochs=60\n" in text
+    assert (summary["outcome"], summary["reason"]) == ("finished", "data exhausted")
 
 
 def test_a_run_without_a_step_still_says_where_its_logs_are(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from sluice.cli.main import commands
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
+from tests.support.isolation import forbid_isolation, isolated
 
 SCRIPT = """#!/usr/bin/env bash
 set -x
@@ -40,6 +41,7 @@ def sluice(*arguments: str) -> Result:
     return CliRunner().invoke(commands, arguments)
 
 
+@isolated
 def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
     found = sluice("config", "check", script, "trainer.total_epochs=2", "--no-files", "--json")
     keys = json.loads(found.stdout)["keys"]
@@ -63,6 +65,7 @@ def test_a_script_is_checked_as_it_is_with_its_last_word(script: str) -> None:
     ]
 
 
+@isolated
 def test_training_a_script_takes_its_settings_and_starts_nothing_that_is_wrong(script: str) -> None:
     for words in (("--script", script), (script,)):
         refused = sluice("train", *words, "data.train_batchsize=3")
@@ -70,6 +73,34 @@ def test_training_a_script_takes_its_settings_and_starts_nothing_that_is_wrong(s
         assert "data.train_batchsize: unknown key" in str(refused.exception)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("config", "check", "run.sh"),
+        ("train", "--script", "run.sh"),
+        ("train", "run.sh"),
+        ("up", "run.sh"),
+        ("prepare", "run.sh"),
+        ("init", "--from", "run.sh"),
+    ],
+)
+def test_a_script_that_cannot_be_isolated_runs_only_if_it_is_trusted(
+    words: tuple[str, ...], script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SCRIPT.replace(" $@", " data.train_batchsize=3 > run.log")
+    Path(script).write_text(text, encoding="utf-8")
+    forbid_isolation(monkeypatch, Path("bin"))
+    refused = sluice(*words)
+    assert isinstance(refused.exception, ConfigError)
+    assert "cannot isolate it (unshare failed: Not permitted)" in str(refused.exception)
+    assert not Path("run.log").exists()
+    trusted = sluice(*words, "--trust-script")
+    assert "without isolation: what it writes stays; replaced: python, python3," in trusted.stderr
+    assert "not run: pip install -U something" in trusted.stderr
+    assert "data.train_batchsize: unknown key" in f"{trusted.exception}{trusted.stdout}"
+
+
+@isolated
 def test_a_script_becomes_a_commented_configuration(script: str) -> None:
     made = sluice("init", "--from", script, "--json")
     assert made.exit_code == 0, made.output

@@ -55,6 +55,7 @@ def test_a_finished_run_says_so_to_machines(tmp_path: Path) -> None:
         "step": 2,
         "accuracies": [0.25, 0.75],
         "processes": [],
+        "is_data_exhausted": False,
     }
 
 

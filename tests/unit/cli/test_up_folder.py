@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.run import up
-from sluice.client.run_address import CONFIG_NAME
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -22,6 +21,7 @@ from sluice.launch.replica_scale import ReplicaScale
 from sluice.launch.service_spec import ServiceSpec, replica_name
 from sluice.launch.servicer import launch_service
 from sluice.report.run_record import ACCOUNTS_NAME
+from sluice.service_contract import CONFIG_NAME
 from sluice.telemetry.metrics_page import FOLDER
 
 

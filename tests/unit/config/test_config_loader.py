@@ -169,6 +169,38 @@ def test_everything_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
     assert "one of console, jsonl, tensorboard" in message
 
 
+def test_overrides_and_references_that_are_wrong_are_named_with_everything_else(
+    tmp_path: Path,
+) -> None:
+    text = (
+        "data: {train_batch_size: many, seed: '${trainer.nothing}', prompt_key: '${oc.env:A}'}\n"
+        "trainer: {project_name: '${trainer.experiment_name}', experiment_name: '${data.seed}'}\n"
+    )
+    overrides = [
+        "no form",
+        "+data.train_batch_size=4",
+        "~data.shuffle=7",
+        "data.seed={",
+        "data.sed=1",
+    ]
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(tmp_path, text), overrides)
+    message = str(raised.value)
+    assert "8 problems" in message
+    for expected in (
+        "data.train_batch_size = many: expected an integer >= 1",
+        "data.seed: reference ${trainer.nothing}: trainer.nothing: unknown key",
+        "data.prompt_key: the reference ${oc.env:A} calls a resolver",
+        "override 'no form': write key.path=value",
+        "data.train_batch_size has the value many already",
+        "override '~data.shuffle=7': the value is true, so nothing was removed",
+        "override 'data.seed={'",
+        "data.sed: unknown key; did you mean data.seed?",
+    ):
+        assert expected in message
+    assert message.count("trainer.nothing: unknown key") == 1, "two keys refer to data.seed"
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

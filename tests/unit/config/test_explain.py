@@ -83,16 +83,16 @@ def test_a_value_that_asks_for_what_happens_anyway_needs_no_notice() -> None:
         "global_profiler.tool=null",
         "data.train_batch_size=8",
     ]
-    assert notices(settings_of({}, quiet, "test")) == []
+    assert notices(settings_of({}, quiet)) == []
 
 
 def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead() -> None:
-    (one,) = notices(settings_of({}, [f"{ROLLOUT}.free_cache_engine=True"], "test"))
+    (one,) = notices(settings_of({}, [f"{ROLLOUT}.free_cache_engine=True"]))
     assert one.text == (
         f"{ROLLOUT}.free_cache_engine = true has no effect: the engine has its own devices and "
         "keeps its KV cache"
     )
-    (other,) = notices(settings_of({"critic": {"grad_clip": 0.5}}, [], "test"))
+    (other,) = notices(settings_of({"critic": {"grad_clip": 0.5}}, []))
     assert (other.rule, other.text) == (
         KeyStatus.MAPPED,
         "critic.grad_clip = 0.5 is read as critic.optim.clip_grad",
@@ -103,7 +103,7 @@ def test_a_notice_is_one_line_with_the_key_as_written_and_what_happens_instead()
 def test_a_key_of_an_older_version_is_accepted_and_noticed(setting: str) -> None:
     override = f"sluice.reward.{setting.replace(' ', '')}"
     load_config(None, [override])
-    (one,) = notices(settings_of({}, [override], "test"))
+    (one,) = notices(settings_of({}, [override]))
     assert one.text == (
         f"sluice.reward.{setting} has no effect: samples are no longer saved across a restart of "
         "the reward service"
@@ -114,7 +114,7 @@ def test_a_key_of_an_older_version_is_accepted_and_noticed(setting: str) -> None
     ("engine", "expected"), [("torch", 0), ("vllm", 0), ("sglang", 0), ("trtllm", 1)]
 )
 def test_an_engine_that_replicas_cannot_run_is_noticed(engine: str, expected: int) -> None:
-    found = notices(settings_of({}, [f"{ROLLOUT}.name={engine}"], "test"))
+    found = notices(settings_of({}, [f"{ROLLOUT}.name={engine}"]))
     assert len(found) == expected
     for one in found:
         assert one.rule == KeyStatus.NOT_APPLICABLE
@@ -134,7 +134,7 @@ def test_every_key_that_was_set_has_a_status() -> None:
         "data": {"seed": 1, "tool_config_path": "tools.yaml"},
         "critic": {"grad_clip": 0.5, "strategy": "megatron"},
     }
-    assert key_statuses(settings_of(document, [], "test")) == {
+    assert key_statuses(settings_of(document, [])) == {
         "data.seed": KeyStatus.HONOURED,
         "data.tool_config_path": KeyStatus.REFUSED,
         "critic.grad_clip": KeyStatus.MAPPED,
@@ -149,7 +149,7 @@ def test_a_value_that_changes_nothing_is_not_counted_as_honoured() -> None:
         "data.tool_config_path=null",
         "actor_rollout_ref.actor.ppo_micro_batch_size=null",
     ]
-    settings = settings_of({}, lines, "test")
+    settings = settings_of({}, lines)
     statuses = list(key_statuses(settings).values())
     assert statuses == [KeyStatus.HONOURED, *[KeyStatus.NOT_APPLICABLE] * 3]
     assert notices(settings) == []

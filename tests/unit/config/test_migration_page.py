@@ -73,7 +73,7 @@ def test_every_key_of_the_list_of_what_does_not_work_has_the_status_it_says() ->
         key, _, value = setting.strip("`").partition("=")
         if value:
             assert OUTSIDE[named] is KeyStatus.NOT_APPLICABLE
-            found = notices(settings_of({}, [f"{key}={value}"], "test"))
+            found = notices(settings_of({}, [f"{key}={value}"]))
             assert any(notice.key == key for notice in found), setting
         else:
             assert explain_key(key).status is OUTSIDE[named], setting

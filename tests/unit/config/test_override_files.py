@@ -66,7 +66,7 @@ def test_yaml_without_its_suffix_stays_yaml(tmp_path: Path) -> None:
 
 def test_the_command_line_has_no_source_and_a_line_of_a_file_has_one(tmp_path: Path) -> None:
     path = write(tmp_path, "\ndata.seed=1\n")
-    found = expand_overrides(["data.seed=0", f"@{path}"])
+    found = expand_overrides(["data.seed=0", f"@{path}"], [])
     assert [item.source for item in found] == ["", f"{path}, line 2"]
 
 

@@ -95,6 +95,6 @@ def test_waves_are_counted_themselves_and_not_by_the_yield() -> None:
 
 def test_keys_of_waves_are_noticed_only_where_there_are_none() -> None:
     keys = [f"{FILTER}.max_num_gen_batches=10", "data.gen_batch_size=64"]
-    assert len(notices(settings_of({}, keys, "test"))) == 2
+    assert len(notices(settings_of({}, keys))) == 2
     rounds = [*keys, "sluice.sampling.strategy=rounds"]
-    assert notices(settings_of({}, rounds, "test")) == []
+    assert notices(settings_of({}, rounds)) == []

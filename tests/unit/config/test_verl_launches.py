@@ -112,7 +112,7 @@ def test_what_tunes_another_engine_is_named(engine: str, is_named: bool) -> None
     key = "actor_rollout_ref.rollout"
     tuned = [f"{key}.name={engine}", f"{key}.enforce_eager=false", f"+{key}.engine_kwargs.vllm.x=1"]
     overrides = [*tuned, f"{key}.gpu_memory_utilization=0.8"]
-    found = notices(settings_of({}, overrides, "test"))
+    found = notices(settings_of({}, overrides))
     texts = [one.text for one in found]
     assert len(texts) == (2 if is_named else 0)
     assert all("it tunes vllm and sglang, and" in text for text in texts)

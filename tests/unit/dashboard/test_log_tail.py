@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from sluice.dashboard.log_tail import log_names, log_tail
 
 
@@ -41,6 +43,14 @@ def test_a_long_log_shows_its_newest_whole_lines(tmp_path: Path) -> None:
     assert len(found["lines"]) == 400
     assert found["lines"][-1].startswith("line 4999 ")
     assert all(line.startswith("line ") for line in found["lines"])
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_of_a_last_line_beyond_all_bounds_the_end_is_shown(tmp_path: Path, end: str) -> None:
+    write_log(tmp_path, "reward", f"first\n{'x' * 300_000} the end{end}")
+    (line,) = log_tail(tmp_path, "reward")["lines"]
+    assert line.startswith("... xxx")
+    assert line.endswith("x the end")
 
 
 def test_bytes_that_are_no_text_are_no_error(tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 import yaml
 
 from sluice.cli.run.certificates import certs
+from sluice.config.loading.loader import load_config
 from sluice.launch.network_layout import COMPUTE_IMAGE, REWARD_IMAGE
 from sluice.telemetry.metric_names import instrument
-from tools.helm_test.value_sets import CHART, ROOT
+from tests.support.source_tree import ROOT
 
+CHART = ROOT / "deploy" / "helm" / "sluice"
+GOLDENS = sorted((CHART.parent / "golden").iterdir())
+_SETTING = re.compile(r"^[+ ]?\s*- ([a-z_]+(?:\.\w+)+=\S+)$", re.MULTILINE)
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 
 
@@ -27,3 +32,12 @@ def test_names_are_those_of_the_rest_of_the_project(tmp_path: Path) -> None:
     certs(out=tmp_path / "certs", host=None, days=1, force=False)
     made = {file.name for file in (tmp_path / "certs").iterdir()}
     assert set(VALUES["security"]["files"].values()) <= made
+
+
+def test_sluice_accepts_the_settings_of_the_rendered_objects() -> None:
+    """A golden of another set of values than the defaults is a diff; its context counts too."""
+    texts = {golden.name: golden.read_text(encoding="utf-8") for golden in GOLDENS}
+    settings = {name: _SETTING.findall(text) for name, text in texts.items()}
+    assert "trainer.device=npu" in settings["npu.diff"]
+    for overrides in settings.values():
+        load_config(None, overrides)

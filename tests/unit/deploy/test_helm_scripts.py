@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from sluice.launch.shared_run import Ending, SharedRun
-from tools.helm_test.value_sets import CHART
+from tests.support.source_tree import ROOT
 
-FILES = CHART / "files"
+FILES = ROOT / "deploy" / "helm" / "sluice" / "files"
 
 
 def program(name: str) -> ModuleType:

@@ -13,12 +13,17 @@ from sluice.cli.run.checked import checked_config
 from sluice.config.memory.shape import shape_of
 from sluice.config.problems import Severity
 from sluice.config.rules.checks import all_problems
+from sluice.config.run import RunConfig
+from sluice.data.prompt_files import PromptFiles
+from sluice.data.prompt_rows import PromptRow
 from sluice.doctor import preflight as module
 from sluice.doctor.examination import CHECKS, Check
 from sluice.doctor.finding import Examined, Finding, problem, warning
 from sluice.doctor.machine import cores_finding
 from sluice.doctor.preflight import preflight
 from sluice.doctor.prompts import overlong_findings, template_findings
+from sluice.doctor.rows import opened_rows
+from sluice.doctor.trial import TrialAnswer
 from sluice.errors import ConfigError
 from tests.support.doctor_findings import only, run_of, write_model
 from tests.support.prompt_parquet import prompt_rows, write_prompts
@@ -78,6 +83,8 @@ def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None
         f"data.train_files={tmp_path}/empty.parquet",
         "data.val_files=gone.parquet",
         "data.train_batchsize=3",
+        "data.seed",
+        "trainer.project_name=${gone}",
         "actor_rollout_ref.rollout.name=vllm",
         "trainer.logger=[console,swanlab]",
         "sluice.rollout.device=cpu",
@@ -88,6 +95,8 @@ def test_keys_files_packages_and_columns_are_one_message(tmp_path: Path) -> None
     text = str(caught.value)
     for part in (
         "data.train_batchsize: unknown key",
+        "override 'data.seed': no value; write data.seed=VALUE",
+        "trainer.project_name: reference ${gone}: gone: unknown key",
         "empty.parquet is empty (0 bytes)",
         "no file gone.parquet",
         "vllm is not installed; pip install 'sluice[vllm]'",
@@ -154,13 +163,26 @@ def test_only_overlong_rows_are_a_problem_where_they_are_not_cut() -> None:
     only(overlong_findings(cut, "k", tokens), "warning")
 
 
-def test_rows_that_the_template_refuses_are_a_problem_if_it_refuses_all(tmp_path: Path) -> None:
-    from sluice.doctor.prompts import first_rows, open_files
+def test_the_checks_of_data_and_reward_read_a_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
 
+    def counting(config: RunConfig, key: str) -> tuple[PromptFiles, list[PromptRow]]:
+        read.append(key)
+        return opened_rows(config, key)
+
+    monkeypatch.setattr("sluice.doctor.finding.opened_rows", counting)
+    monkeypatch.setattr("sluice.doctor.reward.try_scorer", lambda _, rows: [TrialAnswer(1.0)] * 2)
     file = write_prompts(tmp_path / "train.parquet", prompt_rows(["a", "b"]))
-    rows = list(
-        first_rows(open_files(run_of(f"data.train_files={file}").config, "data.train_files"))
-    )
+    examined = run_of(f"data.train_files={file}")
+    preflight(examined, lambda check: check.name in {"data", "reward"})
+    assert read == ["data.train_files"]
+
+
+def test_rows_that_the_template_refuses_are_a_problem_if_it_refuses_all(tmp_path: Path) -> None:
+    file = write_prompts(tmp_path / "train.parquet", prompt_rows(["a", "b"]))
+    _, rows = opened_rows(run_of(f"data.train_files={file}").config, "data.train_files")
     refused = "messages: the chat template refused them: roles must alternate"
     found = only(template_findings([(rows[0], 5), (rows[1], refused)]), "warning")
     assert "row 1: messages: the chat template refused them" in found.what

@@ -27,7 +27,6 @@ from sluice.launch.container_settings import (
 from sluice.launch.network_layout import (
     COMPUTE_IMAGE,
     CONFIG_FILE,
-    CONFIG_NAME,
     DASHBOARD_PORT,
     JOBS_MOUNT,
     KINDS,
@@ -41,6 +40,7 @@ from sluice.launch.network_layout import (
     launcher_grace_s,
 )
 from sluice.launch.service_spec import RESTARTS_AFTER_ERRORS_TOO, RESTARTS_AFTER_SIGNALS
+from sluice.service_contract import CONFIG_NAME
 from tests.support.source_tree import ROOT, name_of
 from tests.unit.cli.test_prepare_command import model_and_data
 

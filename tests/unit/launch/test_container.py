@@ -17,11 +17,11 @@ from sluice.config.loading.loader import load_config
 from sluice.config.loading.yaml_text import write_config
 from sluice.launch import container
 from sluice.launch.container import EXIT_UNFORESEEN, main, services_of
-from sluice.launch.network_layout import CONFIG_NAME, KINDS, Kind, network_settings
+from sluice.launch.network_layout import KINDS, Kind, network_settings
 from sluice.launch.processes.supervisor import EXIT_FAILED
 from sluice.launch.service_spec import ServiceSpec
 from sluice.launch.shared_run import Ending, SharedRun
-from sluice.service_contract import MARK_VARIABLE
+from sluice.service_contract import CONFIG_NAME, MARK_VARIABLE
 from tests.support.scripted_children import WAIT_S, polite, spec
 
 FAILS = "print('port 7 is in use'); raise SystemExit(1)"

@@ -11,7 +11,8 @@ from sluice.cli.main import commands
 from sluice.config.loading.loader import load_config
 from sluice.errors import ConfigError
 from sluice.launch.container_settings import STOP_GRACE_VARIABLE, check_stop_grace, duration_s
-from sluice.launch.network_layout import CONFIG_NAME, engine_grace_s
+from sluice.launch.network_layout import engine_grace_s
+from sluice.service_contract import CONFIG_NAME
 from tests.unit.cli.test_prepare_command import model_and_data
 
 LONG = "sluice.shutdown_grace_s=60"

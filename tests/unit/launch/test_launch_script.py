@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import shutil
+import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from sluice.errors import ConfigError, DeadlineError
 from sluice.launch.script.launch import ScriptLaunch, is_script, launch_of
 from sluice.launch.script.recording import printers_in, record, referenced_names
+from tests.support.isolation import NO_ISOLATION, forbid_isolation, isolated
 
 VERL = "python3 -m verl.trainer.main_ppo"
 
@@ -23,7 +28,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(text: str, *arguments: str) -> ScriptLaunch:
     script = Path("run.sh")
     script.write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
-    return launch_of(script, arguments)
+    return launch_of(script, arguments, isolated=not NO_ISOLATION)
 
 
 @pytest.mark.parametrize(
@@ -73,57 +78,153 @@ def test_other_arguments_and_other_programs_are_reported() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "{touch} made",
         "touch made",
         "PATH={bin}:$PATH; touch made",
         "export PATH={bin}:$PATH\ntouch made",
-        "PATH={bin}:$PATH touch made",
         "T={touch}; $T made",
-        'T="{touch}"; "$T" made > log',
-        "X=1 {touch} made",
-        "x=$({touch} made)",
-        'echo "$({touch} made)"',
+        'X="1 2" T={touch}; "$T" made > log',
+        "X='1 2' {touch} made",
         'echo "$({touch} made)" > log',
         "echo x | {touch} made",
         "{touch} made &\nwait",
-        "f() {{ {touch} made; }}; f",
+        'f() {{ "$@"; }}; f {touch} made',
         "bash -c '{touch} made'",
+        "bash -elc 'touch made'",
         "./other.sh",
         "source other.sh",
-        "{bash} other.sh",
-        "command {touch} made",
+        "{bin}/bash other.sh",
         "if {touch} made; then :; fi",
-        "echo text > made",
-        "echo text >> made",
-        "echo text &> made",
-        ": > 'made'",
-        "{{ echo text; }} | tee made",
-        "exec > >(tee made)",
-        "cat <<EOF > made\ntext\nEOF",
-        "sed -i s/a/b/ victim",
-        "sed -n 'w made' victim",
-        "rm victim",
-        "echo text > victim",
-        "for x in 1; do echo text; done > victim",
-        "echo text >| victim",
-        "kill -9 $$",
     ],
 )
-def test_nothing_but_printing_programs_runs_and_no_file_is_written(line: str) -> None:
-    Path("victim").write_text("as it was", encoding="utf-8")
-    bin_folder = "/usr/bin" if Path("/usr/bin/touch").exists() else "/bin"
-    words = {"touch": f"{bin_folder}/touch", "bin": bin_folder, "bash": f"{bin_folder}/bash"}
+def test_programs_are_recorded_however_they_are_called(line: str) -> None:
+    folder = Path(shutil.which("touch") or "").parent
+    words = {"touch": folder / "touch", "bin": folder}
     other = Path("other.sh")
     other.write_text(f"#!/bin/bash\n{words['touch']} made\n", encoding="utf-8")
     other.chmod(0o700)
+    found = launch(f"{line.format(**words)}\n{VERL} a.b=1")
+    assert [one.rpartition("/")[2] for one in found.not_run] == ["touch made"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "/opt/conda/bin/python3",
+        '"$HOME/bin/python3"',
+        "~/bin/python3",
+        "PY=/opt/bin/python; $PY -u",
+        "CONDA=/opt; N=1 $CONDA/bin/torchrun",
+        "exec /opt/bin/python3",
+        "PATH=/usr/bin:$PATH python3",
+        "command python3",
+        "env A=1 python3",
+        "nohup /opt/bin/python3",
+    ],
+)
+def test_a_launch_is_found_however_its_program_is_named(start: str) -> None:
+    assert launch(f"set -eu\n{start} -m verl.trainer.main_ppo a.b=1").settings == ("a.b=1",)
+
+
+@isolated
+def test_a_launch_in_the_background_is_found() -> None:
+    assert launch(f"set -e\nnohup {VERL} a.b=1 > log 2>&1 &").settings == ("a.b=1",)
+
+
+@isolated
+@pytest.mark.parametrize(
+    "line",
+    [
+        "command -p touch made",
+        "exec -a x {touch} made",
+        "bash -ic '{touch} made'",
+        "x=$({touch} made > log)",
+        "echo 2 | sort -o victim",
+        "uniq other.sh victim",
+        "sed -i s/a/b/ victim",
+        "awk 'BEGIN {{ print 1 > \"made\" }}'",
+        "command -p rm -f victim",
+        "command -p chmod 777 victim",
+        "command -p ln victim made",
+        "command -p touch /dev/shm/{mark}",
+        "command -p kill -9 {pid}",
+        "command -p touch /proc/{pid}/root/$PWD/made",
+        "command -p umount $PWD /tmp /; touch made",
+        "command -p unshare -Urm sh -c 'umount -l /tmp; mount -o remount,rw /; echo > victim'",
+        "echo text > made",
+        "echo text >> victim",
+        "echo text >| victim",
+        ": &> 'victim'",
+        "{{ echo text; }} > victim",
+        "for x in 1; do echo text; done > victim",
+        "exec > >(tee made)",
+        "exec > victim",
+        "cat <<EOF > made\ntext\nEOF",
+        "mkdir made",
+        "echo 1 > /proc/sys/kernel/core_uses_pid",
+        "kill -9 $$",
+        "date -s 2001-01-01",
+        "trap '' DEBUG; PATH={bin}; touch made; rm victim",
+    ],
+)
+def test_what_an_isolated_script_does_leaves_nothing(line: str) -> None:
+    Path("victim").write_text("as it was", encoding="utf-8")
+    before = Path("victim").stat()
+    Path("other.sh").write_text("text\n", encoding="utf-8")
+    touch = shutil.which("touch") or ""
+    mark = f"sluice-test-{os.getpid()}"
+    words = {"touch": touch, "bin": Path(touch).parent, "mark": mark, "pid": os.getpid()}
+    settings = Path("/proc/sys/kernel/core_uses_pid")
+    was = settings.read_text(encoding="utf-8")
+    found = launch(f"({line.format(**words)}\n) || :\n{VERL} a.b=1")
+    assert found.settings == ("a.b=1",)
+    assert sorted(os.listdir()) == ["other.sh", "run.sh", "victim"]
+    after = Path("victim").stat()
+    assert (after.st_mode, after.st_mtime_ns, after.st_nlink) == (
+        before.st_mode,
+        before.st_mtime_ns,
+        before.st_nlink,
+    )
+    assert not Path("/dev/shm", mark).exists()
+    assert settings.read_text(encoding="utf-8") == was
+    assert time.time() > 1e9 + 1e8  # the clock is not set back
+
+
+@isolated
+def test_an_isolated_script_reads_what_it_wrote() -> None:
+    Path("train.log").write_text("old", encoding="utf-8")
+    lines = (
+        "set -e\necho start > train.log\nmkdir -p out/x\necho 7 > out/x/n\nsed -i s/7/8/ out/x/n"
+    )
+    assert launch(f"{lines}\n{VERL} a.b=$(cat out/x/n)").settings == ("a.b=8",)
+    assert Path("train.log").read_text(encoding="utf-8") == "old"
+
+
+@isolated
+def test_an_isolated_script_has_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = launch(f"(echo > /dev/tcp/127.0.0.1/{port}) && n=1 || n=0\n{VERL} a.b=$n")
+    assert found.settings == ("a.b=0",)
+
+
+@isolated
+def test_an_isolated_script_sees_the_user_and_the_folder(tmp_path: Path) -> None:
+    found = launch(f"{VERL} a.b=$(id -un) a.c=$PWD a.d=$(ls)")
+    assert found.settings == (f"a.b={getpass.getuser()}", f"a.c={tmp_path}", "a.d=run.sh")
+
+
+def test_a_machine_without_namespaces_refuses_a_script_and_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forbid_isolation(monkeypatch, Path("bin"))
     script = Path("run.sh")
-    script.write_text(f"{line.format(**words)}\n{VERL} a.b=1\n", encoding="utf-8")
-    recording = record(script, ())
-    # Bash itself does not survive `exec > file`, nor a file that it may not overwrite under set -e.
-    assert any("a.b=1" in call for call in recording.calls) or recording.exit_code
-    assert recording.exit_code >= 0
+    script.write_text(f"echo text > made\npip install x\n{VERL} a.b=1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"\(unshare failed: Not permitted\).* --trust-script"):
+        launch_of(script, ())
     assert not Path("made").exists()
-    assert Path("victim").read_text(encoding="utf-8") == "as it was"
+    trusted = launch_of(script, (), isolated=False)
+    assert (trusted.settings, trusted.not_run) == (("a.b=1",), ("pip install x",))
+    assert Path("made").read_text(encoding="utf-8") == "text\n"
 
 
 def test_variables_without_a_value_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,20 +255,34 @@ def test_what_would_run_is_known_before() -> None:
     ]
 
 
-def test_a_script_that_does_not_end_is_killed_with_everything_below_it() -> None:
+@pytest.mark.parametrize(
+    ("lines", "is_isolated"),
+    [
+        ("(while :; do :; done) &\nwhile :; do :; done", False),
+        pytest.param("(while :; do :; done) &\nwhile :; do :; done", True, marks=isolated),
+        pytest.param("set -m\n(while :; do :; done) &\nexit 0", True, marks=isolated),
+        pytest.param("command -p setsid -f sh -c 'while :; do :; done'", True, marks=isolated),
+    ],
+)
+def test_nothing_that_a_script_started_outlives_it(
+    lines: str, *, is_isolated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = Path("run.sh")
-    script.write_text("echo $$ > /dev/null\n(while :; do :; done) &\nwhile :; do :; done\n")
-    mark = f"SLUICE_TEST_MARK={os.getpid()}"
-    os.environ["SLUICE_TEST_MARK"] = str(os.getpid())
-    try:
-        with pytest.raises(DeadlineError, match=r"run\.sh"):
-            record(script, (), time_limit_s=1.0)
-    finally:
-        del os.environ["SLUICE_TEST_MARK"]
+    script.write_text(lines, encoding="utf-8")
+    monkeypatch.setenv("SLUICE_TEST_MARK", str(os.getpid()))
+    with suppress(DeadlineError):
+        record(script, (), isolated=is_isolated, time_limit_s=3.0)
     until_s = time.monotonic() + 30.0  # a killed process is gone a moment later
-    while [pid for pid in _processes() if mark in _environment(pid)]:
+    while [pid for pid in _processes() if f"SLUICE_TEST_MARK={os.getpid()}" in _environment(pid)]:
         assert time.monotonic() < until_s
         time.sleep(0.05)
+
+
+def test_a_script_that_does_not_end_is_named() -> None:
+    script = Path("run.sh")
+    script.write_text("while :; do :; done", encoding="utf-8")
+    with pytest.raises(DeadlineError, match=r"run\.sh"):
+        record(script, (), isolated=not NO_ISOLATION, time_limit_s=1.0)
 
 
 def _processes() -> list[str]:

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,7 +219,8 @@ async def test_one_signal_ends_everything_in_order_with_130(
     await until_gone(*run.pids)
 
 
-async def test_the_first_interrupt_lets_the_run_save_and_reach_its_end(tmp_path: Path) -> None:
+def saving(tmp_path: Path, then: str) -> tuple[str, Callable[[], Coroutine[Any, Any, bool]]]:
+    """A trainer's program that runs `then` once it is asked to save, and what asks it."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
 
@@ -225,7 +228,11 @@ async def test_the_first_interrupt_lets_the_run_save_and_reach_its_end(tmp_path:
         await asyncio.to_thread(gate.write_text, "go")
         return True
 
-    trains = f"print('ready'); open({str(gate)!r}).read(); print('saved')"
+    return f"print('ready'); open({str(gate)!r}).read(); {then}", save
+
+
+async def test_the_first_interrupt_lets_the_run_save_and_reach_its_end(tmp_path: Path) -> None:
+    trains, save = saving(tmp_path, "print('saved')")
     run = Supervised(
         tmp_path / "logs", polite("reward"), spec("trainer", trains, ends_run=True), save=save
     )
@@ -258,14 +265,7 @@ async def test_an_interrupt_of_a_run_that_cannot_save_ends_it_at_once(tmp_path: 
 
 
 async def test_a_trainer_that_fails_while_it_saves_is_not_started_again(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-
-    async def save() -> bool:
-        await asyncio.to_thread(gate.write_text, "go")
-        return True
-
-    fails = f"print('ready'); open({str(gate)!r}).read(); raise SystemExit(7)"
+    fails, save = saving(tmp_path, "raise SystemExit(7)")
     trainer = spec("trainer", fails, max_restarts=3, ends_run=True)
     end = await Supervised(tmp_path / "logs", trainer, save=save).run(end_self(signal.SIGINT))
     assert end.exit_code == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sluice.errors import DataError
-from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress, read_run
+from sluice.report.run_record import AccuracyPoint, accuracy_of, read_progress
 from sluice.report.summary import RunSummary, account_views, summarize
 from tests.support.run_folder import ACCOUNTING, ACCOUNTS, ACCURACY, STEPS, VALIDATIONS, run_folder
 
@@ -99,29 +99,24 @@ def test_a_run_that_was_never_validated_has_no_accuracy(tmp_path: Path) -> None:
     assert found.as_text().startswith("held-out accuracy - in 2 steps")
 
 
-def test_a_record_without_its_end_is_refused_where_the_end_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"accounts\.json: missing; the run did not reach its end"):
-        read_run(run_folder(tmp_path, accounts=None))
-
-
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     file = run_folder(tmp_path) / "metrics.jsonl"
     file.write_text(file.read_text() + '{"step": 3, \n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: not a JSON object"):
-        read_run(tmp_path)
+        read_progress(tmp_path)
 
 
 def test_a_line_being_written_is_left_for_later(tmp_path: Path) -> None:
     file = run_folder(tmp_path) / "metrics.jsonl"
     file.write_text(file.read_text() + '{"step": 3, "training/glo')
-    assert len(read_run(tmp_path).steps) == 2
+    assert len(read_progress(tmp_path).steps) == 2
 
 
 def test_a_step_that_a_resumed_run_did_again_counts_once_by_its_last_numbers(
     tmp_path: Path,
 ) -> None:
     again = {**STEPS[1], "train/trained_tokens": 50.0}
-    record = read_run(run_folder(tmp_path, steps=[*STEPS, again]))
+    record = read_progress(run_folder(tmp_path, steps=[*STEPS, again]))
     assert [row["step"] for row in record.steps] == [1, 2]
     assert record.total("train/trained_tokens") == 650.0
 
@@ -148,7 +143,7 @@ def test_accuracy_is_the_mean_over_samples_and_data_sources(
 
 
 def test_accuracies_come_by_step_whatever_the_order_of_the_file(tmp_path: Path) -> None:
-    record = read_run(run_folder(tmp_path, validations=VALIDATIONS[::-1]))
+    record = read_progress(run_folder(tmp_path, validations=VALIDATIONS[::-1]))
     assert record.accuracies() == (AccuracyPoint(0, 0.25), AccuracyPoint(2, 0.75))
 
 

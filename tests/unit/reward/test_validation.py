@@ -31,7 +31,7 @@ from services.reward.groups.validation import (
 from services.reward.prompts.dataset import IssuedRow
 from services.reward.records.group_log import SampleDumps
 from sluice.data.prompt_rows import PromptRow
-from sluice.errors import DeadlineError, EngineError, PeerError, PromptTooLongError
+from sluice.errors import DeadlineError, EngineError, PromptTooLongError, ValidationFailedError
 from sluice.types import ChatMessage, Failed, FailureKind, Outcome, Rollout, SamplingParams, Scored
 from tests.support.reward_app import InlineScorer, ScriptedClient, replica, settled
 from tests.support.scripted_rollout import rollout_of
@@ -147,11 +147,12 @@ async def test_a_group_for_which_no_scorer_can_be_had_does_not_end_the_evaluatio
 
 async def test_too_many_failures_end_the_validation_with_their_number_and_an_example() -> None:
     client = ScriptedClient(before_sample=BreakingPrompts(*(f"validation-{i}" for i in range(3))))
-    with pytest.raises(PeerError) as failure:
+    with pytest.raises(ValidationFailedError) as failure:
         await World(client, 20).run()
     text = str(failure.value)
-    assert text.startswith("rollout fleet: failed while validating version 0")
-    assert "6 of 40 samples failed (6 engine_error), more than the 10%" in text
+    assert (
+        "validating version 0: 6 of 40 samples failed (6 engine_error), more than the 10%" in text
+    )
     assert "out of memory" in text
 
 
@@ -162,7 +163,7 @@ def test_a_tenth_of_the_samples_may_fail(num_failed: int, fails: bool) -> None:
     if not fails:
         check_failures(outcomes, "validating version 7")
         return
-    with pytest.raises(PeerError, match=r"scorer pool: .*version 7: 2 of 10 .*\(2 unscorable\)"):
+    with pytest.raises(ValidationFailedError, match=r"version 7: 2 of 10 .*\(2 unscorable\)"):
         check_failures(outcomes, "validating version 7")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.simulator.group_records import GroupRecord
 from sluice.algorithm.sampling.rules import OnPolicyFill, SamplingRules, StrategyName
 from sluice.simulate.group import SimulatedGroup
 from sluice.simulate.recorder import SimulationRecorder, TokenCause
@@ -70,6 +71,28 @@ def small(
     return SimulationSettings(rules, **settings)
 
 
+def recorded_group(**changes: object) -> GroupRecord:
+    """Four samples of 10 to 40 tokens in the first second, the first two of them right."""
+    usual = {
+        "prompt_id": "p",
+        "key": "k",
+        "end": "trained",
+        "right": 2,
+        "scored": 4,
+        "tokens": [10, 20, 30, 40],
+        "version": 0,
+        "oldest_version": 0,
+        "started_s": 0.0,
+        "generated_s": 1.0,
+        "ended_s": 1.0,
+        "replicas": [],
+        "probes": 0,
+        "probability": 1.0,
+        "instance_id": "x",
+    }
+    return GroupRecord(**(usual | changes))
+
+
 class RecordedRun:
     """Writes what a simulation did as the services write what a run did."""
 
@@ -94,6 +117,7 @@ class RecordedRun:
                 "replicas": [f"replica-{number}" for number in group.replicas],
                 "probes": 0,
                 "probability": 1.0,
+                "instance_id": "x",
             }
         )
 

@@ -19,12 +19,11 @@ from sluice.simulate.result import simulate
 from sluice.simulate.strategies import compare
 from sluice.simulate.workload import SimulatedPrompt, SimulatedSamples
 from sluice.types import PromptEnd, Scored
-from tests.unit.simulate.simulations import SmallWorkload, small
+from tests.unit.simulate.simulations import SmallWorkload, recorded_group, small
 
 
 def record(end: PromptEnd, right: int, scored: int = 4, prompt: str = "p") -> GroupRecord:
-    tokens = [10 * (number + 1) for number in range(4)]
-    return GroupRecord(prompt, "k", end.value, right, scored, tokens, started_s=0.0)
+    return recorded_group(prompt_id=prompt, end=end.value, right=right, scored=scored)
 
 
 def end_of(group: GroupRecord, num_samples: int = 4) -> PromptEnd | None:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
-from sluice.telemetry.tracing import NOTHING, TRACER, Key, RecordedSpan, SpanName, TraceContext
+from sluice.telemetry.tracing import (
+    NOTHING,
+    TRACE_BITS,
+    TRACER,
+    Key,
+    RecordedSpan,
+    SpanName,
+    TraceContext,
+    new_id,
+)
 from tests.support.seen_spans import traced
 
 CALLER = TraceContext(0xABC, 0xDEF, is_sampled=True)
@@ -26,6 +36,15 @@ def test_without_tracing_every_span_is_the_same_nothing() -> None:
         span.link([CALLER])
         span.fail("no")
     assert NOTHING.context is None
+
+
+def test_a_forked_process_makes_other_ids() -> None:
+    read_end, write_end = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(write_end, str(new_id(TRACE_BITS)).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert int(os.read(read_end, 100)) != new_id(TRACE_BITS)
 
 
 def test_a_span_inside_another_is_its_child() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import source_tree
 from tools import structure
 from tools.check_words import WordList
 
@@ -56,5 +57,6 @@ def test_a_class_name_is_shared_with_or_without_an_underscore(
     for name, text in {"a": "class Part: ...\nclass A: ...", "b": "class _Part: ..."}.items():
         (tmp_path / "sluice").mkdir(exist_ok=True)
         (tmp_path / "sluice" / f"{name}.py").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(structure, "ROOT", tmp_path)
+    for module in (structure, source_tree):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     assert structure.shared_class_names() == {"Part": ["sluice/a.py", "sluice/b.py"]}

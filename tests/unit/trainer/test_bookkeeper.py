@@ -186,6 +186,19 @@ async def test_a_restart_of_the_reward_service_alone_leaves_no_residual_either(
     assert (named["tokens/before_restart"], named["tokens_residual"]) == (50, 0)
 
 
+@pytest.mark.parametrize("received", [10.0, 1600.0])
+async def test_a_restarted_trainer_that_trains_no_step_has_no_residual_at_its_end(
+    accounting: ScriptedCounters, received: float
+) -> None:
+    accounting.restart()
+    accounting.register("a", load(1000), load(1040))
+    accounting.reported = [reported(trained=received)]
+    named = await accounting.run_accounting.settle()
+    assert named["tokens_residual"] == 0
+    assert named.get("tokens/before_restart", 0) == max(1040 - received, 0)
+    assert all(count >= 0 for name, count in named.items() if name.startswith("tokens/"))
+
+
 async def test_tokens_on_the_wire_are_asked_for_once_more(accounting: ScriptedCounters) -> None:
     accounting.register("a", load(100))
     accounting.reported = [reported(pending=68.0), reported(pending=68.0), reported(pending=100.0)]

@@ -222,11 +222,19 @@ ENDED = DataExhaustedError("the data set is exhausted with 1 of 4 groups")
 
 async def test_the_end_of_the_data_set_is_the_end_of_a_run_that_has_trained(world: World) -> None:
     world.faults["take 3"] = ENDED
-    await run(world.loop(save_freq=100, validates=True, test_freq=100))
+    loop = world.loop(save_freq=100, validates=True, test_freq=100)
+    await run(loop)
     assert "save 2 at 20" in world.events
     assert {"evaluation 2", "accounts"} <= world.recorded.keys()
     assert world.state.stop_reason == "the data set has ended after 2 steps"
     assert world.state.phase is RunPhase.FINISHED
+    assert loop.accounts["data_exhausted"] == 1
+
+
+async def test_a_run_that_reaches_its_last_step_has_not_exhausted_its_data(world: World) -> None:
+    loop = world.loop()
+    await run(loop)
+    assert loop.accounts["data_exhausted"] == 0
 
 
 async def test_a_run_that_resumes_at_the_end_of_its_data_set_only_ends() -> None:
@@ -310,6 +318,17 @@ async def test_a_stop_without_validation_ends_the_running_one_and_saves(world: W
     assert not [event for event in world.events if event.startswith("evaluated")]
     assert "save 1 at 10" in world.events
     assert world.state.phase is RunPhase.FINISHED
+
+
+async def test_a_stop_that_saves_also_saves_a_run_that_saves_no_steps(world: World) -> None:
+    world.holds["train 2"] = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(world.loop(save_freq=-1)))
+        await until(lambda: "train 2" in world.events)
+        world.state.stop("sluice stop", saves=True)
+        world.holds["train 2"].set()
+    assert [event for event in world.events if event.startswith("save")] == ["save 2 at 20"]
+    assert "take 3" not in world.events
 
 
 async def paused(world: World, tasks: asyncio.TaskGroup, loop: TrainLoop) -> None:

@@ -140,6 +140,10 @@ async def test_pause_resume_and_stop_answer_with_the_finished_steps(service: Ser
     assert stopped.step == 2
     assert service.state.stop_reason == "asked to stop"
     assert not service.state.is_paused
+    assert not service.state.saves_at_end
+    await service.Stop(trainer.StopRequest(save=True, skip_validation=True), CONTEXT)
+    assert service.state.saves_at_end
+    assert service.state.no_validation.is_set()
 
 
 async def test_a_resume_ends_only_the_callers_own_hold(service: Service) -> None:

@@ -571,17 +571,21 @@ class StopRequest(google.protobuf.message.Message):
 
     REASON_FIELD_NUMBER: builtins.int
     SKIP_VALIDATION_FIELD_NUMBER: builtins.int
+    SAVE_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """The reason, for the log, at most 2000 bytes."""
     skip_validation: builtins.bool
     """End a running validation and start no last one: the checkpoint is all that the caller waits for."""
+    save: builtins.bool
+    """Save a checkpoint of the last step even if trainer.save_freq saves none."""
     def __init__(
         self,
         *,
         reason: builtins.str = ...,
         skip_validation: builtins.bool = ...,
+        save: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "skip_validation", b"skip_validation"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reason", b"reason", "save", b"save", "skip_validation", b"skip_validation"]) -> None: ...
 
 global___StopRequest = StopRequest
 

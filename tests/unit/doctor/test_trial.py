@@ -1,0 +1,35 @@
+"""A process of a check that crashes or is killed is an error that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sluice.config.loading.loader import load_config
+from sluice.data.prompt_rows import PromptRow
+from sluice.doctor import prompts
+from sluice.doctor.prompts import measure
+from sluice.errors import ConfigError
+from sluice.types import ChatMessage
+
+ROW = PromptRow((ChatMessage("user", "?"),), "mine", "1", {}, "row 0")
+
+
+@pytest.mark.parametrize(
+    ("source", "how"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL and printed nothing"),
+        ("raise ZeroDivisionError('boom')", "code 1: ZeroDivisionError: boom"),
+        ("import sys; sys.exit(7)", "code 7 and printed nothing"),
+        ("print('no answer')", "code 0 and printed nothing"),
+    ],
+)
+def test_a_tokenizers_process_that_dies_is_no_measurement_and_says_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, how: str
+) -> None:
+    (tmp_path / "dying.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(prompts, "_MEASURE", "dying")
+    with pytest.raises(ConfigError, match=f"tokenizing 1 prompts: its process ended with {how}"):
+        measure(load_config(None, ["actor_rollout_ref.model.path=m"]), [ROW])
