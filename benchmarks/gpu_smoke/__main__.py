@@ -38,11 +38,11 @@ _PARTS: Mapping[str, tuple[float, tuple[str, ...]]] = {
     "dense_recomputed": (90, (*_UPDATE, "dense", "--recompute")),
     "experts": (90, (*_UPDATE, "experts")),
     "engine": (
-        120,
+        150,
         (
             *_PYTHON,
             *("benchmarks.engine", "--device", "cuda", "--models", "0.5b"),
-            *("--sequences", "1", "128", "--new-tokens", "256", "--repeats", "2", "--updates", "3"),
+            *("--sequences", "128", "--new-tokens", "128", "--repeats", "2", "--updates", "3"),
         ),
     ),
     "quickstart": (150, (*_PYTHON, "benchmarks.gpu_smoke.quickstart")),

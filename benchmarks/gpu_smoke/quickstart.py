@@ -13,6 +13,7 @@ _ON_THE_GPU = (
     "sluice.rollout.device=cuda",
     "sluice.rollout.replicas=1",
     "sluice.weights.backend=gloo",
+    "trainer.logger=[jsonl]",
 )
 
 

@@ -151,7 +151,7 @@ def measured(name: str, *, recompute: bool) -> dict[str, float]:
         folder = Path(made)
         save_model(name, folder)
         config, shape = run_config(folder, recompute=recompute), read_shape(folder / "config.json")
-        learner = Learner(config, DataParallel(), total_steps=10)
+        learner = Learner(config, DataParallel("cuda"), total_steps=10)
         batch = made_up_batch(shape.vocab, 0)
         learner.train_step(batch, 1)  # the first one makes the optimizer's state
         torch.cuda.reset_peak_memory_stats()

@@ -26,7 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
 
 def updated(config: RunConfig, device: str) -> tuple[Weights, dict[str, float]]:
     """The change of each weight in one update, on the CPU, and the update's metrics."""
-    learner = Learner(on(config, device), DataParallel(), total_steps=10)
+    learner = Learner(on(config, device), DataParallel(device), total_steps=10)
     before = whole(learner)
     metrics = learner.train_step(make_batch(), 1)
     return {name: weight - before[name] for name, weight in whole(learner).items()}, metrics
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_a_gpu_continues_on_a_cpu_as_on_the_gpu(
     saved: SaveModel, tmp_path: Path
 ) -> None:
     config = make_config(saved("qwen3"))
-    first = Learner(on(config, "cuda"), DataParallel(), total_steps=10)
+    first = Learner(on(config, "cuda"), DataParallel("cuda"), total_steps=10)
     first.train_step(make_batch(), 1)
     first.save(tmp_path / "actor")
     again = Learner(on(config, "cpu"), DataParallel(), total_steps=10)
