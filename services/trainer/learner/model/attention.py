@@ -1,22 +1,38 @@
 """Attention over packed sequences, as a function of transformers' models.
 
 Linear layers, norms and embeddings of the model run on the packed tokens. Only attention gathers
-them into the blocks of a `PackedLayout` and brings the results back into packed order.
+them into the blocks of a `PackedLayout` and brings the results back into packed order, or has a
+kernel attend to sequences of different lengths end to end.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from services.trainer.learner.batch.micro_batch import AttentionBlock, PackedLayout
+from services.trainer.learner.batch.micro_batch import (
+    AttentionBlock,
+    PackedLayout,
+    RaggedSequences,
+)
 from sluice.errors import ConfigError
 
 PACKED_ATTENTION = "sluice_packed"
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _OPTIONS = inspect.signature(varlen_attn).parameters.keys()
+except ImportError:  # torch 2.9
+    _OPTIONS = {}.keys()
+
+RAGGED_DTYPES = frozenset({torch.bfloat16, torch.float16})
+_LARGEST_RAGGED_HEAD = 256
 _UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
@@ -60,6 +76,9 @@ def packed_attention(
     if isinstance(window, int) and window >= packed_layout.longest:
         del kwargs["sliding_window"]  # longer than every sequence: it hides nothing
     _refuse(module, attention_mask, kwargs)
+    ragged = packed_layout.ragged
+    if ragged is not None and _takes_ragged(query, value):
+        return _attend_ragged(query.to(value.dtype), key.to(value.dtype), value, ragged, scaling)
     heads, kv_heads = query.shape[1], key.shape[1]
     blocks = packed_layout.blocks
     query_index = [block.query_index for block in blocks]
@@ -139,3 +158,33 @@ def _attend(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _takes_ragged(query: Tensor, value: Tensor) -> bool:
+    """Return whether FlashAttention takes these heads."""
+    width = value.shape[-1]
+    has_size = query.shape[-1] == width and width % 8 == 0 and width <= _LARGEST_RAGGED_HEAD
+    return has_size and value.dtype in RAGGED_DTYPES and "window_size" in _OPTIONS
+
+
+def _attend_ragged(
+    query: Tensor, key: Tensor, value: Tensor, ragged: RaggedSequences, scaling: float | None
+) -> tuple[Tensor, None]:
+    """Attend over sequences end to end; shapes as of `packed_attention`."""
+    queries, keys, values = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    # Grouped heads are an option since torch 2.12; before, the kernel takes them as they are.
+    grouped = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
+    attend: Any = varlen_attn
+    output = attend(
+        queries,
+        keys.index_select(0, ragged.key_index),
+        values.index_select(0, ragged.key_index),
+        ragged.query_ends,
+        ragged.key_ends,
+        ragged.longest_query,
+        ragged.longest_key,
+        scale=scaling,
+        window_size=(-1, 0),  # causal
+        **grouped,
+    )
+    return output.unsqueeze(0), None

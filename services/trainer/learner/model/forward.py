@@ -110,14 +110,14 @@ def _last_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
             micro_batch.position_ids,
             images.is_image,
             features,
-            packed_layout=micro_batch.layout.with_masks(),
+            packed_layout=micro_batch.layout.for_one_pass(),
         )
     base: Any = model.base_model
     outputs = base(
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,
         use_cache=False,
-        packed_layout=micro_batch.layout.with_masks(),
+        packed_layout=micro_batch.layout.for_one_pass(),
     )
     hidden: Tensor = outputs.last_hidden_state
     return hidden
@@ -157,7 +157,7 @@ def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         input_ids=micro_batch.input_ids,
         position_ids=micro_batch.position_ids,
         use_cache=False,
-        packed_layout=micro_batch.layout.with_masks(),
+        packed_layout=micro_batch.layout.for_one_pass(),
     )
     values: Tensor = outputs.logits[0, :, 0].float()
     return values.index_select(0, micro_batch.predecessors)
@@ -232,7 +232,7 @@ def _logprobs_by_logits(model: PreTrainedModel, row: TrainingRow) -> Tensor:
         input_ids=alone.input_ids,
         position_ids=alone.position_ids,
         use_cache=False,
-        packed_layout=alone.layout.with_masks(),
+        packed_layout=alone.layout.for_one_pass(),
     )
     logprobs: Tensor = outputs.logits[0].float().log_softmax(-1)
     return logprobs[alone.predecessors].gather(-1, alone.labels[:, None])[:, 0]
