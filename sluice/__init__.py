@@ -1,1 +1,11 @@
 """DAPO and GRPO training of language models: what the three services and their users share."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def own_version() -> str:
+    """Return the installed version; ``uninstalled`` where the source tree is run as it is."""
+    try:
+        return version("sluice")
+    except PackageNotFoundError:
+        return "uninstalled"

@@ -45,7 +45,11 @@ _LONG_S = 20.0
 
 
 # Vocabulary, width, layers, heads, key and value heads, width of the MLP.
-MODELS = {"tiny": (1024, 128, 4, 2, 1, 192), "10m": (16384, 256, 6, 4, 2, 896)}
+MODELS = {
+    "tiny": (1024, 128, 4, 2, 1, 192),
+    "10m": (16384, 256, 6, 4, 2, 896),
+    "0.5b": (151936, 896, 24, 14, 2, 4864),  # for accelerators: Qwen2.5-0.5B's
+}
 
 
 def save_config(name: str, folder: Path) -> None:
@@ -78,6 +82,7 @@ class Workload:
     repeats: int
     updates: int
     dtype: str
+    device: str
 
 
 def _environment(engine: str) -> dict[str, str]:
@@ -109,6 +114,7 @@ class Peer:
             engine=self.engine,
             folder=str(folder),
             dtype=workload.dtype,
+            device=workload.device,
             slots=max(*workload.counts, _BUSY),
             # Rounded up to whole blocks of an engine's cache.
             tokens=-(-(PROMPT_TOKENS + workload.new_tokens) // 64) * 64,
@@ -239,6 +245,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5, help="of each run, after a warm-up")
     parser.add_argument("--updates", type=int, default=7, help="whose stall is measured")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parsed = parser.parse_args(arguments)
     if min(parsed.repeats, parsed.updates, parsed.new_tokens, *parsed.sequences) < 1:
@@ -260,6 +267,7 @@ def main(arguments: Sequence[str]) -> int:
         parsed.repeats,
         parsed.updates,
         parsed.dtype,
+        parsed.device,
     )
     found: dict[str, Measured] = {}
     for name in parsed.models:

@@ -77,7 +77,7 @@ class _TransformersSide:
 
     layout: object = None
 
-    def __init__(self, folder: str, dtype: str) -> None:
+    def __init__(self, folder: str, dtype: str, device: str) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -87,12 +87,13 @@ class _TransformersSide:
         config = AutoConfig.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         self._model.generation_config = GenerationConfig(pad_token_id=0)  # no end tokens
-        self._model.eval()
+        self._device = device
+        self._model.eval().to(device)
 
     async def draw(self, prompts: np.ndarray, new_tokens: int) -> int:
         """Generate one batch, alone in this process; return the number of tokens."""
         torch = self._torch
-        ids = torch.from_numpy(prompts.astype(np.int64))
+        ids = torch.from_numpy(prompts.astype(np.int64)).to(self._device)
         # `output_scores` would keep the scores of all steps, a gigabyte of them. So the logprob of
         # each sampled token is taken when the next step shows it.
         logprobs: list[Any] = []
@@ -129,13 +130,13 @@ class Peer:
         self._bare: Any = None
 
     async def start(
-        self, engine: str, folder: str, dtype: str, slots: int, tokens: int
+        self, engine: str, folder: str, dtype: str, slots: int, tokens: int, device: str = "cpu"
     ) -> dict[str, Any]:
         """Start an engine on a model folder, for samples of so many tokens; return its layout."""
         config = await asyncio.to_thread((Path(folder) / "config.json").read_text, "utf-8")
         self._vocabulary = json.loads(config)["vocab_size"]
         if engine == TRANSFORMERS:
-            self._side = _TransformersSide(folder, dtype)
+            self._side = _TransformersSide(folder, dtype, device)
         else:
             keys = (
                 f"actor_rollout_ref.model.path={folder}",
@@ -143,7 +144,7 @@ class Peer:
                 f"actor_rollout_ref.rollout.dtype={dtype}",
                 f"actor_rollout_ref.rollout.max_num_seqs={slots}",
                 f"actor_rollout_ref.rollout.max_model_len={tokens}",
-                "sluice.rollout.device=cpu",
+                f"sluice.rollout.device={device}",
                 "sluice.rollout.torch_threads=1",
                 "sluice.rollout.batch_invariant=false",
                 "sluice.weights.backend=gloo",

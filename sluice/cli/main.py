@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from sluice import own_version
 from sluice.cli.config import config_commands
 from sluice.cli.data import data_commands
 from sluice.cli.doctor import doctor
@@ -67,7 +67,7 @@ def _sluice(
     Example: sluice quickstart
     """
     if show_version:
-        versions = software_versions() if verbose else {"sluice": version("sluice")}
+        versions = software_versions() if verbose else {"sluice": own_version()}
         typer.echo("\n".join(f"{name} {value}" for name, value in versions.items()))
         raise typer.Exit
     if context.invoked_subcommand is None:

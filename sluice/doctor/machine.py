@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sluice.config.derived import replica_devices
 from sluice.config.memory.layouts import own_training_layout, rollout_layout
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
@@ -81,17 +82,22 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
 
 
 def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ...]:
-    """Return the memory that trainer ranks, replicas and the reward service need on this host."""
+    """Return the memory that trainer ranks, replicas and the reward service need on this host.
+
+    Each rank reads the whole model before it keeps its shards. Each device of a replica receives
+    all weights, whichever it keeps.
+    """
     config = examined.config
     own, layout = own_training_layout(config), rollout_layout(config)
     training, rollout = training_memory(shape, own), rollout_memory(shape, layout, None)
-    snapshots = COPIES * shape.total_parameters * own.master_bytes
-    staged = COPIES * shape.total_parameters * layout.weight_bytes
-    rank = rank_most = replica = float(BARE_ON_DEVICE_BYTES)
-    replica_most = replica + staged
+    read = shape.total_parameters * own.master_bytes
+    snapshots = COPIES * shape.total_parameters * layout.kv_bytes  # the wire has the cache's dtype
+    staged = snapshots * replica_devices(config)
+    rank = replica = float(BARE_ON_DEVICE_BYTES)
+    rank_most, replica_most = rank + read, replica + staged
     if not _is_on_device(config.trainer.device, examined):
         rank = BARE_BYTES + training.parameters + training.gradients + training.optimizer
-        rank_most = BARE_BYTES + training.update
+        rank_most = BARE_BYTES + max(training.update, read)
     if not _is_on_device(config.sluice.rollout.device, examined):
         replica = BARE_BYTES + rollout.weights
         replica_most = replica + staged + rollout.activations + rollout.kv_of_all_sequences

@@ -68,7 +68,11 @@ class Requirement:
 
 def requirements(extra: str = "") -> Iterator[Requirement]:
     """Yield the packages of an extra, from sluice's metadata; by default every process's."""
-    for line in importlib.metadata.requires("sluice") or ():
+    try:
+        lines = importlib.metadata.requires("sluice") or ()
+    except importlib.metadata.PackageNotFoundError:  # a source tree that is run as it is
+        return
+    for line in lines:
         found = _REQUIREMENT.fullmatch(line)
         if found is None:
             continue

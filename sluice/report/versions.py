@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sluice import own_version
+
 SUMMARY_NAME = "summary.json"
 _PACKAGES = ("torch", "transformers", "vllm", "sglang", "ray", "grpcio", "typer")
 _GIT_S = 5.0
@@ -16,7 +18,7 @@ _GIT_S = 5.0
 
 def software_versions() -> dict[str, str]:
     """Return versions by name; an absent package is left out, and so is an unknown commit."""
-    found = {"sluice": version("sluice")}
+    found = {"sluice": own_version()}
     commit = _commit()
     if commit:
         found["commit"] = commit

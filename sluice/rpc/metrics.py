@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from sluice import own_version
 from sluice.concurrency.process import process_age_s
 from sluice.concurrency.threads import BackgroundMeasurement
 from sluice.concurrency.waits import WAITS
@@ -73,7 +73,7 @@ class ProcessName:
 
 def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentReading]:
     """Yield age, waits, errors, restarts, certificates, disk and the cost of telemetry itself."""
-    yield reading("sluice_process_info", 1.0, who.name, who.kind, _version())
+    yield reading("sluice_process_info", 1.0, who.name, who.kind, own_version())
     yield reading("sluice_process_uptime_seconds", process_age_s())
     yield reading("sluice_process_restarts_total", who.restarts)
     yield reading("sluice_watchdog_still_seconds", still_seconds() or 0.0)
@@ -97,13 +97,6 @@ def process_readings(who: ProcessName, disk: DiskSpace) -> Iterator[InstrumentRe
     if (capacity := disk.latest(_DISK_WAIT_S)) is not None:
         yield reading("sluice_run_folder_free_bytes", capacity.free_bytes)
         yield reading("sluice_run_folder_size_bytes", capacity.size_bytes)
-
-
-def _version() -> str:
-    try:
-        return version("sluice")
-    except PackageNotFoundError:  # run from a source tree
-        return ""
 
 
 @contextmanager

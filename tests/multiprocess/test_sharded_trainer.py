@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
@@ -63,7 +64,10 @@ def step(learner: Learner, number: int) -> dict[str, float]:
 
 
 def copies(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in learner.named_weights()}
+    return {
+        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
+        for name, weight in learner.named_weights()
+    }
 
 
 def wire_digest(learner: Learner) -> str:
@@ -158,3 +162,21 @@ def test_skipped_samples_change_nothing_even_where_a_step_has_no_others(
     whole, skipped = found
     for name, weight in whole.items():
         torch.testing.assert_close(skipped[name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_two_ranks_in_bfloat16_train_like_one(family: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", family)
+    mixed = {"fsdp_config": {"dtype": "bfloat16"}, "ppo_mini_batch_size": 2}
+    single = Learner(make_config(folder, NUM_GROUPS, **mixed), DataParallel(), total_steps=10)
+    before = copies(single)
+    expected = step(single, 1)
+    with trainer(folder, 2, **mixed) as ranks:
+        found = ranks[0].command("train 1")
+        ranks[0].command(f"weights {tmp_path / 'weights'}")
+    # Ranks pack other rows together, so roundings differ.
+    assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=0.05)
+    weights = load_file(tmp_path / "weights")
+    moved = {name: weight - before[name] for name, weight in copies(single).items()}
+    gap = sum((weights[name] - before[name] - one).square().sum() for name, one in moved.items())
+    assert gap < 0.1**2 * sum(one.square().sum() for one in moved.values())

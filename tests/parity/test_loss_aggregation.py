@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.algorithm.entropy import entropy_from_logits
 from sluice.algorithm.losses.inputs import GlobalCounts, LossInputs
 from sluice.algorithm.losses.objective import PolicyObjective, aggregate, total_loss
 from sluice.algorithm.losses.settings import PolicyLossSettings
+from sluice.algorithm.token_statistics import LinearHead, token_statistics
 
 FACTOR = 7.0
 MODES = [
@@ -135,12 +135,22 @@ def test_total_loss_subtracts_the_bonus_and_adds_the_penalty(
 def test_the_bonus_reaches_the_logits(temperature: float) -> None:
     inputs = ragged_inputs([2, 3])
     logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    # With the identity as the head, hidden states are logits.
+    statistics = token_statistics(
+        logits,
+        LinearHead(torch.eye(6)),
+        torch.zeros(5, dtype=torch.int64),
+        temperature,
+        with_entropy=True,
+        entropy_gradient=True,
+        block_tokens=2,
+    )
     found = total_loss(
         PolicyObjective(torch.zeros(()), {}),
         inputs,
         GlobalCounts(5, 2),
         PolicyLossSettings(),
-        entropy=entropy_from_logits(logits, temperature, chunk_rows=2),
+        entropy=statistics.entropy,
         entropy_coeff=0.5,
     )
     found.total.backward()

@@ -49,6 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**_GROUPED, "sliding_window": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS},
     "granite": {**_GROUPED, "logits_scaling": 3.0, "attention_multiplier": 0.3},
     "gpt_neox": _COMMON,
+    "qwen3_moe": {
+        **_GROUPED,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [],
+    },
     "bloom": {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
-from services.trainer.learner.model.forward import check_packing
+from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
 from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.model.trained_model import (
@@ -132,7 +132,11 @@ class Learner:
         self._model = self._policy.model
         self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
-        check_packing(self._model, parallel.naming_failures("trying the model on packed tokens"))
+        check_packing(
+            self._model,
+            DTYPES[precision.dtype],
+            parallel.naming_failures("trying the model on packed tokens"),
+        )
         self._reshard()  # the check ran without a backward pass
         reference = None
         if settings.needs_reference:
@@ -152,8 +156,10 @@ class Learner:
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether any model is sharded, so that all ranks must take part in `gather`."""
-        return any(trained.shards is not None for trained in self._trained())
+        """Return whether all ranks must take part in `gather`."""
+        return self._parallel.world_size > 1 and any(
+            trained.shards is not None for trained in self._trained()
+        )
 
     def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Update the policy with one batch. Collective.

@@ -184,9 +184,9 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
 def join_ranks(config: RunConfig) -> DataParallel:
     """Join this process to all trainer ranks."""
     torch.set_num_threads(config.sluice.trainer.torch_threads)
-    if world_size(config) == 1:
-        return DataParallel()
     device = select_device(config.trainer.device)
+    if world_size(config) == 1:
+        return DataParallel(device.torch_device.type)
     timeout_s = config.sluice.trainer.command_timeout_s
     logger.info("waiting for the %d ranks of the trainer", world_size(config))
     # Rank 0 joins only after the reward service has answered.

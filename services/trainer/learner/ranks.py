@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from sluice.concurrency.waits import waiting_for
@@ -193,6 +194,9 @@ class DataParallel:
     """This process's number, 0-based."""
     world_size: int = 1
 
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.device_type = device_type
+
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
         """Replace each tensor by its sum over ranks, in place; the same bits on every rank."""
 
@@ -212,10 +216,15 @@ class DataParallel:
             size: a divisor of the number of ranks.
 
         Returns:
-            dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` if each rank
-            holds the whole model: `size` is 1, or these ranks cannot share.
+            dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` if these ranks
+            cannot share, so that each holds the whole model.
         """
-        return None
+        if not dist.is_initialized():
+            backend = rank_backends(self.device_type)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
+        assert group is not None
+        return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(SHARD_DIM,))
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
         """Gather equally long tensors ``[n]`` of a group of ranks that includes rank 0.
@@ -231,6 +240,8 @@ class DataParallel:
 
     def close(self) -> None:
         """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class TorchDistributed(DataParallel):
@@ -254,7 +265,7 @@ class TorchDistributed(DataParallel):
         self, device: Device, timeout_s: float, forming_timeout_s: float | None = None
     ) -> None:
         self._timeout_s = timeout_s
-        self._device_type = device.torch_device.type
+        super().__init__(device.torch_device.type)
         self._meshes: dict[int, DeviceMesh] = {}
         backend = rank_backends(device.torch_device.type)
         self._has_gather = device.collective_backend not in WITHOUT_GATHER
@@ -294,10 +305,8 @@ class TorchDistributed(DataParallel):
             self._run(partial(dist.broadcast, content, src=0, async_op=True), phase)
         return content.numpy().tobytes()
 
-    def shard_mesh(self, size: int) -> DeviceMesh | None:
+    def shard_mesh(self, size: int) -> DeviceMesh:
         """Return the mesh of this size, made once; all ranks ask for sizes in the same order."""
-        if size == 1:
-            return None
         if size not in self._meshes:
             with self.naming_failures(f"forming groups of {size} ranks that share a model"):
                 self._meshes[size] = self._make_mesh(size)
@@ -375,14 +384,14 @@ class TorchDistributed(DataParallel):
         if size == self.world_size:
             world = dist.group.WORLD
             assert world is not None
-            return DeviceMesh.from_group(world, self._device_type, mesh_dim_names=(SHARD_DIM,))
+            return DeviceMesh.from_group(world, self.device_type, mesh_dim_names=(SHARD_DIM,))
         # Neighboring ranks share a copy: they are likely on one machine, with fast links.
         ranks = torch.arange(self.world_size).view(-1, size)
         within = [self._new_group(row) for row in ranks]
         across = [self._new_group(column) for column in ranks.T]
         own = [across[self.rank % size], within[self.rank // size]]
         return DeviceMesh.from_group(
-            own, self._device_type, mesh=ranks, mesh_dim_names=(COPY_DIM, SHARD_DIM)
+            own, self.device_type, mesh=ranks, mesh_dim_names=(COPY_DIM, SHARD_DIM)
         )
 
     def _new_group(self, ranks: Tensor) -> ProcessGroup:

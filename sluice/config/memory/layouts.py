@@ -32,12 +32,13 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
     world, sharding = world_size(config), config.actor_rollout_ref.actor.fsdp_config
     shard = sharding.fsdp_size if 0 < sharding.fsdp_size < world else world
     return TrainingLayout(
-        backend="replicated" if shard == 1 else "fsdp",
+        # FSDP casts a layer's weights for as long as it needs them, on one rank too.
+        backend="replicated" if shard == 1 and sharding.dtype == sharding.model_dtype else "fsdp",
         world=world,
         shard=shard,
         reshard_after_forward=sharding.reshard_after_forward,
         whole_gradients=sharding.use_no_sync_for_gradient_accumulation,
-        gathers_masters=True,
+        fused_logits=True,
         micro_tokens=_micro_tokens(config, ranks=1),
         master_bytes=_BYTES[sharding.model_dtype],
         compute_bytes=_BYTES[sharding.dtype],

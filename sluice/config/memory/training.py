@@ -39,7 +39,6 @@ class TrainingLayout:
             hybrid optimizer).
         fused_logits: logprobs are computed without ever holding all logits.
         whole_gradients: FSDP's gradients are added up whole on each rank before they are summed.
-        gathers_masters: FSDP gathers stored parameters, which are cast to the compute dtype then.
     """
 
     backend: Backend
@@ -64,7 +63,6 @@ class TrainingLayout:
     fused_logits: bool = False
     reshard_after_forward: bool = True
     whole_gradients: bool = False
-    gathers_masters: bool = False
 
     @property
     def data_parallel(self) -> int:
@@ -170,19 +168,13 @@ def megatron_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[floa
 
 def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
     """Return the bytes of parameters that are gathered in the compute dtype."""
-    if layout.backend == "megatron":
+    if layout.backend != "fsdp":
         return 0.0
-    if layout.backend == "replicated":
-        same = layout.master_bytes == layout.compute_bytes
-        return 0.0 if same else float(shape.total_parameters * layout.compute_bytes)
-    width = layout.compute_bytes
-    if layout.gathers_masters and layout.master_bytes != layout.compute_bytes:
-        width += layout.master_bytes
     if not layout.reshard_after_forward:
-        return float(shape.total_parameters * width)
+        return float(shape.total_parameters * layout.compute_bytes)
     # The root unit (vocabulary matrices) stays whole; one layer works while the next arrives.
     units = shape.vocabulary_parameters + 2 * shape.layer_parameters
-    return float(units * width)
+    return float(units * layout.compute_bytes)
 
 
 def activation_values(shape: ModelShape) -> int:

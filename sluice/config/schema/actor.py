@@ -187,7 +187,7 @@ class FsdpConfig(Section, frozen=True):
     """Free a layer's gathered weights after its forward pass; gather them again for the backward.
     """
 
-    use_no_sync_for_gradient_accumulation: bool = True
+    use_no_sync_for_gradient_accumulation: bool = False
     """true: each rank accumulates whole gradients, and ranks sum them once per mini-batch; false:
     ranks sum and shard them after every micro-batch.
     """

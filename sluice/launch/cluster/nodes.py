@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
+from sluice import own_version
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -81,7 +81,7 @@ class ServicePlan:
     config_file: str
     config_text: str
     mark_file: str
-    version: str = field(default_factory=lambda: metadata.version("sluice"))
+    version: str = field(default_factory=own_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def endpoint_on(endpoint: EndpointConfig, address: str) -> EndpointConfig:
 
 
 def _version_problem(plan: ServicePlan) -> str:
-    own = metadata.version("sluice")
+    own = own_version()
     if own == plan.version:
         return ""
     return f"sluice {own} is installed, and the run has {plan.version}"

@@ -145,7 +145,7 @@ def test_devices_that_are_large_enough_break_no_rule() -> None:
                 f"{ROLLOUT}.gpu_memory_utilization=0.75",
             ],
         ),
-        ("own-update-memory", 600.0, [f"{MODEL}.enable_gradient_checkpointing=false"]),
+        ("own-update-memory", 450.0, [f"{MODEL}.enable_gradient_checkpointing=false"]),
     ],
 )
 def test_a_device_that_is_too_small_is_named_and_the_remedy_is_enough(
@@ -165,7 +165,7 @@ def test_a_model_that_no_engine_can_hold_has_no_remedy_but_larger_devices() -> N
 
 
 def test_what_our_own_trainer_needs_is_another_rule_than_verls_layout() -> None:
-    rules = {one.rule: one.severity for one in too_small(64.0)}
+    rules = {one.rule: one.severity for one in too_small(32.0)}
     assert rules == {"own-update-memory": Severity.ERROR}
 
 
@@ -174,3 +174,12 @@ def test_a_trainer_of_its_own_devices_leaves_the_engine_alone() -> None:
     apart = too_small(24.0, *overrides, "actor_rollout_ref.hybrid_engine=false")
     assert "colocated-memory" in {one.rule for one in too_small(24.0, *overrides)}
     assert "colocated-memory" not in {one.rule for one in apart}
+
+
+def test_weights_are_gathered_in_the_dtype_of_the_passes_on_one_rank_too() -> None:
+    """FSDP casts shards before it gathers them; the head's logits exist in blocks."""
+    one = memory_report(*read("trainer.nnodes=1", "trainer.n_gpus_per_node=1"), SHAPE, 64.0)
+    own = one.own_training
+    assert own.parameters == 4 * SHAPE.total_parameters
+    assert own.gathered == 2 * (SHAPE.vocabulary_parameters + 2 * SHAPE.layer_parameters)
+    assert own.logits == 0

@@ -208,3 +208,18 @@ def test_more_replicas_need_more_memory(tmp_path: Path) -> None:
     assert trainer == same
     assert all(0 < part.at_least <= part.at_most for part in (trainer, one, three))
     assert available_bytes()
+
+
+def test_the_host_holds_what_ranks_read_and_what_devices_receive(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    on_gpus = ("trainer.device=cuda", "sluice.rollout.device=cuda", "trainer.n_gpus_per_node=2")
+    wire = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=bfloat16")
+    tp = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    examined = run_of(f"actor_rollout_ref.model.path={tmp_path}", *on_gpus, *wire, tp)
+    assert examined.shape is not None
+    parameters = examined.shape.total_parameters
+    trainer, replicas, _ = needed_memory(examined, examined.shape)
+    # Two float32 models while the ranks read; two snapshots in bfloat16.
+    assert trainer.at_most - trainer.at_least == parameters * (2 * 4 + 2 * 2)
+    # Each of two devices holds the base of the next update and the update.
+    assert replicas.at_most - replicas.at_least == parameters * 2 * 2 * 2

@@ -24,9 +24,8 @@ from services.trainer.learner.batch.micro_batch import (
     training_rows,
 )
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.forward import (
-    PACKED_ATTENTION,
-    register_packed_attention,
     token_outputs,
 )
 from services.trainer.learner.ranks import DataParallel

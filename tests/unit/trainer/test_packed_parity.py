@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from services.trainer.learner.batch import micro_batch
 from services.trainer.learner.batch.micro_batch import (
@@ -15,10 +17,10 @@ from services.trainer.learner.batch.micro_batch import (
     build_micro_batch,
     training_rows,
 )
+from services.trainer.learner.model import attention
+from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.forward import (
-    PACKED_ATTENTION,
     check_packing,
-    register_packed_attention,
     token_outputs,
 )
 from services.trainer.learner.update.loss import first_of_rows
@@ -98,8 +100,51 @@ def test_blocks_too_large_for_a_mask_are_causal_and_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(micro_batch, "MAX_MASK_ELEMENTS", 0)
-    assert all(block.mask is None for block in pack(rows()).layout.blocks)
+    assert all(block.prompt_visible is None for block in pack(rows()).layout.blocks)
     check_against_plain("llama")
+
+
+def attend_each(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What the kernel does on a GPU: sequence by sequence, causal from the last key backwards."""
+    assert window_size == (-1, 0)
+    outputs = []
+    for (start, stop), (first, last) in zip(
+        pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
+    ):
+        queries, keys = stop - start, last - first
+        assert queries <= longest_query
+        assert keys <= longest_key
+        q, k, v = query[start:stop], key[first:last], value[first:last]
+        mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        heads = (one.transpose(0, 1) for one in (q, k, v))
+        attended = scaled_dot_product_attention(
+            *heads, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        outputs.append(attended.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "granite"])
+def test_a_kernel_for_sequences_end_to_end_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(micro_batch, "RAGGED_DEVICES", {"cpu"})
+    monkeypatch.setattr(attention, "RAGGED_DTYPES", {torch.float32})
+    monkeypatch.setattr(attention, "varlen_attn", attend_each)
+    assert pack(rows()).layout.ragged is not None
+    check_against_plain(family)
 
 
 def test_a_prompt_is_computed_once_for_all_its_rows() -> None:

@@ -12,9 +12,10 @@ import torch
 from msgspec import structs
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.forward import EntropyUse, TokenOutputs, token_outputs
+from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update import policy_update
+from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 from sluice.types import Rollout, TrainBatch
@@ -57,7 +58,7 @@ class Forwards:
         self.entropies: list[EntropyUse] = []
         monkeypatch.setattr(policy_update, "token_outputs", self._record)
 
-    def _record(self, *arguments: object, **keywords: object) -> TokenOutputs:
+    def _record(self, *arguments: object, **keywords: object) -> TokenStatistics:
         outputs = token_outputs(*arguments, **keywords)  # type: ignore[arg-type]
         kept = self.differentiated if torch.is_grad_enabled() else self.recomputed
         kept.append(outputs.logprobs.detach())

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.forward import TokenOutputs, token_outputs
+from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update import policy_update
 from services.trainer.learner.update.advantages import zero_advantage_rows
+from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.config.run import RunConfig
 from sluice.types import TrainBatch
 from tests.support.threaded_ranks import on_ranks
@@ -58,7 +59,7 @@ def test_skipping_samples_without_an_advantage_changes_no_weight(
 def test_skipped_samples_take_no_pass(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[int] = []
 
-    def record(*arguments: object, **keywords: object) -> TokenOutputs:
+    def record(*arguments: object, **keywords: object) -> TokenStatistics:
         outputs = token_outputs(*arguments, **keywords)  # type: ignore[arg-type]
         passed.append(outputs.logprobs.numel())
         return outputs

@@ -1,13 +1,15 @@
 """One forward and backward pass as tensors, packed without padding, and its attention's layout.
 
-A prompt is packed once, followed by its rows. Attention runs over two kinds of blocks: prompts,
-each seeing itself, and rows, each seeing its prompt and itself.
+A prompt is packed once, followed by its rows. A prompt sees itself, a row its prompt and itself.
+Attention runs over blocks of padded sequences, or over all sequences end to end where the device
+has a kernel for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -30,6 +32,9 @@ MIN_BLOCK_TOKENS = 1024
 MAX_MASK_ELEMENTS = 1 << 24
 """Above this size a block of rows includes its prompts' queries, which makes it plainly causal."""
 
+RAGGED_DEVICES = frozenset({"cuda"})
+"""Devices with a kernel for sequences end to end."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
@@ -48,26 +53,56 @@ class PackedPiece:
     rows: tuple[PackedRow, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class AttentionBlock:
     """Sequences attended together; padding repeats packed position 0 and is never read back.
 
-    `mask` is True where a query sees a key, bool [1 or B, 1, queries, keys]; ``None`` means causal,
-    with keys and queries at the same positions.
+    A row's keys are those of its prompt, padded on the left, then its own. `prompt_visible` is True
+    where one is no padding, bool [B, prompt keys]; ``None`` means causal, with keys and queries at
+    the same positions.
     """
 
     query_index: torch.Tensor  # int64 [B, queries], packed positions
     key_index: torch.Tensor  # int64 [B, keys], packed positions
-    mask: torch.Tensor | None
+    prompt_visible: torch.Tensor | None = None
+
+    @cached_property
+    def mask(self) -> torch.Tensor | None:
+        """True where a query sees a key, bool [B, 1, queries, keys]; ``None``: causal."""
+        return None if self.prompt_visible is None else _mask(self, self.prompt_visible)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedSequences:
+    """All sequences end to end, in packed order: every packed token is one query.
+
+    A row's keys are its prompt's and then its own. A query sees the keys up to the one that is as
+    far from the sequence's last key as the query is from its last query.
+    """
+
+    key_index: torch.Tensor  # int64 [K], packed positions
+    query_ends: torch.Tensor  # int32 [sequences + 1], from 0
+    key_ends: torch.Tensor  # int32 [sequences + 1], from 0
+    longest_query: int
+    longest_key: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """All blocks, and for each packed token its index in the concatenated outputs of the blocks."""
+    """All blocks, and for each packed token its index in the concatenated outputs of the blocks.
+
+    `ragged` is there on devices that have a kernel for it, unless every block is causal: then
+    kernels for equally long sequences are faster.
+    """
 
     blocks: tuple[AttentionBlock, ...]
     output_index: torch.Tensor  # int64 [T]
     longest: int  # tokens of the longest sequence, prompt and row
+    ragged: RaggedSequences | None = None
+
+    def for_one_pass(self) -> PackedLayout:
+        """Return a copy whose masks live as long as a pass: they are quadratic in the length."""
+        return replace(self, blocks=tuple(replace(block) for block in self.blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +136,34 @@ def build_layout(
         blocks.append(block)
         offset += block.query_index.numel()
     longest = max(member.prompt_length + member.length for member in (*prompts, *rows))
-    return PackedLayout(tuple(blocks), torch.from_numpy(output).to(device), longest)
+    ragged = None
+    if device.type in RAGGED_DEVICES and any(one.prompt_visible is not None for one in blocks):
+        ragged = _end_to_end(sorted([*prompts, *rows], key=lambda s: s.start), device)
+    return PackedLayout(tuple(blocks), torch.from_numpy(output).to(device), longest, ragged)
+
+
+def _end_to_end(sequences: Sequence[_Sequence], device: torch.device) -> RaggedSequences:
+    keys = [
+        np.concatenate(
+            [
+                s.prompt_start + np.arange(s.prompt_length),
+                s.start + np.arange(s.length),
+            ]
+        )
+        for s in sequences
+    ]
+    num_queries, num_keys = [s.length for s in sequences], [len(one) for one in keys]
+
+    def ends(lengths: list[int]) -> torch.Tensor:
+        return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
+
+    return RaggedSequences(
+        torch.from_numpy(np.concatenate(keys)).to(device),
+        ends(num_queries),
+        ends(num_keys),
+        max(num_queries),
+        max(num_keys),
+    )
 
 
 def _similar_lengths(sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
@@ -129,7 +191,7 @@ def _block(
     own = _right_padded([member.start for member in members], [m.length for m in members], longest)
     if prompt_longest == 0:  # prompts: plainly causal
         index = torch.from_numpy(own).to(device)
-        return AttentionBlock(index, index, None), range(0, own.size, longest)
+        return AttentionBlock(index, index), range(0, own.size, longest)
     # The mask has an element per query and key, so its size is quadratic in the length.
     if len(members) * longest * (prompt_longest + longest) > MAX_MASK_ELEMENTS:
         return _causal_block(members, device)
@@ -142,7 +204,7 @@ def _block(
     block = AttentionBlock(
         torch.from_numpy(own).to(device),
         torch.from_numpy(np.concatenate([prompts, own], axis=1)).to(device),
-        _row_mask(torch.from_numpy(visible).to(device), longest),
+        torch.from_numpy(visible).to(device),
     )
     return block, range(0, own.size, longest)
 
@@ -160,7 +222,7 @@ def _causal_block(
     positions = torch.from_numpy(index).to(device)
     # Only the rows' outputs are read; the prompts' own block has computed the prompts'.
     places = [number * width + member.prompt_length for number, member in enumerate(members)]
-    return AttentionBlock(positions, positions, None), places
+    return AttentionBlock(positions, positions), places
 
 
 def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> Positions:
@@ -169,8 +231,9 @@ def _right_padded(starts: Sequence[int], lengths: Sequence[int], width: int) -> 
     return np.where(valid, np.array(starts)[:, None] + columns, 0)
 
 
-def _row_mask(prompt_visible: torch.Tensor, longest: int) -> torch.Tensor:
-    """Return the mask [B, 1, L, P + L]: a row sees its prompt, and its own tokens causally."""
+def _mask(block: AttentionBlock, prompt_visible: Tensor) -> Tensor:
+    """Return a mask [B, 1, L, P + L]: a row sees its prompt, and its own tokens causally."""
+    longest = block.query_index.shape[1]
     num_rows, prompt_longest = prompt_visible.shape
     causal = torch.ones(longest, longest, dtype=torch.bool, device=prompt_visible.device).tril()
     # Both parts are views until `cat` writes the mask once.

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
-from services.trainer.learner.model.forward import gather_for_images
+from services.trainer.learner.model.forward import gather_in_passes
 from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM, DataParallel
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
-from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +66,12 @@ class Shards:
 
 
 def shard_model(
-    model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bool, sums_once: bool
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype,
+    reshard_after_forward: bool,
+    sums_once: bool,
 ) -> Shards:
     """Shard a whole model in place; it must be equal on all ranks. Collective.
 
@@ -77,22 +81,23 @@ def shard_model(
     Args:
         model: on any device; moves to the mesh's device layer by layer.
         mesh: dimensions ``copy`` (if there are several copies) and ``shard``.
+        dtype: of gathered weights and activations; gradients are summed in float32.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
     """
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # None is FSDP2's default: reshard all units but the outermost.
     kept_whole: bool | None = None if reshard_after_forward else False
     layers = set(model._no_split_modules or ())
     for module in [m for m in model.modules() if type(m).__name__ in layers]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=kept_whole)
+        fully_shard(module, mesh=mesh, reshard_after_forward=kept_whole, mp_policy=precision)
     # After its layers: the outer unit takes the parameters that are left.
-    fully_shard(model, mesh=mesh, reshard_after_forward=kept_whole)
+    fully_shard(model, mesh=mesh, reshard_after_forward=kept_whole, mp_policy=precision)
     for sharded in _sharded_modules(model):
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    if model.config.model_type in FAMILIES:
-        gather_for_images(model)
+    gather_in_passes(model)
     return Shards(model, mesh, dict(model.named_parameters()), sums_once)
 
 

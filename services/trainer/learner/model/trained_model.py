@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from services.trainer.learner.checkpoint import resume_remedy
-from services.trainer.learner.model.forward import plain_class
+from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import Shards, assign, shard_model, shard_size
 from services.trainer.learner.ranks import DataParallel
@@ -337,17 +337,22 @@ def share_model(
 ) -> Shards | None:
     """Shard a model over the ranks; ``None``: it stays whole, on `device`. Collective.
 
+    A model that computes in another dtype than that of its weights is sharded on one rank too: FSDP
+    casts a layer's weights for as long as it needs them.
+
     Raises:
         ConfigError: the number of ranks is not divisible by the shard size.
     """
     size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
-    mesh = parallel.shard_mesh(size)
+    is_whole = size == 1 and sharding.dtype == sharding.model_dtype
+    mesh = None if is_whole else parallel.shard_mesh(size)
     if mesh is None:
         model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
         return None
     return shard_model(
         model,
         mesh,
+        dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
     )

@@ -20,7 +20,7 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
-from services.trainer.learner.model.forward import compute_context, response_values
+from services.trainer.learner.model.forward import response_values
 from services.trainer.learner.model.loading import load_critic
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
@@ -80,7 +80,6 @@ class Critic:
         self._loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
         self._cliprange_value = critic.cliprange_value
         self._epochs = critic.ppo_epochs or actor.ppo_epochs
-        self._precision = critic.fsdp
         self._cut = _cut(config)
         self._parallel = parallel
         self._device = device
@@ -183,8 +182,7 @@ class Critic:
         return losses
 
     def _forward(self, micro_batch: MicroBatch) -> Tensor:
-        with compute_context(self._precision, self._device.torch_device):
-            return response_values(self._model, micro_batch)
+        return response_values(self._model, micro_batch)
 
     def _means(self, sums: Sequence[Tensor], num_tokens: int, num_steps: int) -> dict[str, float]:
         own = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (1 + len(_TOKEN_MEANS))

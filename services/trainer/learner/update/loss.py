@@ -10,7 +10,6 @@ from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import MiniBatch
-from services.trainer.learner.model.forward import TokenOutputs
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.kl_estimator import kl_estimate
@@ -30,6 +29,7 @@ from sluice.algorithm.rollout_correction.statistics import (
     statistics_from_vector,
     statistics_to_vector,
 )
+from sluice.algorithm.token_statistics import TokenStatistics
 
 LOSSES = ("actor/pg_loss", "actor/entropy_loss", "actor/kl_loss", "actor/loss")
 ENTROPY = "actor/entropy"
@@ -105,7 +105,7 @@ class LossTerms:
 
     def loss(
         self,
-        outputs: TokenOutputs,
+        outputs: TokenStatistics,
         prepared: PreparedMicroBatch,
         counts: GlobalCounts,
         *,

@@ -30,8 +30,6 @@ from services.trainer.learner.batch.train_batch import (
 )
 from services.trainer.learner.model.forward import (
     EntropyUse,
-    TokenOutputs,
-    compute_context,
     token_outputs,
 )
 from services.trainer.learner.model.sharding import EvenPasses
@@ -67,6 +65,7 @@ from sluice.algorithm.rollout_correction.statistics import (
     statistics_from_vector,
     statistics_to_vector,
 )
+from sluice.algorithm.token_statistics import TokenStatistics
 from sluice.device.protocol import Device
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import ImagePromptReader
@@ -245,7 +244,7 @@ class PolicyUpdate:
         return gather_tokens(squares, table, self._parallel, "gathering squared probabilities")
 
     def _note_old_policy(
-        self, prepared: PreparedMicroBatch, outputs: TokenOutputs, sums: UpdateSums
+        self, prepared: PreparedMicroBatch, outputs: TokenStatistics, sums: UpdateSums
     ) -> None:
         """Keep the results of a pass of the policy before this batch."""
         if outputs.entropy is not None:
@@ -401,15 +400,14 @@ class PolicyUpdate:
 
     def _forward(
         self, micro_batch: MicroBatch, entropy: EntropyUse, *, with_sum_pi_squared: bool = False
-    ) -> TokenOutputs:
-        with compute_context(self._actor.fsdp_config, self._device.torch_device):
-            return token_outputs(
-                self._model,
-                micro_batch,
-                temperature=self._settings.temperature,
-                entropy=entropy,
-                with_sum_pi_squared=with_sum_pi_squared,
-            )
+    ) -> TokenStatistics:
+        return token_outputs(
+            self._model,
+            micro_batch,
+            temperature=self._settings.temperature,
+            entropy=entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
+        )
 
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
         return self._forward(micro_batch, EntropyUse.NONE).logprobs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
-from services.trainer.learner.model.forward import compute_context, token_outputs
+from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.model.loading import load_policy
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
@@ -40,11 +40,11 @@ class ReferencePolicy:
     ) -> None:
         self._model = load_policy(model, precision, max_tokens)
         self._model.requires_grad_(requires_grad=False)
-        self._precision = precision
         self._device = device
-        shards = share_model(self._model, precision, parallel, key=ACTOR_SHARDING, device=CPU)
+        shards = share_model(
+            self._model, precision, parallel, key=ACTOR_SHARDING, device=device.torch_device
+        )
         self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
-        # Sharding moves the shards to the device.
         self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads
 
     @torch.no_grad()
@@ -65,5 +65,4 @@ class ReferencePolicy:
         return self._one(micro_batch, 1.0)
 
     def _one(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
-        with compute_context(self._precision, self._device.torch_device):
-            return token_outputs(self._model, micro_batch, temperature=temperature).logprobs
+        return token_outputs(self._model, micro_batch, temperature=temperature).logprobs

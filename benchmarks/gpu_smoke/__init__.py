@@ -1,0 +1,1 @@
+"""Try sluice on one GPU: learner, engine, weights and the quickstart; `make gpu-smoke`."""

@@ -1,0 +1,192 @@
+"""Measure updates of a random model on this GPU: speed, and memory against its prediction."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.reporting import print_line, print_report
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.ranks import DataParallel
+from sluice.config.loading.loader import load_config
+from sluice.config.memory.layouts import own_training_layout
+from sluice.config.memory.rollout import GIB
+from sluice.config.memory.shape import ModelShape, read_shape
+from sluice.config.memory.training import training_memory
+from sluice.config.run import RunConfig
+from sluice.types import (
+    DataProgress,
+    FinishReason,
+    Rollout,
+    Scored,
+    TrainBatch,
+    TrainGroup,
+    VersionSpan,
+)
+from tools.phases import tool_parser
+
+# Shapes of Qwen2.5-1.5B, and of Qwen3-30B-A3B with fewer layers and experts.
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {
+        "model_type": "qwen2",
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "experts": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+}
+GROUPS, SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 8, 512, 2048
+MICRO_TOKENS, STEPS = 16_384, 3
+# Dense bf16 FLOP/s by the vendor's data sheet.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "H800": 989e12, "B200": 2250e12}
+
+
+def save_model(name: str, folder: Path) -> None:
+    """Write a random model of a shape."""
+    settings = {"max_position_embeddings": 32_768, "rope_theta": 1e6, **MODELS[name]}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+
+
+def run_config(folder: Path, *, recompute: bool) -> RunConfig:
+    """Return a run that trains it in bfloat16 with float32 masters."""
+    return load_config(
+        None,
+        [
+            f"actor_rollout_ref.model.path={folder}",
+            f"actor_rollout_ref.model.enable_gradient_checkpointing={str(recompute).lower()}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={GROUPS}",
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={MICRO_TOKENS}",
+            "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+            f"actor_rollout_ref.rollout.n={SAMPLES}",
+            f"data.train_batch_size={GROUPS}",
+            f"data.max_prompt_length={PROMPT_TOKENS}",
+            f"data.max_response_length={RESPONSE_TOKENS}",
+            "trainer.device=cuda",
+        ],
+    )
+
+
+def made_up_batch(vocabulary: int, seed: int) -> TrainBatch:
+    """Return a batch of random tokens; responses are half as long as they may be, to as long."""
+    random = np.random.default_rng(seed)
+
+    def rollout(index: int) -> Rollout:
+        length = int(random.integers(RESPONSE_TOKENS // 2, RESPONSE_TOKENS + 1))
+        return Rollout.of_one_turn(
+            sample_index=index,
+            token_ids=random.integers(vocabulary, size=length).astype(np.uint32),
+            behavior_logprobs=-12 - random.random(length).astype(np.float32),
+            version_spans=(VersionSpan(0, 0, length),),
+            finish_reason=FinishReason.STOP,
+            text="",
+        )
+
+    groups = tuple(
+        TrainGroup(
+            prompt_id=f"prompt-{number}",
+            prompt_token_ids=random.integers(vocabulary, size=PROMPT_TOKENS).astype(np.uint32),
+            rollouts=tuple(rollout(index) for index in range(SAMPLES)),
+            scores=tuple(Scored(one, one, {"acc": one}) for one in (1.0, 0.0) * (SAMPLES // 2)),
+            data_source="made up",
+        )
+        for number in range(GROUPS)
+    )
+    return TrainBatch(f"batch-{seed}", 0, groups, DataProgress(GROUPS), {})
+
+
+def model_flops(shape: ModelShape, batch: TrainBatch) -> float:
+    """Return the floating-point operations of forward and backward, recomputation left out.
+
+    Six a parameter and token, embeddings left out (Kaplan et al. 2020, section 2.1), and causal
+    attention: twelve times the width of all query heads a layer and half the context.
+    """
+    matrices = shape.active_parameters - shape.embedding_parameters * (not shape.tied_embeddings)
+    total = 0.0
+    for group in batch.groups:
+        prompt = group.prompt_token_ids.size
+        total += 6.0 * matrices * prompt
+        for one in group.rollouts:
+            context = prompt + one.num_tokens / 2
+            attention = 12.0 * shape.layers * shape.query_width * context
+            total += one.num_tokens * (6.0 * matrices + attention)
+    return total
+
+
+def measured(name: str, *, recompute: bool) -> dict[str, float]:
+    """Train some steps; return the figures of the last ones."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        save_model(name, folder)
+        config, shape = run_config(folder, recompute=recompute), read_shape(folder / "config.json")
+        learner = Learner(config, DataParallel("cuda"), total_steps=10)
+        batch = made_up_batch(shape.vocab, 0)
+        learner.train_step(batch, 1)  # the first one makes the optimizer's state
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for step in range(2, 2 + STEPS):
+            began_s = time.perf_counter()
+            metrics = learner.train_step(batch, step)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began_s)
+            print_line(", ".join(f"{k} {v:.4g}" for k, v in metrics.items() if "timing" in k))
+    tokens = sum(one.num_tokens for group in batch.groups for one in group.rollouts)
+    peak = torch.cuda.max_memory_allocated()
+    planned = training_memory(shape, own_training_layout(config)).update
+    device = torch.cuda.get_device_name()
+    flops = next((rate for chip, rate in PEAK_FLOPS.items() if chip in device), float("nan"))
+    return {
+        "parameters": shape.total_parameters,
+        "response_tokens_per_s": round(tokens / median(seconds)),
+        "step_s": round(median(seconds), 3),
+        "mfu": round(model_flops(shape, batch) / median(seconds) / flops, 3),
+        "peak_gib": round(peak / GIB, 2),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
+        "planned_gib": round(planned / GIB, 2),
+        "peak_over_planned": round(peak / planned, 3),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure; return the exit status."""
+    parser = tool_parser(__doc__, "python -m benchmarks.gpu_smoke.update dense")
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False)
+    parsed = parser.parse_args(arguments)
+    return print_report(measured(parsed.model, recompute=parsed.recompute))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,190 @@
+"""Attention over packed sequences, as a function of transformers' models.
+
+Linear layers, norms and embeddings of the model run on the packed tokens. Only attention gathers
+them into the blocks of a `PackedLayout` and brings the results back into packed order, or has a
+kernel attend to sequences of different lengths end to end.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from services.trainer.learner.batch.micro_batch import (
+    AttentionBlock,
+    PackedLayout,
+    RaggedSequences,
+)
+from sluice.errors import ConfigError
+
+PACKED_ATTENTION = "sluice_packed"
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _OPTIONS = inspect.signature(varlen_attn).parameters.keys()
+except ImportError:  # torch 2.9
+    _OPTIONS = {}.keys()
+
+RAGGED_DTYPES = frozenset({torch.bfloat16, torch.float16})
+_LARGEST_RAGGED_HEAD = 256
+_UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_layout: PackedLayout | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attend within each packed sequence and, from a row, to its prompt.
+
+    Args:
+        module: the model's attention layer.
+        query: [1, heads, T, head dim].
+        key: [1, kv heads, T, head dim]; heads are a multiple of kv heads.
+        value: [1, kv heads, T, value dim].
+        attention_mask: must be ``None``; the layout defines which token sees which.
+        scaling: factor on the scores; ``None``: 1 / sqrt(head dim).
+        dropout: attention dropout, 0 in this trainer.
+        packed_layout: passed to the model's forward, which passes it on.
+
+    Returns:
+        [1, T, heads, value dim], and no weights.
+
+    Raises:
+        ConfigError: the model does not pass the layout on, or its attention needs a feature that
+            is missing here (sliding window, soft capping, sinks, position bias).
+    """
+    if packed_layout is None:
+        raise ConfigError(
+            f"model.path: {type(module).__name__} does not pass keyword arguments of the model's "
+            "forward on to its attention, which packing needs; choose another model family"
+        )
+    window = kwargs.get("sliding_window")
+    if isinstance(window, int) and window >= packed_layout.longest:
+        del kwargs["sliding_window"]  # longer than every sequence: it hides nothing
+    _refuse(module, attention_mask, kwargs)
+    ragged = packed_layout.ragged
+    if ragged is not None and _takes_ragged(query, value):
+        return _attend_ragged(query.to(value.dtype), key.to(value.dtype), value, ragged, scaling)
+    heads, kv_heads = query.shape[1], key.shape[1]
+    blocks = packed_layout.blocks
+    query_index = [block.query_index for block in blocks]
+    key_index = [block.key_index for block in blocks]
+    queries = _gather(query.to(value.dtype), query_index, heads)
+    keys = _gather(key.to(value.dtype), key_index, kv_heads)
+    values = _gather(value, key_index, kv_heads)
+    outputs = []
+    for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
+        attended = _attend(q, k, v, block, scaling, dropout)
+        outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    packed = joined.index_select(0, packed_layout.output_index)
+    return packed.view(1, packed.shape[0], heads, -1), None
+
+
+def register_packed_attention() -> None:
+    """Register `PACKED_ATTENTION` with transformers.
+
+    It registers no mask function under that name, so transformers builds no mask at all.
+    """
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def _refuse(
+    module: nn.Module, attention_mask: Tensor | None, arguments: Mapping[str, object]
+) -> None:
+    where = type(module).__name__
+    if attention_mask is not None:
+        raise ConfigError(
+            f"model.path: {where} builds its own attention mask, which packing would ignore; "
+            "choose another model family"
+        )
+    for name in _UNSUPPORTED_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise ConfigError(
+                f"model.path: {where} uses {name}, which sluice's trainer does "
+                "not compute; choose a model with plain causal attention"
+            )
+
+
+def _gather(states: Tensor, indexes: Sequence[Tensor], heads: int) -> list[Tensor]:
+    """Gather states [1, heads, T, dim] into blocks with indexes [B, L]: [B, heads, L, dim] each.
+
+    One call gathers all blocks, and one scatters their gradients. In a pass without gradients this
+    holds more memory than block after block would: all blocks of a layer at once.
+    """
+    packed = states.squeeze(0).transpose(0, 1).flatten(1)  # a view of what a projection made
+    rows = packed.index_select(0, torch.cat([index.flatten() for index in indexes]))
+    parts = rows.split([index.numel() for index in indexes])
+    return [
+        part.view(*index.shape, heads, -1).transpose(1, 2)
+        for part, index in zip(parts, indexes, strict=True)
+    ]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: AttentionBlock,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    if block.mask is not None and query.device.type != "cpu":
+        # With a mask, accelerators use fused kernels only for equal numbers of heads.
+        repeats = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=block.mask,
+        dropout_p=dropout,
+        is_causal=block.mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _takes_ragged(query: Tensor, value: Tensor) -> bool:
+    """Return whether FlashAttention takes these heads."""
+    width = value.shape[-1]
+    has_size = query.shape[-1] == width and width % 8 == 0 and width <= _LARGEST_RAGGED_HEAD
+    return has_size and value.dtype in RAGGED_DTYPES and "window_size" in _OPTIONS
+
+
+def _attend_ragged(
+    query: Tensor, key: Tensor, value: Tensor, ragged: RaggedSequences, scaling: float | None
+) -> tuple[Tensor, None]:
+    """Attend over sequences end to end; shapes as of `packed_attention`."""
+    queries, keys, values = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    # Grouped heads are an option since torch 2.12; before, the kernel takes them as they are.
+    grouped = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
+    attend: Any = varlen_attn
+    output = attend(
+        queries,
+        keys.index_select(0, ragged.key_index),
+        values.index_select(0, ragged.key_index),
+        ragged.query_ends,
+        ragged.key_ends,
+        ragged.longest_query,
+        ragged.longest_key,
+        scale=scaling,
+        window_size=(-1, 0),  # causal
+        **grouped,
+    )
+    return output.unsqueeze(0), None

@@ -1,0 +1,108 @@
+"""A policy update on a GPU is the update of a CPU, up to the rounding of its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.ranks import DataParallel
+from sluice.algorithm.token_statistics import LinearHead, token_statistics
+from sluice.config.run import RunConfig
+from tests.support.tiny_policy import FAMILIES, make_batch, make_config, save_model
+
+Weights = dict[str, torch.Tensor]
+SaveModel = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
+    return lambda family: save_model(tmp_path_factory.mktemp(family), family)
+
+
+def updated(config: RunConfig, device: str) -> tuple[Weights, dict[str, float]]:
+    """The change of each weight in one update, on the CPU, and the update's metrics."""
+    learner = Learner(on(config, device), DataParallel(device), total_steps=10)
+    before = whole(learner)
+    metrics = learner.train_step(make_batch(), 1)
+    return {name: weight - before[name] for name, weight in whole(learner).items()}, metrics
+
+
+def whole(learner: Learner) -> Weights:
+    found = {}
+    for name, weight in learner.named_weights():
+        full = getattr(weight, "full_tensor", None)
+        found[name] = (weight if full is None else full()).detach().float().cpu().clone()
+    return found
+
+
+def on(config: RunConfig, device: str) -> RunConfig:
+    return structs.replace(config, trainer=structs.replace(config.trainer, device=device))
+
+
+def difference(found: Weights, expected: Weights) -> float:
+    """The length of the difference of two changes over the length of the expected one."""
+    gap = sum(float((found[name] - one).square().sum()) for name, one in expected.items())
+    return float((gap / sum(float(one.square().sum()) for one in expected.values())) ** 0.5)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"bloom"}))  # refused: ALiBi
+def test_an_update_in_float32_is_the_cpus(saved: SaveModel, family: str) -> None:
+    config = make_config(saved(family))
+    expected, metrics = updated(config, "cpu")
+    found, on_gpu = updated(config, "cuda")
+    assert difference(found, expected) < 2e-3
+    for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+        assert on_gpu[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+def test_an_update_in_bfloat16_is_the_cpus_of_float32_but_for_rounding(
+    saved: SaveModel, family: str
+) -> None:
+    folder = saved(family)
+    expected, metrics = updated(make_config(folder), "cpu")
+    mixed = {"dtype": "bfloat16", "model_dtype": "float32"}
+    found, on_gpu = updated(make_config(folder, fsdp_config=mixed), "cuda")
+    assert difference(found, expected) < 0.15
+    assert on_gpu["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=0.1)
+
+
+def test_a_checkpoint_of_a_gpu_continues_on_a_cpu_as_on_the_gpu(
+    saved: SaveModel, tmp_path: Path
+) -> None:
+    config = make_config(saved("qwen3"))
+    first = Learner(on(config, "cuda"), DataParallel("cuda"), total_steps=10)
+    first.train_step(make_batch(), 1)
+    first.save(tmp_path / "actor")
+    again = Learner(on(config, "cpu"), DataParallel(), total_steps=10)
+    again.load(tmp_path / "actor")
+    first.train_step(make_batch(seed=1), 2)
+    again.train_step(make_batch(seed=1), 2)
+    torch.testing.assert_close(whole(again), whole(first), atol=2e-4, rtol=2e-3)
+
+
+def test_logits_never_exist_as_a_whole() -> None:
+    """16,384 tokens of a vocabulary of 151,936: 9.3 GiB of float32 logits."""
+    tokens, width, vocabulary = 16_384, 256, 151_936
+    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, width, device="cuda", dtype=torch.bfloat16)
+    weight = (weight / width**0.5).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = token_statistics(
+        hidden,
+        LinearHead(weight, None, 1.0),
+        labels,
+        1.0,
+        with_entropy=True,
+        entropy_gradient=True,
+    )
+    assert found.entropy is not None
+    (found.logprobs.mean() + found.entropy.mean()).backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * tokens * vocabulary / 4
