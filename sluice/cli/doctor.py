@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.arguments import AsJson, split_arguments
+from sluice.cli.arguments import AsJson, TrustScript, split_arguments
 from sluice.cli.terminal import output_console, print_json
 from sluice.doctor.examination import CHECKS, Result, examine
 from sluice.doctor.finding import FindingLevel, examined_run
@@ -62,12 +62,13 @@ def doctor(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [KEY=VALUE]...",
-            help="The run: a YAML file, and keys to override in verl's spelling. "
-            "None: only what holds for every run.",
+            help="The run: a YAML file or a verl launch script, and keys to override in verl's "
+            "spelling. None: only what holds for every run.",
             show_default=False,
         ),
     ] = None,
     *,
+    trust_script: TrustScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine before a run: what is wrong, why it matters, and what to do.
@@ -82,7 +83,7 @@ def doctor(
       sluice doctor run.yaml
       sluice doctor run.yaml sluice.rollout.replicas=4 --json
     """
-    examined = examined_run(*split_arguments(arguments))
+    examined = examined_run(*split_arguments(arguments, trust_script=trust_script))
     console = output_console()
     results: list[Result] = []
     for result in examine(examined, CHECKS):

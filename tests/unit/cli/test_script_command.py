@@ -77,6 +77,7 @@ def test_training_a_script_takes_its_settings_and_starts_nothing_that_is_wrong(s
     "words",
     [
         ("config", "check", "run.sh"),
+        ("doctor", "run.sh"),
         ("train", "--script", "run.sh"),
         ("train", "run.sh"),
         ("up", "run.sh"),
