@@ -17,9 +17,18 @@ from torch.distributed.tensor import DTensor
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sequence_share import check_heads
+from sluice.errors import ConfigError
 from tests.multiprocess.test_trainer_ranks import Rank, trainer
 from tests.support.rank_peer import NUM_GROUPS
-from tests.support.tiny_policy import freezing, make_batch, make_config, save_model, with_critic
+from tests.support.tiny_policy import (
+    freezing,
+    make_batch,
+    make_config,
+    make_model,
+    save_model,
+    with_critic,
+)
 from tests.support.weight_digest import plain_digest
 
 FROZEN = "model.layers.0.mlp.up_proj.weight"
@@ -180,3 +189,61 @@ def test_two_ranks_in_bfloat16_train_like_one(family: str, tmp_path: Path) -> No
     moved = {name: weight - before[name] for name, weight in copies(single).items()}
     gap = sum((weights[name] - before[name] - one).square().sum() for name, one in moved.items())
     assert gap < 0.1**2 * sum(one.square().sum() for one in moved.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "sharing", "fsdp_size", "recomputes"),
+    [
+        ("qwen3", 2, 2, -1, False),
+        ("qwen3_moe", 4, 2, -1, True),
+        ("gpt_neox", 4, 2, 2, False),
+        ("llama", 4, 4, 1, True),  # fewer key-value heads than ranks
+    ],
+)
+def test_ranks_that_share_sequences_train_like_one(
+    family: str, world_size: int, sharing: int, fsdp_size: int, recomputes: bool, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", family)
+    # A reference is a second model that passes run through.
+    settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
+    single = Learner(make_config(folder, NUM_GROUPS, **settings), DataParallel(), total_steps=10)
+    layout = {"ulysses_sequence_parallel_size": sharing, "fsdp_size": fsdp_size}
+    shared = settings | {"fsdp_config": {"dtype": "float32", **layout}}
+    with trainer(folder, world_size, recomputes=recomputes, **shared) as ranks:
+        for number in (1, 2, 3):
+            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+        ranks[0].command(f"weights {tmp_path / 'weights'}")
+    found, expected = load_file(tmp_path / "weights"), copies(single)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_a_critic_shares_sequences_as_the_policy_does(model: Path, tmp_path: Path) -> None:
+    settings = {**ACTOR, "fsdp_config": {"dtype": "float32"}}
+    config = with_critic(make_config(model, NUM_GROUPS, **settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner_module, "load_policy", freezing(FROZEN))
+        single = Learner(config, DataParallel(), total_steps=10)
+    shared = {"fsdp_config": {"dtype": "float32", "ulysses_sequence_parallel_size": 2}}
+    with trainer(model, 2, frozen=FROZEN, **(settings | shared)) as ranks:
+        for number in (1, 2):
+            assert_like(ranks[0].command(f"train {number}"), step(single, number))
+
+
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do(model: Path) -> None:
+    three = {"fsdp_config": {"dtype": "float32", "ulysses_sequence_parallel_size": 3}}
+    with pytest.raises(ConfigError, match=r"size=3 does not divide the 1 trainer ranks.*one of 1"):
+        Learner(make_config(model, NUM_GROUPS, **three), DataParallel(), total_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "possible"),
+    [(6, 6, 4, "1, 2, 3, 6"), (12, 2, 5, "1, 2, 4, 6, 12"), (12, 2, 3, "1, 2, 4, 6, 12")],
+)
+def test_heads_that_cannot_be_shared_are_named_with_possible_sizes(
+    heads: int, kv_heads: int, size: int, possible: str
+) -> None:
+    counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = make_model("llama", hidden_size=48, **counts).config
+    with pytest.raises(ConfigError, match=rf"cannot share {heads} .* give one of {possible}$"):
+        check_heads("key", size, config)

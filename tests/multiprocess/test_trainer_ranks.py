@@ -91,6 +91,7 @@ def trainer(
     frozen: str | None = None,
     *,
     skips: bool = False,
+    recomputes: bool = False,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
     with socket.socket() as probe:
@@ -103,6 +104,7 @@ def trainer(
         "actor": actor,
         "frozen": frozen,
         "skips": skips,
+        "recomputes": recomputes,
     }
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]

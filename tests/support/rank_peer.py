@@ -40,6 +40,7 @@ from tests.support.tiny_policy import (
     freezing,
     make_batch,
     make_config,
+    recomputing,
     skipping,
     uniform,
     with_critic,
@@ -142,6 +143,7 @@ def run(
     frozen: str | None = None,
     *,
     skips: bool = False,
+    recomputes: bool = False,
 ) -> None:
     parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
@@ -152,6 +154,8 @@ def run(
     if frozen is not None:
         config = with_critic(config)
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
+    if recomputes:
+        config = recomputing(config)
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"

@@ -118,6 +118,13 @@ def with_critic(config: RunConfig) -> RunConfig:
     )
 
 
+def recomputing(config: RunConfig) -> RunConfig:
+    """The same run; the backward pass computes layers again."""
+    policy = config.actor_rollout_ref
+    model = structs.replace(policy.model, enable_gradient_checkpointing=True)
+    return structs.replace(config, actor_rollout_ref=structs.replace(policy, model=model))
+
+
 def skipping(config: RunConfig) -> RunConfig:
     """The same run; samples without an advantage are skipped."""
     trainer = structs.replace(config.sluice.trainer, skip_zero_advantage=True)

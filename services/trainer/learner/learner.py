@@ -27,6 +27,7 @@ from services.trainer.learner.model.trained_model import (
     trained_model,
 )
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sequence_share import check_heads
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
@@ -40,6 +41,7 @@ from sluice.errors import CheckpointError, ConfigError
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 
+SHARING_KEY = f"{ACTOR_SHARDING}.ulysses_sequence_parallel_size"
 KL_CONTROL_FILE = "kl_control.json"
 
 NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
@@ -114,10 +116,12 @@ class Learner:
         max_tokens = max_row_tokens(config.data)
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
+        parallel.share_sequences(precision.ulysses_sequence_parallel_size, SHARING_KEY)
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
         policy = load_policy(model, precision, max_tokens)
+        check_heads(SHARING_KEY, precision.ulysses_sequence_parallel_size, policy.config)
         if actor.freeze_vision_tower:
             freeze_vision_tower(policy)
         self._policy = trained_model(
@@ -143,6 +147,12 @@ class Learner:
             reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
         if uses_critic(config):
             self._critic = Critic(config, parallel, self._device, total_steps)
+        image_prompts = load_image_prompts(model.path, trust_remote_code=model.trust_remote_code)
+        if image_prompts is not None and parallel.share is not None:
+            raise ConfigError(
+                f"{SHARING_KEY}={parallel.share.size}: a model with images trains on whole "
+                "sequences; leave the key at 1"
+            )
         self._update = PolicyUpdate(
             settings,
             self._policy,
@@ -150,7 +160,7 @@ class Learner:
             self._device,
             reference=reference,
             critic=self._critic,
-            image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
+            image_prompts=image_prompts,
         )
         self._check_equal_weights([trained.initial_sum for trained in self._trained()])
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from services.trainer.learner.sequence_share import SequenceShare
 from sluice.concurrency.waits import waiting_for
 from sluice.config.addresses import join_host_port, split_host_port
 from sluice.device.protocol import WITHOUT_GATHER, Device, rank_backends
@@ -193,9 +194,44 @@ class DataParallel:
     rank: int = 0
     """This process's number, 0-based."""
     world_size: int = 1
+    share: SequenceShare | None = None
+    """This rank's part of every packed sequence; None: all of it."""
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
+
+    @property
+    def data_size(self) -> int:
+        """Return the number of shares, which train different rows."""
+        return self.world_size // (self.share.size if self.share else 1)
+
+    @property
+    def data_rank(self) -> int:
+        """Return the number of this rank's share: neighboring ranks share a sequence."""
+        return self.rank // (self.share.size if self.share else 1)
+
+    def share_sequences(self, size: int, key: str) -> None:
+        """Make `size` neighboring ranks share every packed sequence from now on.
+
+        Raises:
+            ConfigError: the size does not divide the number of ranks.
+        """
+        if self.world_size % size:
+            sizes = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
+            raise ConfigError(
+                f"{key}={size} does not divide the {self.world_size} trainer ranks (trainer.nnodes "
+                f"* trainer.n_gpus_per_node); give one of {', '.join(map(str, sizes))}"
+            )
+
+    def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        """Return the numbers of each share, as `all_gather`; its ranks have the same."""
+        return self.all_gather(values, phase)[:: self.share.size if self.share else 1]
+
+    def sum_rows(self, values: Tensor, phase: str) -> None:
+        """Sum in place over shares, whose ranks have the same values."""
+        if self.share is not None and self.share.rank:
+            values.zero_()
+        self.all_reduce_sum([values], phase)
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
         """Replace each tensor by its sum over ranks, in place; the same bits on every rank."""
@@ -311,6 +347,16 @@ class TorchDistributed(DataParallel):
             with self.naming_failures(f"forming groups of {size} ranks that share a model"):
                 self._meshes[size] = self._make_mesh(size)
         return self._meshes[size]
+
+    def share_sequences(self, size: int, key: str) -> None:
+        super().share_sequences(size, key)
+        if size == 1:
+            return
+        with self.naming_failures(f"forming groups of {size} ranks that share sequences"):
+            blocks = torch.arange(self.world_size).view(-1, size)
+            groups = [self._new_group(block) for block in blocks]
+        own = self.rank // size
+        self.share = SequenceShare(groups[own], self.rank % size, size)
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
         """Gather on the tensor's device; all-gather if the backend has no gather."""

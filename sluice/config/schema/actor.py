@@ -193,6 +193,15 @@ class FsdpConfig(Section, frozen=True):
     """
 
 
+class ActorFsdpConfig(FsdpConfig, frozen=True):
+    """The policy's, and how ranks share a sequence: so do reference and critic."""
+
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Neighboring trainer ranks that share each packed sequence (Ulysses); it divides the ranks
+    and the attention heads. A token budget is per rank, so a micro-batch grows with it.
+    """
+
+
 class ActorConfig(Section, frozen=True):
     """The policy update: batches, loss and passes."""
 
@@ -266,4 +275,4 @@ class ActorConfig(Section, frozen=True):
 
     optim: OptimConfig = OptimConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    fsdp_config: FsdpConfig = FsdpConfig()
+    fsdp_config: ActorFsdpConfig = ActorFsdpConfig()

@@ -21,7 +21,7 @@ from sluice.errors import ConfigError
 from sluice.types import Rollout, TrainBatch
 from tests.support.domain_values import with_turn
 from tests.support.group_advantages import grpo_advantages
-from tests.support.tiny_policy import make_batch, make_config, make_group, save_model
+from tests.support.tiny_policy import make_batch, make_config, make_group, recomputing, save_model
 
 Weights = dict[str, torch.Tensor]
 
@@ -93,11 +93,11 @@ def test_the_size_of_micro_batches_changes_neither_loss_nor_weights(
 
 def test_gradient_checkpointing_changes_nothing_but_memory(model_folder: Path) -> None:
     config = make_config(model_folder)
-    assert_close(train(_checkpointed(config), make_batch())[0], train(config, make_batch())[0])
+    assert_close(train(recomputing(config), make_batch())[0], train(config, make_batch())[0])
 
 
 def test_dropout_of_the_model_stays_off(tmp_path: Path, model_folder: Path) -> None:
-    config = _checkpointed(make_config(save_model(tmp_path, attention_dropout=0.5)))
+    config = recomputing(make_config(save_model(tmp_path, attention_dropout=0.5)))
     expected = train(make_config(model_folder), make_batch())[0]
     assert_close(train(config, make_batch())[0], expected)
 
@@ -243,12 +243,6 @@ def test_bfloat16_passes_over_float32_weights_train(model_folder: Path) -> None:
 def test_micro_batches_of_unknown_size_are_refused(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="ppo_micro_batch_size_per_gpu is not set; give the rows"):
         make_learner(make_config(model_folder, ppo_micro_batch_size_per_gpu=None))
-
-
-def _checkpointed(config: RunConfig) -> RunConfig:
-    policy = config.actor_rollout_ref
-    model = structs.replace(policy.model, enable_gradient_checkpointing=True)
-    return structs.replace(config, actor_rollout_ref=structs.replace(policy, model=model))
 
 
 def _with_behavior(batch: TrainBatch, logprob: float) -> TrainBatch:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import GroupPiece, MicroBatchPlan, RowSize
 from sluice.types import Logprobs, TokenIds, TrainGroup
 from sluice.vision.image_prompts import ImagePrompt
@@ -92,13 +93,15 @@ class PackedLayout:
     """All blocks, and for each packed token its index in the concatenated outputs of the blocks.
 
     `ragged` is there on devices that have a kernel for it, unless every block is causal: then
-    kernels for equally long sequences are faster.
+    kernels for equally long sequences are faster. With a `share` this rank has a part of the tokens
+    outside of attention.
     """
 
     blocks: tuple[AttentionBlock, ...]
     output_index: torch.Tensor  # int64 [T]
     longest: int  # tokens of the longest sequence, prompt and row
     ragged: RaggedSequences | None = None
+    share: SequenceShare | None = None
 
     def for_one_pass(self) -> PackedLayout:
         """Return a copy whose masks live as long as a pass: they are quadratic in the length."""
@@ -314,6 +317,9 @@ class MicroBatch:
     Logits are needed at `predecessors`: for a row's first token at the prompt's last position. An
     empty response is a row without tokens. `batch_rows` and `columns` locate each token in a table
     [rows of the train batch, longest response].
+
+    Ranks that share the sequence have the same N tokens, but each has its own part of the input
+    tokens (T is then their number), and `predecessors` only of the labels `own`.
     """
 
     row_indices: tuple[int, ...]  # [R] into the mini-batch's rows
@@ -328,6 +334,7 @@ class MicroBatch:
     columns: torch.Tensor  # int64 [N]
     behavior_logprobs: torch.Tensor  # float32 [N]
     images: PackedImages | None = None
+    own: torch.Tensor | None = None  # int64 [n], indices of labels; None: all
 
     @property
     def num_rows(self) -> int:
@@ -353,6 +360,7 @@ def build_micro_batch(
     plan: MicroBatchPlan,
     device: torch.device,
     images: Mapping[int, ImagePrompt] = MappingProxyType({}),
+    share: SequenceShare | None = None,
 ) -> MicroBatch | None:
     """Pack the plan's rows; ``None`` if none of them holds a token.
 
@@ -361,6 +369,7 @@ def build_micro_batch(
         plan: the rows of this micro-batch.
         device: gets the tensors.
         images: images of prompts, by `TrainingRow.group`.
+        share: this rank's part of the sequence; None: all of it.
     """
     # Empty responses count as rows, but have no tokens to pack.
     pieces = [piece for piece in map(_without_empty(rows), plan.pieces) if piece.row_indices]
@@ -370,6 +379,13 @@ def build_micro_batch(
     members = [rows[index] for index in plan.row_indices]
     lengths = [row.token_ids.size for row in members]
     input_ids, position_ids = _inputs(rows, pieces, images)
+    predecessors, own = _predecessors(packed), None
+    num_tokens = input_ids.size
+    if share is not None:
+        input_ids, position_ids = share.cut(input_ids), share.cut(position_ids)
+        indices = share.own(predecessors, num_tokens)
+        predecessors = share.local(predecessors[indices], num_tokens)
+        own = _tensor(indices, device)
     # Rows of a prompt share its images, which are packed once like its tokens.
     prompt_images = [
         (piece.start, images.get(rows[own.row_indices[0]].group))
@@ -378,10 +394,10 @@ def build_micro_batch(
     return MicroBatch(
         row_indices=plan.row_indices,
         row_groups=tuple(row.group for row in members),
-        layout=build_layout(packed, input_ids.size, device),
+        layout=replace(build_layout(packed, num_tokens, device), share=share),
         input_ids=_tensor(input_ids[None], device),
         position_ids=_tensor(position_ids[..., None, :], device),
-        predecessors=_tensor(_predecessors(packed), device),
+        predecessors=_tensor(predecessors, device),
         # One entry per response token: its id, its row here and in the batch, its index in the row.
         labels=_tensor(np.concatenate([row.token_ids for row in members]), device),
         rows=_tensor(np.repeat(np.arange(len(members)), lengths), device),
@@ -390,7 +406,8 @@ def build_micro_batch(
         behavior_logprobs=torch.from_numpy(
             np.concatenate([row.behavior_logprobs for row in members])
         ).to(device),
-        images=pack_images(prompt_images, input_ids.size, device),
+        images=pack_images(prompt_images, num_tokens, device),
+        own=own,
     )
 
 

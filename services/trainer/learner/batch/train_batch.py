@@ -105,7 +105,7 @@ def gather_tokens(
     values = torch.zeros(table.mask.shape, dtype=torch.float32, device=table.mask.device)
     for micro_batch, tokens in found:
         values[micro_batch.batch_rows, micro_batch.columns] = tokens.detach().float()
-    parallel.all_reduce_sum([values], phase)
+    parallel.sum_rows(values, phase)
     return values
 
 
@@ -197,15 +197,17 @@ def _mini_batch(
     assign = assign_groups_to_ranks if cut.whole_groups else assign_rows_to_ranks
     plan = plan_whole_group_micro_batches if cut.whole_groups else plan_micro_batches
     # Every rank computes the assignment of all ranks and takes its own part.
-    assigned = assign(sizes, parallel.world_size)
+    assigned = assign(sizes, parallel.data_size)
     plans = plan(
         sizes,
-        assigned[parallel.rank],
+        assigned[parallel.data_rank],
         token_budget=cut.token_budget,
         rows_per_micro=cut.rows_per_micro,
     )
     images = _images(groups, rows, plans, image_prompts)
-    micro_batches = (build_micro_batch(rows, planned, device, images) for planned in plans)
+    micro_batches = (
+        build_micro_batch(rows, planned, device, images, parallel.share) for planned in plans
+    )
     # Counts of all rows: the loss must not depend on which rank computes or skips a row.
     return MiniBatch(
         tuple(micro_batch for micro_batch in micro_batches if micro_batch is not None),

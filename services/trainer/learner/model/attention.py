@@ -76,23 +76,40 @@ def packed_attention(
     if isinstance(window, int) and window >= packed_layout.longest:
         del kwargs["sliding_window"]  # longer than every sequence: it hides nothing
     _refuse(module, attention_mask, kwargs)
-    ragged = packed_layout.ragged
-    if ragged is not None and _takes_ragged(query, value):
-        return _attend_ragged(query.to(value.dtype), key.to(value.dtype), value, ragged, scaling)
+    query, key, share = query.to(value.dtype), key.to(value.dtype), packed_layout.share
+    if share is None:
+        return _attend(query, key, value, packed_layout, scaling, dropout), None
+    tokens = packed_layout.output_index.numel()
+    query, key, value = share.tokens_for_heads(query, key, value, tokens)
+    attended = _attend(query, key, value, packed_layout, scaling, dropout)
+    return share.heads_for_tokens(attended), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attend over all tokens of some heads; shapes as of `packed_attention`."""
+    if layout.ragged is not None and _takes_ragged(query, value):
+        return _attend_ragged(query, key, value, layout.ragged, scaling)
     heads, kv_heads = query.shape[1], key.shape[1]
-    blocks = packed_layout.blocks
+    blocks = layout.blocks
     query_index = [block.query_index for block in blocks]
     key_index = [block.key_index for block in blocks]
-    queries = _gather(query.to(value.dtype), query_index, heads)
-    keys = _gather(key.to(value.dtype), key_index, kv_heads)
+    queries = _gather(query, query_index, heads)
+    keys = _gather(key, key_index, kv_heads)
     values = _gather(value, key_index, kv_heads)
     outputs = []
     for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
-        attended = _attend(q, k, v, block, scaling, dropout)
+        attended = _attend_block(q, k, v, block, scaling, dropout)
         outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    packed = joined.index_select(0, packed_layout.output_index)
-    return packed.view(1, packed.shape[0], heads, -1), None
+    packed = joined.index_select(0, layout.output_index)
+    return packed.view(1, packed.shape[0], heads, -1)
 
 
 def register_packed_attention() -> None:
@@ -135,7 +152,7 @@ def _gather(states: Tensor, indexes: Sequence[Tensor], heads: int) -> list[Tenso
     ]
 
 
-def _attend(
+def _attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -169,7 +186,7 @@ def _takes_ragged(query: Tensor, value: Tensor) -> bool:
 
 def _attend_ragged(
     query: Tensor, key: Tensor, value: Tensor, ragged: RaggedSequences, scaling: float | None
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Attend over sequences end to end; shapes as of `packed_attention`."""
     queries, keys, values = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     # Grouped heads are an option since torch 2.12; before, the kernel takes them as they are.
@@ -187,4 +204,5 @@ def _attend_ragged(
         window_size=(-1, 0),  # causal
         **grouped,
     )
-    return output.unsqueeze(0), None
+    found: Tensor = output.unsqueeze(0)
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from enum import StrEnum
 from functools import partial
 from types import MethodType
@@ -89,13 +90,26 @@ def _token_pass(
     model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, **wanted: bool
 ) -> TokenStatistics:
     hidden = _last_hidden(model, micro_batch)
-    return token_statistics(
+    own, labels = micro_batch.own, micro_batch.labels
+    found = token_statistics(
         hidden.squeeze(0).index_select(0, micro_batch.predecessors),
         _head(model),
-        micro_batch.labels,
+        labels if own is None else labels.index_select(0, own),
         temperature,
         **wanted,
     )
+    return _of_all_ranks(found, micro_batch)
+
+
+def _of_all_ranks(found: TokenStatistics, micro_batch: MicroBatch) -> TokenStatistics:
+    """Return the statistics of all tokens [N] from those of this rank's part of the sequence."""
+    share, own = micro_batch.layout.share, micro_batch.own
+    if share is None or own is None:
+        return found
+    names = [one.name for one in fields(found) if getattr(found, one.name) is not None]
+    stacked = torch.stack([getattr(found, name) for name in names])
+    whole = share.whole_tokens(stacked, own, micro_batch.labels.numel())
+    return TokenStatistics(**dict(zip(names, whole.unbind(), strict=True)))
 
 
 def _last_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
@@ -159,8 +173,12 @@ def response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         use_cache=False,
         packed_layout=micro_batch.layout.for_one_pass(),
     )
-    values: Tensor = outputs.logits[0, :, 0].float()
-    return values.index_select(0, micro_batch.predecessors)
+    logits: Tensor = outputs.logits[0, :, 0].float()
+    values = logits.index_select(0, micro_batch.predecessors)
+    share, own = micro_batch.layout.share, micro_batch.own
+    if share is None or own is None:
+        return values
+    return share.whole_tokens(values[None], own, micro_batch.labels.numel())[0]
 
 
 def check_packing(

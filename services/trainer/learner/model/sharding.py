@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
 from services.trainer.learner.model.forward import gather_in_passes
 from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM, DataParallel
+from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
@@ -185,7 +186,7 @@ class EvenPasses:
         if self._shards is None:
             return
         for _ in range(self._left - self._own):
-            self._idle_pass(idle_micro_batch(self._device))
+            self._idle_pass(idle_micro_batch(self._device, self._parallel.share))
         self._shards.reshard()
 
     def before_backward(self) -> None:
@@ -199,7 +200,7 @@ class EvenPasses:
         """After the passes of a step: add passes up to the busiest rank's number."""
         while self._left > 0:
             # Times 0: the pass takes part in the sum over ranks and adds nothing to it.
-            idle = self._idle_pass(idle_micro_batch(self._device)).sum() * 0.0
+            idle = self._idle_pass(idle_micro_batch(self._device, self._parallel.share)).sum() * 0.0
             self.before_backward()
             idle.backward()
 
@@ -208,12 +209,12 @@ class EvenPasses:
         return int(max(count for (count,) in gathered))
 
 
-def idle_micro_batch(device: torch.device) -> MicroBatch:
+def idle_micro_batch(device: torch.device, share: SequenceShare | None = None) -> MicroBatch:
     """Return a micro-batch of one row: a prompt of one token and a response of one token."""
     token = np.zeros(1, np.uint32)
     row = TrainingRow(0, 0, token, token, np.zeros(1, np.float32))
     (plan,) = plan_micro_batches([row.size], range(1), rows_per_micro=1)
-    micro_batch = build_micro_batch([row], plan, device)
+    micro_batch = build_micro_batch([row], plan, device, share=share)
     assert micro_batch is not None
     return micro_batch
 

@@ -50,9 +50,10 @@ def _cut(config: RunConfig) -> BatchCut:
     critic, actor = config.critic, config.actor_rollout_ref.actor
     by_tokens = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     shuffles = actor.shuffle if critic.shuffle is None else critic.shuffle
+    shared = actor.fsdp_config.ulysses_sequence_parallel_size
     return BatchCut(
         mini_batch_groups=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
-        token_budget=critic.ppo_max_token_len_per_gpu if by_tokens else None,
+        token_budget=critic.ppo_max_token_len_per_gpu * shared if by_tokens else None,
         rows_per_micro=(
             None
             if by_tokens
@@ -187,7 +188,7 @@ class Critic:
     def _means(self, sums: Sequence[Tensor], num_tokens: int, num_steps: int) -> dict[str, float]:
         own = torch.stack(list(sums)).sum(0).tolist() if sums else [0.0] * (1 + len(_TOKEN_MEANS))
         # Losses are shares of a step's loss, so they add up; the other metrics are means of tokens.
-        vectors = self._parallel.all_gather([*own, num_tokens], "summing the critic's metrics")
+        vectors = self._parallel.gather_rows([*own, num_tokens], "summing the critic's metrics")
         loss, *totals, tokens = (sum(column) for column in zip(*vectors, strict=True))
         means = {n: t / max(tokens, 1.0) for n, t in zip(_TOKEN_MEANS, totals, strict=True)}
         return {_LOSS: loss / max(num_steps, 1), **means}

@@ -267,7 +267,7 @@ class UpdateSums:
         ]
         diff = self._probs_diff.to_vector()
         corrections = statistics_to_vector(self._corrections)
-        vectors = parallel.all_gather([*own, *diff, *corrections], "summing the update's metrics")
+        vectors = parallel.gather_rows([*own, *diff, *corrections], "summing the update's metrics")
         totals = [sum(column) for column in zip(*(v[: len(own)] for v in vectors), strict=True)]
         return {
             **self._losses(totals, num_steps),

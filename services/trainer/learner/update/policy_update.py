@@ -261,7 +261,7 @@ class PolicyUpdate:
     ) -> None:
         """Divide importance weights by their mean over the whole batch, that is over all ranks."""
         own = statistics_to_vector(sums.corrections)
-        vectors = self._parallel.all_gather(own, "normalising importance weights")
+        vectors = self._parallel.gather_rows(own, "normalising importance weights")
         merged: Statistics = self._no_corrections
         for vector in vectors:
             found = statistics_from_vector(self._no_corrections, vector)

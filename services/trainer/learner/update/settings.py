@@ -141,7 +141,12 @@ def _cut(actor: ActorConfig, loss_mode: str) -> BatchCut:
         )
     return BatchCut(
         mini_batch_groups=actor.ppo_mini_batch_size,
-        token_budget=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        # Per rank, as in verl: ranks that share a sequence take as much more of it.
+        token_budget=(
+            actor.ppo_max_token_len_per_gpu * actor.fsdp_config.ulysses_sequence_parallel_size
+            if actor.use_dynamic_bsz
+            else None
+        ),
         rows_per_micro=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
         shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
         whole_groups=loss_mode in GROUP_LOSSES,

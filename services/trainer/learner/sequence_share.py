@@ -1,0 +1,169 @@
+"""Ranks that share a packed sequence: each computes a part of its tokens (Ulysses).
+
+Every layer but attention works on the rank's own tokens. Around attention an all-to-all exchanges
+tokens for heads, so that each rank sees all tokens with a part of the heads, and back. So attention
+does not know that ranks share a sequence (Jacobs et al. 2023, "DeepSpeed Ulysses"). The ranks of a
+share have the same micro-batches, and after `whole_tokens` the same values of all tokens: they
+compute the same loss, and its gradients add up over them.
+
+Tensors of equal sizes travel: a sequence is padded to a multiple of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from sluice.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceShare:
+    """This rank's place among the ranks that share a sequence."""
+
+    group: ProcessGroup
+    rank: int
+    size: int
+
+    def cut(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return this rank's part of values [..., T], padded by 0: [..., T / size]."""
+        padding = [(0, 0)] * (positions.ndim - 1) + [(0, -positions.shape[-1] % self.size)]
+        return np.split(np.pad(positions, padding), self.size, axis=-1)[self.rank]
+
+    def own(self, positions: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+        """Return the indices of those packed positions that are this rank's."""
+        each = -(-num_tokens // self.size)
+        return np.flatnonzero(positions // each == self.rank)
+
+    def local(self, positions: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+        """Return this rank's packed positions as positions in its part."""
+        return positions - self.rank * -(-num_tokens // self.size)
+
+    def tokens_for_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, num_tokens: int
+    ) -> Sequence[Tensor]:
+        """Return all T tokens of this rank's heads, [1, heads / size, T, dim] each.
+
+        Args:
+            query: [1, heads, T / size, dim].
+            key: [1, kv heads, T / size, dim]; fewer heads than ranks are repeated.
+            value: the same.
+            num_tokens: T without padding.
+
+        """
+        parts = [self._cut_heads(states) for states in (query, key, value)]
+        exchanged = _exchange(torch.cat(parts, dim=2), self.group)
+        tokens = exchanged.flatten(0, 1)[:num_tokens]
+        return [
+            part.transpose(0, 1).unsqueeze(0)
+            for part in tokens.split([part.shape[2] for part in parts], dim=1)
+        ]
+
+    def heads_for_tokens(self, attended: Tensor) -> Tensor:
+        """Return this rank's tokens of all heads from all tokens [1, T, heads / size, dim]."""
+        padding = -attended.shape[1] % self.size
+        tokens = torch.nn.functional.pad(attended.squeeze(0), (0, 0, 0, 0, 0, padding))
+        exchanged = _exchange(tokens.unflatten(0, (self.size, -1)), self.group)
+        return exchanged.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def whole_tokens(self, values: Tensor, own: Tensor, num_values: int) -> Tensor:
+        """Return values of all response tokens [k, N] from this rank's [k, n].
+
+        The gradient of a rank's own values comes from its own loss, which all ranks compute alike.
+
+        Args:
+            values: float32.
+            own: int64 [n], their indices among the N.
+            num_values: N.
+        """
+        found: Tensor = _WholeTokens.apply(values, own, num_values, self.group)  # type: ignore[no-untyped-call]
+        return found
+
+    def _cut_heads(self, states: Tensor) -> Tensor:
+        """Return states [1, heads, t, dim] by receiver: [size, t, heads / size, dim]."""
+        heads = states.shape[1]
+        if heads < self.size:
+            states = states.repeat_interleave(self.size // heads, dim=1)
+        parts = states.squeeze(0).transpose(0, 1).unflatten(1, (self.size, -1))
+        return parts.transpose(0, 1)
+
+
+def check_heads(key: str, size: int, config: PreTrainedConfig) -> None:
+    """Refuse a number of ranks that cannot share a model's attention heads evenly.
+
+    Raises:
+        ConfigError: names the heads, and the sizes that are possible.
+    """
+    text = config.get_text_config()
+    heads: int = text.num_attention_heads
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
+
+    def is_even(ranks: int) -> bool:
+        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+    if not is_even(size):
+        sizes = [ranks for ranks in range(1, heads + 1) if is_even(ranks)]
+        raise ConfigError(
+            f"{key}={size}: so many ranks cannot share {heads} attention heads and {kv_heads} "
+            f"key-value heads evenly; give one of {', '.join(map(str, sizes))}"
+        )
+
+
+def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
+    """Send ``parts[r]`` to rank r of the group; return what came, by sender. Differentiable."""
+    found: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Context(FunctionCtx):
+    group: Any
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of equal parts, whose gradient is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: _Context, parts: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx: _Context, of_output: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(of_output, ctx.group), None
+
+
+def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+class _WholeTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Context, values: Tensor, own: Tensor, num_values: int, group: ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(own)
+        whole = values.new_zeros((values.shape[0], num_values))
+        whole[:, own] = values
+        dist.all_reduce(whole, group=group)  # each value is one rank's
+        return whole
+
+    @staticmethod
+    def backward(ctx: _Context, of_output: Tensor) -> tuple[Tensor, None, None, None]:
+        (own,) = ctx.saved_tensors
+        return of_output[:, own], None, None, None
