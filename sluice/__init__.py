@@ -2,10 +2,12 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+UNINSTALLED = "uninstalled"
+
 
 def own_version() -> str:
-    """Return the installed version; ``uninstalled`` where the source tree is run as it is."""
+    """Return the installed version; `UNINSTALLED` where the source tree is run as it is."""
     try:
         return version("sluice")
     except PackageNotFoundError:
-        return "uninstalled"
+        return UNINSTALLED

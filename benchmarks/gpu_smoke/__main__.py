@@ -1,4 +1,4 @@
-"""Try sluice on one GPU, without a network, in under 10 minutes; `make gpu-smoke`.
+"""Try sluice on one GPU of 80 GB, without a network, in minutes; `make gpu-smoke`.
 
 Each part is a process of its own with a deadline, so that one that fails ends no other. The last
 line is one JSON object, which is also written to ``report.json``, with date and device:
@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -79,13 +82,7 @@ def _measured(name: str, folder: Path) -> dict[str, Any] | None:
     began_s, log = time.monotonic(), folder / f"{name}.log"
     print_line(f"{name} ...")
     with log.open("w", encoding="utf-8") as output:
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, stdout=output, stderr=output, timeout=seconds, check=False
-            )
-            outcome = "" if done.returncode == 0 else f"exit code {done.returncode}"
-        except subprocess.TimeoutExpired:
-            outcome = f"not done after {seconds:g} s"
+        outcome = _run(command, output, seconds)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
     print_line(f"{name}: {outcome or 'ok'}, {time.monotonic() - began_s:.0f} s")
     if outcome:
@@ -97,6 +94,22 @@ def _measured(name: str, folder: Path) -> dict[str, Any] | None:
         figures = {"outcome": lines[-1].strip("= ")}
     print_line(json.dumps(figures))
     return dict(figures)
+
+
+def _run(command: Sequence[str], output: IO[str], seconds: float) -> str:
+    """Run a program, and end what it started; return how it failed, or nothing."""
+    program = subprocess.Popen(
+        command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+    )
+    try:
+        code = program.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:g} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    return f"exit code {code}" if code else ""
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -166,12 +166,12 @@ def measured(name: str, *, recompute: bool) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated()
     planned = training_memory(shape, own_training_layout(config)).update
     device = torch.cuda.get_device_name()
-    flops = next((rate for chip, rate in PEAK_FLOPS.items() if chip in device), float("nan"))
+    flops = next((rate for chip, rate in PEAK_FLOPS.items() if chip in device), None)
     return {
         "parameters": shape.total_parameters,
         "response_tokens_per_s": round(tokens / median(seconds)),
         "step_s": round(median(seconds), 3),
-        "mfu": round(model_flops(shape, batch) / median(seconds) / flops, 3),
+        **({"mfu": round(model_flops(shape, batch) / median(seconds) / flops, 3)} if flops else {}),
         "peak_gib": round(peak / GIB, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
         "planned_gib": round(planned / GIB, 2),

@@ -23,6 +23,9 @@ CPU_BLOCK_ELEMENTS = 1 << 21
 DEVICE_BLOCK_ELEMENTS = 1 << 26
 """256 MB of float32: enough work for a kernel, little beside a layer's activations."""
 
+LEAST_BLOCK_TOKENS = 128
+"""The backward pass adds a whole matrix of the head per block, so blocks must not be small."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStatistics:
@@ -88,7 +91,7 @@ def token_statistics(
     elements = CPU_BLOCK_ELEMENTS if hidden.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
     plan = _Plan(
         factor=head.scale / temperature,
-        block=block_tokens or max(1, elements // head.weight.shape[0]),
+        block=block_tokens or max(LEAST_BLOCK_TOKENS, elements // head.weight.shape[0]),
         entropy=with_entropy,
         entropy_gradient=with_entropy and entropy_gradient,
         squares=with_sum_pi_squared,
@@ -189,11 +192,18 @@ class _HeadStatistics(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(of_logits, weight, out=grad_hidden[taken])
             if grad_weight is not None:
-                grad_weight.add_(of_logits.t() @ hidden[taken])
+                _add_product(grad_weight, of_logits.t(), hidden[taken])
         of_head = [
             None if one is None else one.to(weight.dtype) for one in (grad_weight, grad_bias)
         ]
         return grad_hidden, of_head[0], of_head[1], None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)  # without a matrix for the product
+    else:
+        total.add_(left @ right)
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from sluice.algorithm.registry import GROUP_LOSSES
 from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, RolloutCorrectionSettings
 from sluice.algorithm.sampling.rules import OnPolicyFill
 from sluice.config.run import RunConfig
+from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.data import DataConfig
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 from sluice.vision.vision_shape import reads_images
@@ -176,6 +177,11 @@ def uses_critic(config: RunConfig) -> bool:
     return config.algorithm.adv_estimator == "gae" if enable is None else enable
 
 
+def uses_reference(config: RunConfig) -> bool:
+    """Return whether a term measures the divergence from the policy of step 0."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
 def message_mb(config: RunConfig) -> int:
     """Return the largest gRPC message, MiB; by default 64, or a train batch if that is larger."""
     return config.sluice.max_message_mb or max(DEFAULT_MESSAGE_MB, largest_batch_mb(config))
@@ -232,3 +238,15 @@ def prompt_images(config: RunConfig) -> ImageLimits | None:
     if reads_images(config.actor_rollout_ref.model.path) is False:
         return None
     return image_limits(config)
+
+
+def is_whole(sharding: FsdpConfig, size: int) -> bool:
+    """Return whether a rank holds a model as one whole.
+
+    If passes have another dtype than weights, one rank uses FSDP too, which casts the weights of a
+    layer for as long as it needs them.
+
+    Args:
+        size: ranks that share one copy of the model.
+    """
+    return size == 1 and sharding.dtype == sharding.model_dtype

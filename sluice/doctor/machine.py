@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.config.derived import replica_devices
+from sluice.config.derived import replica_devices, uses_reference
 from sluice.config.memory.layouts import own_training_layout, rollout_layout
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
@@ -84,8 +84,9 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
 def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ...]:
     """Return the memory that trainer ranks, replicas and the reward service need on this host.
 
-    Each rank reads the whole model before it keeps its shards. Each device of a replica receives
-    all weights, whichever it keeps.
+    Each rank reads the whole model before it keeps its shards, and a reference's shards stay on the
+    host. For a checkpoint rank 0 gathers the moments, which are twice the weights. Each device of a
+    replica receives all weights, whichever it keeps.
     """
     config = examined.config
     own, layout = own_training_layout(config), rollout_layout(config)
@@ -93,17 +94,24 @@ def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ..
     read = shape.total_parameters * own.master_bytes
     snapshots = COPIES * shape.total_parameters * layout.kv_bytes  # the wire has the cache's dtype
     staged = snapshots * replica_devices(config)
-    rank = replica = float(BARE_ON_DEVICE_BYTES)
+    reference = read / own.shard if uses_reference(config) else 0.0
+    rank, replica = BARE_ON_DEVICE_BYTES + reference, float(BARE_ON_DEVICE_BYTES)
     rank_most, replica_most = rank + read, replica + staged
     if not _is_on_device(config.trainer.device, examined):
-        rank = BARE_BYTES + training.parameters + training.gradients + training.optimizer
-        rank_most = BARE_BYTES + max(training.update, read)
+        rank += BARE_BYTES - BARE_ON_DEVICE_BYTES
+        rank_most = rank + max(training.update, read)
+        rank += training.parameters + training.gradients + training.optimizer
+    ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
+    saving = ranks * rank + (2 * read if own.backend == "fsdp" else 0.0)
     if not _is_on_device(config.sluice.rollout.device, examined):
         replica = BARE_BYTES + rollout.weights
         replica_most = replica + staged + rollout.activations + rollout.kv_of_all_sequences
-    ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
     return (
-        MemoryPart(f"{ranks} trainer rank(s)", ranks * rank, ranks * rank_most + snapshots),
+        MemoryPart(
+            f"{ranks} trainer rank(s)",
+            ranks * rank,
+            max(ranks * rank_most, saving) + snapshots,
+        ),
         MemoryPart(f"{replicas} replica(s)", replicas * replica, replicas * replica_most),
         MemoryPart("reward service", BARE_BYTES, BARE_BYTES),
     )

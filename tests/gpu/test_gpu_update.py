@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from msgspec import structs
 
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model import attention
 from services.trainer.learner.ranks import DataParallel
 from sluice.algorithm.token_statistics import LinearHead, token_statistics
 from sluice.config.run import RunConfig
@@ -62,14 +64,17 @@ def test_an_update_in_float32_is_the_cpus(saved: SaveModel, family: str) -> None
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_an_update_in_bfloat16_is_the_cpus_of_float32_but_for_rounding(
-    saved: SaveModel, family: str
+    saved: SaveModel, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(family)
     expected, metrics = updated(make_config(folder), "cpu")
     mixed = {"dtype": "bfloat16", "model_dtype": "float32"}
+    flash = mock.Mock(wraps=attention._attend_ragged)
+    monkeypatch.setattr(attention, "_attend_ragged", flash)
     found, on_gpu = updated(make_config(folder, fsdp_config=mixed), "cuda")
     assert difference(found, expected) < 0.15
     assert on_gpu["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=0.1)
+    assert flash.called == ("window_size" in attention._VARLEN_OPTIONS)
 
 
 def test_a_checkpoint_of_a_gpu_continues_on_a_cpu_as_on_the_gpu(

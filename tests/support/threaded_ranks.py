@@ -17,13 +17,14 @@ ResultT = TypeVar("ResultT")
 TIMEOUT_S = 60.0
 
 
-class ThreadedRank:
+class ThreadedRank(DataParallel):
     """One rank; collectives go through a board that all threads share.
 
     Until `is_joined` the others are taken to say the same.
     """
 
     def __init__(self, rank: int, board: list[object], barrier: threading.Barrier) -> None:
+        super().__init__()
         self.rank, self.world_size = rank, len(board)
         self.is_joined = False
         self._board, self._barrier = board, barrier

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from services.trainer.learner.sequence_share import SequenceShare
@@ -180,8 +180,8 @@ def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
 class DataParallel:
     """Ranks that train different rows of one batch.
 
-    This base class is a run with one rank: every collective is a no-op. `TorchDistributed` connects
-    several ranks.
+    This base class is a run with one rank, whose collectives do nothing; for FSDP it makes a group
+    of one. `TorchDistributed` connects several ranks.
 
     Every method is collective: all ranks call it in the same order. `phase` names the moment in
     errors.
@@ -196,6 +196,7 @@ class DataParallel:
     world_size: int = 1
     share: SequenceShare | None = None
     """This rank's part of every packed sequence; None: all of it."""
+    _mesh: DeviceMesh | None = None
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.device_type = device_type
@@ -255,12 +256,15 @@ class DataParallel:
             dimensions ``copy`` (if there are several groups) and ``shard``; ``None`` if these ranks
             cannot share, so that each holds the whole model.
         """
-        if not dist.is_initialized():
-            backend = rank_backends(self.device_type)
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        group = dist.group.WORLD
-        assert group is not None
-        return DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(SHARD_DIM,))
+        if self._mesh is None:
+            if not dist.is_initialized():
+                backend = rank_backends(self.device_type)
+                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            group = dist.group.WORLD
+            assert group is not None
+            assert group.size() == 1
+            self._mesh = DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(SHARD_DIM,))
+        return self._mesh
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
         """Gather equally long tensors ``[n]`` of a group of ranks that includes rank 0.
@@ -275,9 +279,10 @@ class DataParallel:
         return nullcontext()
 
     def close(self) -> None:
-        """Leave the group."""
-        if dist.is_initialized():
+        """Leave the group of this rank alone, if `shard_mesh` made one."""
+        if self._mesh is not None:
             dist.destroy_process_group()
+            self._mesh = None
 
 
 class TorchDistributed(DataParallel):

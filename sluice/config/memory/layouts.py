@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.config.derived import max_row_tokens, world_size
+from sluice.config.derived import is_whole, max_row_tokens, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.rollout import RolloutLayout
 from sluice.config.memory.training import TrainingLayout
@@ -32,8 +32,7 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
     world, sharding = world_size(config), config.actor_rollout_ref.actor.fsdp_config
     shard = sharding.fsdp_size if 0 < sharding.fsdp_size < world else world
     return TrainingLayout(
-        # FSDP casts a layer's weights for as long as it needs them, on one rank too.
-        backend="replicated" if shard == 1 and sharding.dtype == sharding.model_dtype else "fsdp",
+        backend="replicated" if is_whole(sharding, shard) else "fsdp",
         world=world,
         shard=shard,
         reshard_after_forward=sharding.reshard_after_forward,

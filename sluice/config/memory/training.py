@@ -16,6 +16,7 @@ from sluice.config.memory.shape import ModelShape
 
 Backend = Literal["fsdp", "megatron", "replicated"]
 
+HEAD_BYTES = 4 + 2 + 2
 LOGIT_BYTES = 4 + 2 + 1
 """Per token and vocabulary entry: a float32 and a bfloat16 copy, and part of a temporary (verl)."""
 
@@ -216,6 +217,6 @@ def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
 
 
 def _logits(shape: ModelShape, layout: TrainingLayout) -> float:
-    if layout.fused_logits:
-        return 0.0
+    if layout.fused_logits:  # its gradient adds up in float32, beside a block's and the result
+        return float(HEAD_BYTES * shape.embedding_parameters)
     return layout.micro_tokens * shape.vocab * LOGIT_BYTES / layout.tp

@@ -176,7 +176,7 @@ class FsdpConfig(Section, frozen=True):
     """Dtype of the master weights."""
 
     dtype: FloatDtype = "bfloat16"
-    """Dtype of the forward and backward passes (autocast)."""
+    """Dtype of the forward and backward passes."""
 
     fsdp_size: int = -1
     """Number of trainer ranks that share one copy of weights, gradients and optimizer state; -1:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from sluice import own_version
+from sluice import UNINSTALLED, own_version
 from sluice.config.addresses import bare_host
 from sluice.config.loading.loader import load_config
 from sluice.config.run import RunConfig
@@ -155,6 +155,8 @@ def endpoint_on(endpoint: EndpointConfig, address: str) -> EndpointConfig:
 
 def _version_problem(plan: ServicePlan) -> str:
     own = own_version()
+    if own == UNINSTALLED:
+        return "sluice runs from a source tree, whose version is unknown; install it on every node"
     if own == plan.version:
         return ""
     return f"sluice {own} is installed, and the run has {plan.version}"

@@ -177,9 +177,9 @@ def test_a_trainer_of_its_own_devices_leaves_the_engine_alone() -> None:
 
 
 def test_weights_are_gathered_in_the_dtype_of_the_passes_on_one_rank_too() -> None:
-    """FSDP casts shards before it gathers them; the head's logits exist in blocks."""
+    """FSDP casts shards before it gathers them; of the head, its gradient is held, no logits."""
     one = memory_report(*read("trainer.nnodes=1", "trainer.n_gpus_per_node=1"), SHAPE, 64.0)
     own = one.own_training
     assert own.parameters == 4 * SHAPE.total_parameters
     assert own.gathered == 2 * (SHAPE.vocabulary_parameters + 2 * SHAPE.layer_parameters)
-    assert own.logits == 0
+    assert own.logits == 8 * SHAPE.embedding_parameters

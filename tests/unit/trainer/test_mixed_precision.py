@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from services.trainer.learner.batch import micro_batch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.support.tiny_policy import make_batch, make_config, save_model
@@ -71,3 +72,20 @@ def test_gradients_are_summed_in_float32(learner: Learner, monkeypatch: pytest.M
     monkeypatch.setattr(optimizer, "step", note)
     learner.train_step(make_batch(), 1)
     assert found == {torch.float32}
+
+
+def test_all_layers_of_a_pass_use_one_mask(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP would copy a layout for each layer if it cast what layers get."""
+    masks: list[int] = []
+    make = micro_batch._mask
+
+    def note(block: micro_batch.AttentionBlock, visible: torch.Tensor) -> torch.Tensor:
+        masks.append(id(block))
+        return make(block, visible)
+
+    monkeypatch.setattr(micro_batch, "_mask", note)
+    learner.train_step(make_batch(), 1)
+    assert masks
+    assert len(masks) == len(set(masks))

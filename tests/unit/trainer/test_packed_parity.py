@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TEMPERATURE = 0.7
+CALLS: list[torch.Size] = []
 LENGTHS = [(1, 16, 3, 7), (2, 2, 9, 1), (16, 15, 14, 13)]
 
 
@@ -115,10 +116,10 @@ def attend_each(
     *,
     scale: float | None,
     window_size: tuple[int, int],
-    enable_gqa: bool,
 ) -> torch.Tensor:
     """What the kernel does on a GPU: sequence by sequence, causal from the last key backwards."""
     assert window_size == (-1, 0)
+    CALLS.append(query.shape)
     outputs = []
     for (start, stop), (first, last) in zip(
         pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True
@@ -130,7 +131,7 @@ def attend_each(
         mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         heads = (one.transpose(0, 1) for one in (q, k, v))
         attended = scaled_dot_product_attention(
-            *heads, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            *heads, attn_mask=mask, scale=scale, enable_gqa=True
         )
         outputs.append(attended.transpose(0, 1))
     return torch.cat(outputs)
@@ -140,11 +141,13 @@ def attend_each(
 def test_a_kernel_for_sequences_end_to_end_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    monkeypatch.setattr(micro_batch, "RAGGED_DEVICES", {"cpu"})
+    monkeypatch.setattr(micro_batch, "has_ragged_kernel", lambda device: True)
     monkeypatch.setattr(attention, "RAGGED_DTYPES", {torch.float32})
     monkeypatch.setattr(attention, "varlen_attn", attend_each)
-    assert pack(rows()).layout.ragged is not None
+    monkeypatch.setattr(attention, "_VARLEN_OPTIONS", {"window_size"})
+    CALLS.clear()
     check_against_plain(family)
+    assert len(CALLS) == make_model(family).config.num_hidden_layers
 
 
 def test_a_prompt_is_computed_once_for_all_its_rows() -> None:

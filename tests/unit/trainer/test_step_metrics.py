@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -154,10 +153,12 @@ def test_rows_are_counted_for_the_rank_that_trains_them(
     cut = BatchCut(3, 64, None, seed, whole_groups)
     rows: list[int] = []
     for rank in range(num_ranks):
+        parallel = DataParallel()
+        parallel.rank, parallel.world_size = rank, num_ranks
         mini_batches = split_batch(
             batch.groups,
             cut,
-            SimpleNamespace(rank=rank, world_size=num_ranks),
+            parallel,
             step=STEP,
             device=torch.device("cpu"),
             skipped=skipped,

@@ -33,8 +33,8 @@ MIN_BLOCK_TOKENS = 1024
 MAX_MASK_ELEMENTS = 1 << 24
 """Above this size a block of rows includes its prompts' queries, which makes it plainly causal."""
 
-RAGGED_DEVICES = frozenset({"cuda"})
-"""Devices with a kernel for sequences end to end."""
+_AMPERE = (8, 0)
+"""The first NVIDIA GPUs that FlashAttention runs on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class AttentionBlock:
 class RaggedSequences:
     """All sequences end to end, in packed order: every packed token is one query.
 
-    A row's keys are its prompt's and then its own. A query sees the keys up to the one that is as
-    far from the sequence's last key as the query is from its last query.
+    A row's keys are its prompt's and then its own. Attention is causal, with the last query at the
+    last key.
     """
 
     key_index: torch.Tensor  # int64 [K], packed positions
@@ -140,9 +140,16 @@ def build_layout(
         offset += block.query_index.numel()
     longest = max(member.prompt_length + member.length for member in (*prompts, *rows))
     ragged = None
-    if device.type in RAGGED_DEVICES and any(one.prompt_visible is not None for one in blocks):
+    if has_ragged_kernel(device) and any(one.prompt_visible is not None for one in blocks):
         ragged = _end_to_end(sorted([*prompts, *rows], key=lambda s: s.start), device)
     return PackedLayout(tuple(blocks), torch.from_numpy(output).to(device), longest, ragged)
+
+
+def has_ragged_kernel(device: torch.device) -> bool:
+    """Return whether attention takes sequences end to end there."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 def _end_to_end(sequences: Sequence[_Sequence], device: torch.device) -> RaggedSequences:

@@ -1,14 +1,15 @@
 """Attention over packed sequences, as a function of transformers' models.
 
 Linear layers, norms and embeddings of the model run on the packed tokens. Only attention gathers
-them into the blocks of a `PackedLayout` and brings the results back into packed order, or has a
-kernel attend to sequences of different lengths end to end.
+them into the blocks of a `PackedLayout` and brings the results back into packed order, or calls
+variable-length FlashAttention on all sequences end to end.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ from services.trainer.learner.batch.micro_batch import (
 from sluice.errors import ConfigError
 
 PACKED_ATTENTION = "sluice_packed"
-try:
+varlen_attn: Any = None
+_VARLEN_OPTIONS: frozenset[str] = frozenset()
+with suppress(ImportError):  # torch 2.9 has none, and that of 2.10 another signature
     from torch.nn.attention.varlen import varlen_attn
 
-    _OPTIONS = inspect.signature(varlen_attn).parameters.keys()
-except ImportError:  # torch 2.9
-    _OPTIONS = {}.keys()
+    _VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 
-RAGGED_DTYPES = frozenset({torch.bfloat16, torch.float16})
+RAGGED_DTYPES = frozenset({torch.bfloat16})
 _LARGEST_RAGGED_HEAD = 256
 _UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
@@ -181,7 +182,7 @@ def _takes_ragged(query: Tensor, value: Tensor) -> bool:
     """Return whether FlashAttention takes these heads."""
     width = value.shape[-1]
     has_size = query.shape[-1] == width and width % 8 == 0 and width <= _LARGEST_RAGGED_HEAD
-    return has_size and value.dtype in RAGGED_DTYPES and "window_size" in _OPTIONS
+    return has_size and value.dtype in RAGGED_DTYPES and "window_size" in _VARLEN_OPTIONS
 
 
 def _attend_ragged(
@@ -190,9 +191,8 @@ def _attend_ragged(
     """Attend over sequences end to end; shapes as of `packed_attention`."""
     queries, keys, values = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     # Grouped heads are an option since torch 2.12; before, the kernel takes them as they are.
-    grouped = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
-    attend: Any = varlen_attn
-    output = attend(
+    grouped = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
+    output: Tensor = varlen_attn(
         queries,
         keys.index_select(0, ragged.key_index),
         values.index_select(0, ragged.key_index),
@@ -204,5 +204,4 @@ def _attend_ragged(
         window_size=(-1, 0),  # causal
         **grouped,
     )
-    found: Tensor = output.unsqueeze(0)
-    return found
+    return output.unsqueeze(0)

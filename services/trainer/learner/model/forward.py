@@ -8,6 +8,7 @@ parts, so a sharded model gets it as a method that FSDP treats like ``forward``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from enum import StrEnum
@@ -38,13 +39,14 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GATHERING_PASS = "sluice_token_pass"
+_NUM_RANKS = "sluice_num_ranks"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PROMPT_TOKENS = (5, 8)
 _ROW_TOKENS = (6, 9)
 
 
 class EntropyUse(StrEnum):
-    """The use of a pass's entropy; a bonus costs another pass over the logits."""
+    """The use of a pass's entropy; only a bonus has a gradient."""
 
     NONE = "none"
     METRIC = "metric"
@@ -70,25 +72,27 @@ def token_outputs(
     """
     advance()
     compute: Any = getattr(model, _GATHERING_PASS, None) or partial(_token_pass, model)
-    found: TokenStatistics = compute(
+    found: tuple[Tensor | None, ...] = compute(
         micro_batch,
         temperature=temperature,
         with_entropy=entropy is not EntropyUse.NONE,
         entropy_gradient=entropy is EntropyUse.BONUS,
         with_sum_pi_squared=with_sum_pi_squared,
     )
-    return found
+    return _of_all_ranks(found, micro_batch)
 
 
-def gather_in_passes(model: PreTrainedModel) -> None:
+def gather_in_passes(model: PreTrainedModel, num_ranks: int) -> None:
     """Make `token_outputs` gather the shards of a sharded model, as its own forward does."""
+    setattr(model, _NUM_RANKS, num_ranks)
     setattr(model, _GATHERING_PASS, MethodType(_token_pass, model))
     register_fsdp_forward_method(model, _GATHERING_PASS)
 
 
 def _token_pass(
     model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, **wanted: bool
-) -> TokenStatistics:
+) -> tuple[Tensor | None, ...]:
+    """Return the fields of `TokenStatistics`: FSDP finds tensors in tuples in every release."""
     hidden = _last_hidden(model, micro_batch)
     own, labels = micro_batch.own, micro_batch.labels
     found = token_statistics(
@@ -98,18 +102,19 @@ def _token_pass(
         temperature,
         **wanted,
     )
-    return _of_all_ranks(found, micro_batch)
+    return found.logprobs, found.entropy, found.sum_pi_squared
 
 
-def _of_all_ranks(found: TokenStatistics, micro_batch: MicroBatch) -> TokenStatistics:
+def _of_all_ranks(found: Sequence[Tensor | None], micro_batch: MicroBatch) -> TokenStatistics:
     """Return the statistics of all tokens [N] from those of this rank's part of the sequence."""
     share, own = micro_batch.layout.share, micro_batch.own
-    if share is None or own is None:
-        return found
-    names = [one.name for one in fields(found) if getattr(found, one.name) is not None]
-    stacked = torch.stack([getattr(found, name) for name in names])
-    whole = share.whole_tokens(stacked, own, micro_batch.labels.numel())
-    return TokenStatistics(**dict(zip(names, whole.unbind(), strict=True)))
+    names = [one.name for one in fields(TokenStatistics)]
+    present = {name: one for name, one in zip(names, found, strict=True) if one is not None}
+    if share is not None and own is not None:
+        stacked = torch.stack(list(present.values()))
+        whole = share.whole_tokens(stacked, own, micro_batch.labels.numel())
+        present = dict(zip(present, whole.unbind(), strict=True))
+    return TokenStatistics(**present)
 
 
 def _last_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
@@ -150,9 +155,9 @@ def _image_for_all_ranks(model: PreTrainedModel, token_ids: Tensor) -> PackedIma
     """Return an image that no token refers to, for a pass without images of a sharded model.
 
     Gathering is collective: if one rank runs the vision tower, all must. Here its gradients are 0
-    instead of missing. ``None``: the model is not sharded, or reads no images.
+    instead of missing. ``None``: no other rank has a part of it, or it reads no images.
     """
-    if not hasattr(model, _GATHERING_PASS) or model.config.model_type not in FAMILIES:
+    if getattr(model, _NUM_RANKS, 1) == 1 or model.config.model_type not in FAMILIES:
         return None
     tower: Any = model.base_model.visual
     side = int(tower.spatial_merge_size)

@@ -110,7 +110,9 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
             f"data.max_response_length = {max_tokens}"
         )
     problems += [
-        f"{key}={settings[key]}" for key in ("attn_logit_softcapping",) if settings.get(key)
+        f"{key}={settings[key]}"
+        for key in ("attn_logit_softcapping", "final_logit_softcapping")
+        if settings.get(key)
     ]
     if problems:
         raise ConfigError(

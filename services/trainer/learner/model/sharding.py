@@ -86,7 +86,11 @@ def shard_model(
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
     """
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Casting inputs would round what a model computes in float32 (rotations of image positions),
+    # and copy the layout for each layer, with its masks.
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     # None is FSDP2's default: reshard all units but the outermost.
     kept_whole: bool | None = None if reshard_after_forward else False
     layers = set(model._no_split_modules or ())
@@ -98,7 +102,7 @@ def shard_model(
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-    gather_in_passes(model)
+    gather_in_passes(model, mesh.size())
     return Shards(model, mesh, dict(model.named_parameters()), sums_once)
 
 

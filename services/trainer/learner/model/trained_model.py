@@ -29,6 +29,7 @@ from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGra
 from services.trainer.learner.model.sharding import Shards, assign, shard_model, shard_size
 from services.trainer.learner.ranks import DataParallel
 from sluice.concurrency.waits import advance
+from sluice.config.derived import is_whole
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
 
@@ -344,8 +345,7 @@ def share_model(
         ConfigError: the number of ranks is not divisible by the shard size.
     """
     size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
-    is_whole = size == 1 and sharding.dtype == sharding.model_dtype
-    mesh = None if is_whole else parallel.shard_mesh(size)
+    mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
     if mesh is None:
         model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
         return None
