@@ -24,6 +24,7 @@ from sluice.config.verl_sizes import (
     ROLLOUT,
     BatchPlan,
     LogProbPass,
+    ParallelSplit,
     own_batch,
     quotient,
     verl_batch,
@@ -79,7 +80,7 @@ def _divergence(config: RunConfig) -> Iterator[Problem]:
         yield _note(
             "algorithm.use_kl_in_reward" if in_reward else f"{ACTOR}.use_kl_loss",
             True,
-            ": a reference model is kept; every trainer rank holds its weights in host memory, and "
+            ": a reference model is kept; every trainer rank holds its share in host memory, and "
             "on its device during one more forward pass of every row",
         )
 
@@ -198,7 +199,11 @@ def _quantities(
     fixed = not config.actor_rollout_ref.actor.use_dynamic_bsz
     formulas: list[tuple[str, str, Callable[[BatchPlan], int | None]]] = [
         ("trainer ranks", "nnodes * n_gpus_per_node", lambda b: b.split.world),
-        ("data-parallel size D", _data_parallel_formula(verl), lambda b: b.split.data_parallel),
+        (
+            "data-parallel size D",
+            _data_parallel_formula(verl.split, own.split),
+            lambda b: b.split.data_parallel,
+        ),
         ("responses per step", "train_batch_size * n", lambda b: b.rows),
         ("responses per rank", "train_batch_size * n / D", lambda b: b.rows_per_replica),
         ("mini-batch responses", "ppo_mini_batch_size * n", lambda b: b.mini_rows),
@@ -253,8 +258,7 @@ def _log_prob_quantity(one: LogProbPass, verl: BatchPlan, own: BatchPlan) -> Qua
     )
 
 
-def _data_parallel_formula(batch: BatchPlan) -> str:
-    split = batch.split
-    if split.megatron:
-        return f"ranks / (TP {split.tp} * PP {split.pp} * CP {split.cp}); here: ranks"
-    return f"ranks / sp {split.sp}; here: ranks"
+def _data_parallel_formula(verl: ParallelSplit, own: ParallelSplit) -> str:
+    if verl.megatron:
+        return f"ranks / (TP {verl.tp} * PP {verl.pp} * CP {verl.cp}); here: ranks / sp {own.sp}"
+    return f"ranks / sp {verl.sp}"

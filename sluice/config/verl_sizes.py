@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sluice.config.derived import max_row_tokens, uses_critic
+from sluice.config.derived import max_row_tokens, uses_critic, uses_reference
 from sluice.config.loading.loader import KeySettings
 from sluice.config.run import RunConfig
 
@@ -259,8 +259,9 @@ def verl_batch(config: RunConfig, settings: KeySettings) -> BatchPlan:
 
 
 def own_batch(config: RunConfig) -> BatchPlan:
-    """Return the batch sizes with sluice's data-parallel size: each trainer rank is one."""
-    split = ParallelSplit(config.trainer.nnodes, config.trainer.n_gpus_per_node)
+    """Return the batch sizes with sluice's data-parallel size."""
+    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    split = ParallelSplit(config.trainer.nnodes, config.trainer.n_gpus_per_node, sp=sharing)
     return _batch(config, split)
 
 
@@ -315,8 +316,7 @@ def _batch(config: RunConfig, split: ParallelSplit) -> BatchPlan:
 
 
 def _passes(config: RunConfig, settings: KeySettings) -> tuple[LogProbPass, ...]:
-    has_reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    sections = (ROLLOUT, REF) if has_reference else (ROLLOUT,)
+    sections = (ROLLOUT, REF) if uses_reference(config) else (ROLLOUT,)
     return tuple(_log_prob_pass(config, settings, section) for section in sections)
 
 

@@ -14,7 +14,7 @@ from msgspec import structs
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.loading import LoadedModel, load_policy
 from sluice.config.run import RunConfig
 from sluice.types import (
     DataProgress,
@@ -140,13 +140,13 @@ def uniform(batch: TrainBatch, numbers: Iterable[int]) -> TrainBatch:
     return replace(batch, groups=tuple(groups))
 
 
-def freezing(name: str) -> Callable[..., PreTrainedModel]:
+def freezing(name: str) -> Callable[..., LoadedModel]:
     """`load_policy`, but this parameter is not trained."""
 
-    def load(*arguments: Any) -> PreTrainedModel:
-        model = load_policy(*arguments)
-        model.get_parameter(name).requires_grad_(False)
-        return model
+    def load(*arguments: Any, **options: Any) -> LoadedModel:
+        loaded = load_policy(*arguments, **options)
+        loaded.model.get_parameter(name).requires_grad_(False)
+        return loaded
 
     return load
 

@@ -120,10 +120,10 @@ class Learner:
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
-        policy = load_policy(model, precision, max_tokens)
-        check_heads(SHARING_KEY, precision.ulysses_sequence_parallel_size, policy.config)
+        policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
+        check_heads(SHARING_KEY, precision.ulysses_sequence_parallel_size, policy.model.config)
         if actor.freeze_vision_tower:
-            freeze_vision_tower(policy)
+            freeze_vision_tower(policy.model)
         self._policy = trained_model(
             policy,
             precision,

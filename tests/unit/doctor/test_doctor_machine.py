@@ -210,16 +210,27 @@ def test_more_replicas_need_more_memory(tmp_path: Path) -> None:
     assert available_bytes()
 
 
-def test_the_host_holds_what_ranks_read_and_what_devices_receive(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "whole"),
+    [
+        ([], 2 * 4.0),  # rank 0 gathers the moments for a checkpoint
+        (["actor_rollout_ref.actor.use_kl_loss=true"], 2 * 4.0),
+        (["trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae"], 4 * 4.0),
+    ],
+)
+def test_the_host_holds_what_ranks_read_and_what_devices_receive(
+    overrides: list[str], whole: float, tmp_path: Path
+) -> None:
     write_model(tmp_path)
     on_gpus = ("trainer.device=cuda", "sluice.rollout.device=cuda", "trainer.n_gpus_per_node=2")
     wire = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=bfloat16")
     tp = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    examined = run_of(f"actor_rollout_ref.model.path={tmp_path}", *on_gpus, *wire, tp)
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    examined = run_of(model, *on_gpus, *wire, tp, *overrides)
     assert examined.shape is not None
     parameters = examined.shape.total_parameters
     trainer, replicas, _ = needed_memory(examined, examined.shape)
-    # Two float32 models while the ranks read; two snapshots in bfloat16.
-    assert trainer.at_most - trainer.at_least == parameters * (2 * 4 + 2 * 2)
+    # Two snapshots in bfloat16 beside it.
+    assert trainer.at_most - trainer.at_least == parameters * (whole + 2 * 2)
     # Each of two devices holds the base of the next update and the update.
     assert replicas.at_most - replicas.at_least == parameters * 2 * 2 * 2

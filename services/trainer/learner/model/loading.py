@@ -7,20 +7,25 @@ attention of transformers.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForTokenClassification,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.forward import DTYPES
+from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
@@ -31,17 +36,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def load_policy(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> PreTrainedModel:
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model on the CPU.
+
+    With `files` its weights are not read yet: their memory is reserved, but not used. Sharding
+    reads what a rank keeps.
+    """
+
+    model: PreTrainedModel
+    files: WeightFiles | None = None
+
+
+def load_policy(
+    model: ModelConfig, precision: FsdpConfig, max_tokens: int, *, is_sharded: bool = False
+) -> LoadedModel:
     """Load the policy from disk, never from a network, with master weights on the CPU.
 
-    A sharded model moves to its device layer by layer, so it never has to fit there as a whole.
-    The model stays in evaluation mode: with dropout, logprobs in the update would differ from those
-    of the same weights elsewhere.
+    A sharded model is read and moves to its device layer by layer, so it never has to fit in host
+    memory or on the device as a whole; if its files have other names than its parameters, it is
+    read as a whole first. The model stays in evaluation mode: with dropout, logprobs in the update
+    would differ from those of the same weights elsewhere.
 
     Args:
         model: path and options.
         precision: master dtype, and dtype of forward and backward.
         max_tokens: longest prompt plus response, to check sliding windows.
+        is_sharded: several ranks may share it, so that weights are read when it is sharded.
 
     Raises:
         ConfigError: the path holds no complete causal language model, or the trainer does not
@@ -52,25 +73,28 @@ def load_policy(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> P
             "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
             "more precisely than the weights are stored; set model_dtype=float32 or dtype=bfloat16"
         )
-    loaded = _read(model, DTYPES[precision.model_dtype])
-    return _prepared(loaded, model, max_tokens)
+    dtype = DTYPES[precision.model_dtype]
+    files = _unread(model, dtype) if is_sharded else None
+    loaded = files or LoadedModel(_read(model, dtype))
+    _prepare(loaded.model, model, max_tokens)
+    return loaded
 
 
-def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> PreTrainedModel:
+def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> LoadedModel:
     """Load a critic like a policy, with a value head of one output instead of the vocabulary's.
 
     If the files hold no such head, torch's global generator initializes it.
     """
     loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
-    return _prepared(loaded, model, max_tokens)
+    _prepare(loaded, model, max_tokens)
+    return LoadedModel(loaded)
 
 
-def _prepared(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> PreTrainedModel:
+def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> None:
     check_attention(loaded.config, max_tokens)
     loaded.eval()
     if model.enable_gradient_checkpointing:
         _checkpoint_layers(loaded)
-    return loaded
 
 
 def freeze_vision_tower(model: PreTrainedModel) -> None:
@@ -121,6 +145,31 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
             "model with plain causal attention (or, for a sliding window, shorten prompts and "
             "responses)"
         )
+
+
+def _unread(model: ModelConfig, dtype: torch.dtype) -> LoadedModel | None:
+    """Return the model without reading weights; None if its files are not as its parameters."""
+    register_packed_attention()
+    try:
+        files = WeightFiles(Path(model.path))
+        config = AutoConfig.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+        if config.model_type in FAMILIES:  # the vision tower has an attention of its own
+            return None
+        with no_init_weights():  # or the memory would be written
+            loaded: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=PACKED_ATTENTION,
+                trust_remote_code=model.trust_remote_code,
+            )
+        loaded.tie_weights()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError):
+        return None  # reading it as a whole says what is wrong
+    if not files.covers(dict(loaded.named_parameters())):
+        return None
+    return LoadedModel(loaded, files)
 
 
 def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) -> PreTrainedModel:

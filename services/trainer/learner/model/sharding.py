@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
 from services.trainer.learner.model.forward import gather_in_passes
+from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM, DataParallel
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
@@ -69,6 +70,7 @@ class Shards:
 def shard_model(
     model: PreTrainedModel,
     mesh: DeviceMesh,
+    files: WeightFiles | None = None,
     *,
     dtype: torch.dtype,
     reshard_after_forward: bool,
@@ -82,6 +84,7 @@ def shard_model(
     Args:
         model: on any device; moves to the mesh's device layer by layer.
         mesh: dimensions ``copy`` (if there are several copies) and ``shard``.
+        files: the weights, if they are not read yet: each rank reads the rows of its shards.
         dtype: of gathered weights and activations; gradients are summed in float32.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
@@ -94,9 +97,20 @@ def shard_model(
     # None is FSDP2's default: reshard all units but the outermost.
     kept_whole: bool | None = None if reshard_after_forward else False
     layers = set(model._no_split_modules or ())
+    names = {id(one): name for name, one in model.named_parameters()}
+
+    def read(unit: nn.Module) -> None:
+        if files is not None:
+            for parameter in unit.parameters():
+                if (name := names.pop(id(parameter), None)) is not None:
+                    start, stop = own_rows(parameter.shape[0], mesh)
+                    files.fill(parameter.detach()[start:stop], name, start)
+
     for module in [m for m in model.modules() if type(m).__name__ in layers]:
+        read(module)
         fully_shard(module, mesh=mesh, reshard_after_forward=kept_whole, mp_policy=precision)
     # After its layers: the outer unit takes the parameters that are left.
+    read(model)
     fully_shard(model, mesh=mesh, reshard_after_forward=kept_whole, mp_policy=precision)
     for sharded in _sharded_modules(model):
         # Each loss is already divided by global counts: gradients are added up, not averaged.
@@ -129,12 +143,24 @@ def assign(target: Tensor, whole: Tensor) -> None:
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
-    mesh = target.device_mesh
-    # Shards are along the first dimension of a tensor, and along the last one of the mesh.
-    start, stop = shard_rows(
-        whole.shape[0], mesh.size(mesh.ndim - 1), mesh.get_local_rank(SHARD_DIM)
-    )
+    start, stop = own_rows(whole.shape[0], target.device_mesh)
     target.to_local().copy_(whole[start:stop])
+
+
+def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
+    """Read each parameter, or this rank's shard of it."""
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            mesh, rows = parameter.device_mesh, parameter.shape[0]
+            start, _ = own_rows(rows, mesh)
+            files.fill(parameter.detach().to_local(), name, start)
+        else:
+            files.fill(parameter.detach(), name, 0)
+
+
+def own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return this rank's shard: of the first dimension, over the mesh's last."""
+    return shard_rows(rows, mesh.size(mesh.ndim - 1), mesh.get_local_rank(SHARD_DIM))
 
 
 def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:

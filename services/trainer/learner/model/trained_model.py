@@ -22,11 +22,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.checkpoint import resume_remedy
 from services.trainer.learner.model.forward import DTYPES, plain_class
+from services.trainer.learner.model.loading import LoadedModel
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
-from services.trainer.learner.model.sharding import Shards, assign, shard_model, shard_size
+from services.trainer.learner.model.sharding import (
+    Shards,
+    assign,
+    fill_shards,
+    shard_model,
+    shard_size,
+)
+from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.ranks import DataParallel
 from sluice.concurrency.waits import advance
 from sluice.config.derived import is_whole
@@ -207,9 +216,14 @@ def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 def _load_weights(
     folder: Path, model: PreTrainedModel, trained: Mapping[str, nn.Parameter]
 ) -> float:
-    """Load through transformers, which handles file shards and renamed or fused weights."""
+    """Read this rank's rows, or load through transformers, which handles renamed weights."""
     _refuse_another_family(folder, model)
     try:
+        if any(isinstance(one, DTensor) for one in trained.values()):
+            files = WeightFiles(folder)
+            if files.covers(trained):
+                fill_shards(trained, files)
+                return files.probe()
         loading: object = plain_class(model).from_pretrained(
             folder,
             dtype=model.dtype,
@@ -294,7 +308,7 @@ def _read_tensors(file: Path) -> Mapping[str, Tensor]:
 
 
 def trained_model(
-    model: PreTrainedModel,
+    loaded: LoadedModel,
     sharding: FsdpConfig,
     optim: OptimConfig,
     parallel: DataParallel,
@@ -306,7 +320,7 @@ def trained_model(
     """Shard a whole model over the ranks, if configured, and make its optimizer. Collective.
 
     Args:
-        model: the same on every rank.
+        loaded: the same on every rank.
         sharding: how many ranks share one copy.
         optim: AdamW and schedule.
         parallel: all ranks.
@@ -317,8 +331,10 @@ def trained_model(
     Raises:
         ConfigError: the number of ranks is not divisible by the shard size.
     """
-    total = weight_sum(model)  # before sharding, which leaves a part of each weight
-    shards = share_model(model, sharding, parallel, key=key, device=device)
+    model = loaded.model
+    # Before sharding, which leaves a part of each weight.
+    total = weight_sum(model) if loaded.files is None else loaded.files.probe()
+    shards = share_model(loaded, sharding, parallel, key=key, device=device)
     parameters = dict(model.named_parameters()) if shards is None else shards.parameters
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
@@ -329,7 +345,7 @@ def trained_model(
 
 
 def share_model(
-    model: PreTrainedModel,
+    loaded: LoadedModel,
     sharding: FsdpConfig,
     parallel: DataParallel,
     *,
@@ -347,11 +363,14 @@ def share_model(
     size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
     mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
     if mesh is None:
-        model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
+        if loaded.files is not None:
+            fill_shards(dict(loaded.model.named_parameters()), loaded.files)
+        loaded.model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
         return None
     return shard_model(
-        model,
+        loaded.model,
         mesh,
+        loaded.files,
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,

@@ -38,11 +38,12 @@ class ReferencePolicy:
         max_tokens: int,
         parallel: DataParallel,
     ) -> None:
-        self._model = load_policy(model, precision, max_tokens)
+        loaded = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
+        self._model = loaded.model
         self._model.requires_grad_(requires_grad=False)
         self._device = device
         shards = share_model(
-            self._model, precision, parallel, key=ACTOR_SHARDING, device=device.torch_device
+            loaded, precision, parallel, key=ACTOR_SHARDING, device=device.torch_device
         )
         self._passes = EvenPasses(shards, parallel, self._idle_pass, device.torch_device)
         self._model.to(CPU)  # type: ignore[arg-type]  # transformers narrows the overloads

@@ -1,0 +1,76 @@
+"""A rank reads the rows of its shards from a model's files, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.trainer.learner.model import weight_files
+from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.weight_files import WeightFiles
+from sluice.config.schema.actor import FsdpConfig
+from sluice.config.schema.actor_rollout_ref import ModelConfig
+from sluice.errors import ConfigError
+from tests.support.tiny_policy import make_model, save_model
+
+PRECISION = FsdpConfig(dtype="float32")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox", "qwen3_moe"])
+def test_rows_are_those_of_the_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 300)  # so that a tensor takes several parts
+    files = WeightFiles(save_model(tmp_path, family))
+    parameters = dict(make_model(family).named_parameters())
+    assert files.covers(parameters)
+    for name, whole in parameters.items():
+        for start, stop in ((0, whole.shape[0]), (whole.shape[0] // 2, whole.shape[0]), (1, 1)):
+            target = torch.full_like(whole[start:stop], torch.nan)
+            files.fill(target, name, start)
+            assert torch.equal(target, whole[start:stop]), name
+
+
+def test_several_files_with_an_index_are_one_model(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert WeightFiles(tmp_path).covers(dict(model.named_parameters()))
+
+
+def test_another_shape_or_name_is_not_covered(tmp_path: Path) -> None:
+    files = WeightFiles(save_model(tmp_path, "qwen3_moe"))
+    parameters = dict(make_model("qwen3_moe").named_parameters())
+    assert not files.covers(dict(make_model("qwen3_moe", num_experts=4).named_parameters()))
+    assert not files.covers({**parameters, "model.other.weight": torch.ones(1)})
+
+
+def test_weights_are_not_read_before_the_model_is_sharded(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(save_model(tmp_path, "qwen3")))
+    loaded = load_policy(model, PRECISION, 28, is_sharded=True)
+    assert loaded.files is not None
+    rotations = [b for name, b in loaded.model.named_buffers() if name.endswith("inv_freq")]
+    expected = [b for name, b in make_model("qwen3").named_buffers() if name.endswith("inv_freq")]
+    assert all(map(torch.equal, rotations, expected))
+    assert load_policy(model, PRECISION, 28).files is None
+
+
+def test_a_model_that_lacks_weights_is_refused_with_the_first_one(tmp_path: Path) -> None:
+    file = save_model(tmp_path, "llama") / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 weights are missing.*model\.norm\.weight"):
+        load_policy(ModelConfig(path=str(tmp_path)), PRECISION, 28, is_sharded=True)
+
+
+def test_ranks_with_other_files_are_told_apart(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3")
+    before = WeightFiles(folder).probe()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] += 0.25
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert WeightFiles(folder).probe() == pytest.approx(before + 0.25)
