@@ -18,6 +18,8 @@ from sluice.config.verl_sizes import (
 _MODEL = "actor_rollout_ref.model"
 _FSDP, _RECOMPUTE = f"{ACTOR}.fsdp_config", f"{MEGATRON}.override_transformer_config"
 _HYBRID = f"{ACTOR}.optim.override_optimizer_config"
+# The gradient adds up in float32, beside a block's product and the result.
+_HEAD_BYTES = 4 + 2 + 2
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -38,6 +40,7 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
         reshard_after_forward=sharding.reshard_after_forward,
         whole_gradients=sharding.use_no_sync_for_gradient_accumulation,
         fused_logits=True,
+        head_bytes=_HEAD_BYTES,
         sp=sharding.ulysses_sequence_parallel_size,
         micro_tokens=_micro_tokens(config, ranks=sharding.ulysses_sequence_parallel_size),
         master_bytes=_BYTES[sharding.model_dtype],

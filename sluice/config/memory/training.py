@@ -16,7 +16,6 @@ from sluice.config.memory.shape import ModelShape
 
 Backend = Literal["fsdp", "megatron", "replicated"]
 
-HEAD_BYTES = 4 + 2 + 2
 LOGIT_BYTES = 4 + 2 + 1
 """Per token and vocabulary entry: a float32 and a bfloat16 copy, and part of a temporary (verl)."""
 
@@ -39,6 +38,7 @@ class TrainingLayout:
         optimizer_host_share: share of the optimizer that always lives on the host (Megatron's
             hybrid optimizer).
         fused_logits: logprobs are computed without ever holding all logits.
+        head_bytes: bytes per weight of the head that its gradient takes then.
         whole_gradients: FSDP's gradients are added up whole on each rank before they are summed.
     """
 
@@ -62,6 +62,7 @@ class TrainingLayout:
     gradient_checkpointing: bool = False
     activation_offload: bool = False
     fused_logits: bool = False
+    head_bytes: int = 0
     reshard_after_forward: bool = True
     whole_gradients: bool = False
 
@@ -217,6 +218,6 @@ def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
 
 
 def _logits(shape: ModelShape, layout: TrainingLayout) -> float:
-    if layout.fused_logits:  # its gradient adds up in float32, beside a block's and the result
-        return float(HEAD_BYTES * shape.embedding_parameters)
+    if layout.fused_logits:
+        return float(layout.head_bytes * shape.embedding_parameters)
     return layout.micro_tokens * shape.vocab * LOGIT_BYTES / layout.tp

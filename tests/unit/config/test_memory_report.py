@@ -75,7 +75,7 @@ def test_rows_of_a_fixed_micro_batch_are_cut_by_sequence_parallelism() -> None:
     fixed = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
     config, settings = read(*fixed)
     assert verl_training_layout(config, settings).micro_tokens == 2 * 22_528 // 4
-    assert own_training_layout(config).micro_tokens == 2 * 22_528
+    assert own_training_layout(config).micro_tokens == 2 * 22_528 // 4
 
 
 def test_verls_layout_is_read_from_the_keys_of_megatron() -> None:
@@ -145,7 +145,7 @@ def test_devices_that_are_large_enough_break_no_rule() -> None:
                 f"{ROLLOUT}.gpu_memory_utilization=0.75",
             ],
         ),
-        ("own-update-memory", 450.0, [f"{MODEL}.enable_gradient_checkpointing=false"]),
+        ("own-update-memory", 130.0, [f"{MODEL}.enable_gradient_checkpointing=false"]),
     ],
 )
 def test_a_device_that_is_too_small_is_named_and_the_remedy_is_enough(
@@ -165,7 +165,7 @@ def test_a_model_that_no_engine_can_hold_has_no_remedy_but_larger_devices() -> N
 
 
 def test_what_our_own_trainer_needs_is_another_rule_than_verls_layout() -> None:
-    rules = {one.rule: one.severity for one in too_small(32.0)}
+    rules = {one.rule: one.severity for one in too_small(23.5)}
     assert rules == {"own-update-memory": Severity.ERROR}
 
 

@@ -19,7 +19,7 @@ from tests.support.tiny_policy import make_model, save_model
 PRECISION = FsdpConfig(dtype="float32")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "granite", "qwen3_moe"])
 def test_rows_are_those_of_the_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +56,11 @@ def test_weights_are_not_read_before_the_model_is_sharded(tmp_path: Path) -> Non
     expected = [b for name, b in make_model("qwen3").named_buffers() if name.endswith("inv_freq")]
     assert all(map(torch.equal, rotations, expected))
     assert load_policy(model, PRECISION, 28).files is None
+
+
+def test_files_with_other_names_are_left_to_transformers(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(save_model(tmp_path, "gpt_neox")))
+    assert load_policy(model, PRECISION, 28, is_sharded=True).files is None
 
 
 def test_a_model_that_lacks_weights_is_refused_with_the_first_one(tmp_path: Path) -> None:
