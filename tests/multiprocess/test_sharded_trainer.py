@@ -13,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import check_heads
+from services.trainer.learner.sequence_share import check_shareable
 from sluice.errors import ConfigError
 from tests.multiprocess.test_trainer_ranks import Rank, trainer
 from tests.support.rank_peer import NUM_GROUPS
@@ -246,4 +247,11 @@ def test_heads_that_cannot_be_shared_are_named_with_possible_sizes(
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     config = make_model("llama", hidden_size=48, **counts).config
     with pytest.raises(ConfigError, match=rf"cannot share {heads} .* give one of {possible}$"):
-        check_heads("key", size, config)
+        check_shareable("key", size, config)
+
+
+def test_images_are_refused_where_ranks_share_sequences() -> None:
+    config = AutoConfig.for_model("qwen2_5_vl")
+    check_shareable("key", 1, config)
+    with pytest.raises(ConfigError, match="key=2: a qwen2_5_vl model reads images"):
+        check_shareable("key", 2, config)

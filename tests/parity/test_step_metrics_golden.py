@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from services.trainer.learner.batch.train_batch import BatchCut, split_batch
+from services.trainer.learner.ranks import DataParallel
 from services.trainer.metrics.step_metrics import (
     FleetInterval,
     RunScale,
@@ -114,10 +113,12 @@ def test_lengths_of_a_whole_step_equal_the_sample_logs() -> None:
     found = batch_metrics(rows, max_prompt_tokens=2048, max_response_tokens=20480)
     assert found["response_length/mean"] == 7385.140625
     assert found["prompt_length/mean"] == 152.890625
+    parallel = DataParallel()
+    parallel.world_size = RANKS
     (mini_batch,) = split_batch(
         batch.groups,
         BatchCut(GROUPS, None, rows_per_micro=1),
-        SimpleNamespace(rank=0, world_size=RANKS),
+        parallel,
         step=1,
         device=torch.device("cpu"),
     )

@@ -27,7 +27,7 @@ from services.trainer.learner.model.trained_model import (
     trained_model,
 )
 from services.trainer.learner.ranks import DataParallel
-from services.trainer.learner.sequence_share import check_heads
+from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
 from services.trainer.learner.update.reference import ReferencePolicy
@@ -121,7 +121,7 @@ class Learner:
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
-        check_heads(SHARING_KEY, precision.ulysses_sequence_parallel_size, policy.model.config)
+        check_shareable(SHARING_KEY, precision.ulysses_sequence_parallel_size, policy.model.config)
         if actor.freeze_vision_tower:
             freeze_vision_tower(policy.model)
         self._policy = trained_model(
@@ -147,12 +147,6 @@ class Learner:
             reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
         if uses_critic(config):
             self._critic = Critic(config, parallel, self._device, total_steps)
-        image_prompts = load_image_prompts(model.path, trust_remote_code=model.trust_remote_code)
-        if image_prompts is not None and parallel.share is not None:
-            raise ConfigError(
-                f"{SHARING_KEY}={parallel.share.size}: a model with images trains on whole "
-                "sequences; leave the key at 1"
-            )
         self._update = PolicyUpdate(
             settings,
             self._policy,
@@ -160,7 +154,7 @@ class Learner:
             self._device,
             reference=reference,
             critic=self._critic,
-            image_prompts=image_prompts,
+            image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
         )
         self._check_equal_weights([trained.initial_sum for trained in self._trained()])
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from sluice.errors import ConfigError
+from sluice.vision.vision_shape import FAMILIES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,12 +101,17 @@ class SequenceShare:
         return parts.transpose(0, 1)
 
 
-def check_heads(key: str, size: int, config: PreTrainedConfig) -> None:
-    """Refuse a number of ranks that cannot share a model's attention heads evenly.
+def check_shareable(key: str, size: int, config: PreTrainedConfig) -> None:
+    """Refuse a model whose sequences, or whose attention heads, so many ranks cannot share.
 
     Raises:
         ConfigError: names the heads, and the sizes that are possible.
     """
+    if size > 1 and config.model_type in FAMILIES:
+        raise ConfigError(
+            f"{key}={size}: a {config.model_type} model reads images, which ranks cannot share; "
+            "leave the key at 1"
+        )
     text = config.get_text_config()
     heads: int = text.num_attention_heads
     kv_heads: int = getattr(text, "num_key_value_heads", None) or heads

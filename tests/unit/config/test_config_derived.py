@@ -110,15 +110,15 @@ def test_the_numbers_of_a_check_are_shown_as_verl_and_as_sluice_would_have_them(
     numbers = {one.name: (one.as_verl, one.here) for one in report.quantities}
     assert numbers == {
         "trainer ranks": (64, 64),
-        "data-parallel size D": (16, 64),
+        "data-parallel size D": (16, 16),
         "responses per step": (1024, 1024),
-        "responses per rank": (64, 16),
+        "responses per rank": (64, 64),
         "mini-batch responses": (512, 512),
-        "normalised mini-batch": (32, 8),
-        "accumulation steps": (8, 2),
+        "normalised mini-batch": (32, 32),
+        "accumulation steps": (8, 8),
         "optimizer steps per train batch": (2, 2),
         "responses per generation round": (1024, None),
-        "old-policy logprob micro-batches": (8, 4),
+        "old-policy logprob micro-batches": (8, 16),
         "steps of the run": (450, 468),
         "steps per epoch, nothing filtered": (15, 15),
     }
