@@ -97,8 +97,9 @@ class SequenceShare:
         heads = states.shape[1]
         if heads < self.size:
             states = states.repeat_interleave(self.size // heads, dim=1)
-        parts = states.squeeze(0).transpose(0, 1).unflatten(1, (self.size, -1))
-        return parts.transpose(0, 1)
+        tokens, width = states.shape[2:]
+        # [heads, t, dim] -> [size, heads / size, t, dim] -> [size, t, heads / size, dim]
+        return states.reshape(self.size, -1, tokens, width).transpose(1, 2)
 
 
 def check_shareable(key: str, size: int, config: PreTrainedConfig) -> None:

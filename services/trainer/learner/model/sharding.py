@@ -153,7 +153,7 @@ def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
         if isinstance(parameter, DTensor):
             mesh, rows = parameter.device_mesh, parameter.shape[0]
             start, _ = own_rows(rows, mesh)
-            files.fill(parameter.detach().to_local(), name, start)
+            files.fill(parameter.to_local().detach(), name, start)
         else:
             files.fill(parameter.detach(), name, 0)
 
