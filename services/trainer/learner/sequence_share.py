@@ -134,7 +134,7 @@ def _exchange(parts: Tensor, group: ProcessGroup) -> Tensor:
     return found
 
 
-class _Context(FunctionCtx):
+class _ShareContext(FunctionCtx):
     group: Any
     saved_tensors: tuple[Tensor, ...]
 
@@ -143,12 +143,12 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all of equal parts, whose gradient is the same exchange."""
 
     @staticmethod
-    def forward(ctx: _Context, parts: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _ShareContext, parts: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return _all_to_all(parts, group)
 
     @staticmethod
-    def backward(ctx: _Context, of_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _ShareContext, of_output: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(of_output, ctx.group), None
 
 
@@ -162,7 +162,7 @@ def _all_to_all(parts: Tensor, group: ProcessGroup) -> Tensor:
 class _WholeTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context, values: Tensor, own: Tensor, num_values: int, group: ProcessGroup
+        ctx: _ShareContext, values: Tensor, own: Tensor, num_values: int, group: ProcessGroup
     ) -> Tensor:
         ctx.save_for_backward(own)
         whole = values.new_zeros((values.shape[0], num_values))
@@ -171,6 +171,6 @@ class _WholeTokens(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: _Context, of_output: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _ShareContext, of_output: Tensor) -> tuple[Tensor, None, None, None]:
         (own,) = ctx.saved_tensors
         return of_output[:, own], None, None, None
