@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice.config.derived import replica_devices, uses_critic, uses_reference
+from sluice.config.derived import replica_devices, uses_reference
 from sluice.config.memory.layouts import own_training_layout, rollout_layout
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
@@ -25,7 +25,6 @@ from sluice.device.host import (
 )
 from sluice.doctor.finding import GIB, MIB, Examined, Finding, fine, gib, problem, warning
 from sluice.launch.device_share import DeviceShare, device_share, gpu_share
-from sluice.vision.vision_shape import reads_images
 
 # What a process takes before it holds a model: torch, and the vendor's libraries on a device.
 BARE_BYTES, BARE_ON_DEVICE_BYTES = GIB // 2, 3 * GIB
@@ -85,27 +84,26 @@ def memory_finding(available: int | None, needed: tuple[MemoryPart, ...]) -> Fin
 def needed_memory(examined: Examined, shape: ModelShape) -> tuple[MemoryPart, ...]:
     """Return the memory that trainer ranks, replicas and the reward service need on this host.
 
-    A rank reads its shards, but a critic or a model with images as a whole; a reference's shards
-    stay on the host. For a checkpoint rank 0 gathers the moments, which are twice the weights. Each
+    A rank may read the whole model before it keeps its shards; a reference's shards stay on the
+    host. For a checkpoint rank 0 gathers the moments, which are twice the weights. Each
     device of a replica receives all weights, whichever it keeps.
     """
     config = examined.config
     own, layout = own_training_layout(config), rollout_layout(config)
     training, rollout = training_memory(shape, own), rollout_memory(shape, layout, None)
     weights = shape.total_parameters * own.master_bytes
-    has_images = reads_images(config.actor_rollout_ref.model.path)
-    read = weights / (1 if uses_critic(config) or has_images else own.shard)
     snapshots = COPIES * shape.total_parameters * layout.kv_bytes  # the wire has the cache's dtype
     staged = snapshots * replica_devices(config)
     reference = weights / own.shard if uses_reference(config) else 0.0
     rank, replica = BARE_ON_DEVICE_BYTES + reference, float(BARE_ON_DEVICE_BYTES)
-    rank_most, replica_most = rank + read, replica + staged
-    if not _is_on_device(config.trainer.device, examined):
+    rank_most, replica_most = rank + weights, replica + staged
+    on_device = _is_on_device(config.trainer.device, examined)
+    if not on_device:
         rank += BARE_BYTES - BARE_ON_DEVICE_BYTES
-        rank_most = rank + max(training.update, read)
+        rank_most = rank + max(training.update, weights)
         rank += training.parameters + training.gradients + training.optimizer
     ranks, replicas = config.trainer.n_gpus_per_node, config.sluice.rollout.replicas
-    saving = ranks * rank + (2 * weights if own.backend == "fsdp" else 0.0)
+    saving = ranks * rank + (2 * weights if on_device or own.backend == "fsdp" else 0.0)
     if not _is_on_device(config.sluice.rollout.device, examined):
         replica = BARE_BYTES + rollout.weights
         replica_most = replica + staged + rollout.activations + rollout.kv_of_all_sequences

@@ -247,11 +247,18 @@ def test_heads_that_cannot_be_shared_are_named_with_possible_sizes(
     counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     config = make_model("llama", hidden_size=48, **counts).config
     with pytest.raises(ConfigError, match=rf"cannot share {heads} .* give one of {possible}$"):
-        check_shareable("key", size, config)
+        check_shareable(size, config)
 
 
 def test_images_are_refused_where_ranks_share_sequences() -> None:
     config = AutoConfig.for_model("qwen2_5_vl")
-    check_shareable("key", 1, config)
-    with pytest.raises(ConfigError, match="key=2: a qwen2_5_vl model reads images"):
-        check_shareable("key", 2, config)
+    check_shareable(1, config)
+    with pytest.raises(ConfigError, match="size=2: a qwen2_5_vl model reads images"):
+        check_shareable(2, config)
+
+
+def test_a_rotation_that_depends_on_the_length_is_refused_where_ranks_share_sequences() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = AutoConfig.for_model("llama", rope_parameters=rope)
+    with pytest.raises(ConfigError, match=r"positions \(dynamic\) depends on the length"):
+        check_shareable(2, config)

@@ -30,7 +30,7 @@ VOCABULARY = 61
 NUM_SAMPLES = 4
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 12, 16
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -42,13 +42,13 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-_GROUPED: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2}
+_GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True},
     "llama": _GROUPED,
     "mistral": {**_GROUPED, "sliding_window": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS},
     "granite": {**_GROUPED, "logits_scaling": 3.0, "attention_multiplier": 0.3},
-    "gpt_neox": _COMMON,
+    "gpt_neox": COMMON,
     "qwen3_moe": {
         **_GROUPED,
         "head_dim": 16,

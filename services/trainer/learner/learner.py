@@ -41,7 +41,6 @@ from sluice.errors import CheckpointError, ConfigError
 from sluice.types import TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 
-SHARING_KEY = f"{ACTOR_SHARDING}.ulysses_sequence_parallel_size"
 KL_CONTROL_FILE = "kl_control.json"
 
 NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
@@ -116,12 +115,12 @@ class Learner:
         max_tokens = max_row_tokens(config.data)
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
-        parallel.share_sequences(precision.ulysses_sequence_parallel_size, SHARING_KEY)
+        parallel.share_sequences(precision.ulysses_sequence_parallel_size)
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
-        check_shareable(SHARING_KEY, precision.ulysses_sequence_parallel_size, policy.model.config)
+        check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
         if actor.freeze_vision_tower:
             freeze_vision_tower(policy.model)
         self._policy = trained_model(
@@ -140,6 +139,7 @@ class Learner:
             self._model,
             DTYPES[precision.dtype],
             parallel.naming_failures("trying the model on packed tokens"),
+            parallel.share,
         )
         self._reshard()  # the check ran without a backward pass
         reference = None

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.sequence_share import SHARING_KEY, SequenceShare
 from sluice.concurrency.waits import waiting_for
 from sluice.config.addresses import join_host_port, split_host_port
 from sluice.device.protocol import WITHOUT_GATHER, Device, rank_backends
@@ -178,7 +178,7 @@ def _reached(spec: TransferGroupSpec, place: RankPlace) -> EpochStore:
 
 
 class DataParallel:
-    """Ranks that train different rows of one batch.
+    """Ranks that train one batch: different rows, or parts of the same ones.
 
     This base class is a run with one rank, whose collectives do nothing; for FSDP it makes a group
     of one. `TorchDistributed` connects several ranks.
@@ -211,7 +211,7 @@ class DataParallel:
         """Return the number of this rank's share: neighboring ranks share a sequence."""
         return self.rank // (self.share.size if self.share else 1)
 
-    def share_sequences(self, size: int, key: str) -> None:
+    def share_sequences(self, size: int) -> None:
         """Make `size` neighboring ranks share every packed sequence from now on.
 
         Raises:
@@ -220,8 +220,9 @@ class DataParallel:
         if self.world_size % size:
             sizes = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
             raise ConfigError(
-                f"{key}={size} does not divide the {self.world_size} trainer ranks (trainer.nnodes "
-                f"* trainer.n_gpus_per_node); give one of {', '.join(map(str, sizes))}"
+                f"{SHARING_KEY}={size} does not divide the {self.world_size} trainer ranks "
+                "(trainer.nnodes * trainer.n_gpus_per_node); give one of "
+                f"{', '.join(map(str, sizes))}"
             )
 
     def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
@@ -353,8 +354,8 @@ class TorchDistributed(DataParallel):
                 self._meshes[size] = self._make_mesh(size)
         return self._meshes[size]
 
-    def share_sequences(self, size: int, key: str) -> None:
-        super().share_sequences(size, key)
+    def share_sequences(self, size: int) -> None:
+        super().share_sequences(size)
         if size == 1:
             return
         with self.naming_failures(f"forming groups of {size} ranks that share sequences"):

@@ -25,6 +25,9 @@ from torch.autograd.function import FunctionCtx
 from sluice.errors import ConfigError
 from sluice.vision.vision_shape import FAMILIES
 
+SHARING_KEY = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+_ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from transformers import PreTrainedConfig
@@ -102,18 +105,26 @@ class SequenceShare:
         return states.reshape(self.size, -1, tokens, width).transpose(1, 2)
 
 
-def check_shareable(key: str, size: int, config: PreTrainedConfig) -> None:
+def check_shareable(size: int, config: PreTrainedConfig) -> None:
     """Refuse a model whose sequences, or whose attention heads, so many ranks cannot share.
 
     Raises:
         ConfigError: names the heads, and the sizes that are possible.
     """
-    if size > 1 and config.model_type in FAMILIES:
+    if size == 1:
+        return
+    if config.model_type in FAMILIES:
         raise ConfigError(
-            f"{key}={size}: a {config.model_type} model reads images, which ranks cannot share; "
-            "leave the key at 1"
+            f"{SHARING_KEY}={size}: a {config.model_type} model reads images, which ranks cannot "
+            "share; leave the key at 1"
         )
     text = config.get_text_config()
+    rotation = getattr(text, "rope_parameters", None) or {}
+    if rotation.get("rope_type") in _ROTATIONS_BY_LENGTH:
+        raise ConfigError(
+            f"{SHARING_KEY}={size}: the rotation of positions ({rotation['rope_type']}) depends on "
+            "the length of a sequence, of which each rank would see a part; leave the key at 1"
+        )
     heads: int = text.num_attention_heads
     kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
 
@@ -123,8 +134,8 @@ def check_shareable(key: str, size: int, config: PreTrainedConfig) -> None:
     if not is_even(size):
         sizes = [ranks for ranks in range(1, heads + 1) if is_even(ranks)]
         raise ConfigError(
-            f"{key}={size}: so many ranks cannot share {heads} attention heads and {kv_heads} "
-            f"key-value heads evenly; give one of {', '.join(map(str, sizes))}"
+            f"{SHARING_KEY}={size}: so many ranks cannot share {heads} attention heads and "
+            f"{kv_heads} key-value heads evenly; give one of {', '.join(map(str, sizes))}"
         )
 
 

@@ -15,6 +15,7 @@ from sluice.doctor.files import (
 )
 from sluice.doctor.finding import GIB, MIB, Finding
 from sluice.doctor.machine import (
+    BARE_ON_DEVICE_BYTES,
     MemoryPart,
     available_bytes,
     check_npus,
@@ -211,15 +212,15 @@ def test_more_replicas_need_more_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "whole"),
+    ("overrides", "held", "whole"),
     [
-        ([], 2 * 4.0),  # rank 0 gathers the moments for a checkpoint
-        (["actor_rollout_ref.actor.use_kl_loss=true"], 2 * 4.0),
-        (["trainer.n_gpus_per_node=4", "algorithm.adv_estimator=gae"], 4 * 4.0),
+        ([], 0.0, 2 * 4.0),  # rank 0 gathers the moments for a checkpoint
+        (["actor_rollout_ref.actor.use_kl_loss=true"], 4.0, 2 * 4.0),  # a reference, in shards
+        (["trainer.n_gpus_per_node=4"], 0.0, 4 * 4.0),  # each rank may read the whole model
     ],
 )
 def test_the_host_holds_what_ranks_read_and_what_devices_receive(
-    overrides: list[str], whole: float, tmp_path: Path
+    overrides: list[str], held: float, whole: float, tmp_path: Path
 ) -> None:
     write_model(tmp_path)
     on_gpus = ("trainer.device=cuda", "sluice.rollout.device=cuda", "trainer.n_gpus_per_node=2")
@@ -228,8 +229,9 @@ def test_the_host_holds_what_ranks_read_and_what_devices_receive(
     model = f"actor_rollout_ref.model.path={tmp_path}"
     examined = run_of(model, *on_gpus, *wire, tp, *overrides)
     assert examined.shape is not None
-    parameters = examined.shape.total_parameters
+    parameters, ranks = examined.shape.total_parameters, examined.config.trainer.n_gpus_per_node
     trainer, replicas, _ = needed_memory(examined, examined.shape)
+    assert trainer.at_least - ranks * BARE_ON_DEVICE_BYTES == parameters * held
     # Two snapshots in bfloat16 beside it.
     assert trainer.at_most - trainer.at_least == parameters * (whole + 2 * 2)
     # Each of two devices holds the base of the next update and the update.

@@ -78,14 +78,14 @@ def test_all_layers_of_a_pass_use_one_mask(
     learner: Learner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FSDP would copy a layout for each layer if it cast what layers get."""
-    masks: list[int] = []
+    masks: list[micro_batch.AttentionBlock] = []  # kept, or another would get its address
     make = micro_batch._mask
 
     def note(block: micro_batch.AttentionBlock, visible: torch.Tensor) -> torch.Tensor:
-        masks.append(id(block))
+        masks.append(block)
         return make(block, visible)
 
     monkeypatch.setattr(micro_batch, "_mask", note)
     learner.train_step(make_batch(), 1)
     assert masks
-    assert len(masks) == len(set(masks))
+    assert len(masks) == len(set(map(id, masks)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from services.trainer.learner.model import weight_files
 from services.trainer.learner.model.loading import load_policy
@@ -14,7 +17,7 @@ from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
-from tests.support.tiny_policy import make_model, save_model
+from tests.support.tiny_policy import COMMON, make_model, save_model
 
 PRECISION = FsdpConfig(dtype="float32")
 
@@ -26,7 +29,7 @@ def test_rows_are_those_of_the_model(
     monkeypatch.setattr(weight_files, "CHUNK_BYTES", 300)  # so that a tensor takes several parts
     files = WeightFiles(save_model(tmp_path, family))
     parameters = dict(make_model(family).named_parameters())
-    assert files.covers(parameters)
+    assert files.are(parameters)
     for name, whole in parameters.items():
         for start, stop in ((0, whole.shape[0]), (whole.shape[0] // 2, whole.shape[0]), (1, 1)):
             target = torch.full_like(whole[start:stop], torch.nan)
@@ -38,24 +41,69 @@ def test_several_files_with_an_index_are_one_model(tmp_path: Path) -> None:
     model = make_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert WeightFiles(tmp_path).covers(dict(model.named_parameters()))
+    assert WeightFiles(tmp_path).are(dict(model.named_parameters()))
 
 
-def test_another_shape_or_name_is_not_covered(tmp_path: Path) -> None:
+def test_another_shape_or_name_is_not_the_models(tmp_path: Path) -> None:
     files = WeightFiles(save_model(tmp_path, "qwen3_moe"))
     parameters = dict(make_model("qwen3_moe").named_parameters())
-    assert not files.covers(dict(make_model("qwen3_moe", num_experts=4).named_parameters()))
-    assert not files.covers({**parameters, "model.other.weight": torch.ones(1)})
+    assert not files.are(dict(make_model("qwen3_moe", num_experts=4).named_parameters()))
+    assert not files.are({**parameters, "model.other.weight": torch.ones(1)})
 
 
-def test_weights_are_not_read_before_the_model_is_sharded(tmp_path: Path) -> None:
+def test_weights_are_not_read_before_the_model_is_sharded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = ModelConfig(path=str(save_model(tmp_path, "qwen3")))
+    GenerationConfig(eos_token_id=[5, 6]).save_pretrained(tmp_path)
+    initialized = mock.Mock()
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", initialized)
     loaded = load_policy(model, PRECISION, 28, is_sharded=True)
     assert loaded.files is not None
+    assert not initialized.called
+    assert loaded.model.generation_config.eos_token_id == [5, 6]
     rotations = [b for name, b in loaded.model.named_buffers() if name.endswith("inv_freq")]
     expected = [b for name, b in make_model("qwen3").named_buffers() if name.endswith("inv_freq")]
     assert all(map(torch.equal, rotations, expected))
     assert load_policy(model, PRECISION, 28).files is None
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_model_with_saved_buffers_is_left_to_transformers(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        family,
+        **{**COMMON, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1},
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    assert set(dict(model.named_buffers())) & set(model.state_dict())
+    model.save_pretrained(tmp_path)
+    assert WeightFiles(tmp_path)
+    assert (
+        load_policy(ModelConfig(path=str(tmp_path)), PRECISION, 28, is_sharded=True).files is None
+    )
+
+
+@pytest.mark.parametrize("change", ["quantised", "own head", "stale index"])
+def test_files_that_transformers_would_read_otherwise_are_left_to_it(
+    change: str, tmp_path: Path
+) -> None:
+    file = save_model(tmp_path, "qwen3") / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    if change == "quantised":
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    elif change == "own head":
+        tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, file, metadata={"format": "pt"})
+    files = WeightFiles(tmp_path)
+    if change == "stale index":
+        old = {"weight_map": dict.fromkeys(tensors, "old.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(old), encoding="utf-8")
+        files = WeightFiles(tmp_path)  # of the one file
+    assert files.are(dict(make_model("qwen3").named_parameters())) == (change == "stale index")
 
 
 def test_files_with_other_names_are_left_to_transformers(tmp_path: Path) -> None:

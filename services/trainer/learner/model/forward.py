@@ -27,6 +27,7 @@ from services.trainer.learner.batch.micro_batch import (
     TrainingRow,
     build_micro_batch,
 )
+from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
 from sluice.concurrency.waits import advance
@@ -190,6 +191,7 @@ def check_packing(
     model: PreTrainedModel,
     dtype: torch.dtype = torch.float32,
     naming_failures: AbstractContextManager[object] | None = None,
+    share: SequenceShare | None = None,
 ) -> None:
     """Compare logprobs of a few made-up rows, packed together and by the model's logits of each.
 
@@ -201,6 +203,7 @@ def check_packing(
         model: the model that will be trained.
         dtype: of its passes.
         naming_failures: names errors of other ranks, as opposed to errors of the model.
+        share: the packed rows are shared as sequences will be.
 
     Raises:
         ConfigError: they differ by more than rounding.
@@ -209,7 +212,8 @@ def check_packing(
     rows = _made_up_rows(model.config.get_text_config().vocab_size)
     try:
         with torch.no_grad(), naming_failures or nullcontext():
-            together = token_outputs(model, _packed(model, rows), temperature=1.0).logprobs
+            packed = _packed(model, rows, share)
+            together = token_outputs(model, packed, temperature=1.0).logprobs
             alone = torch.cat([_logprobs_by_logits(model, row) for row in rows])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise _refusal(model, repr(error)) from error
@@ -238,12 +242,14 @@ def _made_up_rows(vocabulary: int) -> list[TrainingRow]:
     return rows
 
 
-def _packed(model: PreTrainedModel, rows: list[TrainingRow]) -> MicroBatch:
+def _packed(
+    model: PreTrainedModel, rows: list[TrainingRow], share: SequenceShare | None = None
+) -> MicroBatch:
     """Pack the rows in their order: they are given by group, so packing keeps it."""
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
-    micro_batch = build_micro_batch(rows, plan, model.device)
+    micro_batch = build_micro_batch(rows, plan, model.device, share=share)
     assert micro_batch is not None
     return micro_batch
 

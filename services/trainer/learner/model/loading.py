@@ -18,9 +18,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForTokenClassification,
+    GenerationConfig,
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
@@ -155,7 +157,8 @@ def _unread(model: ModelConfig, dtype: torch.dtype) -> LoadedModel | None:
         config = AutoConfig.from_pretrained(
             model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
-        if config.model_type in FAMILIES:  # the vision tower has an attention of its own
+        # A vision tower has an attention of its own; quantised weights are not what they seem.
+        if config.model_type in FAMILIES or hasattr(config, "quantization_config"):
             return None
         with no_init_weights():  # or the memory would be written
             loaded: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -165,9 +168,19 @@ def _unread(model: ModelConfig, dtype: torch.dtype) -> LoadedModel | None:
                 trust_remote_code=model.trust_remote_code,
             )
         loaded.tie_weights()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError):
+        if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():
+            loaded.generation_config = GenerationConfig.from_pretrained(
+                model.path, local_files_only=True
+            )
+        parameters = dict(loaded.named_parameters(remove_duplicate=False))
+        # Buffers that are saved are no parameters, and would keep what the model begins with.
+        if loaded.state_dict().keys() != parameters.keys():
+            return None
+        if not files.are(dict(loaded.named_parameters())):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError):
         return None  # reading it as a whole says what is wrong
-    if not files.covers(dict(loaded.named_parameters())):
+    except SafetensorError:
         return None
     return LoadedModel(loaded, files)
 

@@ -221,7 +221,7 @@ def _load_weights(
     try:
         if any(isinstance(one, DTensor) for one in trained.values()):
             files = WeightFiles(folder)
-            if files.covers(trained):
+            if files.are(trained):
                 fill_shards(trained, files)
                 return files.probe()
         loading: object = plain_class(model).from_pretrained(

@@ -18,12 +18,13 @@ from torch import Tensor
 
 CHUNK_BYTES = 64 << 20
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 # The parameter of all experts, and the tensors of one expert that make a row of it.
 _EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 
 
 class WeightFiles:
-    """The safetensors files of a folder.
+    """The safetensors files of a folder, those that transformers would take.
 
     Raises:
         OSError, SafetensorError, ValueError, KeyError: a file is missing or damaged.
@@ -31,7 +32,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         names = {_SINGLE}
-        if (folder / _INDEX).is_file():
+        if not (folder / _SINGLE).is_file():
             index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
             names = set(index["weight_map"].values())
         self._opened: dict[str, Any] = {}
@@ -39,9 +40,18 @@ class WeightFiles:
             opened: Any = safe_open(folder / name, framework="pt")
             self._opened.update(dict.fromkeys(opened.keys(), opened))
 
-    def covers(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether every parameter is there in its shape, whole or as experts."""
-        return all(self._shape(name) == tuple(one.shape) for name, one in parameters.items())
+    def are(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Return whether these parameters, in their shapes, and nothing else is there as floats."""
+        read: set[str] = set()
+        for name, parameter in parameters.items():
+            sources = self._sources(name, parameter.shape[0] if parameter.ndim else 0)
+            read.update(*sources)
+            if not read <= self._opened.keys():
+                return False
+            if self._shape(sources, is_whole=name in self._opened) != tuple(parameter.shape):
+                return False
+        dtypes = {self._slice(name).get_dtype() for name in self._opened}
+        return read == self._opened.keys() and dtypes <= _FLOATS
 
     def fill(self, target: Tensor, name: str, start: int) -> None:
         """Copy the rows of a parameter from `start` on into `target`, a part at a time."""
@@ -52,46 +62,38 @@ class WeightFiles:
             part.copy_(self._rows(name, start + first, start + first + part.shape[0]))
 
     def probe(self) -> float:
-        """Return the sum of the first row of every tensor, to compare ranks by one number."""
-        return sum(
-            float(opened.get_slice(name)[:1].double().sum())
-            for name, opened in sorted(self._opened.items())
-            if opened.get_slice(name).get_shape()
-        )
+        """Return a sum over some rows of every tensor, to compare ranks by one number."""
+        total = 0.0
+        for name in sorted(self._opened):
+            found = self._slice(name)
+            rows = found.get_shape()[0]
+            for row in {0, rows // 3, rows - 1}:
+                total += float(found[row : row + 1].double().sum())
+        return total
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         if name in self._opened:
-            found: Tensor = self._opened[name].get_slice(name)[start:stop]
+            found: Tensor = self._slice(name)[start:stop]
             return found
-        prefix, parts = _expert_parts(name)
-        experts = [
-            torch.cat([self._expert(prefix, number, part) for part in parts])
-            for number in range(start, stop)
-        ]
-        return torch.stack(experts)
+        experts = self._sources(name, stop)[start:]
+        return torch.stack([torch.cat([self._slice(one)[:] for one in parts]) for parts in experts])
 
-    def _expert(self, prefix: str, number: int, part: str) -> Tensor:
-        name = f"{prefix}.{number}.{part}.weight"
-        found: Tensor = self._opened[name].get_tensor(name)
-        return found
+    def _sources(self, name: str, rows: int) -> list[list[str]]:
+        """Return the tensor of a parameter, or of an experts' parameter those of each expert."""
+        for suffix, parts in _EXPERTS.items():
+            if name.endswith(suffix) and name not in self._opened:
+                experts = name.removesuffix(suffix) + "experts"
+                return [[f"{experts}.{row}.{part}.weight" for part in parts] for row in range(rows)]
+        return [[name]]
 
-    def _shape(self, name: str) -> tuple[int, ...] | None:
-        if name in self._opened:
-            return tuple(self._opened[name].get_slice(name).get_shape())
-        prefix, parts = _expert_parts(name)
-        first = [f"{prefix}.0.{part}.weight" for part in parts]
-        if not first or not all(one in self._opened for one in first):
-            return None
-        number = 0
-        while f"{prefix}.{number}.{parts[0]}.weight" in self._opened:
-            number += 1
-        shapes = [self._opened[one].get_slice(one).get_shape() for one in first]
-        return (number, sum(rows for rows, _ in shapes), shapes[0][1])
+    def _shape(self, sources: list[list[str]], *, is_whole: bool) -> tuple[int, ...]:
+        """Return the shape of what these tensors make; empty: they do not fit together."""
+        if is_whole:
+            return tuple(self._slice(sources[0][0]).get_shape())
+        shapes = [[tuple(self._slice(one).get_shape()) for one in parts] for parts in sources]
+        if any(one != shapes[0] for one in shapes) or any(len(one) != 2 for one in shapes[0]):
+            return ()
+        return (len(sources), sum(one[0] for one in shapes[0]), shapes[0][0][1])
 
-
-def _expert_parts(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name of a layer's experts, and the tensors of one; no tensors: it has none."""
-    for suffix, parts in _EXPERTS.items():
-        if name.endswith(suffix):
-            return name.removesuffix(suffix.removeprefix("experts")), parts
-    return name, ()
+    def _slice(self, name: str) -> Any:  # noqa: ANN401 - safetensors has no types
+        return self._opened[name].get_slice(name)

@@ -25,6 +25,7 @@ from services.trainer.learner.model.loading import load_critic
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import CRITIC_SHARDING, trained_model
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sequence_share import check_shareable
 from sluice.algorithm.losses.objective import aggregate
 from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
 from sluice.config.derived import max_row_tokens
@@ -84,8 +85,10 @@ class Critic:
         self._cut = _cut(config)
         self._parallel = parallel
         self._device = device
+        loaded = load_critic(_model(config), critic.fsdp, max_row_tokens(config.data))
+        check_shareable(actor.fsdp_config.ulysses_sequence_parallel_size, loaded.model.config)
         self.trained = trained_model(
-            load_critic(_model(config), critic.fsdp, max_row_tokens(config.data)),
+            loaded,
             critic.fsdp,
             critic.optim,
             parallel,
