@@ -123,7 +123,7 @@ def check_shareable(size: int, config: PreTrainedConfig) -> None:
     if rotation.get("rope_type") in _ROTATIONS_BY_LENGTH:
         raise ConfigError(
             f"{SHARING_KEY}={size}: the rotation of positions ({rotation['rope_type']}) depends on "
-            "the length of a sequence, of which each rank would see a part; leave the key at 1"
+            "the length of a sequence, and each rank would see a part of it; leave the key at 1"
         )
     heads: int = text.num_attention_heads
     kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
