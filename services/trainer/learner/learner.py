@@ -17,6 +17,7 @@ from torch import Tensor
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
+from services.trainer.learner.model.lora import adapter_parameters, add_adapters, on_the_wire
 from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
@@ -30,9 +31,13 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
-from services.trainer.learner.update.reference import ReferencePolicy
+from services.trainer.learner.update.reference import (
+    AdapterReference,
+    Reference,
+    ReferencePolicy,
+)
 from services.trainer.learner.update.settings import update_settings
-from sluice.config.derived import max_row_tokens, uses_critic
+from sluice.config.derived import adapts, max_row_tokens, uses_critic
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device
@@ -51,7 +56,10 @@ class TensorSet(StrEnum):
 
     WIRE_WEIGHTS = "wire_weights"
     """The policy's weights for replicas, in ``actor_rollout_ref.rollout.dtype``."""
+    WIRE_CHANGES = "wire_changes"
+    """Those of them that are trained: the others never change."""
     WEIGHTS = "weights"
+    ADAPTERS = "adapters"
     MOMENTS = "moments"
     CRITIC_WEIGHTS = "critic_weights"
     CRITIC_MOMENTS = "critic_moments"
@@ -120,6 +128,8 @@ class Learner:
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
+        if adapts(model):
+            add_adapters(policy.model, model, DTYPES[precision.model_dtype])
         check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
         if actor.freeze_vision_tower:
             freeze_vision_tower(policy.model)
@@ -142,8 +152,10 @@ class Learner:
             parallel.share,
         )
         self._reshard()  # the check ran without a backward pass
-        reference = None
-        if settings.needs_reference:
+        reference: Reference | None = None
+        if settings.needs_reference and adapts(model):
+            reference = AdapterReference(self._policy, self._device, parallel)
+        elif settings.needs_reference:
             reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
         if uses_critic(config):
             self._critic = Critic(config, parallel, self._device, total_steps)
@@ -186,6 +198,11 @@ class Learner:
         for name, parameter in self._policy.parameters.items():
             yield name, parameter.detach()
 
+    @property
+    def frozen_names(self) -> frozenset[str]:
+        """Return the names of the policy's weights that are not trained."""
+        return frozenset(n for n, one in self._policy.parameters.items() if not one.requires_grad)
+
     def gather(self, holding: TensorSet) -> NamedTensors:
         """Yield whole tensors on rank 0, nothing on the others; if sharded, collective to its end.
 
@@ -195,14 +212,22 @@ class Learner:
         trained = self._policy
         if self._critic and holding in (TensorSet.CRITIC_WEIGHTS, TensorSet.CRITIC_MOMENTS):
             trained = self._critic.trained
+        wire_dtype: torch.dtype | None = None
         is_moments = holding in (TensorSet.MOMENTS, TensorSet.CRITIC_MOMENTS)
         held = trained.optimizer.state_tensors() if is_moments else trained.parameters
-        wire_dtype: torch.dtype = getattr(torch, self._config.actor_rollout_ref.rollout.dtype)
+        if holding in (TensorSet.WIRE_WEIGHTS, TensorSet.WIRE_CHANGES):
+            held = on_the_wire(trained.model, held)
+            wire_dtype = getattr(torch, self._config.actor_rollout_ref.rollout.dtype)
+        if holding is TensorSet.WIRE_CHANGES:
+            frozen = self.frozen_names
+            held = {n: one for n, one in held.items() if n not in frozen}
+        elif holding is TensorSet.ADAPTERS:
+            held = adapter_parameters(trained.model)
         return gather_whole(
             held.items(),
             self._parallel,
             f"gathering {holding.replace('_', ' ')}",
-            dtype=wire_dtype if holding is TensorSet.WIRE_WEIGHTS else None,
+            dtype=wire_dtype,
         )
 
     def save(self, directory: Path, whole: OpenTensorSet | None = None) -> None:
@@ -220,7 +245,9 @@ class Learner:
                 folder,
                 trained,
                 path,
-                weights=partial(whole or self._own, weights) if trained.shards else None,
+                weights=partial(whole or self._own, weights)
+                if trained.shards or weights is TensorSet.ADAPTERS
+                else None,
                 moments=partial(whole or self._own, moments),
             )
         coef = self._update.kl_controller.coef
@@ -247,12 +274,17 @@ class Learner:
         self._load_kl_control(directory / KL_CONTROL_FILE)
         self._check_equal_weights(sums)
 
+    @property
+    def _adapts(self) -> bool:
+        return adapts(self._config.actor_rollout_ref.model)
+
     def _trained(self) -> list[TrainedModel]:
         return [self._policy, *([self._critic.trained] if self._critic else [])]
 
     def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path, TensorSet, TensorSet]]:
         """Return each model of a checkpoint, its folder and its sets of tensors."""
-        found = [(self._policy, actor, TensorSet.WEIGHTS, TensorSet.MOMENTS)]
+        weights = TensorSet.ADAPTERS if self._adapts else TensorSet.WEIGHTS
+        found = [(self._policy, actor, weights, TensorSet.MOMENTS)]
         if self._critic is not None:
             folder = actor.parent / CRITIC_FOLDER
             kinds = TensorSet.CRITIC_WEIGHTS, TensorSet.CRITIC_MOMENTS

@@ -65,7 +65,9 @@ class LearnerThread:
         """Copy the current weights as `version`; the other ranks help if they are sharded."""
 
         def freeze() -> None:
-            with self._leader.whole(TensorSet.WIRE_WEIGHTS) as weights:
+            is_first = self._snapshots.version is None
+            wanted = TensorSet.WIRE_WEIGHTS if is_first else TensorSet.WIRE_CHANGES
+            with self._leader.whole(wanted) as weights:
                 self._snapshots.write(weights, version, self._freeze_timeout_s)
 
         await self._run(freeze)

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.weight_files import WeightFiles
+from sluice.config.derived import adapts
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
@@ -75,7 +76,8 @@ def load_policy(
             "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
             "more precisely than the weights are stored; set model_dtype=float32 or dtype=bfloat16"
         )
-    dtype = DTYPES[precision.model_dtype]
+    # Frozen weights have no use for more bits than the passes compute with.
+    dtype = DTYPES[precision.dtype if adapts(model) else precision.model_dtype]
     files = _unread(model, dtype) if is_sharded else None
     loaded = files or LoadedModel(_read(model, dtype))
     _prepare(loaded.model, model, max_tokens)

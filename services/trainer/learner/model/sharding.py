@@ -24,6 +24,7 @@ from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.concurrency.waits import advance
 from sluice.errors import ConfigError
+from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,7 +98,8 @@ def shard_model(
     # None is FSDP2's default: reshard all units but the outermost.
     kept_whole: bool | None = None if reshard_after_forward else False
     layers = set(model._no_split_modules or ())
-    names = {id(one): name for name, one in model.named_parameters()}
+    # Adapters are in no file of the model.
+    names = {id(one): name for name, one in model.named_parameters() if not is_adapter(name)}
 
     def read(unit: nn.Module) -> None:
         if files is not None:

@@ -3,6 +3,7 @@
 A checkpoint's ``actor`` or ``critic`` folder holds:
 
     huggingface/           config, weights and tokenizer; any Hugging Face tool loads it
+    lora_adapter/          instead of those weights, the adapters of a run that trains only them
     optimizer.safetensors  AdamW's moments and counts by parameter name
     extra_state.json       random generators, number of skipped optimizer steps
 """
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from services.trainer.learner.checkpoint import resume_remedy
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.loading import LoadedModel
+from services.trainer.learner.model.lora import adapted_layers, load_adapters, save_adapters
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import (
     Shards,
@@ -37,10 +39,12 @@ from services.trainer.learner.model.sharding import (
 )
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.ranks import DataParallel
+from sluice.checkpoint.adapter_files import ADAPTER_FOLDER
 from sluice.concurrency.waits import advance
 from sluice.config.derived import is_whole
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
+from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -126,7 +130,8 @@ def save_policy_state(
         directory: new or empty.
         trained: its weights are written in their dtype.
         model_path: the folder that the run's model came from; its tokenizer files are copied.
-        weights: all parameters by the model's names, tied ones once; ``None``: the model is whole.
+        weights: all parameters by the model's names, tied ones once, or only the adapters;
+            ``None``: the model is whole and has none.
         moments: the tensors of `PolicyOptimizer.state_tensors`, whole.
 
     Raises:
@@ -134,7 +139,11 @@ def save_policy_state(
     """
     huggingface = directory / HUGGINGFACE_FOLDER
     try:
-        _save_model(huggingface, trained.model, weights)
+        if weights is not None and adapted_layers(trained.model):
+            save_adapters(directory / ADAPTER_FOLDER, trained.model, _on_host(weights), model_path)
+            _save_config(huggingface, trained.model)
+        else:
+            _save_model(huggingface, trained.model, weights)
         advance()
         save_file(_on_host(moments), directory / OPTIMIZER_FILE)
         advance()
@@ -166,7 +175,15 @@ def load_policy_state(directory: Path, trained: TrainedModel) -> float:
     Raises:
         CheckpointError: a file is missing or unreadable, or belongs to another model.
     """
-    total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
+    if adapted_layers(trained.model):
+        total = load_adapters(directory / ADAPTER_FOLDER, trained.model)
+    elif (directory / ADAPTER_FOLDER).is_dir():
+        raise CheckpointError(
+            f"{directory} holds adapters and the run trains all weights; resume with the "
+            "actor_rollout_ref.model.lora_rank of before, or start from `sluice merge`'s folder"
+        )
+    else:
+        total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
     trained.optimizer.load_state_tensors(_read_tensors(directory / OPTIMIZER_FILE))
     try:
         extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
@@ -193,6 +210,12 @@ def _save_model(folder: Path, model: PreTrainedModel, weights: WholeTensors | No
     """Write the weights. They are released on return: the moments, twice their size, come next."""
     state = None if weights is None else {**_on_host(weights), **_buffers(model)}
     model.save_pretrained(folder, state_dict=state)
+
+
+def _save_config(folder: Path, model: PreTrainedModel) -> None:
+    model.config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def _on_host(tensors: WholeTensors) -> dict[str, Tensor]:
@@ -364,7 +387,8 @@ def share_model(
     mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
     if mesh is None:
         if loaded.files is not None:
-            fill_shards(dict(loaded.model.named_parameters()), loaded.files)
+            read = {n: p for n, p in loaded.model.named_parameters() if not is_adapter(n)}
+            fill_shards(read, loaded.files)
         loaded.model.to(device)  # type: ignore[arg-type]  # transformers narrows torch's overloads
         return None
     return shard_model(
