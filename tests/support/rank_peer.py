@@ -37,6 +37,7 @@ from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.plan import tensor_specs
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import (
+    adapting,
     freezing,
     make_batch,
     make_config,
@@ -63,11 +64,14 @@ class Publishing:
 
     def __init__(self, learner: Learner) -> None:
         specs = tensor_specs(learner.named_weights(), torch.bfloat16)
-        self._trainer, self._runner = Trainer(TIMEOUT_S, specs=specs), asyncio.Runner()
+        self._trainer = Trainer(TIMEOUT_S, specs=specs, constant=learner.frozen_names)
+        self._runner = asyncio.Runner()
         self._replica = self._trainer.add("replica")
 
     def publish(self, leader: RankLeader, version: int) -> dict[str, object]:
-        with leader.whole(TensorSet.WIRE_WEIGHTS) as whole:
+        is_first = self._trainer.snapshots.version is None
+        wanted = TensorSet.WIRE_WEIGHTS if is_first else TensorSet.WIRE_CHANGES
+        with leader.whole(wanted) as whole:
             self._trainer.snapshots.write(whole, version, TIMEOUT_S)
         report = self._runner.run(self._trainer.publisher.publish(version))
         served = self._replica.served
@@ -144,13 +148,14 @@ def run(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    adapters: dict[str, object] | None = None,
 ) -> None:
     parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
     small = partial(gather_whole, bucket_bytes=BUCKET_BYTES)
     mock.patch.object(learner_module, "gather_whole", small).start()
-    config = make_config(model, NUM_GROUPS, **actor)
+    config = adapting(make_config(model, NUM_GROUPS, **actor), **(adapters or {}))
     if frozen is not None:
         config = with_critic(config)
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
