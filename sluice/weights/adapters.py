@@ -9,9 +9,10 @@ A and B, and every version is merged from the same W, so that no rounding adds u
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 
@@ -22,10 +23,8 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """Return W + scale B A, computed in float32 or more and rounded once to W's dtype."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    product = torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
-    return product.to(weight.dtype)
+    """Return W + scale B A, computed in float32 and rounded once to W's dtype."""
+    return weight.float().addmm(b.float(), a.float(), alpha=scale).to(weight.dtype)
 
 
 def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -44,11 +43,17 @@ def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def merged_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that `merge_adapters` gives; what is no adapter of a weight there stays."""
+    """Return the shapes that `merge_adapters` gives; what is no adapter of a weight there stays.
+
+    An adapter's rank is at most the larger side of its weight, so that a sender cannot ask for any
+    amount of memory.
+    """
     found = dict(shapes)
     for name in [name for name in shapes if name.endswith(A_SUFFIX)]:
         module = name.removesuffix(A_SUFFIX)
-        weight, a, b = shapes.get(f"{module}.weight"), shapes[name], shapes.get(module + B_SUFFIX)
-        if weight and b and len(a) == len(b) == 2 and a[0] == b[1] and weight == (b[0], a[1]):
-            del found[name], found[module + B_SUFFIX]
+        weight, a, b = (shapes.get(f"{module}{one}") for one in (".weight", A_SUFFIX, B_SUFFIX))
+        if weight and a and b and len(weight) == len(a) == len(b) == 2:
+            rank = a[0]
+            if (a, b) == ((rank, weight[1]), (weight[0], rank)) and rank <= max(weight):
+                del found[name], found[module + B_SUFFIX]
     return found
