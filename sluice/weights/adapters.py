@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+_FLOAT_BYTES = 4
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -23,8 +24,9 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """Return W + scale B A, computed in float32 and rounded once to W's dtype."""
-    return weight.float().addmm(b.float(), a.float(), alpha=scale).to(weight.dtype)
+    """Return W + scale B A, computed in float32 at least and rounded once to W's dtype."""
+    exact = weight.clone() if weight.element_size() >= _FLOAT_BYTES else weight.float()
+    return exact.addmm_(b.to(exact.dtype), a.to(exact.dtype), alpha=scale).to(weight.dtype)
 
 
 def merge_adapters(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

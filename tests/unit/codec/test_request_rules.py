@@ -240,7 +240,12 @@ REFUSED: list[tuple[Check, Any, str]] = [
     *(
         (
             check_join,
-            join(tensors=[weights.TensorSpec(name="w.weight", shape=shape), weights.TensorSpec(name="b")]),
+            join(
+                tensors=[
+                    weights.TensorSpec(name="w.weight", shape=shape),
+                    weights.TensorSpec(name="b"),
+                ]
+            ),
             "tensors: 'w'",
         )
         for shape in ([2**40], [-2, -3], [2], [2, 3, 1])

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from services.trainer.learner.learner import Learner, TensorSet
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.model.lora import (
-    add_adapters,
     adapted_layers,
     adapter_parameters,
+    add_adapters,
     on_the_wire,
     without_adapters,
 )
