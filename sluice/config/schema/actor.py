@@ -192,6 +192,9 @@ class FsdpConfig(Section, frozen=True):
     ranks sum and shard them after every micro-batch.
     """
 
+    optimizer_offload: bool = False
+    """Keep AdamW's moments in host memory; a step brings them to the device part by part."""
+
 
 class ActorFsdpConfig(FsdpConfig, frozen=True):
     """The policy's, and how ranks share a sequence: so do reference and critic."""

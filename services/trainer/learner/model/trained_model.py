@@ -363,7 +363,8 @@ def trained_model(
     gradients = None
     if shards is not None:
         gradients = ShardedGradients(list(trained.values()), parallel, shards.num_copies)
-    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients)
+    on_host = sharding.optimizer_offload
+    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients, on_host=on_host)
     return TrainedModel(model, parameters, optimizer, shards, total)
 
 
