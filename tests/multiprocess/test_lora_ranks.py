@@ -32,17 +32,22 @@ def make_learner(folder: Path, **actor: Any) -> Learner:
 
 
 @pytest.mark.parametrize(
-    ("family", "world_size", "sharing", "recomputes"),
+    ("family", "world_size", "sharing", "offloads"),
     [("qwen3", 2, 1, True), ("llama", 2, 2, False), ("qwen3_moe", 4, 2, False)],
 )
 def test_any_layout_trains_and_saves_adapters_as_one_rank_does(
-    family: str, world_size: int, sharing: int, recomputes: bool, tmp_path: Path
+    family: str, world_size: int, sharing: int, offloads: bool, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "model", family)
-    layout = {"dtype": "float32", "ulysses_sequence_parallel_size": sharing}
+    layout = {
+        "dtype": "float32",
+        "ulysses_sequence_parallel_size": sharing,
+        "optimizer_offload": offloads,
+    }
+    keys = {"enable_gradient_checkpointing": offloads, "enable_activation_offload": offloads}
     single = make_learner(folder, **ACTOR)
     settings = ACTOR | {"fsdp_config": layout}
-    with trainer(folder, world_size, adapters=ADAPTERS, recomputes=recomputes, **settings) as ranks:
+    with trainer(folder, world_size, adapters=ADAPTERS | keys, **settings) as ranks:
         for number in (1, 2, 3):
             assert_like(ranks[0].command(f"train {number}"), step(single, number))
         ranks[0].command(f"save {tmp_path / 'many' / 'actor'}")

@@ -18,6 +18,7 @@ from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
 from services.trainer.learner.model.lora import adapter_parameters, add_adapters, on_the_wire
+from services.trainer.learner.model.recompute import keep_inputs_on_host, recompute_as_configured
 from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
@@ -128,6 +129,9 @@ class Learner:
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
+        recompute_as_configured(policy.model, actor.megatron.override_transformer_config)
+        if model.enable_activation_offload:
+            keep_inputs_on_host(policy.model)
         if adapts(model):
             add_adapters(policy.model, model, DTYPES[precision.model_dtype])
         check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)

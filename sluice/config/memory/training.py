@@ -39,6 +39,8 @@ class TrainingLayout:
             hybrid optimizer).
         fused_logits: logprobs are computed without ever holding all logits.
         head_bytes: bytes per weight of the head that its gradient takes then.
+        adapter_rank: of adapters beside frozen weights, which are stored in `compute_bytes`; 0: all
+            weights are trained.
         whole_gradients: FSDP's gradients are added up whole on each rank before they are summed.
     """
 
@@ -65,6 +67,7 @@ class TrainingLayout:
     head_bytes: int = 0
     reshard_after_forward: bool = True
     whole_gradients: bool = False
+    adapter_rank: int = 0
 
     @property
     def data_parallel(self) -> int:
@@ -151,9 +154,12 @@ def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, floa
         optimizer = 12 * (dense / dense_copies + experts / expert_copies)
         return 2 * (dense + experts), 4 * (dense + experts), optimizer
     ranks = layout.shard if layout.backend == "fsdp" else 1
-    held = shape.total_parameters / ranks * layout.master_bytes
-    gradients = held * ranks if layout.whole_gradients else held
-    return held, gradients, 2 * held
+    held = trained = shape.total_parameters / ranks * layout.master_bytes
+    if layout.adapter_rank:
+        trained = shape.adapter_parameters(layout.adapter_rank) / ranks * layout.master_bytes
+        held = shape.total_parameters / ranks * layout.compute_bytes + trained
+    gradients = trained * ranks if layout.whole_gradients else trained
+    return held, gradients, 2 * trained
 
 
 def megatron_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[float, float]:

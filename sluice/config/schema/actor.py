@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from sluice.config.schema.section import (
@@ -205,6 +206,30 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
     """
 
 
+class TransformerOverrides(Section, frozen=True):
+    """What the backward pass recomputes, in Megatron's words."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """full: whole layers; selective: recompute_modules of each layer; none: as
+    model.enable_gradient_checkpointing says.
+    """
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """full: block recomputes the first recompute_num_layers layers, all else every layer."""
+
+    recompute_num_layers: PositiveInt | None = None
+    """block: number of layers."""
+
+    recompute_modules: list[str] = msgspec.field(default_factory=lambda: ["core_attn"])
+    """selective: some of core_attn, layernorm, mlp and moe. Of core_attn nothing is kept anyway."""
+
+
+class MegatronConfig(Section, frozen=True):
+    """Keys of verl's Megatron backend that mean the same here."""
+
+    override_transformer_config: TransformerOverrides = TransformerOverrides()
+
+
 class ActorConfig(Section, frozen=True):
     """The policy update: batches, loss and passes."""
 
@@ -279,3 +304,4 @@ class ActorConfig(Section, frozen=True):
     optim: OptimConfig = OptimConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     fsdp_config: ActorFsdpConfig = ActorFsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()

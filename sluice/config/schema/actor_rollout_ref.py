@@ -19,6 +19,9 @@ class ModelConfig(Section, frozen=True):
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
 
+    enable_activation_offload: bool = False
+    """Let the inputs of recomputed layers wait in host memory for the backward pass."""
+
     lora_rank: NonNegativeInt = 0
     """Rank of low-rank adapters; the model's own weights stay frozen. 0: train all weights."""
 

@@ -21,12 +21,12 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.initialization import no_init_weights
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.forward import DTYPES
+from services.trainer.learner.model.recompute import recompute_layers
 from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.derived import adapts
 from sluice.config.schema.actor import FsdpConfig
@@ -98,7 +98,7 @@ def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> No
     check_attention(loaded.config, max_tokens)
     loaded.eval()
     if model.enable_gradient_checkpointing:
-        _checkpoint_layers(loaded)
+        recompute_layers(loaded)
 
 
 def freeze_vision_tower(model: PreTrainedModel) -> None:
@@ -230,20 +230,3 @@ def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) ->
 def _is_value_head(name: str) -> bool:
     """Return whether a weight is a value head's, which a language model's files do not have."""
     return name.split(".", 1)[0] in {"score", "classifier"}
-
-
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute decoder layers in the backward pass.
-
-    transformers does this only for layers in training mode. So the flag is set on the layers, but
-    not on the modules inside them, whose dropout stays off.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"actor_rollout_ref.model.enable_gradient_checkpointing: {type(model).__name__} does "
-            "not support it; set it to false"
-        )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
