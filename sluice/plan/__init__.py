@@ -1,0 +1,1 @@
+"""`sluice plan`: divide a launch's devices, and say by phase whether each of them has the memory."""
