@@ -1,1 +1,1 @@
-"""`sluice plan`: divide a launch's devices, and say by phase whether each of them has the memory."""
+"""`sluice plan`: divide a launch's devices; say by phase whether each has the memory."""

@@ -1,4 +1,4 @@
-"""What `services.trainer.dry_run` is asked and answers; a process of its own, since it loads torch."""
+"""What `services.trainer.dry_run` is asked and answers, in a process of its own: it loads torch."""
 
 from __future__ import annotations
 

@@ -44,13 +44,13 @@ class FakeRanks(TorchDistributed):
             return super().shard_mesh(size)
 
     def _form(self, backend: str, place: RankPlace) -> None:
-        store = FakeStore()  # type: ignore[no-untyped-call]
+        store = FakeStore()
         dist.init_process_group("fake", store=store, rank=0, world_size=place.world_size)
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Make tensors without memory in the block; meshes stay real, since they hold ranks' numbers."""
+    """Make tensors without memory in the block; but meshes hold the numbers of ranks."""
     mesh, init = DeviceMesh.mesh, DeviceMesh.__init__
     DeviceMesh.mesh = property(_really(mesh.fget))  # type: ignore[assignment,method-assign,attr-defined]
     DeviceMesh.__init__ = _really(init)  # type: ignore[method-assign]

@@ -39,7 +39,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self.moved: dict[str, int] = defaultdict(int)
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
             return found
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def _count_moved(self, func: Any, args: tuple[Any, ...]) -> None:  # noqa: ANN401
         kind = _COLLECTIVES.get(func.overloadpacket.__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ class _Rank:
     ) -> None:
         actor = config.actor_rollout_ref.actor
         self._config, self._count = config, count
-        kind = AutoConfig.for_model(**copy.deepcopy(dict(model)))
+        kind = AutoConfig.for_model(**cast("dict[str, Any]", copy.deepcopy(dict(model))))
         self._model = build_policy(
             kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
         )

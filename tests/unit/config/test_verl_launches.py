@@ -15,12 +15,12 @@ from sluice.config.loading.loader import (
     read_settings,
     settings_of,
 )
+from sluice.config.memory.published import published_shape
 from sluice.config.problems import Problem
 from sluice.config.rules.checks import all_problems
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import verl_batch
 from sluice.errors import ConfigError
-from tests.support.published_shapes import PUBLISHED_SHAPES
 
 LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
 FILES = sorted(LAUNCHES.glob("*.overrides"))
@@ -162,8 +162,7 @@ def test_a_published_launch_breaks_no_rule(name: str) -> None:
     config = load_config(file, [])
     settings = KeySettings(config, read_settings(file, []).by_key())
     model = config.actor_rollout_ref.model.path.rpartition("/")[2]
-    shape = PUBLISHED_SHAPES.get(model.removesuffix("-Instruct").replace("-VL", ""))
-    assert (shape is None) == (not model)
+    shape = published_shape(model) if model else None
     broken = all_problems(config, settings, shape=shape, files=False)
     assert [one for one in broken if one.rule != "engine-replicas"] == []
     assert verl_batch(config, settings).split.data_parallel == DATA_PARALLEL[name]

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.config.loading.loader import KeySettings, load_config, read_settings
+from sluice.config.memory.published import published_shape
 from sluice.config.memory.shape import ModelShape
 from sluice.config.problems import Problem, Severity
 from sluice.config.rules.batch import verl_problems
 from sluice.config.rules.checks import all_problems
 from sluice.config.verl_sizes import BatchPlan, EnginePlan, LogProbPass, ParallelSplit, VerlSizes
-from tests.support.published_shapes import PUBLISHED_SHAPES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF, MODEL = "actor_rollout_ref.ref", "actor_rollout_ref.model"
 MEGATRON = f"{ACTOR}.megatron"
-DENSE, MIXED = PUBLISHED_SHAPES["Qwen3-32B"], PUBLISHED_SHAPES["Qwen3-30B-A3B"]
+DENSE, MIXED = published_shape("Qwen3-32B"), published_shape("Qwen3-30B-A3B")
 
 # 512 rows; 8 ranks; 64 rows of a train batch and 32 of a mini-batch on each.
 SOUND = (
