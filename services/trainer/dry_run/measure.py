@@ -64,6 +64,8 @@ class _Rank:
         self._model = build_policy(
             kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
         )
+        # It is there already, and torch cannot move a fake parameter.
+        self._model.to = lambda *_: self._model  # type: ignore[method-assign,assignment]
         self._shards: Shards | None = share_model(
             LoadedModel(self._model), actor.fsdp_config, parallel, key=ACTOR_SHARDING, device=_CPU
         )
