@@ -65,7 +65,7 @@ class _Rank:
             kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
         )
         # It is there already, and torch cannot move a fake parameter.
-        self._model.to = lambda *_: self._model  # type: ignore[method-assign,assignment]
+        self._model.to = lambda *_: self._model  # type: ignore[assignment]
         self._shards: Shards | None = share_model(
             LoadedModel(self._model), actor.fsdp_config, parallel, key=ACTOR_SHARDING, device=_CPU
         )

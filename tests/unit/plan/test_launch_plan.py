@@ -13,6 +13,7 @@ import pytest
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.devices import device_kind
 from sluice.config.memory.layouts import own_training_layout
+from sluice.config.memory.shape import shape_of
 from sluice.config.memory.training import training_memory
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
@@ -45,7 +46,7 @@ def estimating(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
 
 def counted(config: RunConfig, model: Any, layers: int) -> PassBytes:
-    shape = module.shape_of({**model, "num_hidden_layers": layers})
+    shape = shape_of({**model, "num_hidden_layers": layers})
     memory = training_memory(shape, own_training_layout(config))
     parts = memory.gathered + memory.activations + memory.logits
     parameters = round(memory.parameters)
