@@ -116,6 +116,7 @@ class Learner:
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         parallel.share_sequences(precision.ulysses_sequence_parallel_size)
+        parallel.experts = precision.expert_parallel_size
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)

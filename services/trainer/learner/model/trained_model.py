@@ -339,7 +339,7 @@ def trained_model(
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
     if shards is not None:
-        gradients = ShardedGradients(list(trained.values()), parallel, shards.num_copies)
+        gradients = ShardedGradients(list(trained.values()), parallel)
     optimizer = PolicyOptimizer(trained, optim, total_steps, gradients)
     return TrainedModel(model, parameters, optimizer, shards, total)
 
@@ -374,4 +374,5 @@ def share_model(
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
+        expert_mesh=parallel.expert_mesh(size),
     )

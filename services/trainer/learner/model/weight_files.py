@@ -8,7 +8,7 @@ dimension.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,16 @@ class WeightFiles:
         dtypes = {self._slice(name).get_dtype() for name in self._opened}
         return read == self._opened.keys() and dtypes <= _FLOATS
 
-    def fill(self, target: Tensor, name: str, start: int) -> None:
-        """Copy the rows of a parameter from `start` on into `target`, a part at a time."""
+    def fill(self, target: Tensor, name: str, offsets: Sequence[int]) -> None:
+        """Copy the part of a parameter that begins at `offsets` into `target`, by and by."""
         row_bytes = max(1, target[:1].numel() * target.element_size())
         step = max(1, CHUNK_BYTES // row_bytes)
+        ends = [o + n for o, n in zip(offsets, target.shape, strict=True)]
+        part = [slice(*one) for one in zip(offsets, ends, strict=True)]
         for first in range(0, target.shape[0], step):
-            part = target[first : first + step]
-            part.copy_(self._rows(name, start + first, start + first + part.shape[0]))
+            rows = target[first : first + step]
+            start = offsets[0] + first
+            rows.copy_(self._part(name, [slice(start, start + rows.shape[0]), *part[1:]]))
 
     def probe(self) -> float:
         """Return a sum over some rows of every tensor, to compare ranks by one number."""
@@ -71,12 +74,24 @@ class WeightFiles:
                 total += float(found[row : row + 1].double().sum())
         return total
 
-    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+    def _part(self, name: str, part: Sequence[slice]) -> Tensor:
         if name in self._opened:
-            found: Tensor = self._slice(name)[start:stop]
+            found: Tensor = self._slice(name)[tuple(part)]
             return found
-        experts = self._sources(name, stop)[start:]
-        return torch.stack([torch.cat([self._slice(one)[:] for one in parts]) for parts in experts])
+        experts, rows, columns = part
+        sources = self._sources(name, experts.stop)[experts.start :]
+        return torch.stack([self._joined(one, rows, columns) for one in sources])
+
+    def _joined(self, names: list[str], rows: slice, columns: slice) -> Tensor:
+        """Return a part of one expert's tensors, joined by their rows."""
+        found, before = [], 0
+        for name in names:
+            tensor = self._slice(name)
+            start, stop = rows.start - before, rows.stop - before
+            before += tensor.get_shape()[0]
+            if stop > 0 and rows.start < before:
+                found.append(tensor[max(0, start) : stop, columns])
+        return torch.cat(found)
 
     def _sources(self, name: str, rows: int) -> list[list[str]]:
         """Return the tensor of a parameter, or of an experts' parameter those of each expert."""
