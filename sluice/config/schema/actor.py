@@ -200,7 +200,6 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
     """Neighboring trainer ranks that share each packed sequence (Ulysses); it divides the ranks
     and the attention heads. A token budget is per rank, so a micro-batch grows with it.
     """
-    expert_parallel_size: PositiveInt = 1
 
 
 class ActorConfig(Section, frozen=True):
