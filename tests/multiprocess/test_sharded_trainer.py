@@ -233,7 +233,7 @@ def test_a_critic_shares_sequences_as_the_policy_does(model: Path, tmp_path: Pat
 
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do(model: Path) -> None:
     three = {"fsdp_config": {"dtype": "float32", "ulysses_sequence_parallel_size": 3}}
-    with pytest.raises(ConfigError, match=r"size=3 does not divide the 1 trainer ranks.*one of 1"):
+    with pytest.raises(ConfigError, match=r"size=3 does not divide the 1 trainer ranks.*give 1"):
         Learner(make_config(model, NUM_GROUPS, **three), DataParallel(), total_steps=10)
 
 

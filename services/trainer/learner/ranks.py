@@ -27,9 +27,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from services.trainer.learner.sequence_share import SHARING_KEY, SequenceShare
+from services.trainer.learner.sequence_share import SequenceShare
 from sluice.concurrency.waits import waiting_for
 from sluice.config.addresses import join_host_port, split_host_port
+from sluice.config.parallel_layout import ParallelLayout
 from sluice.device.protocol import WITHOUT_GATHER, Device, rank_backends
 from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
 from sluice.types import TransferGroupSpec
@@ -221,13 +222,7 @@ class DataParallel:
         Raises:
             ConfigError: the size does not divide the number of ranks.
         """
-        if self.world_size % size:
-            sizes = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
-            raise ConfigError(
-                f"{SHARING_KEY}={size} does not divide the {self.world_size} trainer ranks "
-                "(trainer.nnodes * trainer.n_gpus_per_node); give one of "
-                f"{', '.join(map(str, sizes))}"
-            )
+        ParallelLayout(self.world_size, self.world_size, sequence=size)
 
     def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
         """Return the numbers of each share, as `all_gather`; its ranks have the same."""

@@ -194,11 +194,16 @@ class FsdpConfig(Section, frozen=True):
 
 
 class ActorFsdpConfig(FsdpConfig, frozen=True):
-    """The policy's, and how ranks share a sequence: so do reference and critic."""
+    """The policy's, and how ranks share sequences and experts: so do reference and critic."""
 
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that share each packed sequence (Ulysses); it divides the ranks
     and the attention heads. A token budget is per rank, so a micro-batch grows with it.
+    """
+
+    expert_parallel_size: PositiveInt = 1
+    """Neighboring trainer ranks that divide the experts of each layer; it divides the experts and
+    the ranks of fsdp_size.
     """
 
 

@@ -100,11 +100,16 @@ def test_notices_name_what_has_no_effect_and_what_was_turned_into_something_else
     found = reported("dapo-qwen3-235b-megatron")
     parallel = found["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
     assert parallel.rule == KeyStatus.NOT_APPLICABLE
-    assert "= 4 has no effect: ranks are data parallel and share the model" in parallel.text
+    assert (
+        "= 4 has no effect: a later version cuts layers; here these ranks shard every layer"
+        in parallel.text
+    )
     old = found["reward_model.overlong_buffer.len"]
     assert old.rule == KeyStatus.MAPPED
     assert old.text.endswith("is read as reward.reward_kwargs.overlong_buffer_cfg.len")
     assert "actor_rollout_ref.actor.megatron.context_parallel_size" not in found
+    experts = found["actor_rollout_ref.actor.megatron.expert_model_parallel_size"]
+    assert experts.text.endswith("= 4 is read as fsdp_config.expert_parallel_size")
 
 
 @pytest.mark.parametrize(("engine", "is_named"), [("torch", True), ("vllm", False)])

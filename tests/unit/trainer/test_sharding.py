@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.trainer.learner.model.sharding import gather_whole, shard_rows, shard_size
+from services.trainer.learner.model.sharding import gather_whole, shard_rows
 from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM
-from sluice.errors import ConfigError
 from tests.support.threaded_ranks import ThreadedRank
 
 
@@ -27,19 +26,6 @@ def test_shards_are_cut_as_torch_cuts_them(rows: int, shards: int) -> None:
     assert torch.equal(torch.cat(cut), whole)
     for ours, theirs in zip(cut, whole.chunk(shards), strict=False):
         assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("fsdp_size", "world_size", "expected"),
-    [(-1, 4, 4), (0, 4, 4), (1, 4, 1), (2, 4, 2), (4, 4, 4), (16, 4, 4), (-1, 1, 1)],
-)
-def test_ranks_share_by_fsdp_size(fsdp_size: int, world_size: int, expected: int) -> None:
-    assert shard_size(fsdp_size, world_size, "fsdp_size") == expected
-
-
-def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"critic\.fsdp\.fsdp_size=3 does not divide the 4"):
-        shard_size(3, 4, "critic.fsdp.fsdp_size")
 
 
 Weights = dict[str, torch.Tensor]

@@ -32,7 +32,6 @@ from services.trainer.learner.ranks import (
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.concurrency.waits import advance
-from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,23 +133,6 @@ def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., 
         return Shard(1 if experts % ranks and rows % ranks == 0 else 0)
 
     shard(block.experts, mesh=over, shard_placement_fn=place)
-
-
-def shard_size(fsdp_size: int, world_size: int, key: str) -> int:
-    """Return how many ranks share one copy of the model: all for a size below 1 or too large.
-
-    Raises:
-        ConfigError: the size does not divide the number of ranks.
-    """
-    if not 0 < fsdp_size < world_size:
-        return world_size
-    if world_size % fsdp_size:
-        raise ConfigError(
-            f"{key}={fsdp_size} does not divide the {world_size} trainer ranks (trainer.nnodes * "
-            "trainer.n_gpus_per_node); give a divisor, -1 to shard over all ranks, or 1 to hold "
-            "the whole model on each"
-        )
-    return fsdp_size
 
 
 @torch.no_grad()

@@ -33,12 +33,12 @@ from services.trainer.learner.model.sharding import (
     assign,
     fill_shards,
     shard_model,
-    shard_size,
 )
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.ranks import DataParallel
 from sluice.concurrency.waits import advance
 from sluice.config.derived import is_whole
+from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
 
