@@ -272,7 +272,11 @@ class DataParallel:
         Returns:
             dimensions ``copy`` (if there are several), ``expert_shard``, over which each expert is
             sharded, and ``expert``, of `experts` neighboring ranks.
+
+        Raises:
+            ConfigError: they cannot divide evenly.
         """
+        ParallelLayout(self.world_size, size, experts=self.experts)
         return None
 
     def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
@@ -364,6 +368,7 @@ class TorchDistributed(DataParallel):
         return self._meshes[size]
 
     def expert_mesh(self, size: int) -> DeviceMesh | None:
+        super().expert_mesh(size)
         if self.experts > 1 and size not in self._expert_meshes:
             grid = torch.arange(self.world_size).view(-1, size // self.experts, self.experts)
             names = (COPY_DIM, EXPERT_SHARD_DIM, EXPERT_DIM)

@@ -3,8 +3,9 @@
     probabilities = softmax(tokens @ gate.weight.T)    float32 [tokens, experts]
     output        = sum over the k best experts of weight * expert(token)
 
-(Shazeer et al. 2017, "Outrageously Large Neural Networks"; Qwen3 technical report, 2025.) Parameters
-have transformers' names: ``gate.weight``, ``experts.gate_up_proj``, ``experts.down_proj``.
+(Shazeer et al. 2017, "Outrageously Large Neural Networks"; Qwen3 technical report, 2025.)
+Parameters have transformers' names: ``gate.weight``, ``experts.gate_up_proj``,
+``experts.down_proj``.
 
 Where ranks divide the experts, two all-to-alls send counts and tokens to the experts' ranks and one
 brings the results back. The counts are the only values that a layer reads on the host. A layer's
@@ -25,6 +26,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Shard
 from transformers.activations import ACT2FN
 
+from sluice.config.parallel_layout import EXPERT_KEY, check_experts
 from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -169,7 +171,7 @@ class SparseExperts(nn.Module):
             self.experts.register_parameter(name, nn.Parameter(own, whole.requires_grad))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the experts' weighted output, of the shape [..., hidden] and dtype of the input."""
+        """Return the experts' weighted output [..., hidden], of the input's shape and dtype."""
         tokens = hidden_states.flatten(0, -2)
         probabilities = self.gate(tokens)
         experts, rows = self._routed(probabilities)
@@ -251,6 +253,35 @@ def use_own_experts(model: PreTrainedModel) -> None:
             owner.register_forward_pre_hook(lambda *_: tape.begin())
 
 
+def check_own_experts(model: PreTrainedModel, setting: str, otherwise: object) -> None:
+    """Refuse a setting for a model without own experts.
+
+    Args:
+        setting: key and value.
+        otherwise: the value that such a model takes.
+
+    Raises:
+        ConfigError: names family, setting and remedy.
+    """
+    if routing_tape(model) is None:
+        raise ConfigError(
+            f"{setting}: the trainer has own experts for qwen3_moe and qwen3_vl_moe, and none for "
+            f"a {model.config.model_type} model; set it to {otherwise}"
+        )
+
+
+def check_dividable(model: PreTrainedModel, size: int) -> None:
+    """Refuse ranks that cannot divide a model's experts evenly.
+
+    Raises:
+        ConfigError: names family, numbers and remedy.
+    """
+    if size > 1:
+        check_own_experts(model, f"{EXPERT_KEY}={size}", 1)
+        config = model.config.get_text_config()
+        check_experts(size, config.num_experts, model.config.model_type)
+
+
 def expert_blocks(module: nn.Module) -> Iterator[SparseExperts]:
     """Yield the blocks inside a module."""
     return (one for one in module.modules() if isinstance(one, SparseExperts))
@@ -322,9 +353,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(of_output, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _all_to_all(
-    rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup
-) -> Tensor:
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     found = rows.new_empty((sum(received), rows.shape[1]))
     dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
     return found
@@ -365,4 +394,5 @@ class _Combine(torch.autograd.Function):
 
 def _by_token(rows: Tensor, order: Tensor, chosen: int) -> Tensor:
     """Return rows, which are in the order of experts, as [tokens, k, hidden]."""
-    return torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, (-1, chosen))
+    by_token = torch.empty_like(rows).index_copy_(0, order, rows)
+    return by_token.view(-1, chosen, rows.shape[1])

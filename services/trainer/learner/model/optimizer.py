@@ -105,7 +105,11 @@ class ShardedGradients:
         if not isinstance(parameter, DTensor):
             return self._parallel.world_size
         mesh = parameter.device_mesh
-        cuts = [n for n, one in zip(mesh.shape, parameter.placements, strict=True) if not one.is_replicate()]
+        cuts = [
+            n
+            for n, one in zip(mesh.shape, parameter.placements, strict=True)
+            if not one.is_replicate()
+        ]
         return self._parallel.world_size // math.prod(cuts)
 
     def _local(self) -> list[Tensor]:

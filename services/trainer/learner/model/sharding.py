@@ -105,8 +105,9 @@ def shard_model(
     layers = set(model._no_split_modules or ())
     shard = partial(fully_shard, reshard_after_forward=kept_whole, mp_policy=precision)
     for module in [m for m in model.modules() if type(m).__name__ in layers]:
-        for block in expert_blocks(module) if expert_mesh is not None else ():
-            _shard_experts(block, expert_mesh, shard)
+        if expert_mesh is not None:
+            for block in expert_blocks(module):
+                _shard_experts(block, expert_mesh, shard)
         shard(module, mesh=mesh)
     # After its layers: the outer unit takes the parameters that are left.
     shard(model, mesh=mesh)
@@ -139,9 +140,7 @@ def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., 
 def assign(target: Tensor, whole: Tensor) -> None:
     """Copy `whole`, or this rank's shard of it, into `target` of the same global shape."""
     own, offsets = own_part(target)
-    own.copy_(
-        whole[tuple(slice(o, o + n) for o, n in zip(offsets, own.shape, strict=True))]
-    )
+    own.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, own.shape, strict=True))])
 
 
 def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
@@ -158,7 +157,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     _, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tensor.detach().to_local(), offsets
+    return tensor.to_local().detach(), offsets
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -305,7 +304,7 @@ def gather_whole(
         if EXPERT_DIM in (tensor.device_mesh.mesh_dim_names or ()):
             advance()
             with parallel.naming_failures(phase):
-                whole = tensor.detach().to(wanted).full_tensor()
+                whole = tensor.full_tensor().to(wanted)
             if parallel.rank == 0:
                 yield name, whole
             continue

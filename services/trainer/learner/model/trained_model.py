@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.checkpoint import resume_remedy
+from services.trainer.learner.model.experts import check_dividable
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.loading import LoadedModel
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
@@ -361,6 +362,8 @@ def share_model(
         ConfigError: the number of ranks is not divisible by the shard size.
     """
     size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
+    check_dividable(loaded.model, parallel.experts)
+    expert_mesh = parallel.expert_mesh(size)
     mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
     if mesh is None:
         if loaded.files is not None:
@@ -374,5 +377,5 @@ def share_model(
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
-        expert_mesh=parallel.expert_mesh(size),
+        expert_mesh=expert_mesh,
     )
