@@ -32,13 +32,20 @@ SHORT_S = 6.0
 
 
 class Rank:
-    """One process of `tests.support.rank_peer`."""
+    """One process of `tests.support.rank_peer`, or of another module with the same answers."""
 
-    def __init__(self, rank: int, world_size: int, port: int, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        port: int,
+        arguments: dict[str, Any],
+        module: str = "tests.support.rank_peer",
+    ) -> None:
         self.name = f"rank {rank}"
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
         self.process = PreloadedProcess(
-            "tests.support.rank_peer",
+            module,
             [json.dumps(arguments)],
             {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
             | {name: str(value) for name, value in place.items()},
