@@ -106,3 +106,66 @@ def test_gradients_are_those_of_transformers_whatever_the_layout(
     for answer in answers:
         assert answer["norm"] == pytest.approx(norm, rel=1e-5)
         assert answer["held"] == pytest.approx(copy, rel=0.05)
+
+
+R2: dict[str, Any] = {"router_replay": {"mode": "R2"}, "ppo_epochs": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "recomputes", "changes"),
+    [
+        (2, {"expert_parallel_size": 2}, False, {}),
+        (4, {"expert_parallel_size": 2, "fsdp_size": 2}, True, R2),
+        (4, {"expert_parallel_size": 4, "ulysses_sequence_parallel_size": 2}, False, R2),
+    ],
+)
+def test_they_train_save_and_resume_like_one(
+    world_size: int,
+    layout: dict[str, int],
+    recomputes: bool,
+    changes: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    folder = save_model(tmp_path / "model", "qwen3_moe")
+    settings = ACTOR | changes | {"fsdp_config": {"dtype": "float32"}}
+    single = Learner(make_config(folder, NUM_GROUPS, **settings), DataParallel(), total_steps=10)
+    divided = settings | {"fsdp_config": {"dtype": "float32", **layout}}
+    with trainer(folder, world_size, recomputes=recomputes, **divided) as ranks:
+        for number in (1, 2, 3):
+            found, expected = ranks[0].command(f"train {number}"), step(single, number)
+            assert_like(found, expected)
+            assert found["actor/pg_loss"] == pytest.approx(expected["actor/pg_loss"], abs=1e-5)
+        saved = tmp_path / "saved" / "actor"
+        ranks[0].command(f"save {saved}")
+        after = ranks[0].command("train 4")
+        ranks[0].command(f"load {saved}")
+        again = ranks[0].command("train 4")
+        assert again["actor/grad_norm"] == after["actor/grad_norm"]
+        ranks[0].command(f"weights {tmp_path / 'weights'}")
+        assert [rank.finish() for rank in ranks] == [0] * world_size
+    single.load(saved)
+    assert_like(step(single, 4), after)
+    weights = load_file(tmp_path / "weights")
+    for name, weight in copies(single).items():
+        torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_all_end_where_one_dies_in_an_exchange_of_tokens(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "qwen3_moe")
+    layout = {"fsdp_config": {"dtype": "float32", "expert_parallel_size": 2}}
+    # Each layer of a pass has two exchanges: this is in the first train batch.
+    with trainer(folder, 4, dies_in_exchange=30, **layout) as ranks:
+        ranks[0].tell("train 1")
+        for rank in ranks[:-1]:
+            error = rank.answer()
+            assert error.startswith("PeerError: a trainer rank, seen from rank"), error
+            assert "while training step 1" in error
+            assert rank.process.wait(ANSWER_S) == 3
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "qwen3_moe")
+    for family, size, message in (
+        ("qwen3_moe", 2, "expert_parallel_size=2 does not divide the 1 "),
+    ):
+        pass

@@ -64,8 +64,9 @@ def single(model: Path) -> Learner:
 
 
 def assert_like(found: dict[str, float], expected: dict[str, float]) -> None:
+    # Experts' loads count packed tokens, and ranks pack other rows together.
     for name, value in expected.items():
-        if not name.startswith(("timing", "perf", "global_seqlen")):
+        if not name.startswith(("timing", "perf", "global_seqlen", "actor/moe")):
             assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 

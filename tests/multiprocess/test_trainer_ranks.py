@@ -99,6 +99,7 @@ def trainer(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    dies_in_exchange: int = 0,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
     with socket.socket() as probe:
@@ -112,6 +113,7 @@ def trainer(
         "frozen": frozen,
         "skips": skips,
         "recomputes": recomputes,
+        "dies_in_exchange": dies_in_exchange,
     }
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]

@@ -15,10 +15,14 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner.learner import Learner, TensorSet
+from services.trainer.learner.model import experts as experts_module
 from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
@@ -125,6 +130,18 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     return "done"
 
 
+def dying(calls: int) -> Callable[..., torch.Tensor]:
+    """An exchange of rows that kills this process instead of its call of this number."""
+    exchange, counts = experts_module._all_to_all, count(1)
+
+    def exchanged(*arguments: Any) -> torch.Tensor:
+        if next(counts) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(*arguments)
+
+    return exchanged
+
+
 def held_bytes() -> int:
     """Of all storages that tensors of this process have."""
     gc.collect()
@@ -144,6 +161,7 @@ def run(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    dies_in_exchange: int = 0,
 ) -> None:
     parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
@@ -156,6 +174,8 @@ def run(
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
     if recomputes:
         config = recomputing(config)
+    if dies_in_exchange and parallel.rank == parallel.world_size - 1:
+        mock.patch.object(experts_module, "_all_to_all", dying(dies_in_exchange)).start()
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"

@@ -10,7 +10,8 @@ Parameters have transformers' names: ``gate.weight``, ``experts.gate_up_proj``,
 Where ranks divide the experts, two all-to-alls send counts and tokens to the experts' ranks and one
 brings the results back. The counts are the only values that a layer reads on the host. A layer's
 choices and counts are kept for as long as its pass: the backward pass may run a layer again and
-must neither choose nor read anything else. Given to a later pass, they are routing replay.
+must neither choose nor read anything else. Choices that are given to a later pass are routing
+replay: counts of all its layers travel at once, as other ranks' rows are those of another pass.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ class _Rows:
 class Routing:
     """The choices of one pass, by the layer's place among the layers with experts.
 
-    A layer without an entry chooses by its router and makes one. Entries in `experts` alone may
-    come from elsewhere, such as an engine.
+    Without any, layers choose by their routers, and note it here.
 
     Args:
         experts: [tokens, k] each, of a small integer dtype: numbers of experts.
@@ -74,31 +74,61 @@ class Routing:
 class RoutingTape:
     """The routing of a model's current pass, and how much work each expert got.
 
-    Every pass begins with a new routing, unless `replay` has given it one.
+    Every pass begins with a new routing, unless `follow` has given it one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int) -> None:
         self.current = Routing()
+        self.group: ProcessGroup | None = None
+        """Of the ranks that divide the experts; None: each has all."""
+        self._num_experts = num_experts
         self._given: Routing | None = None
         self._load: dict[int, Tensor] = {}
 
-    def replay(self, routing: Routing | None) -> None:
-        """Let the next pass follow `routing`, and complete it."""
+    def follow(self, routing: Routing | None) -> None:
+        """Give the next pass its routing; all ranks of the group must have choices, or none."""
         self._given = routing
 
     def begin(self) -> None:
         """Begin a pass."""
         self.current, self._given = self._given or Routing(), None
+        self.current.rows.clear()
+        if experts := self.current.experts:
+            counts = torch.stack([self._counted(experts[layer]) for layer in range(len(experts))])
+            self.current.rows.update(enumerate(self._exchanged(counts)))
 
-    def add_load(self, layer: int, counts: Tensor) -> None:
-        """Add rows by expert, int64 [experts], of a layer that has chosen."""
+    def note(self, layer: int, experts: Tensor) -> None:
+        """Note what a layer has chosen, int64 [tokens, k]."""
+        # Kept for a whole batch where passes replay: bytes count.
+        small = torch.uint8 if self._num_experts <= _MOST_BYTES else torch.int16
+        self.current.experts[layer] = experts.to(small)
+        counts = self._counted(experts)
         before = self._load.get(layer)
         self._load[layer] = counts if before is None else before + counts
+        (self.current.rows[layer],) = self._exchanged(counts[None])
 
     def take_load(self) -> Tensor | None:
         """Return rows by layer and expert since the last call, int64 [layers, experts]."""
         load, self._load = self._load, {}
         return torch.stack([load[layer] for layer in sorted(load)]) if load else None
+
+    def _counted(self, experts: Tensor) -> Tensor:
+        """Return rows by expert, int64 [experts]."""
+        chosen = experts.flatten().long()
+        counts = chosen.new_zeros(self._num_experts)
+        return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+    def _exchanged(self, counts: Tensor) -> list[_Rows]:
+        """Return where rows go, of layers whose counts are int64 [layers, experts]."""
+        if self.group is None:
+            return [_Rows(one[None], [], []) for one in counts]
+        # [layers, experts] -> [ranks, layers, experts / ranks]
+        parts = counts.unflatten(1, (self.group.size(), -1)).transpose(0, 1).contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        # The only wait for the device.
+        sent, got = torch.stack((parts.sum(-1).t(), received.sum(-1).t())).tolist()
+        return [_Rows(*one) for one in zip(received.unbind(1), sent, got, strict=True)]
 
 
 class Router(nn.Module):
@@ -154,14 +184,13 @@ class SparseExperts(nn.Module):
         super().__init__()
         self.gate, self.experts = Router(config), Experts(config)
         self._num_experts: int = config.num_experts
-        self._chosen: int = config.num_experts_per_tok
+        self.num_chosen: int = config.num_experts_per_tok
         self._normalizes: bool = getattr(config, "norm_topk_prob", True)
         self._layer, self._tape = layer, tape
-        self._group: ProcessGroup | None = None
 
     def divide(self, mesh: DeviceMesh) -> None:
         """Keep only this rank's experts: rows of the parameters, over a mesh of one dimension."""
-        self._group = mesh.get_group()
+        self._tape.group = mesh.get_group()
         each = self._num_experts // mesh.size()
         first = mesh.get_local_rank() * each
         for name, whole in list(self.experts.named_parameters()):
@@ -179,7 +208,7 @@ class SparseExperts(nn.Module):
         if self._normalizes:
             weights = weights / weights.sum(-1, keepdim=True)
         order = experts.flatten().argsort(stable=True)
-        spread: Tensor = _Spread.apply(tokens, order, self._chosen)  # type: ignore[no-untyped-call]
+        spread: Tensor = _Spread.apply(tokens, order, self.num_chosen)  # type: ignore[no-untyped-call]
         found = self._computed(spread, rows)
         combined: Tensor = _Combine.apply(found, order, weights)  # type: ignore[no-untyped-call]
         return combined.view(hidden_states.shape)
@@ -187,34 +216,15 @@ class SparseExperts(nn.Module):
     @torch.no_grad()
     def _routed(self, probabilities: Tensor) -> tuple[Tensor, _Rows]:
         """Return the experts of each token, int64 [tokens, k], and where its rows go."""
-        routing, layer = self._tape.current, self._layer
-        if layer not in routing.experts:
-            best = probabilities.topk(self._chosen, dim=-1).indices
-            # Kept for a whole batch where passes replay: bytes count.
-            kept = torch.uint8 if self._num_experts <= _MOST_BYTES else torch.int16
-            routing.experts[layer] = best.to(kept)
-        experts = routing.experts[layer].long()
-        if layer not in routing.rows:
-            chosen = experts.flatten()
-            counts = chosen.new_zeros(self._num_experts)
-            counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-            self._tape.add_load(layer, counts)
-            routing.rows[layer] = self._exchanged(counts)
-        return experts, routing.rows[layer]
-
-    def _exchanged(self, counts: Tensor) -> _Rows:
-        if self._group is None:
-            return _Rows(counts[None], [], [])
-        by_rank = counts.view(self._group.size(), -1)
-        received = torch.empty_like(by_rank)
-        dist.all_to_all_single(received, by_rank, group=self._group)
-        # The layer's only wait for the device.
-        sent, got = torch.stack((by_rank.sum(1), received.sum(1))).tolist()
-        return _Rows(received, sent, got)
+        if self._layer not in self._tape.current.rows:
+            best = probabilities.topk(self.num_chosen, dim=-1).indices
+            self._tape.note(self._layer, best)
+        routing = self._tape.current
+        return routing.experts[self._layer].long(), routing.rows[self._layer]
 
     def _computed(self, spread: Tensor, rows: _Rows) -> Tensor:
         """Return the output of every row of this rank's tokens, [tokens * k, hidden]."""
-        counts, group = rows.counts, self._group
+        counts, group = rows.counts, self._tape.group
         if group is None:
             computed: Tensor = self.experts(spread, counts[0])
             return computed
@@ -231,7 +241,7 @@ class SparseExperts(nn.Module):
 def use_own_experts(model: PreTrainedModel) -> None:
     """Replace the blocks of a model of transformers, if its family is known; keep the weights."""
     config = model.config.get_text_config()
-    tape, layer = RoutingTape(), 0
+    tape, layer = RoutingTape(getattr(config, "num_experts", 0)), 0
     for owner in list(model.modules()):
         for name, block in list(owner.named_children()):
             if type(block).__name__ not in _BLOCKS:
@@ -285,6 +295,16 @@ def check_dividable(model: PreTrainedModel, size: int) -> None:
 def expert_blocks(module: nn.Module) -> Iterator[SparseExperts]:
     """Yield the blocks inside a module."""
     return (one for one in module.modules() if isinstance(one, SparseExperts))
+
+
+def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
+    """Return choices for a pass over made-up tokens, beside ranks whose passes have theirs."""
+    blocks = list(expert_blocks(model))
+    if not blocks:
+        return None
+    device = blocks[0].gate.weight.device
+    first = torch.arange(blocks[0].num_chosen, device=device).expand(tokens, -1)
+    return Routing(dict.fromkeys(range(len(blocks)), first))
 
 
 def routing_tape(model: nn.Module) -> RoutingTape | None:

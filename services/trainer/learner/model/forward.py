@@ -76,7 +76,7 @@ def token_outputs(
     """
     advance()
     if (tape := routing_tape(model)) is not None:
-        tape.replay(routing)
+        tape.follow(routing)
     compute: Any = getattr(model, _GATHERING_PASS, None) or partial(_token_pass, model)
     found: tuple[Tensor | None, ...] = compute(
         micro_batch,

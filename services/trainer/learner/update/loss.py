@@ -71,12 +71,16 @@ class PreparedMicroBatch:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PreparedMiniBatch:
-    """This rank's part of one optimizer step, and the step's counts over all ranks."""
+    """This rank's part of one optimizer step, and the step's counts over all ranks.
+
+    `is_routed`: passes have noted their routing, on all ranks, for later ones to follow.
+    """
 
     micro_batches: tuple[PreparedMicroBatch, ...]
     counts: GlobalCounts
+    is_routed: bool = False
 
 
 def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:

@@ -28,7 +28,12 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
-from services.trainer.learner.model.experts import Routing, balance_metrics, routing_tape
+from services.trainer.learner.model.experts import (
+    Routing,
+    balance_metrics,
+    idle_routing,
+    routing_tape,
+)
 from services.trainer.learner.model.forward import (
     EntropyUse,
     token_outputs,
@@ -133,6 +138,7 @@ class PolicyUpdate:
         self._terms = LossTerms(settings)
         self._mean_names = self._terms.mean_names()
         self._no_corrections = self._terms.no_corrections()
+        self._follows = False  # whether other ranks' passes follow a routing
         control = settings.config.algorithm.kl_ctrl
         self.kl_controller = KlController(
             type=control.type,
@@ -230,6 +236,9 @@ class PolicyUpdate:
         squares: list[tuple[MicroBatch, Tensor]] = []
         to_pass = _micro_batches(mini_batches[first:])
         self._passes.begin(len(to_pass))
+        self._follows = False
+        for mini_batch in mini_batches[first:]:
+            mini_batch.is_routed = self._settings.replays_routing
         for prepared in to_pass:
             with torch.no_grad():
                 outputs = self._forward(
@@ -380,6 +389,7 @@ class PolicyUpdate:
         self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
     ) -> float:
         """Accumulate gradients over the mini-batch, sum them over ranks, step; return the norm."""
+        self._follows, mini_batch.is_routed = mini_batch.is_routed, self._settings.replays_routing
         self._passes.begin(len(mini_batch.micro_batches))
         for number, prepared in enumerate(mini_batch.micro_batches):
             # No weight has changed yet, so this pass also yields the old logprobs.
@@ -433,7 +443,10 @@ class PolicyUpdate:
         )
 
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
-        return self._forward(micro_batch, EntropyUse.NONE).logprobs
+        routing = None
+        if self._follows:
+            routing = idle_routing(self._model, micro_batch.input_ids.numel())
+        return self._forward(micro_batch, EntropyUse.NONE, routing=routing).logprobs
 
     def _entropy_use(self, shown: bool) -> EntropyUse:
         if self._actor.entropy_coeff != 0.0:
