@@ -102,7 +102,9 @@ def test_gradients_are_those_of_transformers_whatever_the_layout(
         error = (found[name] - gradient).abs().max() / gradient.abs().max()
         assert error < 1e-5, name
     norm = math.sqrt(sum(float(one.double().square().sum()) for one in expected.values()))
-    copy = sum(one.numel() for one in expected.values()) / (fsdp_size if fsdp_size > 0 else world_size)
+    copy = sum(one.numel() for one in expected.values()) / (
+        fsdp_size if fsdp_size > 0 else world_size
+    )
     for answer in answers:
         assert answer["norm"] == pytest.approx(norm, rel=1e-5)
         assert answer["held"] == pytest.approx(copy, rel=0.05)

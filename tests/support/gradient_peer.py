@@ -74,9 +74,7 @@ def run(model: str, file: str, layout: dict[str, Any], *, recomputes: bool) -> d
     check_packing(loaded.model, share=parallel.share)
 
     def forward(micro_batch: MicroBatch) -> Tensor:
-        found = token_outputs(
-            loaded.model, micro_batch, temperature=1.0, entropy=EntropyUse.BONUS
-        )
+        found = token_outputs(loaded.model, micro_batch, temperature=1.0, entropy=EntropyUse.BONUS)
         assert found.entropy is not None
         return loss_of(found.logprobs, found.entropy, micro_batch.labels)
 

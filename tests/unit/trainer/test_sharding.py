@@ -8,24 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.trainer.learner.model.sharding import gather_whole, shard_rows
+from services.trainer.learner.model.sharding import gather_whole
 from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM
 from tests.support.threaded_ranks import ThreadedRank
-
-
-@given(rows=st.integers(0, 40), shards=st.integers(1, 9))
-def test_shards_are_cut_as_torch_cuts_them(rows: int, shards: int) -> None:
-    whole = torch.arange(rows)
-    cut = [whole[slice(*shard_rows(rows, shards, index))] for index in range(shards)]
-    assert torch.equal(torch.cat(cut), whole)
-    for ours, theirs in zip(cut, whole.chunk(shards), strict=False):
-        assert torch.equal(ours, theirs)
 
 
 Weights = dict[str, torch.Tensor]
