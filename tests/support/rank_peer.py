@@ -3,8 +3,9 @@
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
 ``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
-process; answers with what arrived), ``fail HOLDING`` (at its first tensor), ``uniform STEP``
-(trains on a batch whose last groups have no advantages); the end of input stops all ranks, which
+process; answers with what arrived), ``fail READER`` (at its first tensor), ``uniform STEP``
+(trains on a batch whose last groups have no advantages), ``begin STEP`` and ``finish STEP`` (save a
+checkpoint of the run's folder beside other commands); the end of input stops all ranks, which
 then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
 process with its text as the last line.
 """
@@ -24,10 +25,11 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner.learner import Learner, TensorSet
-from services.trainer.learner.model.sharding import gather_whole
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.model import trained_model
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from sluice.device.select import select_device
@@ -67,7 +69,7 @@ class Publishing:
         self._replica = self._trainer.add("replica")
 
     def publish(self, leader: RankLeader, version: int) -> dict[str, object]:
-        with leader.whole(TensorSet.WIRE_WEIGHTS) as whole:
+        with leader.weights() as whole:
             self._trainer.snapshots.write(whole, version, TIMEOUT_S)
         report = self._runner.run(self._trainer.publisher.publish(version))
         served = self._replica.served
@@ -112,17 +114,24 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         step = int(argument)
         return leader.train_step(uniform(batch_of(model, step), UNIFORM), step)
     if command == "weights":
-        with leader.whole(TensorSet.WEIGHTS) as whole:
-            save_file({n: w.clone() for n, w in whole}, argument)
+        folder = Path(f"{argument}.saved") / "actor"
+        leader.save(folder)
+        save_file(saved_weights(folder), argument)
     elif command == "save":
         leader.save(Path(argument))
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":
-        with suppress(OSError), leader.whole(TensorSet(argument)) as whole:
+        with suppress(OSError), leader.weights() as whole:
             next(whole)
             raise OSError("no space left")
     return "done"
+
+
+def saved_weights(actor: Path) -> dict[str, torch.Tensor]:
+    """By parameter name, from the files of a checkpoint."""
+    loaded = AutoModelForCausalLM.from_pretrained(actor / "huggingface", dtype="auto")
+    return dict(loaded.named_parameters())
 
 
 def held_bytes() -> int:
@@ -148,8 +157,9 @@ def run(
     parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
-    small = partial(gather_whole, bucket_bytes=BUCKET_BYTES)
-    mock.patch.object(learner_module, "gather_whole", small).start()
+    for module, name in ((learner_module, "stream_rows"), (trained_model, "write_model")):
+        small = partial(getattr(module, name), bucket_bytes=BUCKET_BYTES)
+        mock.patch.object(module, name, small).start()
     config = make_config(model, NUM_GROUPS, **actor)
     if frozen is not None:
         config = with_critic(config)

@@ -202,6 +202,13 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
     """
 
 
+class CheckpointConfig(Section, frozen=True):
+    """How a checkpoint is written."""
+
+    async_save: bool = False
+    """Copy weights and optimizer state to host memory, and write them while training continues."""
+
+
 class ActorConfig(Section, frozen=True):
     """The policy update: batches, loss and passes."""
 
@@ -276,3 +283,4 @@ class ActorConfig(Section, frozen=True):
     optim: OptimConfig = OptimConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     fsdp_config: ActorFsdpConfig = ActorFsdpConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
