@@ -167,6 +167,7 @@ def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffe
             )
         rows[start:stop].copy_(given)
         written[name] = stop
+        del tensor, given  # a stream makes the next rows meanwhile
     missing = [n for n, t in target.tensors.items() if written.get(n) != (t.shape or (1,))[0]]
     if missing:
         raise InvalidRequestError(f"weights: {missing[:5]} are planned but were not given whole")

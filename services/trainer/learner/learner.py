@@ -14,7 +14,6 @@ from torch import Tensor
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
-from services.trainer.learner.model.places import is_held, local_part
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
     CRITIC_SHARDING,
@@ -23,6 +22,7 @@ from services.trainer.learner.model.trained_model import (
     load_policy_state,
     trained_model,
 )
+from services.trainer.learner.places import is_held, local_part
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.sharded_state import keep_step

@@ -12,7 +12,6 @@ index.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -26,7 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.trainer.learner.model.places import Directory, Piece, Sizes, region
+from services.trainer.learner.places import Directory, Piece, Sizes, region
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.weight_stream import BUCKET_BYTES
 from sluice.concurrency.waits import advance
@@ -271,8 +270,3 @@ class StateFiles:
 
 def _less(one: Sequence[int], other: Sequence[int]) -> Sizes:
     return tuple(a - b for a, b in zip(one, other, strict=True))
-
-
-def chained(*works: Iterable[object]) -> Iterator[object]:
-    """Run one work after the other."""
-    return itertools.chain(*works)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.learner.model.places import Directory, Piece, Placed, is_held, region
+from services.trainer.learner.places import Directory, Piece, Placed, is_held, region
 from services.trainer.learner.ranks import DataParallel
 from sluice.concurrency.waits import advance
 
@@ -88,42 +88,63 @@ def exchange_rows(
     Raises:
         DeadlineError, PeerError: a rank did not take part.
     """
-    found: list[Tensor] = []
-    sends: list[tuple[Tensor, int]] = []
-    receives: list[tuple[Tensor, int]] = []
-    scattered: list[tuple[Tensor, Tensor]] = []
-    for receiver, rows in wanted:
-        placed, part = directory[rows.name], parts[rows.name]
-        wire = _wire(placed, dtype)
-        is_mine = receiver == parallel.rank
-        pieces = [p for p in placed.pieces if _rows_of(p, rows) is not None]
-        if len(pieces) == 1 and receiver in pieces[0].holders:
-            if is_mine:
-                found.append(part[_within(pieces[0], rows)[0]].to(wire))
-            continue
-        whole = part.new_empty(())
-        if is_mine:
-            whole = part.new_empty((rows.stop - rows.start, *placed.shape[1:]), dtype=wire)
-            found.append(whole)
-        for piece in pieces:
-            source = _source(piece, receiver)
-            if parallel.rank not in {source, receiver}:
-                continue
-            own, target = _within(piece, rows)
-            if source == receiver:
-                whole[target].copy_(part[own])
-            elif is_mine:
-                into = whole[target]
-                if not into.is_contiguous():
-                    into = torch.empty_like(into, memory_format=torch.contiguous_format)
-                    scattered.append((whole[target], into))
-                receives.append((into, source))
-            else:
-                sends.append((part[own].to(wire).contiguous(), receiver))
-    parallel.exchange(sends, receives, phase)
-    for target, values in scattered:
+    batch = _Batch(parallel.rank, parts, dtype)
+    found = [
+        tensor
+        for receiver, rows in wanted
+        if (tensor := batch.take(receiver, rows, directory[rows.name])) is not None
+    ]
+    parallel.exchange(batch.sends, batch.receives, phase)
+    for target, values in batch.scattered:
         target.copy_(values)
     return found
+
+
+class _Batch:
+    """What one rank sends and receives for one bucket of each receiver.
+
+    Args:
+        rank: this one.
+        parts: this rank's part of every tensor.
+        dtype: of floating-point tensors on the wire.
+    """
+
+    def __init__(self, rank: int, parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+        self.sends: list[tuple[Tensor, int]] = []
+        self.receives: list[tuple[Tensor, int]] = []
+        self.scattered: list[tuple[Tensor, Tensor]] = []
+        self._rank = rank
+        self._parts = parts
+        self._dtype = dtype
+
+    def take(self, receiver: int, rows: Rows, placed: Placed) -> Tensor | None:
+        """Return the rows on their receiver, to be filled by the exchange; None on the others."""
+        part, wire = self._parts[rows.name], _wire(placed, self._dtype)
+        pieces = [piece for piece in placed.pieces if _common(piece, rows) is not None]
+        is_here = len(pieces) == 1 and receiver in pieces[0].holders
+        if receiver != self._rank:
+            for piece in pieces if not is_here else ():
+                if _source(piece, receiver) == self._rank:
+                    own, _ = _within(piece, rows)
+                    self.sends.append((part[own].to(wire).contiguous(), receiver))
+            return None
+        if is_here:
+            return part[_within(pieces[0], rows)[0]].to(wire)
+        whole = part.new_empty((rows.stop - rows.start, *placed.shape[1:]), dtype=wire)
+        for piece in pieces:
+            own, target = _within(piece, rows)
+            if (source := _source(piece, receiver)) == receiver:
+                whole[target].copy_(part[own])
+            else:
+                self._receive(whole[target], source)
+        return whole
+
+    def _receive(self, target: Tensor, source: int) -> None:
+        values = target
+        if not target.is_contiguous():
+            values = torch.empty_like(target, memory_format=torch.contiguous_format)
+            self.scattered.append((target, values))
+        self.receives.append((values, source))
 
 
 def stream_rows(
@@ -137,7 +158,8 @@ def stream_rows(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors on rank 0, and nothing on the others. Collective to its end.
 
-    A tensor comes in one or several parts: its rows in order, ``[rows, ...]``.
+    A tensor comes in one or several parts: its rows in order, ``[rows, ...]``. Drop a part before
+    the next one is read.
 
     Args:
         parts: as in `exchange_rows`.
@@ -162,7 +184,8 @@ def stream_rows(
             parallel.all_gather([0.0], phase)
         wanted = [(0, rows) for rows in bucket]
         found = exchange_rows(wanted, parts, directory, parallel, phase, dtype=dtype)
-        yield from ((rows.name, tensor) for rows, tensor in zip(bucket, found, strict=False))
+        for rows in bucket[: len(found)]:
+            yield rows.name, found.pop(0)  # the next bucket must not find this one in memory
 
 
 def _wire(placed: Placed, dtype: torch.dtype | None) -> torch.dtype:
@@ -176,7 +199,7 @@ def _source(piece: Piece, receiver: int) -> int:
     return piece.holders[receiver % len(piece.holders)]
 
 
-def _rows_of(piece: Piece, rows: Rows) -> tuple[int, int] | None:
+def _common(piece: Piece, rows: Rows) -> tuple[int, int] | None:
     start = max(rows.start, piece.offset[0])
     stop = min(rows.stop, piece.offset[0] + piece.shape[0])
     return (start, stop) if start < stop else None
@@ -184,7 +207,7 @@ def _rows_of(piece: Piece, rows: Rows) -> tuple[int, int] | None:
 
 def _within(piece: Piece, rows: Rows) -> tuple[slice, tuple[slice, ...]]:
     """Return where the common rows lie in the piece, and where in `rows`."""
-    start, stop = _rows_of(piece, rows) or (0, 0)
+    start, stop = _common(piece, rows) or (0, 0)
     own = slice(start - piece.offset[0], stop - piece.offset[0])
     offset = (start - rows.start, *piece.offset[1:])
     return own, region(offset, (stop - start, *piece.shape[1:]))

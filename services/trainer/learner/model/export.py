@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from services.trainer.learner.model.places import Directory, Sizes
 from services.trainer.learner.model.weight_files import expert_names
+from services.trainer.learner.places import Directory, Sizes
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import TensorFile, file_name
 from services.trainer.learner.weight_stream import (
     BUCKET_BYTES,
+    Rows,
     cut_buckets,
     exchange_rows,
     stream_rows,
@@ -145,7 +146,7 @@ def share_files(
 
 
 def _exchange(
-    buckets: Sequence[Sequence[Sequence[object]]],
+    buckets: Sequence[Sequence[Sequence[Rows]]],
     parts: Mapping[str, Tensor],
     directory: Directory,
     parallel: DataParallel,
@@ -158,9 +159,9 @@ def _exchange(
             for rows in (own[number] if number < len(own) else ())
         ]
         found = exchange_rows(wanted, parts, directory, parallel, _PHASE)
-        for rows in found:
+        while found:
             assert file is not None
-            file.append(rows)
+            file.append(found.pop(0))
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from services.trainer.learner.model.places import local_part, place
+from services.trainer.learner.places import local_part, place
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles
 from sluice.algorithm.learning_rate import learning_rate_multiplier, resolve_warmup_steps

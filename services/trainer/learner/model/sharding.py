@@ -1,4 +1,4 @@
-"""Shard one model's weights over ranks (FSDP2), and let every rank make the same number of passes."""
+"""Shard one model over ranks (FSDP2), and let every rank make the same number of passes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
 from services.trainer.learner.model.forward import gather_in_passes
-from services.trainer.learner.model.places import local_part, place, region
 from services.trainer.learner.model.weight_files import WeightFiles
+from services.trainer.learner.places import local_part, place, region
 from services.trainer.learner.ranks import SHARD_DIM, DataParallel
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches

@@ -28,13 +28,6 @@ from services.trainer.learner.model.export import write_model
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.loading import LoadedModel
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
-from services.trainer.learner.model.places import (
-    Directory,
-    exchange_places,
-    held_by_all,
-    local_part,
-    with_dtype,
-)
 from services.trainer.learner.model.sharding import (
     Shards,
     assign,
@@ -43,6 +36,13 @@ from services.trainer.learner.model.sharding import (
     shard_size,
 )
 from services.trainer.learner.model.weight_files import WeightFiles
+from services.trainer.learner.places import (
+    Directory,
+    exchange_places,
+    held_by_all,
+    local_part,
+    with_dtype,
+)
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles, file_name, write_state
 from sluice.config.derived import is_whole

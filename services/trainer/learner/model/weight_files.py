@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from services.trainer.learner.model.places import region
+from services.trainer.learner.places import region
 
 CHUNK_BYTES = 64 << 20
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

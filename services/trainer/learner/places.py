@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor and the pieces that make it, none of them empty.
+    """A tensor and the pieces that make it, none of them empty unless it is.
 
     `shape` has a dimension at least; `is_scalar` says that the tensor has none.
     """
@@ -112,6 +112,9 @@ def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Di
     for name, tensor in tensors.items():
         shape = lined(tensor.shape)
         middle, start = start + len(shape), start + 2 * len(shape)
+        if not tensor.numel():
+            found[name] = held_by_all(tensor, parallel.world_size)
+            continue
         holders: dict[tuple[Sizes, Sizes], list[int]] = {}
         for rank, numbers in enumerate(every):
             offset, size = (
@@ -142,9 +145,8 @@ def is_held(directory: Directory, rank: int) -> bool:
 def held_by_all(tensor: Tensor, world_size: int) -> Placed:
     """Return the entry of a tensor that every rank holds whole."""
     shape = lined(tensor.shape)
-    pieces = (Piece((0,) * len(shape), shape, tuple(range(world_size))),)
-    pieces = pieces if math.prod(shape) else ()
-    return Placed(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
+    whole = Piece((0,) * len(shape), shape, tuple(range(world_size)))
+    return Placed(shape, tensor.dtype, (whole,), is_scalar=not tensor.ndim)
 
 
 def with_dtype(placed: Placed, dtype: torch.dtype) -> Placed:
