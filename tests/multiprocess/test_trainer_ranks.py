@@ -92,6 +92,7 @@ def trainer(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    holds: Path | None = None,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
     with socket.socket() as probe:
@@ -105,6 +106,7 @@ def trainer(
         "frozen": frozen,
         "skips": skips,
         "recomputes": recomputes,
+        "holds": holds and str(holds),
     }
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]

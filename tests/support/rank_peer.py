@@ -4,8 +4,9 @@ All ranks wait for a line ``go`` once they are ready, so that none runs into a s
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
 ``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
 process; answers with what arrived), ``fail READER`` (at its first tensor), ``uniform STEP``
-(trains on a batch whose last groups have no advantages), ``begin STEP`` and ``finish STEP`` (save a
-checkpoint of the run's folder beside other commands); the end of input stops all ranks, which
+(trains on a batch whose last groups have no advantages), ``begin FOLDER`` and ``finish FOLDER`` (a
+checkpoint ``global_step_N`` beside other commands), ``resume FOLDER`` (from the latest of a run;
+answers with its step); the end of input stops all ranks, which
 then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
 process with its text as the last line.
 """
@@ -17,6 +18,8 @@ import gc
 import json
 import os
 import sys
+import time
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -28,13 +31,16 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from services.trainer.learner import learner as learner_module
+from services.trainer.learner import sharded_state
+from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model import trained_model
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from sluice.concurrency.threads import OwnerThread
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
-from sluice.types import TrainBatch
+from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.weights.plan import tensor_specs
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
@@ -92,6 +98,7 @@ def batch_of(model: Path, step: int) -> TrainBatch:
 
 
 def obey(leader: RankLeader, learner: Learner, model: Path) -> None:
+    saving = Saving()
     with ExitStack() as stack:
         publishing: Publishing | None = None
         for line in sys.stdin:
@@ -101,9 +108,52 @@ def obey(leader: RankLeader, learner: Learner, model: Path) -> None:
                     publishing = Publishing(learner)
                     stack.callback(publishing.close)
                 answer(publishing.publish(leader, int(argument)))
+            elif command == "begin":
+                saving.begin(leader, Path(argument))
+                answer("begun")
+            elif command == "finish":
+                answer(saving.finish())
+            elif command == "resume":
+                answer(resume(leader, Path(argument)))
             else:
                 answer(obey_one(leader, command, argument, model))
     leader.stop()
+
+
+class Saving:
+    """Checkpoints that a second thread writes, as `LearnerThread` has one write them."""
+
+    def __init__(self) -> None:
+        self._thread = OwnerThread("checkpoint")
+        self._running: Future[Path] | None = None
+
+    def begin(self, leader: RankLeader, folder: Path) -> None:
+        store, step = CheckpointStore(folder.parent), int(folder.name.rpartition("_")[2])
+        write = leader.begin_save(store.begin(step))
+        self._running = self._thread.submit(lambda: store.finish(step, write, DataProgress(step)))
+
+    def finish(self) -> str:
+        assert self._running is not None
+        return str(self._running.result())
+
+
+def resume(leader: RankLeader, root: Path) -> int:
+    found = CheckpointStore(root).latest()
+    assert found is not None
+    leader.load(found.actor)
+    return found.step
+
+
+def hold(file: Path) -> None:
+    """Let no rank write a tensor while `file` exists."""
+    append = sharded_state.TensorFile.append
+
+    def held(writer: sharded_state.TensorFile, tensor: torch.Tensor) -> None:
+        while file.exists():
+            time.sleep(0.01)
+        append(writer, tensor)
+
+    mock.patch.object(sharded_state.TensorFile, "append", held).start()
 
 
 def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> object:
@@ -153,7 +203,10 @@ def run(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    holds: str | None = None,
 ) -> None:
+    if holds is not None:
+        hold(Path(holds))
     parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
