@@ -102,7 +102,7 @@ def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Di
     """
     phase = "exchanging the places of weights"
     devices = {local_part(tensor).device for tensor in tensors.values()}
-    for device in devices:
+    for device in sorted(devices, key=str):
         # NCCL connects the ranks of a group in a collective of all of them; sends are not.
         parallel.all_reduce_sum([torch.zeros(1, device=device)], phase)
     own = [float(n) for t in tensors.values() for part in place(t) for n in part]

@@ -127,6 +127,9 @@ class LearnerThread:
         """Complete a checkpoint, then stop the other ranks, after the running work."""
         try:
             await self.saved()
+        except SluiceError as error:
+            logger.warning("the last checkpoint is not complete: %s", error)
+        try:
             await self._run(self._leader.stop)
         except SluiceError as error:  # an earlier call has already raised the cause
             logger.info("the other ranks did not get the stop command: %s", error)
