@@ -4,7 +4,6 @@ like one rank, and an end where one of them dies.
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 from contextlib import ExitStack
@@ -13,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from sluice.errors import ConfigError
 from tests.multiprocess.test_sharded_trainer import ACTOR, assert_like, copies, step
-from tests.multiprocess.test_trainer_ranks import ANSWER_S, LONG_S, Rank, trainer
+from tests.multiprocess.test_trainer_ranks import ANSWER_S, Rank, trainer
 from tests.support.gradient_peer import loss_of, make_rows
 from tests.support.rank_peer import NUM_GROUPS
 from tests.support.tiny_policy import make_config, save_model
@@ -154,7 +151,7 @@ def test_they_train_save_and_resume_like_one(
 
 def test_all_end_where_one_dies_in_an_exchange_of_tokens(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "qwen3_moe")
-    layout = {"fsdp_config": {"dtype": "float32", "expert_parallel_size": 2}}
+    layout: dict[str, Any] = {"fsdp_config": {"dtype": "float32", "expert_parallel_size": 2}}
     # Each layer of a pass has two exchanges: this is in the first train batch.
     with trainer(folder, 4, dies_in_exchange=30, **layout) as ranks:
         ranks[0].tell("train 1")
@@ -163,11 +160,3 @@ def test_all_end_where_one_dies_in_an_exchange_of_tokens(tmp_path: Path) -> None
             assert error.startswith("PeerError: a trainer rank, seen from rank"), error
             assert "while training step 1" in error
             assert rank.process.wait(ANSWER_S) == 3
-
-
-def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", "qwen3_moe")
-    for family, size, message in (
-        ("qwen3_moe", 2, "expert_parallel_size=2 does not divide the 1 "),
-    ):
-        pass

@@ -100,6 +100,7 @@ def trainer(
     skips: bool = False,
     recomputes: bool = False,
     dies_in_exchange: int = 0,
+    holds: Path | None = None,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
     with socket.socket() as probe:
@@ -114,6 +115,7 @@ def trainer(
         "skips": skips,
         "recomputes": recomputes,
         "dies_in_exchange": dies_in_exchange,
+        "holds": holds and str(holds),
     }
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
 from services.trainer.learner.model.forward import EntropyUse, check_packing, token_outputs
-from services.trainer.learner.model.optimizer import ShardedGradients
 from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.optimizer import ShardedGradients
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
 from services.trainer.learner.ranks import DataParallel, TorchDistributed

@@ -214,6 +214,13 @@ class RouterReplayConfig(Section, frozen=True):
     """R2: training passes take the experts that the trainer's pass for old logprobs chose."""
 
 
+class CheckpointConfig(Section, frozen=True):
+    """How a checkpoint is written."""
+
+    async_save: bool = False
+    """Copy weights and optimizer state to host memory, and write them while training continues."""
+
+
 class ActorConfig(Section, frozen=True):
     """The policy update: batches, loss and passes."""
 
@@ -289,3 +296,4 @@ class ActorConfig(Section, frozen=True):
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     fsdp_config: ActorFsdpConfig = ActorFsdpConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

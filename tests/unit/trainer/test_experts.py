@@ -82,7 +82,7 @@ def test_the_text_of_a_vision_language_model_gets_them_too(tmp_path: Path) -> No
 
 
 def test_the_router_computes_in_float32_whatever_the_weights_dtype() -> None:
-    model = own_model().to(torch.bfloat16)
+    model = own_model().bfloat16()
     tokens = torch.randn(30, 32).to(torch.bfloat16)
     for block in expert_blocks(model):
         exact = (tokens.double() @ block.gate.weight.double().t()).softmax(-1)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from services.trainer.learner.model.sharding import assign
+from services.trainer.learner.places import local_part, place
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sharded_state import StateFiles
 from sluice.algorithm.learning_rate import learning_rate_multiplier, resolve_warmup_steps
 from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
@@ -206,36 +207,35 @@ class PolicyOptimizer:
             if parameter in self._adamw.state
         }
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state_tensors` returned, from whole tensors.
+    def load_state(self, state: StateFiles) -> None:
+        """Load the tensors of `state_tensors`, of each this rank's part.
 
         Raises:
             CheckpointError: a parameter's state is missing, of another shape or unknown.
         """
         expected = {f"{name}.{moment}" for name in self._named for moment in MOMENTS}
-        if tensors and (wrong := expected.symmetric_difference(tensors)):
+        if state.names and (wrong := expected.symmetric_difference(state.names)):
             raise CheckpointError(
                 f"optimizer state of another model: {len(wrong)} names differ, first "
                 f"{min(wrong)}; resume with the model that was trained"
             )
         self._adamw.state.clear()
-        for name, parameter in self._named.items() if tensors else ():
+        for name, parameter in self._named.items() if state.names else ():
             self._adamw.state[parameter] = {
-                moment: self._fitting(f"{name}.{moment}", tensors, parameter, moment)
+                moment: self._loaded(f"{name}.{moment}", state, parameter, moment)
                 for moment in MOMENTS
             }
 
-    def _fitting(
-        self, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter, moment: str
-    ) -> Tensor:
-        tensor = tensors[key]
-        if moment != "step" and tensor.shape != parameter.shape:
+    def _loaded(self, key: str, state: StateFiles, parameter: nn.Parameter, moment: str) -> Tensor:
+        shape, dtype = state.spec(key)
+        if moment == "step":
+            own = torch.zeros((), dtype=dtype, device=parameter.device)
+        elif shape == parameter.shape:
+            own = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
             raise CheckpointError(
-                f"optimizer state {key} has shape {tuple(tensor.shape)}, the model "
+                f"optimizer state {key} has shape {tuple(shape)}, the model "
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
-        if moment == "step":
-            return tensor.to(parameter.device).clone()  # AdamW changes it in place
-        own = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
-        assign(own, tensor)
+        state.fill(local_part(own), key, place(own)[0])
         return own

@@ -1,14 +1,10 @@
-"""Shard one model's weights over ranks (FSDP2), gather them whole on rank 0, and let every rank
-make the same number of passes.
-"""
+"""Shard one model over ranks (FSDP2), and let every rank make the same number of passes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,28 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
 from services.trainer.learner.model.experts import SparseExperts, expert_blocks
 from services.trainer.learner.model.forward import gather_in_passes
 from services.trainer.learner.model.weight_files import WeightFiles
-from services.trainer.learner.ranks import (
-    COPY_DIM,
-    EXPERT_DIM,
-    EXPERT_SHARD_DIM,
-    SHARD_DIM,
-    DataParallel,
-)
+from services.trainer.learner.places import local_part, place, region
+from services.trainer.learner.ranks import COPY_DIM, EXPERT_DIM, EXPERT_SHARD_DIM, DataParallel
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
-from sluice.concurrency.waits import advance
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
-
-BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,25 +126,16 @@ def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., 
 @torch.no_grad()
 def assign(target: Tensor, whole: Tensor) -> None:
     """Copy `whole`, or this rank's shard of it, into `target` of the same global shape."""
-    own, offsets = own_part(target)
-    own.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, own.shape, strict=True))])
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    target.to_local().copy_(whole[region(*place(target))])
 
 
 def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
     """Read each parameter, or this rank's shard of it."""
     for name, parameter in parameters.items():
-        own, offsets = own_part(parameter)
-        files.fill(own, name, offsets)
-
-
-def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return what this rank holds of a tensor, and where it begins in the whole one."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), (0,) * tensor.ndim
-    _, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tensor.to_local().detach(), offsets
+        files.fill(local_part(parameter), name, place(parameter)[0])
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -236,108 +214,3 @@ def idle_micro_batch(device: torch.device, share: SequenceShare | None = None) -
     micro_batch = build_micro_batch([row], plan, device, share=share)
     assert micro_batch is not None
     return micro_batch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ShardPart:
-    """One rank's shard of a tensor; `dtype` is its dtype on the wire."""
-
-    name: str
-    tensor: DTensor
-    dtype: torch.dtype
-
-    @property
-    def num_shards(self) -> int:
-        mesh = self.tensor.device_mesh
-        return mesh.size(mesh.ndim - 1)
-
-    @property
-    def rows(self) -> int:
-        """Return the rows of the longest shard."""
-        return -(-self.tensor.shape[0] // self.num_shards)
-
-    @property
-    def numel(self) -> int:
-        """Return the elements of the longest shard."""
-        return self.rows * math.prod(self.tensor.shape[1:])
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the whole tensor, with padding."""
-        return self.num_shards * self.numel * self.dtype.itemsize
-
-    def whole(self, shards: Tensor) -> Tensor:
-        """Return the tensor from ``[shards, numel]``, a view if that is contiguous."""
-        rows = shards.reshape(self.num_shards * self.rows, *self.tensor.shape[1:])
-        return rows[: self.tensor.shape[0]]
-
-
-@torch.no_grad()
-def gather_whole(
-    named_tensors: Iterable[tuple[str, Tensor]],
-    parallel: DataParallel,
-    phase: str,
-    *,
-    dtype: torch.dtype | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each whole tensor on rank 0, and nothing on the others. Collective to its end.
-
-    Args:
-        named_tensors: sharded or not, in the same order on every rank.
-        parallel: all ranks.
-        phase: named in errors.
-        dtype: dtype on the wire of sharded floating-point tensors.
-        bucket_bytes: bytes of whole tensors per collective, unless one tensor is larger.
-
-    Raises:
-        DeadlineError: a rank did not take part in time.
-        PeerError: a rank failed.
-    """
-    bucket: list[_ShardPart] = []
-    for name, tensor in named_tensors:
-        if not isinstance(tensor, DTensor):
-            if parallel.rank == 0:
-                yield name, tensor.detach()
-            continue
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        if EXPERT_DIM in (tensor.device_mesh.mesh_dim_names or ()):
-            advance()
-            with parallel.naming_failures(phase):
-                whole = tensor.full_tensor().to(wanted)
-            if parallel.rank == 0:
-                yield name, whole
-            continue
-        part = _ShardPart(name, tensor, wanted)
-        size = sum(one.num_bytes for one in bucket) + part.num_bytes
-        if bucket and (size > bucket_bytes or bucket[0].dtype != part.dtype):
-            yield from _gather(bucket, parallel, phase)
-            bucket = []
-        bucket.append(part)
-    if bucket:
-        yield from _gather(bucket, parallel, phase)
-
-
-def _gather(
-    bucket: list[_ShardPart], parallel: DataParallel, phase: str
-) -> Iterator[tuple[str, Tensor]]:
-    advance()
-    mesh = bucket[0].tensor.device_mesh
-    if mesh.ndim > 1:
-        # Only the first copy sends. The other copies wait here for each bucket: the deadline of the
-        # next command is too short for the whole gather.
-        parallel.all_gather([0.0], phase)
-        if mesh.get_local_rank(COPY_DIM) != 0:
-            return  # rank 0 is in the first copy
-    ends = list(accumulate(part.numel for part in bucket))
-    local = [part.tensor.to_local() for part in bucket]
-    # Shards are padded to the longest, so that all ranks send equally many elements.
-    own = torch.zeros(ends[-1], dtype=bucket[0].dtype, device=local[0].device)
-    for shard, part, end in zip(local, bucket, ends, strict=True):
-        start = end - part.numel
-        own[start : start + shard.numel()].copy_(shard.flatten())
-    shards = parallel.gather_to_first(own, mesh.get_group(SHARD_DIM), phase)
-    if shards is None:
-        return
-    for part, end in zip(bucket, ends, strict=True):
-        yield part.name, part.whole(shards[:, end - part.numel : end])
