@@ -26,6 +26,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.decoder import use_own_layers
 from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.schema.actor import FsdpConfig
@@ -95,6 +96,7 @@ def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> L
 def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> None:
     check_attention(loaded.config, max_tokens)
     loaded.eval()
+    use_own_layers(loaded)
     if model.enable_gradient_checkpointing:
         _checkpoint_layers(loaded)
 
