@@ -36,6 +36,7 @@ FAMILIES = frozenset(
         "qwen2.modeling_qwen2.Qwen2DecoderLayer",  # and Qwen2.5
         "qwen3.modeling_qwen3.Qwen3DecoderLayer",
         "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer",
+        "qwen2_vl.modeling_qwen2_vl.Qwen2VLDecoderLayer",
         "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLDecoderLayer",
         "qwen3_vl.modeling_qwen3_vl.Qwen3VLTextDecoderLayer",
         "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer",
