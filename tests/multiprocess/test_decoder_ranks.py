@@ -45,7 +45,7 @@ def test_gradients_of_ranks_are_those_of_transformers_layers_on_one(
         for rank in range(world_size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
             process = PreloadedProcess(
-                "tests.support.gradient_peer",
+                "tests.support.decoder_peer",
                 [json.dumps(arguments)],
                 {"OMP_NUM_THREADS": "1"} | place | own,
             )

@@ -95,8 +95,8 @@ def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> L
 
 def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> None:
     check_attention(loaded.config, max_tokens)
-    loaded.eval()
     use_own_layers(loaded)
+    loaded.eval()
     if model.enable_gradient_checkpointing:
         _checkpoint_layers(loaded)
 
