@@ -251,7 +251,6 @@ def use_own_experts(model: PreTrainedModel) -> None:
             own.gate.weight = block.gate.weight  # type: ignore[union-attr,assignment]
             for weight, parameter in block.experts.named_parameters():  # type: ignore[union-attr]
                 own.experts.register_parameter(weight, parameter)
-            own.train(block.training)
             owner.register_module(name, own)
             layer += 1
     if not layer:

@@ -274,7 +274,7 @@ class PolicyUpdate:
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums
     ) -> None:
         """Divide importance weights by their mean over the whole batch, that is over all ranks."""
-        own = statistics_to_vector(sums.corrections)
+        own = statistics_to_vector(sums.read_corrections())
         vectors = self._parallel.gather_rows(own, "normalising importance weights")
         merged: Statistics = self._no_corrections
         for vector in vectors:
