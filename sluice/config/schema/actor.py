@@ -207,6 +207,20 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
     """
 
 
+class RouterReplayConfig(Section, frozen=True):
+    """Mixture of experts: whether passes over a sample choose the same experts."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """R2: training passes take the experts that the trainer's pass for old logprobs chose."""
+
+
+class CheckpointConfig(Section, frozen=True):
+    """How a checkpoint is written."""
+
+    async_save: bool = False
+    """Copy weights and optimizer state to host memory, and write them while training continues."""
+
+
 class ActorConfig(Section, frozen=True):
     """The policy update: batches, loss and passes."""
 
@@ -281,3 +295,5 @@ class ActorConfig(Section, frozen=True):
     optim: OptimConfig = OptimConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     fsdp_config: ActorFsdpConfig = ActorFsdpConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

@@ -26,6 +26,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.decoder import use_own_layers
+from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.schema.actor import FsdpConfig
@@ -121,6 +123,8 @@ def _built(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> 
 
 def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> None:
     check_attention(loaded.config, max_tokens)
+    use_own_layers(loaded)
+    use_own_experts(loaded)
     loaded.eval()
     if model.enable_gradient_checkpointing:
         _checkpoint_layers(loaded)
