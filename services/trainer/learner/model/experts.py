@@ -194,9 +194,8 @@ class SparseExperts(nn.Module):
         each = self._num_experts // mesh.size()
         first = mesh.get_local_rank() * each
         for name, whole in list(self.experts.named_parameters()):
-            own = DTensor.from_local(
-                whole.detach()[first : first + each], mesh, [Shard(0)], run_check=False
-            )
+            rows = whole.detach()[first : first + each].to(mesh.device_type)
+            own = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
             self.experts.register_parameter(name, nn.Parameter(own, whole.requires_grad))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
