@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.learner.learner import Learner, TensorSet
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
-from tests.multiprocess.test_sharded_trainer import assert_like, step
+from tests.multiprocess.test_sharded_trainer import assert_like, optimizer_tensors, step
 from tests.multiprocess.test_trainer_ranks import trainer
 from tests.support.rank_peer import NUM_GROUPS
+from tests.support.streamed_weights import streamed
 from tests.support.tiny_policy import adapting, make_config, save_model
 from tests.support.weight_digest import plain_digest
 
@@ -24,6 +25,10 @@ ACTOR: dict[str, Any] = {
     "use_kl_loss": True,
     "entropy_coeff": 0.01,
 }
+
+
+def adapters(actor: Path) -> dict[str, torch.Tensor]:
+    return load_file(actor / "lora_adapter" / "adapter_model.safetensors")
 
 
 def make_learner(folder: Path, **actor: Any) -> Learner:
@@ -54,8 +59,8 @@ def test_any_layout_trains_and_saves_adapters_as_one_rank_does(
         single.save(tmp_path / "one" / "actor")
         ranks[0].command(f"load {tmp_path / 'one' / 'actor'}")
         again = ranks[0].command("train 4")
-    for file in ("lora_adapter/adapter_model.safetensors", "optimizer.safetensors"):
-        found, expected = (load_file(tmp_path / n / "actor" / file) for n in ("many", "one"))
+    for read in (adapters, optimizer_tensors):
+        found, expected = (read(tmp_path / name / "actor") for name in ("many", "one"))
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
@@ -71,7 +76,7 @@ def test_after_the_first_version_only_adapters_travel(tmp_path: Path) -> None:
             single.save(tmp_path / f"{version}" / "actor")
             ranks[0].command(f"load {tmp_path / f'{version}' / 'actor'}")
             published = ranks[0].command(f"publish {version}")
-            wire = {n: w.bfloat16() for n, w in single.gather(TensorSet.WIRE_WEIGHTS)}
+            wire = {n: w.bfloat16() for n, w in streamed(single).items()}
             # The proof covers the frozen weights too.
             assert published["digest"] == plain_digest(wire)
             adapters = sum(w.nbytes for name, w in wire.items() if ".lora_" in name)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from services.trainer.learner.learner import Learner, TensorSet
+from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.model.lora import (
     adapted_layers,
@@ -28,6 +28,7 @@ from sluice.checkpoint.source import find_source
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import CheckpointError, ConfigError
 from sluice.weights.adapters import merge_adapters
+from tests.support.streamed_weights import streamed
 from tests.support.tiny_policy import adapting, make_batch, make_config, make_model, save_model
 
 CPU = torch.device("cpu")
@@ -60,7 +61,7 @@ def copies(learner: Learner) -> dict[str, torch.Tensor]:
 
 def served(learner: Learner) -> dict[str, torch.Tensor]:
     """The weights that an engine computes with."""
-    return dict(merge_adapters(dict(learner.gather(TensorSet.WIRE_WEIGHTS))))
+    return dict(merge_adapters(streamed(learner)))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox"])
@@ -89,11 +90,11 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(family: str
 def test_the_first_policy_is_the_model_and_only_adapters_change(folder: Path) -> None:
     learner = make_learner(folder)
     before, base = copies(learner), dict(make_model().named_parameters())
-    assert all(torch.equal(one, base[name]) for name, one in served(learner).items())
+    assert all(torch.equal(one, base[name].bfloat16()) for name, one in served(learner).items())
     learner.train_step(make_batch(), 1)
     changed = {n for n, one in learner.named_weights() if not torch.equal(one, before[n])}
     assert changed == {name for name in before if ".lora_" in name}
-    moments = {name.rpartition(".")[0] for name, _ in learner.gather(TensorSet.MOMENTS)}
+    moments = {n.rpartition(".")[0] for n in learner._optimizer.state_tensors()}
     assert moments == changed
 
 
@@ -230,14 +231,14 @@ def test_the_merged_folder_loads_with_the_weights_that_engines_had(
     learner = make_learner(folder)
     learner.train_step(make_batch(), 1)
     learner.save(tmp_path / "actor")
-    wanted = {n: one.clone() for n, one in learner.gather(TensorSet.WIRE_WEIGHTS)}
+    wanted = on_the_wire(learner._model, dict(learner.named_weights()))
     options = MergeOptions(dtype="float32")
     merge_checkpoint(find_source(tmp_path), tmp_path / "out", options, lambda *_: None)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     found, expected = dict(loaded.named_parameters()), merge_adapters(wanted)
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
-        assert (found[name] - weight).abs().max() < 2**-8 * weight.abs().max()
+        torch.testing.assert_close(found[name].detach(), weight, atol=1e-6, rtol=1e-6)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     named = json.loads((tmp_path / "actor/lora_adapter/adapter_config.json").read_text("utf-8"))
     assert named["base_model_name_or_path"] == str(folder)
