@@ -84,7 +84,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingParams:
-    """How to draw tokens. The behaviour logprob is taken of the distribution these define.
+    """How to sample tokens. The behavior logprob is taken of the distribution these define.
 
     `top_p` = 1 and `top_k` = -1 mean off; `temperature` = 0 is greedy (logprobs are then computed
     at temperature 1). `seed` fixes sample *i*'s randomness independently of batching. A sample ends

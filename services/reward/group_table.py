@@ -169,7 +169,7 @@ class Group:
         attempt: the same after the probes.
         version: policy version announced when it started; ``None``: it has not started.
         started_s, generated_s: when it started and when its last samples came, `time.monotonic`.
-        start_version: version of its oldest token; ``None`` while it holds none.
+        oldest_version: version of its oldest token; ``None`` while it holds none.
         has_reservation: a slot in the batch is set aside for it.
         is_sure: it counts as kept: its samples differ already, or it has a reservation.
         num_unrequested: sequences it will request from the fleet and has not yet.
@@ -191,7 +191,7 @@ class Group:
     version: int | None = None
     started_s: float = 0.0
     generated_s: float | None = None
-    start_version: int | None = None
+    oldest_version: int | None = None
     has_reservation: bool = False
     is_sure: bool = False
     num_unrequested: int = 0
@@ -393,7 +393,7 @@ class GroupTable:
             self.ages.reserve(group.prompt_id, group.version)
         self._publish(GroupEvent(EventKind.ADMITTED, group, before))
 
-    def set_start_version(self, group: Group, version: int | None) -> None:
+    def set_oldest_version(self, group: Group, version: int | None) -> None:
         """Set the version of a group's oldest token; ``None``: it holds none and waits.
 
         From here on its sequences run, or wait in the queue, which counts them itself.
@@ -402,7 +402,7 @@ class GroupTable:
             return
         self.num_unrequested -= group.num_unrequested
         group.num_unrequested = 0
-        group.start_version = version
+        group.oldest_version = version
         if version is None:
             self.ages.pauses(group.prompt_id)
         else:

@@ -356,5 +356,6 @@ def _loop_settings(config: RunConfig, dataset_rows: int) -> LoopSettings:
             config.sluice.asynchrony.max_staleness,
             whole_groups=needs_whole_groups(config),
             with_baselines=needs_greedy_baseline(config),
+            least_share=config.sluice.reward.outcomes.min_share,
         ),
     )

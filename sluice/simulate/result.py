@@ -34,7 +34,7 @@ class SimulationResult:
         step_s_p99: its 99th percentile.
         steps_per_hour: steps at that rate.
         trainer_idle_share: share of the time that the trainer waited for a batch.
-        fleet_idle_share: share of the time that a replica drew nothing, mean over replicas.
+        fleet_idle_share: share of the time that a replica sampled nothing, mean over replicas.
         slots_used_share: share of slots in use, mean over time.
         staleness_mean: versions that a trained sample's oldest token is behind.
         staleness_p99: its 99th percentile.

@@ -1,8 +1,8 @@
 """The process that runs scorers, so that a hang, a crash or a leak ends with it.
 
-`worker` starts it as ``python -m services.reward.grading.process PARENT_PID PAGE_FD``. It reads
-requests from standard input and answers on standard output; the scorer's own prints go to standard
-error. It ends when its input ends or its parent dies. It imports no gRPC.
+`scorer_process` starts it as ``python -m services.reward.grading.process PARENT_PID PAGE_FD``. It
+reads requests from standard input and answers on standard output; the scorer's own prints go to
+standard error. It ends when its input ends or its parent dies. It imports no gRPC.
 
 It bounds its own address space, open files, CPU time and output. The wall clock is watched from
 outside, because a scorer that hangs in C code cannot be interrupted from within.

@@ -45,7 +45,7 @@ _PACKAGE_ROOT = Path(services.__file__ or "").resolve().parent.parent
 
 
 class ScorerFault(Exception):
-    """The process hung or died and has been killed.
+    """The process hung, died or answered garbage. The caller kills it.
 
     Args:
         kind: ``SCORER_TIMEOUT`` or ``SCORER_CRASH``.

@@ -2,7 +2,8 @@
 recover the lease after a crash, acknowledge it.
 
 A kept group leaves in one of two ways: in an acknowledged batch, or dropped because it is too old.
-Only the sampling strategy `rounds` drops what a batch did not take.
+Only the sampling strategy `rounds` drops what a batch did not take. When another trainer takes
+over, the group loop starts kept prompts again.
 
 This module also cancels running groups that no batch has a slot for in time. A group can lose its
 slot only when another group starts or is kept, so these two events trigger the check. The prompt of

@@ -235,8 +235,8 @@ class GroupLoop:
     async def _run(self, group: Group) -> None:
         """Run an attempt to its end. If it is cancelled, its prompt starts again or ends as stale.
 
-        Any other error, also an observer's, is a defect: the task group ends the service. The group
-        log alone forgives its own.
+        Any other error, also an observer's, is a defect: the task group ends the service. Only the
+        group log survives an error of its own.
         """
         group.is_running = True
         try:
@@ -252,7 +252,7 @@ class GroupLoop:
     def _give_up(self, group: Group) -> None:
         """End the attempt of a cancelled task."""
         if group.cancel_reason is CancelReason.TOO_OLD:
-            detail = f"started under version {group.start_version}, too old to be trained"
+            detail = f"its oldest token is of version {group.oldest_version}, too old to be trained"
             self._groups.end(group, GroupEnding(PromptEnd.DROPPED_STALE, detail))
             return
         self._strategy.restarted(group.admitted_as)

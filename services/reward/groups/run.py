@@ -282,7 +282,7 @@ class GroupRun:
         on_sample: SampleCallback | None = None,
     ) -> GeneratedGroup:
         version = self._groups.policy_version or 0
-        purpose = "train" if round_number == 1 else f"train, draw {round_number}"
+        purpose = "train" if round_number == 1 else f"train, round {round_number}"
         request = GroupRequest(
             group.prompt,
             tuple(indexes),
@@ -308,7 +308,7 @@ class GroupRun:
         return graded
 
     def _note_oldest_version(self, group: Group, version: int | None) -> None:
-        self._groups.set_start_version(group, version)
+        self._groups.set_oldest_version(group, version)
         if version is not None:
             self._batches.cancel_without_slot()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sluice.algorithm.groups.filter import fewest_samples
+from sluice.algorithm.groups.filter import LEAST_SHARE, fewest_samples
 from sluice.errors import PeerError
 from sluice.types import Rollout, Scored, TrainBatch, TrainGroup
 
@@ -24,6 +24,8 @@ class BatchTerms:
         max_staleness: versions that a sample's oldest token may be behind the updated version.
         whole_groups: no sample may be missing, since the loss compares all of a group.
         with_baselines: every group has the reward of a greedy response.
+        least_share: share of a group's samples that it has at least
+            (``sluice.reward.outcomes.min_share``).
     """
 
     num_groups: int
@@ -31,11 +33,14 @@ class BatchTerms:
     max_staleness: int
     whole_groups: bool = False
     with_baselines: bool = False
+    least_share: float = LEAST_SHARE
 
     @property
     def fewest_samples(self) -> int:
         """Return the fewest samples of a group."""
-        return fewest_samples(self.samples_per_group, whole_groups=self.whole_groups)
+        return fewest_samples(
+            self.samples_per_group, whole_groups=self.whole_groups, least_share=self.least_share
+        )
 
 
 def check_batch(batch: TrainBatch, terms: BatchTerms, step: int) -> None:

@@ -147,8 +147,9 @@ class GroupAges:
     def without_slot(self, next_version: int) -> tuple[str, ...]:
         """Return the running groups that would have no batch slot in time if they were kept.
 
-        The batches for `next_version` to u + S have ``(u + S - next_version + 1) * B`` slots for
-        groups of version u or older. Where kept groups fill them, no slot remains for a running
+        Let S be the bound and B the groups of a batch. For any version u, the batches for
+        `next_version` to u + S have ``(u + S - next_version + 1) * B`` slots for groups of
+        version u or older. Where kept groups fill them, no slot remains for a running
         group that old, nor where it would push out a kept group of a younger version. Call this
         whenever a group is kept or starts: no other event leaves a running group without a slot.
 

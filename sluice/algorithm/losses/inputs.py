@@ -59,7 +59,7 @@ class LossInputs:
     row_index: torch.Tensor  # int64 [N], values in 0..num_rows - 1
     num_rows: int  # R, empty rows included
     rollout_weights: torch.Tensor | None = None  # float [N], importance weights of the tokens
-    rollout_logprobs: torch.Tensor | None = None  # float [N], of the engine that drew the tokens
+    rollout_logprobs: torch.Tensor | None = None  # float [N], behavior logprobs
     row_groups: tuple[int, ...] | None = None  # [R], equal for rows of one prompt
     row_advantages: torch.Tensor | None = None  # float [R], for losses over whole rows
     seed: int = 0  # of random choices; another one for each micro-batch and step

@@ -31,7 +31,7 @@ def off_policy_statistics(
 ) -> dict[str, Statistic]:
     """Return statistics of a batch, taken in float64.
 
-    With x the difference old - behaviour of a token: ``kl`` is the token mean of -x, ``k3_kl`` of
+    With x the difference old - behavior of a token: ``kl`` is the token mean of -x, ``k3_kl`` of
     exp(x) - x - 1, ``chi2_token`` of exp(2 x) - 1 with x within +-20, ``chi2_seq`` the row mean of
     the same of the row's sum of x. Perplexities are exp(-mean logprob) of each row, averaged over
     rows; ``log_ppl_diff`` is the trainer's log perplexity less the engine's, ``ppl_ratio`` its
@@ -93,7 +93,7 @@ def rollout_correction(
     row_index: torch.Tensor,
     settings: RolloutCorrectionSettings,
 ) -> RolloutCorrection:
-    """Compare a policy of the trainer with the one that drew the tokens.
+    """Compare a policy of the trainer with the one that sampled the tokens.
 
     Args:
         logprobs: float [tokens]; the old policy's, or in bypass mode the current one's.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -160,11 +160,16 @@ def metrics_of(statistics: Statistics, *, prefix: str = "rollout_corr/") -> dict
     }
 
 
+# Upper edges of the histogram of logprob differences, four a doubling from 1e-6 to 20.
+_GAP_EDGES = tuple(math.exp2(quarter / 4) for quarter in range(-80, 19))
+
+
 @dataclass(frozen=True, slots=True)
 class ProbsDiffSums:
     """Sums over tokens, in float64; add them over micro-batches and ranks with `merge`.
 
-    p is the trainer's probability of a token, q the engine's, d is ``|p - q|``.
+    p is the trainer's probability of a token, q the engine's, d is ``|p - q|``, gap is
+    ``|log p - log q|`` and k3 is Schulman's estimate of KL(q || p), ``p / q - 1 - log(p / q)``.
     """
 
     num_tokens: float = 0.0
@@ -175,7 +180,10 @@ class ProbsDiffSums:
     pp: float = 0.0
     qq: float = 0.0
     pq: float = 0.0
+    gap: float = 0.0
+    k3: float = 0.0
     max_d: float = 0.0
+    gap_counts: tuple[float, ...] = field(default=(0.0,) * (len(_GAP_EDGES) + 1), kw_only=True)
 
     @classmethod
     def of_tokens(
@@ -184,28 +192,36 @@ class ProbsDiffSums:
         """Return sums over the tokens of a micro-batch; both tensors are [tokens]."""
         if old_logprobs.numel() == 0:
             return cls()
-        p = old_logprobs.detach().cpu().double().exp()
-        q = behavior_logprobs.detach().cpu().double().exp()
-        d = (p - q).abs()
-        sums = torch.stack([d.sum(), d @ d, p.sum(), q.sum(), p @ p, q @ q, p @ q, d.max()])
-        return cls.from_vector([float(p.numel()), *sums.tolist()])
+        trainer = old_logprobs.detach().cpu().double()
+        engine = behavior_logprobs.detach().cpu().double()
+        p, q, log_ratio = trainer.exp(), engine.exp(), trainer - engine
+        d, gap = (p - q).abs(), log_ratio.abs()
+        k3 = log_ratio.expm1() - log_ratio
+        sums = [d.sum(), d @ d, p.sum(), q.sum(), p @ p, q @ q, p @ q, gap.sum(), k3.sum(), d.max()]
+        bucket = torch.bucketize(gap, torch.tensor(_GAP_EDGES, dtype=torch.float64))
+        counts = bucket.bincount(minlength=len(_GAP_EDGES) + 1).double()
+        return cls.from_vector([float(p.numel()), *torch.cat([torch.stack(sums), counts]).tolist()])
 
     @classmethod
     def from_vector(cls, vector: Sequence[float]) -> ProbsDiffSums:
         """Undo `to_vector`."""
-        return cls(*vector)
+        cut = len(vector) - len(_GAP_EDGES) - 1
+        return cls(*vector[:cut], gap_counts=tuple(vector[cut:]))
 
     def to_vector(self) -> tuple[float, ...]:
-        """Nine numbers for an all-gather; all add up except the last, which is a maximum."""
-        return astuple(self)
+        """Return numbers for an all-gather; all add up but `max_d`."""
+        *numbers, counts = astuple(self)
+        return (*numbers, *counts)
 
     def merge(self, other: ProbsDiffSums) -> ProbsDiffSums:
         """Return sums over the tokens of both."""
-        added = [a + b for a, b in zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)]
-        return ProbsDiffSums.from_vector([*added, max(self.max_d, other.max_d)])
+        pairs = zip(self.to_vector(), other.to_vector(), strict=True)
+        added = ProbsDiffSums.from_vector([a + b for a, b in pairs])
+        return replace(added, max_d=max(self.max_d, other.max_d))
 
     def metrics(self) -> dict[str, float]:
-        """Validity, maximum, mean and unbiased std of d, and the correlation of p and q.
+        """Return validity, maximum, mean and unbiased std of d, the correlation of p and q, mean
+        and 99.9th percentile of gap, and the mean of k3.
 
         No tokens: only ``training/rollout_probs_diff_valid``, 0. Std needs two tokens, the
         correlation needs p and q to vary; undefined ones are left out.
@@ -217,6 +233,9 @@ class ProbsDiffSums:
             "training/rollout_probs_diff_valid": 1.0,
             "training/rollout_probs_diff_max": self.max_d,
             "training/rollout_probs_diff_mean": self.d / n,
+            "training/rollout_logprobs_diff_mean": self.gap / n,
+            "training/rollout_logprobs_diff_p999": self._gap_below(0.999),
+            "training/rollout_k3_kl": self.k3 / n,
         }
         if n > 1.0:
             variance = max(self.dd - self.d * self.d / n, 0.0) / (n - 1.0)
@@ -227,3 +246,12 @@ class ProbsDiffSums:
             correlation = max(-1.0, min(1.0, covariation / math.sqrt(variation)))
             found["training/rollout_actor_probs_pearson_corr"] = correlation
         return found
+
+    def _gap_below(self, share: float) -> float:
+        """Return a gap that this share of the tokens does not exceed: at most 19 % too large."""
+        seen = 0.0
+        for count, edge in zip(self.gap_counts, _GAP_EDGES, strict=False):
+            seen += count
+            if seen >= share * self.num_tokens:
+                return edge
+        return math.inf

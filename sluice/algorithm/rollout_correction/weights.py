@@ -1,4 +1,4 @@
-"""Importance weights of the trainer's policy against the one that drew the tokens.
+"""Importance weights of the trainer's policy against the one that sampled the tokens.
 
 Truncation bounds the variance (TIS; Ionides 2008), a band drops implausible tokens (IcePop).
 """

@@ -47,7 +47,7 @@ _ROUNDING = 1e-9
 DEFAULT_MIN_YIELD, DEFAULT_NUM_GROUPS = 0.005, 2000
 """The values of `algorithm.filter_groups.min_yield` and `min_yield_groups`."""
 REMEDY = (
-    "choose prompts the policy solves sometimes, draw more samples (actor_rollout_ref.rollout.n), "
+    "choose prompts the policy solves sometimes, sample more (actor_rollout_ref.rollout.n), "
     "or lower min_yield (raise max_num_gen_batches if that was given)"
 )
 

@@ -58,7 +58,7 @@ class World:
     def start(self, name: str, version: int | None = None, *, reserves: bool = False) -> Group:
         group = self.groups.get(name) or self.accept(name)
         self.groups.admit(group, Attempt(name, 1, None, 4), 4, reserves_slot=reserves)
-        self.groups.set_start_version(group, version)
+        self.groups.set_oldest_version(group, version)
         return group
 
     def keep(self, group: Group, version: int = 5) -> None:
@@ -155,7 +155,7 @@ def test_a_requeued_group_begins_like_a_new_one_but_knows_how_often_it_was_preem
     group = world.start("p", 5)
     group.progress.num_received = 7
     world.groups.requeue(group, CancelReason.PREEMPTED)
-    assert (group.state, group.progress.num_received, group.start_version) == ("waiting", 0, None)
+    assert (group.state, group.progress.num_received, group.oldest_version) == ("waiting", 0, None)
     assert (group.version, group.num_preemptions) == (None, 1)
 
 
@@ -209,11 +209,11 @@ def test_a_group_counts_from_its_start_until_it_ends() -> None:
     world = full_world()
     group = world.start("late")
     assert world.waited_for() == ()
-    world.groups.set_start_version(group, 4)
+    world.groups.set_oldest_version(group, 4)
     assert world.waited_for() == (4,)
     world.groups.end(group, GroupEnding(PromptEnd.DROPPED_FAILED))
     assert world.waited_for() == ()
-    world.groups.set_start_version(group, 4)  # reported after the end
+    world.groups.set_oldest_version(group, 4)  # reported after the end
     assert world.waited_for() == ()
 
 
@@ -221,7 +221,7 @@ def test_a_group_counts_from_its_start_until_it_ends() -> None:
 def test_a_group_that_lost_its_tokens_holds_no_batch_back(version: int | None) -> None:
     world = full_world()
     group = world.start("late", 4)
-    world.groups.set_start_version(group, version)
+    world.groups.set_oldest_version(group, version)
     assert world.waited_for() == ()
 
 
@@ -240,8 +240,8 @@ def test_a_reserved_slot_counts_before_the_group_holds_tokens_and_after_its_prob
     world.start("other", 5)
     world.keep(world.start("kept", 5))
     assert world.ages.without_slot(5) == ("other",)  # both slots are taken
-    world.groups.set_start_version(reserved, 5)
-    world.groups.set_start_version(reserved, None)  # its replica is gone
+    world.groups.set_oldest_version(reserved, 5)
+    world.groups.set_oldest_version(reserved, None)  # its replica is gone
     assert world.ages.without_slot(5) == ("other",)
     world.groups.continued(reserved, is_sure=False)
     assert (world.groups.num_sure, world.groups.num_reserved) == (1, 1)
