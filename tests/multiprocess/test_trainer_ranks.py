@@ -32,13 +32,20 @@ SHORT_S = 6.0
 
 
 class Rank:
-    """One process of `tests.support.rank_peer`."""
+    """One process of `tests.support.rank_peer`, or of another module with the same answers."""
 
-    def __init__(self, rank: int, world_size: int, port: int, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        port: int,
+        arguments: dict[str, Any],
+        module: str = "tests.support.rank_peer",
+    ) -> None:
         self.name = f"rank {rank}"
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
         self.process = PreloadedProcess(
-            "tests.support.rank_peer",
+            module,
             [json.dumps(arguments)],
             {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
             | {name: str(value) for name, value in place.items()},
@@ -92,6 +99,7 @@ def trainer(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    dies_in_exchange: int = 0,
     holds: Path | None = None,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
@@ -106,6 +114,7 @@ def trainer(
         "frozen": frozen,
         "skips": skips,
         "recomputes": recomputes,
+        "dies_in_exchange": dies_in_exchange,
         "holds": holds and str(holds),
     }
     with ExitStack() as stack:

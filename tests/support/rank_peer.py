@@ -17,11 +17,14 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +38,7 @@ from services.trainer.learner import learner as learner_module
 from services.trainer.learner import sharded_state
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
+from services.trainer.learner.model import experts as experts_module
 from services.trainer.learner.model import trained_model
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
@@ -180,6 +184,18 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
     return "done"
 
 
+def dying(calls: int) -> Callable[..., torch.Tensor]:
+    """An exchange of rows that kills this process instead of its call of this number."""
+    exchange, counts = experts_module._all_to_all, count(1)
+
+    def exchanged(*arguments: Any) -> torch.Tensor:
+        if next(counts) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(*arguments)
+
+    return exchanged
+
+
 def saved_weights(actor: Path) -> dict[str, torch.Tensor]:
     """By parameter name, from the files of a checkpoint."""
     folder = actor / "huggingface"
@@ -209,6 +225,7 @@ def run(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    dies_in_exchange: int = 0,
     holds: str | None = None,
 ) -> None:
     if holds is not None:
@@ -225,6 +242,8 @@ def run(
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
     if recomputes:
         config = recomputing(config)
+    if dies_in_exchange and parallel.rank == parallel.world_size - 1:
+        mock.patch.object(experts_module, "_all_to_all", dying(dies_in_exchange)).start()
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"

@@ -46,6 +46,7 @@ _GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True},
     "llama": _GROUPED,
+    "qwen2": _GROUPED,
     "mistral": {**_GROUPED, "sliding_window": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS},
     "granite": {**_GROUPED, "logits_scaling": 3.0, "attention_multiplier": 0.3},
     "gpt_neox": COMMON,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
+from services.trainer.learner.model.experts import check_own_experts
 from services.trainer.learner.model.forward import DTYPES, check_packing
 from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
 from services.trainer.learner.model.trained_model import (
@@ -32,6 +33,7 @@ from services.trainer.learner.update.reference import ReferencePolicy
 from services.trainer.learner.update.settings import update_settings
 from services.trainer.learner.weight_stream import stream_rows
 from sluice.config.derived import max_row_tokens, uses_critic
+from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device
@@ -99,7 +101,10 @@ class Learner:
         max_tokens = max_row_tokens(config.data)
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
-        parallel.share_sequences(precision.ulysses_sequence_parallel_size)
+        layout = trainer_layout(config, parallel.world_size)
+        parallel.share_sequences(layout.sequence)
+        parallel.experts = layout.experts
+        parallel.experts = precision.expert_parallel_size
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
@@ -119,6 +124,10 @@ class Learner:
         self._model = self._policy.model
         self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
+        if settings.replays_routing:
+            check_own_experts(
+                self._model, "actor_rollout_ref.actor.router_replay.mode=R2", "disabled"
+            )
         check_packing(
             self._model,
             DTYPES[precision.dtype],

@@ -28,9 +28,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from services.trainer.learner.sequence_share import SHARING_KEY, SequenceShare
+from services.trainer.learner.sequence_share import SequenceShare
 from sluice.concurrency.waits import waiting_for
 from sluice.config.addresses import join_host_port, split_host_port
+from sluice.config.parallel_layout import ParallelLayout
 from sluice.device.protocol import Device, rank_backends
 from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
 from sluice.types import TransferGroupSpec
@@ -46,6 +47,8 @@ LATE_REMEDY = (
 )
 SHARD_DIM, COPY_DIM = "shard", "copy"
 """Dimensions of the mesh that shards a model."""
+EXPERT_DIM, EXPERT_SHARD_DIM = "expert", "expert_shard"
+"""Dimensions of the mesh that divides its experts, and shards each of them."""
 
 # Texts in the errors of torch's backends.
 _GLOO = "gloo"
@@ -197,6 +200,8 @@ class DataParallel:
     world_size: int = 1
     share: SequenceShare | None = None
     """This rank's part of every packed sequence; None: all of it."""
+    experts: int = 1
+    """Neighboring ranks that divide the experts of each layer among them."""
     _mesh: DeviceMesh | None = None
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -218,13 +223,7 @@ class DataParallel:
         Raises:
             ConfigError: the size does not divide the number of ranks.
         """
-        if self.world_size % size:
-            sizes = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
-            raise ConfigError(
-                f"{SHARING_KEY}={size} does not divide the {self.world_size} trainer ranks "
-                "(trainer.nnodes * trainer.n_gpus_per_node); give one of "
-                f"{', '.join(map(str, sizes))}"
-            )
+        ParallelLayout(self.world_size, self.world_size, sequence=size)
 
     def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
         """Return the numbers of each share, as `all_gather`; its ranks have the same."""
@@ -267,6 +266,19 @@ class DataParallel:
             assert group.size() == 1
             self._mesh = DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(SHARD_DIM,))
         return self._mesh
+
+    def expert_mesh(self, size: int) -> DeviceMesh | None:
+        """Return how the `size` ranks of a copy divide its experts; ``None``: they do not.
+
+        Returns:
+            dimensions ``copy`` (if there are several), ``expert_shard``, over which each expert is
+            sharded, and ``expert``, of `experts` neighboring ranks.
+
+        Raises:
+            ConfigError: they cannot divide evenly.
+        """
+        ParallelLayout(self.world_size, size, experts=self.experts)
+        return None
 
     def exchange(
         self,
@@ -324,6 +336,7 @@ class TorchDistributed(DataParallel):
         self._timeout_s = timeout_s
         super().__init__(device.torch_device.type)
         self._meshes: dict[int, DeviceMesh] = {}
+        self._expert_meshes: dict[int, DeviceMesh] = {}
         self._group: ProcessGroup | None = None  # all ranks, as torch forms it
         backend = rank_backends(device.torch_device.type)
         device.set_device()  # before the group exists: its backend binds to the current device
@@ -370,6 +383,15 @@ class TorchDistributed(DataParallel):
             with self.naming_failures(f"forming groups of {size} ranks that share a model"):
                 self._meshes[size] = self._make_mesh(size)
         return self._meshes[size]
+
+    def expert_mesh(self, size: int) -> DeviceMesh | None:
+        super().expert_mesh(size)
+        if self.experts > 1 and size not in self._expert_meshes:
+            grid = torch.arange(self.world_size).view(-1, size // self.experts, self.experts)
+            names = (COPY_DIM, EXPERT_SHARD_DIM, EXPERT_DIM)
+            with self.naming_failures(f"forming groups of {self.experts} ranks with experts"):
+                self._expert_meshes[size] = self._grid_mesh(grid, names)
+        return self._expert_meshes.get(size)
 
     def share_sequences(self, size: int) -> None:
         super().share_sequences(size)
@@ -464,13 +486,19 @@ class TorchDistributed(DataParallel):
             assert world is not None
             return DeviceMesh.from_group(world, self.device_type, mesh_dim_names=(SHARD_DIM,))
         # Neighboring ranks share a copy: they are likely on one machine, with fast links.
-        ranks = torch.arange(self.world_size).view(-1, size)
-        within = [self._new_group(row) for row in ranks]
-        across = [self._new_group(column) for column in ranks.T]
-        own = [across[self.rank % size], within[self.rank // size]]
-        return DeviceMesh.from_group(
-            own, self.device_type, mesh=ranks, mesh_dim_names=(COPY_DIM, SHARD_DIM)
-        )
+        return self._grid_mesh(torch.arange(self.world_size).view(-1, size), (COPY_DIM, SHARD_DIM))
+
+    def _grid_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        """Make a mesh of all ranks, whose first dimension is left out if its size is 1."""
+        if grid.shape[0] == 1 and grid.ndim > 1:
+            grid, names = grid[0], names[1:]
+        own = []
+        for dim, size in enumerate(grid.shape):
+            for ranks in grid.movedim(dim, -1).reshape(-1, size):
+                group = self._new_group(ranks)
+                if self.rank in ranks:
+                    own.append(group)
+        return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=names)
 
     def _new_group(self, ranks: Tensor) -> ProcessGroup:
         """Make a group. All ranks make every group; ranks outside it get a placeholder."""

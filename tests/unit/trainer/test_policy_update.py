@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
@@ -107,7 +108,7 @@ def test_the_gradient_is_that_of_the_written_out_loss(model_folder: Path) -> Non
     batch = make_batch()
     config = make_config(model_folder, ppo_mini_batch_size=6, optim={"lr": 1.0, "clip_grad": 1e9})
     learner = make_learner(config)
-    model = learner._model
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager").eval()
     loss, tokens = torch.zeros(()), 0
     for group in batch.groups:
         rewards = np.array([scored.reward for scored in group.scores])
@@ -115,12 +116,10 @@ def test_the_gradient_is_that_of_the_written_out_loss(model_folder: Path) -> Non
         prompt = group.prompt_token_ids.astype(np.int64)
         for rollout, advantage in zip(group.rollouts, advantages, strict=True):
             row = torch.from_numpy(np.concatenate([prompt, rollout.token_ids.astype(np.int64)]))
-            model.set_attn_implementation("eager")
             logits = model(input_ids=row[None], use_cache=False).logits[0, prompt.size - 1 : -1]
             logprobs = logits.log_softmax(-1).gather(1, row[prompt.size :, None])
             loss = loss - float(advantage) * logprobs.sum()
             tokens += rollout.num_tokens
-    model.set_attn_implementation("sluice_packed")
     parameters = [parameter for _, parameter in model.named_parameters()]
     gradients = torch.autograd.grad(loss / tokens, parameters)
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))

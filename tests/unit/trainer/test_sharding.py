@@ -1,4 +1,4 @@
-"""Shards of a model: how many ranks share it, which part each holds, and how they travel."""
+"""Shards of a model: which part each rank holds, and how they travel."""
 
 from __future__ import annotations
 
@@ -15,33 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.trainer.learner.model.sharding import shard_rows, shard_size
 from services.trainer.learner.places import exchange_places, local_part, place, region
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.weight_stream import cut_buckets, stream_rows
 from sluice.errors import ConfigError
-
-
-@given(rows=st.integers(0, 40), shards=st.integers(1, 9))
-def test_shards_are_cut_as_torch_cuts_them(rows: int, shards: int) -> None:
-    whole = torch.arange(rows)
-    cut = [whole[slice(*shard_rows(rows, shards, index))] for index in range(shards)]
-    assert torch.equal(torch.cat(cut), whole)
-    for ours, theirs in zip(cut, whole.chunk(shards), strict=False):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("fsdp_size", "world_size", "expected"),
-    [(-1, 4, 4), (0, 4, 4), (1, 4, 1), (2, 4, 2), (4, 4, 4), (16, 4, 4), (-1, 1, 1)],
-)
-def test_ranks_share_by_fsdp_size(fsdp_size: int, world_size: int, expected: int) -> None:
-    assert shard_size(fsdp_size, world_size, "fsdp_size") == expected
-
-
-def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"critic\.fsdp\.fsdp_size=3 does not divide the 4"):
-        shard_size(3, 4, "critic.fsdp.fsdp_size")
 
 
 @contextmanager

@@ -68,17 +68,11 @@ class ShardedGradients:
     """Gradients of sharded parameters. `norm` is collective.
 
     FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
-
-    Args:
-        num_copies: ranks that hold the same shard.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], parallel: DataParallel, num_copies: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], parallel: DataParallel) -> None:
         self._parameters = list(parameters)
         self._parallel = parallel
-        self._num_copies = num_copies
         self.buffers: tuple[Tensor, ...] = ()  # FSDP2 has summed them
 
     def complete(self) -> None:
@@ -93,16 +87,31 @@ class ShardedGradients:
             parameter.grad = None
 
     def norm(self) -> float:
-        """Return the norm: float32 on each rank, float64 over ranks, each shard counted once."""
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._local()]
+        """Return the norm: float32 on each rank, float64 over ranks, each element counted once."""
+        squares = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / self._holders(one)
+            for one, gradient in zip(self._parameters, self._local(), strict=True)
+        ]
         # Every rank adds the same numbers in the same order, so all ranks clip by the same factor.
         own = float(sum(squares)) if squares else 0.0
         gathered = self._parallel.all_gather([own], "summing the gradients' norms")
-        return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)
+        return math.sqrt(sum(part for (part,) in gathered))
 
     def scale(self, factor: float) -> None:
         for gradient in self._local():
             gradient.mul_(factor)
+
+    def _holders(self, parameter: nn.Parameter) -> int:
+        """Return how many ranks hold each of a parameter's elements."""
+        if not isinstance(parameter, DTensor):
+            return self._parallel.world_size
+        mesh = parameter.device_mesh
+        cuts = [
+            n
+            for n, one in zip(mesh.shape, parameter.placements, strict=True)
+            if not one.is_replicate()
+        ]
+        return self._parallel.world_size // math.prod(cuts)
 
     def _local(self) -> list[Tensor]:
         gradients = (parameter.grad for parameter in self._parameters)

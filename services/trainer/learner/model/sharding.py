@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
+from services.trainer.learner.model.experts import SparseExperts, expert_blocks
 from services.trainer.learner.model.forward import gather_in_passes
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import local_part, place, region
-from services.trainer.learner.ranks import SHARD_DIM, DataParallel
+from services.trainer.learner.ranks import COPY_DIM, EXPERT_DIM, EXPERT_SHARD_DIM, DataParallel
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
-from sluice.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,11 +39,6 @@ class Shards:
     mesh: DeviceMesh
     parameters: Mapping[str, nn.Parameter]
     sums_once: bool
-
-    @property
-    def num_copies(self) -> int:
-        """Return how many ranks hold the same shard."""
-        return self.mesh.size(0) if self.mesh.ndim > 1 else 1
 
     def sum_gradients(self, wanted: bool) -> None:
         """Set whether the next backward pass sums gradients over ranks, or a later one does.
@@ -69,11 +65,13 @@ def shard_model(
     dtype: torch.dtype,
     reshard_after_forward: bool,
     sums_once: bool,
+    expert_mesh: DeviceMesh | None = None,
 ) -> Shards:
     """Shard a whole model in place; it must be equal on all ranks. Collective.
 
     One unit is a layer: a module of a class that the model family lists as not to be split.
-    The rest (embedding, head, last norm) is one more unit, whole from forward to backward.
+    Experts that ranks divide are a unit of their own. The rest (embedding, head, last norm) is one
+    more unit, whole from forward to backward.
 
     Args:
         model: on any device; moves to the mesh's device layer by layer.
@@ -82,6 +80,7 @@ def shard_model(
         dtype: of gathered weights and activations; gradients are summed in float32.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
+        expert_mesh: see `DataParallel.expert_mesh`.
     """
     # Casting inputs would round what a model computes in float32 (rotations of image positions),
     # and copy the layout for each layer, with its masks.
@@ -91,45 +90,37 @@ def shard_model(
     # None is FSDP2's default: reshard all units but the outermost.
     kept_whole: bool | None = None if reshard_after_forward else False
     layers = set(model._no_split_modules or ())
-    names = {id(one): name for name, one in model.named_parameters()}
-
-    def read(unit: nn.Module) -> None:
-        if files is not None:
-            for parameter in unit.parameters():
-                if (name := names.pop(id(parameter), None)) is not None:
-                    start, stop = own_rows(parameter.shape[0], mesh)
-                    offset = (start, *(0 for _ in parameter.shape[1:]))
-                    files.fill(parameter.detach()[start:stop], name, offset)
-
+    shard = partial(fully_shard, reshard_after_forward=kept_whole, mp_policy=precision)
     for module in [m for m in model.modules() if type(m).__name__ in layers]:
-        read(module)
-        fully_shard(module, mesh=mesh, reshard_after_forward=kept_whole, mp_policy=precision)
+        if expert_mesh is not None:
+            for block in expert_blocks(module):
+                _shard_experts(block, expert_mesh, shard)
+        shard(module, mesh=mesh)
     # After its layers: the outer unit takes the parameters that are left.
-    read(model)
-    fully_shard(model, mesh=mesh, reshard_after_forward=kept_whole, mp_policy=precision)
+    shard(model, mesh=mesh)
     for sharded in _sharded_modules(model):
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     gather_in_passes(model, mesh.size())
-    return Shards(model, mesh, dict(model.named_parameters()), sums_once)
+    parameters = dict(model.named_parameters())
+    if files is not None:
+        fill_shards(parameters, files)
+    return Shards(model, mesh, parameters, sums_once)
 
 
-def shard_size(fsdp_size: int, world_size: int, key: str) -> int:
-    """Return how many ranks share one copy of the model: all for a size below 1 or too large.
+def _shard_experts(block: SparseExperts, mesh: DeviceMesh, shard: Callable[..., object]) -> None:
+    """Divide a layer's experts over ranks, and shard each rank's over those with the same ones."""
+    block.divide(mesh[EXPERT_DIM])
+    over = mesh[EXPERT_SHARD_DIM] if mesh.ndim == 2 else mesh[COPY_DIM, EXPERT_SHARD_DIM]
+    ranks = mesh.size(mesh.ndim - 2)
 
-    Raises:
-        ConfigError: the size does not divide the number of ranks.
-    """
-    if not 0 < fsdp_size < world_size:
-        return world_size
-    if world_size % fsdp_size:
-        raise ConfigError(
-            f"{key}={fsdp_size} does not divide the {world_size} trainer ranks (trainer.nnodes * "
-            "trainer.n_gpus_per_node); give a divisor, -1 to shard over all ranks, or 1 to hold "
-            "the whole model on each"
-        )
-    return fsdp_size
+    def place(parameter: nn.Parameter) -> Shard:
+        # Whole experts, or some ranks would hold several and others none.
+        experts, rows = parameter.shape[0] // mesh.size(mesh.ndim - 1), parameter.shape[1]
+        return Shard(1 if experts % ranks and rows % ranks == 0 else 0)
+
+    shard(block.experts, mesh=over, shard_placement_fn=place)
 
 
 @torch.no_grad()
@@ -145,19 +136,6 @@ def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
     """Read each parameter, or this rank's shard of it."""
     for name, parameter in parameters.items():
         files.fill(local_part(parameter), name, place(parameter)[0])
-
-
-def own_rows(rows: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return this rank's shard: of the first dimension, over the mesh's last."""
-    return shard_rows(rows, mesh.size(mesh.ndim - 1), mesh.get_local_rank(SHARD_DIM))
-
-
-def shard_rows(rows: int, shards: int, index: int) -> tuple[int, int]:
-    """Return a shard's first row and the one after its last, as FSDP2 cuts: ``ceil(rows / shards)``
-    rows each, the last shards shorter or empty.
-    """
-    length = -(-rows // shards)
-    return min(rows, index * length), min(rows, (index + 1) * length)
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

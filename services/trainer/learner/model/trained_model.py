@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.checkpoint import resume_remedy
+from services.trainer.learner.model.experts import check_dividable
 from services.trainer.learner.model.export import write_model
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.loading import LoadedModel
@@ -33,7 +34,6 @@ from services.trainer.learner.model.sharding import (
     assign,
     fill_shards,
     shard_model,
-    shard_size,
 )
 from services.trainer.learner.model.weight_files import WeightFiles
 from services.trainer.learner.places import (
@@ -46,6 +46,7 @@ from services.trainer.learner.places import (
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles, file_name, write_state
 from sluice.config.derived import is_whole
+from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
 
@@ -341,7 +342,7 @@ def trained_model(
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
     if shards is not None:
-        gradients = ShardedGradients(list(trained.values()), parallel, shards.num_copies)
+        gradients = ShardedGradients(list(trained.values()), parallel)
     optimizer = PolicyOptimizer(trained, optim, total_steps, gradients)
     places = exchange_places(parameters, parallel)
     return TrainedModel(model, parameters, optimizer, shards, total, places)
@@ -364,6 +365,8 @@ def share_model(
         ConfigError: the number of ranks is not divisible by the shard size.
     """
     size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
+    check_dividable(loaded.model, parallel.experts)
+    expert_mesh = parallel.expert_mesh(size)
     mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
     if mesh is None:
         if loaded.files is not None:
@@ -377,4 +380,5 @@ def share_model(
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
+        expert_mesh=expert_mesh,
     )
