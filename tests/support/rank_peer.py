@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner import sharded_state
@@ -47,6 +47,7 @@ from sluice.device.select import select_device
 from sluice.errors import SluiceError
 from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
+from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights.plan import tensor_specs
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import (
@@ -200,7 +201,11 @@ def dying(calls: int) -> Callable[..., torch.Tensor]:
 
 def saved_weights(actor: Path) -> dict[str, torch.Tensor]:
     """By parameter name, from the files of a checkpoint."""
-    loaded = AutoModelForCausalLM.from_pretrained(actor / "huggingface", dtype="auto")
+    folder = actor / "huggingface"
+    family: Any = AutoModelForCausalLM
+    if read_vision_shape(str(folder)) is not None:
+        family = AutoModelForImageTextToText
+    loaded = family.from_pretrained(folder, dtype="auto")
     return dict(loaded.named_parameters())
 
 

@@ -51,7 +51,9 @@ class LiveBytes(TorchDispatchMode):
         older = {t.untyped_storage()._cdata for t in tree_leaves(args) if torch.is_tensor(t)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if not torch.is_tensor(tensor) or tensor.untyped_storage()._cdata in older:
+            if not torch.is_tensor(tensor) or tensor.is_meta:
+                continue
+            if tensor.untyped_storage()._cdata in older:
                 continue
             storage = tensor.untyped_storage()
             if storage not in self._seen:
