@@ -79,7 +79,7 @@ def load_policy(
     dtype = DTYPES[precision.model_dtype]
     files = _unread(model, dtype) if is_sharded else None
     loaded = files or LoadedModel(_read(model, dtype))
-    _prepare(loaded.model, model, max_tokens)
+    _prepare(loaded.model, model, precision, max_tokens)
     return loaded
 
 
@@ -89,13 +89,15 @@ def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> L
     If the files hold no such head, torch's global generator initializes it.
     """
     loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
-    _prepare(loaded, model, max_tokens)
+    _prepare(loaded, model, precision, max_tokens)
     return LoadedModel(loaded)
 
 
-def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> None:
+def _prepare(
+    loaded: PreTrainedModel, model: ModelConfig, precision: FsdpConfig, max_tokens: int
+) -> None:
     check_attention(loaded.config, max_tokens)
-    use_own_layers(loaded)
+    use_own_layers(loaded, compiled=precision.use_torch_compile)
     loaded.eval()
     if model.enable_gradient_checkpointing:
         _checkpoint_layers(loaded)
