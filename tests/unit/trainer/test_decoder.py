@@ -121,9 +121,7 @@ def test_compiled_layers_compute_the_same_and_share_their_code(
         counters.clear()
         model = make_model(family, num_hidden_layers=layers)
         model.save_pretrained(tmp_path / str(layers))
-        settings = ModelConfig(
-            path=str(tmp_path / str(layers)), enable_gradient_checkpointing=True
-        )
+        settings = ModelConfig(path=str(tmp_path / str(layers)), enable_gradient_checkpointing=True)
         own = load_policy(settings, FsdpConfig(dtype="float32", use_torch_compile=True), 28).model
         expected, of_plain = plain(model)
         micro_batch = pack(parity_rows())
