@@ -246,6 +246,11 @@ def adapts(model: ModelConfig) -> bool:
     return model.lora_rank > 0 or model.lora_adapter_path is not None
 
 
+def padding_step(sharding: FsdpConfig) -> int:
+    """Return the tokens that a micro-batch's length is a multiple of."""
+    return sharding.pad_to_length_bucket if sharding.pad_to_length else 1
+
+
 def is_whole(sharding: FsdpConfig, size: int) -> bool:
     """Return whether a rank holds a model as one whole.
 

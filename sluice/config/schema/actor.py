@@ -196,6 +196,17 @@ class FsdpConfig(Section, frozen=True):
     optimizer_offload: bool = False
     """Keep AdamW's moments in host memory; a step brings them to the device part by part."""
 
+    use_torch_compile: bool = False
+    """Compile each decoder layer except its attention, if the trainer has own layers for the
+    family (Llama, Qwen2, Qwen2.5, Qwen3 and their mixtures of experts and vision models).
+    """
+
+    pad_to_length: bool = False
+    """Pad each micro-batch to a multiple of pad_to_length_bucket tokens: fewer shapes."""
+
+    pad_to_length_bucket: PositiveInt = 1024
+    """Step of pad_to_length."""
+
 
 class ActorFsdpConfig(FsdpConfig, frozen=True):
     """The policy's, and how ranks share sequences and experts: so do reference and critic."""

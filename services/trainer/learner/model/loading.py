@@ -78,11 +78,10 @@ def load_policy(
             "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
             "more precisely than the weights are stored; set model_dtype=float32 or dtype=bfloat16"
         )
-    # Frozen weights have no use for more bits than the passes compute with.
-    dtype = DTYPES[precision.dtype if adapts(model) else precision.model_dtype]
+    dtype = _dtype(model, precision)
     files = _unread(model, dtype) if is_sharded else None
     loaded = files or LoadedModel(_read(model, dtype))
-    _prepare(loaded.model, model, max_tokens)
+    _prepare(loaded.model, model, precision, max_tokens)
     return loaded
 
 
@@ -92,7 +91,7 @@ def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> L
     If the files hold no such head, torch's global generator initializes it.
     """
     loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
-    _prepare(loaded, model, max_tokens)
+    _prepare(loaded, model, precision, max_tokens)
     return LoadedModel(loaded)
 
 
@@ -106,9 +105,14 @@ def build_policy(
         model: its options.
     """
     register_packed_attention()
-    built = _built(config, model, DTYPES[precision.model_dtype])
-    _prepare(built, model, max_tokens)
+    built = _built(config, model, _dtype(model, precision))
+    _prepare(built, model, precision, max_tokens)
     return built
+
+
+def _dtype(model: ModelConfig, precision: FsdpConfig) -> torch.dtype:
+    # Frozen weights have no use for more bits than the passes compute with.
+    return DTYPES[precision.dtype if adapts(model) else precision.model_dtype]
 
 
 def _built(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -123,9 +127,11 @@ def _built(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> 
     return built
 
 
-def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> None:
+def _prepare(
+    loaded: PreTrainedModel, model: ModelConfig, precision: FsdpConfig, max_tokens: int
+) -> None:
     check_attention(loaded.config, max_tokens)
-    use_own_layers(loaded)
+    use_own_layers(loaded, compiled=precision.use_torch_compile)
     use_own_experts(loaded)
     loaded.eval()
     if model.enable_gradient_checkpointing:
