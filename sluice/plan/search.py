@@ -9,7 +9,6 @@ from itertools import product
 
 import msgspec
 
-from sluice.config.catalogue.table import KeyStatus, catalogue
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit
 from sluice.config.memory.devices import DeviceKind
@@ -29,7 +28,7 @@ from sluice.errors import ConfigError
 _FSDP = "actor_rollout_ref.actor.fsdp_config"
 _RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _SUMS_ONCE = f"{_FSDP}.use_no_sync_for_gradient_accumulation"
-_RESHARD, _OFFLOAD = f"{_FSDP}.reshard_after_forward", f"{_FSDP}.offload_policy"
+_RESHARD, _OFFLOAD = f"{_FSDP}.reshard_after_forward", f"{_FSDP}.optimizer_offload"
 _DTYPE, _TENSOR = f"{_FSDP}.model_dtype", "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _LARGEST_GROUP = 32
 
@@ -87,7 +86,7 @@ def trainer_changes(
         list(_shards(config)),
         list(_experts(config, shape)),
         list(_sequences(config, shape)),
-        list(_offload()),
+        list(_offload(config)),
         list(_dtypes(config)),
     ]
     found = [
@@ -124,11 +123,6 @@ def promising(
         estimate = estimated_peak(other, shape)
         if estimate is not None and estimate * correction <= device.usable_bytes:
             yield change, other
-
-
-def is_honoured(key: str) -> bool:
-    """Return whether the trainer does what the key asks for."""
-    return catalogue()[key].status is KeyStatus.HONOURED
 
 
 def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]:
@@ -177,9 +171,9 @@ def _sequences(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
             yield Change((f"{SEQUENCE_KEY}={size}",), 1.0 + doublings / 4)
 
 
-def _offload() -> Iterator[Change]:
+def _offload(config: RunConfig) -> Iterator[Change]:
     yield Change()
-    if is_honoured(_OFFLOAD):
+    if not config.actor_rollout_ref.actor.fsdp_config.optimizer_offload:
         yield Change((f"{_OFFLOAD}=true",), 4.0)
 
 
