@@ -27,7 +27,9 @@ class HostMemory:
         """
         for tensor in tensors:
             own = _local(tensor)
-            if id(tensor) in self._copies or not own.untyped_storage().nbytes():
+            storage = own.untyped_storage()
+            # On the CPU, numpy may have taken hold of it to write a checkpoint: it stays.
+            if id(tensor) in self._copies or not storage.nbytes() or not storage.resizable():
                 continue
             content = _bytes(own)
             # Pinned, so that copies run at the speed of the bus.
@@ -35,7 +37,7 @@ class HostMemory:
             copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=pinned)
             copy.copy_(content)
             self._copies[id(tensor)] = (tensor, copy)  # the tensor too: its id stays taken
-            own.untyped_storage().resize_(0)
+            storage.resize_(0)
 
     def bring_back(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors their memory and values again; those that are not away stay as they are."""

@@ -10,6 +10,7 @@ policy is the model. The layers' weights keep their names; an adapter's are ``X.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ from sluice.weights.adapters import B_SUFFIX, is_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
 _MODEL = "actor_rollout_ref.model"
@@ -85,6 +88,8 @@ def add_adapters(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype
     if config.lora_rank < 1:
         raise ConfigError(f"{_MODEL}.lora_rank={config.lora_rank}: give a rank of at least 1")
     scale = config.lora_alpha / config.lora_rank
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        logger.warning("the experts of this %s get no adapters", model.config.model_type)
     for name in _chosen(model, layers, config):
         _adapt(model, name, layers[name], config.lora_rank, scale, dtype)
 
