@@ -75,6 +75,4 @@ def gradients(model: PreTrainedModel, loss: torch.Tensor) -> Gradients:
 def worst_error(found: Gradients, expected: Gradients) -> float:
     """The largest error of an element, relative to the largest element of its gradient."""
     assert found.keys() == expected.keys()
-    return max(
-        float((found[n] - one).abs().max() / one.abs().max()) for n, one in expected.items()
-    )
+    return max(float((found[n] - one).abs().max() / one.abs().max()) for n, one in expected.items())

@@ -27,9 +27,7 @@ def test_no_value_is_read_inside_a_micro_batch(
     case: str, recomputes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(save_model(tmp_path), **CASES[case])
-    learner = Learner(
-        recomputing(config) if recomputes else config, DataParallel(), total_steps=10
-    )
+    learner = Learner(recomputing(config) if recomputes else config, DataParallel(), total_steps=10)
     reads, passes = HostReads(), []
 
     def watched(call: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
