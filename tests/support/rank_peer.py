@@ -2,11 +2,11 @@
 
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
-``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
-process; answers with what arrived), ``fail READER`` (at its first tensor), ``uniform STEP``
-(trains on a batch whose last groups have no advantages), ``begin FOLDER`` and ``finish FOLDER`` (a
-checkpoint ``global_step_N`` beside other commands), ``resume FOLDER`` (from the latest of a run;
-answers with its step); the end of input stops all ranks, which
+``weights FILE``, ``save FOLDER`` (answers with the memory it took), ``load FOLDER``, ``publish
+VERSION`` (to a replica in this process; answers with what arrived), ``fail READER`` (at its first
+tensor), ``uniform STEP`` (trains on a batch whose last groups have no advantages), ``begin
+FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume
+FOLDER`` (from the latest of a run; answers with its step); the end of input stops all ranks, which
 then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
 process with its text as the last line.
 """
@@ -49,6 +49,7 @@ from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
 from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights.plan import tensor_specs
+from tests.support.live_bytes import LiveBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import (
     adapting,
@@ -177,7 +178,9 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         leader.save(folder)
         save_file(saved_weights(folder), argument)
     elif command == "save":
-        leader.save(Path(argument))
+        with LiveBytes() as live:
+            leader.save(Path(argument))
+        return {"most": live.most}
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":

@@ -104,7 +104,6 @@ class Learner:
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
-        max_tokens = max_row_tokens(config.data)
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         layout = trainer_layout(config, parallel.world_size)

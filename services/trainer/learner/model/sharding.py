@@ -21,7 +21,6 @@ from services.trainer.learner.places import local_part, place, region
 from services.trainer.learner.ranks import COPY_DIM, EXPERT_DIM, EXPERT_SHARD_DIM, DataParallel
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
-from sluice.weights.adapters import is_adapter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -134,9 +133,9 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 
 def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
-    """Read each parameter, or this rank's shard of it."""
+    """Read each parameter, or this rank's shard of it; leave new ones as they are."""
     for name, parameter in parameters.items():
-        if not is_adapter(name):  # adapters are in no file of the model
+        if name in files:
             files.fill(local_part(parameter), name, place(parameter)[0])
 
 
