@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +75,7 @@ def shard_model(
     dtype: torch.dtype,
     reshard_after_forward: bool,
     sums_once: bool,
+    prefetches: bool = False,
 ) -> Shards:
     """Shard a whole model in place; it must be equal on all ranks. Collective.
 
@@ -88,6 +89,7 @@ def shard_model(
         dtype: of gathered weights and activations; gradients are summed in float32.
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
+        prefetches: start to gather the next layer when a layer's forward pass begins.
     """
     # Casting inputs would round what a model computes in float32 (rotations of image positions),
     # and copy the layout for each layer, with its masks.
@@ -106,12 +108,17 @@ def shard_model(
                     start, stop = own_rows(parameter.shape[0], mesh)
                     files.fill(parameter.detach()[start:stop], name, start)
 
-    for module in [m for m in model.modules() if type(m).__name__ in layers]:
+    units = [m for m in model.modules() if type(m).__name__ in layers]
+    for module in units:
         read(module)
         fully_shard(module, mesh=mesh, reshard_after_forward=kept_whole, mp_policy=precision)
     # After its layers: the outer unit takes the parameters that are left.
     read(model)
     fully_shard(model, mesh=mesh, reshard_after_forward=kept_whole, mp_policy=precision)
+    for unit, following in pairwise(units) if prefetches else ():
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        unit.set_modules_to_forward_prefetch([following])
     for sharded in _sharded_modules(model):
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)

@@ -374,4 +374,5 @@ def share_model(
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
+        prefetches=sharding.forward_prefetch,
     )
