@@ -196,6 +196,9 @@ class FsdpConfig(Section, frozen=True):
     optimizer_offload: bool = False
     """Keep AdamW's moments in host memory; a step brings them to the device part by part."""
 
+    forward_prefetch: bool = False
+    """Begin to gather the next layer's weights when a layer's forward pass begins."""
+
     use_torch_compile: bool = False
     """Compile each decoder layer except its attention, if the trainer has own layers for the
     family (Llama, Qwen2, Qwen2.5, Qwen3 and their mixtures of experts and vision models).
