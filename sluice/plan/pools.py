@@ -138,7 +138,8 @@ def trainer_pool(
     reference = counted.parameters if has_reference else 0
     phases = {
         "idle": counted.parameters + held,
-        "logprobs": counted.log_prob + held + reference,
+        # The reference's weights stand beside the policy's, or in their place.
+        "logprobs": counted.log_prob + held + (0 if sharding.param_offload else reference),
         "forward": counted.forward + held,
         "backward": counted.backward + held,
         "optimizer step": counted.step - away + min(away, _MOMENTS_AT_ONCE) + _STATES * state,

@@ -219,6 +219,9 @@ class ActorFsdpConfig(FsdpConfig, frozen=True):
     and the attention heads. A token budget is per rank, so a micro-batch grows with it.
     """
 
+    param_offload: bool = False
+    """Keep the policy's weights in host memory while its reference or critic computes."""
+
     expert_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that divide the experts of each layer; it divides the experts and
     the ranks of fsdp_size.

@@ -49,6 +49,9 @@ def test_offloaded_moments_are_on_the_host_and_adapters_need_no_second_model() -
     assert phases["optimizer step"] == COUNTED.step
     kl = f"{ACTOR}.use_kl_loss=true"
     assert pool(kl).phases["logprobs"] == COUNTED.log_prob + COUNTED.moments + COUNTED.parameters
+    assert pool(kl, f"{ACTOR}.fsdp_config.param_offload=true").phases["logprobs"] == (
+        COUNTED.log_prob + COUNTED.moments
+    )
     adapted = pool(kl, "actor_rollout_ref.model.lora_rank=8")
     assert adapted.phases["logprobs"] == COUNTED.log_prob + COUNTED.moments
 

@@ -21,10 +21,19 @@ from services.trainer.learner.model.recompute import (
     recompute_layers,
 )
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.update.critic import Critic
+from services.trainer.learner.update.reference import ReferencePolicy
 from sluice.config.loading.loader import load_config
 from sluice.config.schema.actor import TransformerOverrides
 from sluice.errors import ConfigError
-from tests.support.tiny_policy import adapting, make_batch, make_config, make_model, save_model
+from tests.support.tiny_policy import (
+    adapting,
+    make_batch,
+    make_config,
+    make_model,
+    save_model,
+    with_critic,
+)
 
 TOKENS = torch.arange(2, 42)[None]
 
@@ -202,18 +211,52 @@ def test_inputs_of_layers_that_are_not_recomputed_cannot_wait_on_the_host() -> N
         keep_inputs_on_host(make_model())
 
 
+def test_the_policys_weights_are_away_while_its_reference_and_its_critic_compute(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    found: list[dict[str, float]] = []
+
+    def noting(kind: type[Any], method: str) -> None:
+        original = getattr(kind, method)
+
+        def note(self: Any, *arguments: Any) -> Any:
+            local = [one.to_local() for one in current._policy.parameters.values()]
+            held.append(sum(one.untyped_storage().nbytes() for one in local))
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, method, note)
+
+    for kind, method in ((ReferencePolicy, "logprobs"), (Critic, "values"), (Critic, "update")):
+        noting(kind, method)
+    for offloads in (False, True):
+        held.clear()
+        precision = {"dtype": "bfloat16", "param_offload": offloads}
+        config = with_critic(make_config(folder, use_kl_loss=True, fsdp_config=precision))
+        current = Learner(config, DataParallel(), total_steps=10)
+        found += [current.train_step(make_batch(seed=step), step) for step in (1, 2)]
+        assert len(held) == 6
+        assert all((size == 0) == offloads for size in held)
+    usual, offloaded = found[:2], found[2:]
+    for ours, theirs in zip(offloaded, usual, strict=True):
+        for name in ("actor/grad_norm", "actor/kl_loss", "critic/vf_loss"):
+            assert ours[name] == theirs[name]
+
+
 def test_verls_spellings_are_read() -> None:
     megatron = "actor_rollout_ref.actor.megatron"
     config = load_config(
         None,
         [
             f"{megatron}.optimizer_offload=true",
+            f"{megatron}.param_offload=true",
             f"+{megatron}.override_transformer_config.recompute_granularity=selective",
             f"+{megatron}.override_transformer_config.recompute_modules=[mlp]",
         ],
     )
     actor = config.actor_rollout_ref.actor
     assert actor.fsdp_config.optimizer_offload
+    assert actor.fsdp_config.param_offload
     assert actor.megatron.override_transformer_config.recompute_modules == ["mlp"]
     host = "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=true"
     assert load_config(None, [host]).actor_rollout_ref.actor.fsdp_config.optimizer_offload

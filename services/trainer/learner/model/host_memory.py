@@ -6,7 +6,8 @@ gathered weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -47,6 +48,15 @@ class HostMemory:
                 own = _local(tensor)
                 own.untyped_storage().resize_(copy.numel())
                 _bytes(own).copy_(copy)
+
+    @contextmanager
+    def without(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Keep tensors on the host inside the block."""
+        self.move_out(tensors)
+        try:
+            yield
+        finally:
+            self.bring_back(tensors)
 
     def forget(self) -> None:
         """Drop all copies, of tensors that are no longer used."""

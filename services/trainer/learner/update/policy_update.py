@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import numpy as np
@@ -38,6 +39,7 @@ from services.trainer.learner.model.forward import (
     EntropyUse,
     token_outputs,
 )
+from services.trainer.learner.model.host_memory import HostMemory
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
@@ -55,7 +57,7 @@ from services.trainer.learner.update.loss import (
     UpdateSums,
     prepare,
 )
-from services.trainer.learner.update.reference import Reference
+from services.trainer.learner.update.reference import Reference, ReferencePolicy
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.rewards import KlController
 from sluice.algorithm.batch_metrics import (
@@ -130,6 +132,11 @@ class PolicyUpdate:
         self._actor = settings.actor
         self._model = policy.model
         self._optimizer = policy.optimizer
+        self._weights = list(policy.parameters.values())
+        # Adapters' reference computes with the policy's weights.
+        others = [critic, reference if isinstance(reference, ReferencePolicy) else None]
+        moves = settings.actor.fsdp_config.param_offload and any(others)
+        self._host = HostMemory() if moves else None
         self._parallel = parallel
         self._device = device
         self._reference = reference
@@ -181,16 +188,18 @@ class PolicyUpdate:
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
-        self._reference_logprobs(mini_batches)
-        timer.end_phase("ref", shown=self._reference is not None)
-        values = self._critic.values(batch, table, step) if self._critic else None
-        timer.end_phase("values", shown=self._critic is not None)
+        with self._policy_away():
+            self._reference_logprobs(mini_batches)
+            timer.end_phase("ref", shown=self._reference is not None)
+            values = self._critic.values(batch, table, step) if self._critic else None
+            timer.end_phase("values", shown=self._critic is not None)
         passed = self._pass_tables(mini_batches, table, values, sum_pi_squared)
         estimate = early or self._estimate(batch, table, passed)
         for prepared in _micro_batches(mini_batches):
             prepared.advantages = tokens_of(estimate.advantages, prepared.micro_batch)
         timer.end_phase("adv")
-        critic_metrics = self._update_critic(values, estimate, step)
+        with self._policy_away():
+            critic_metrics = self._update_critic(values, estimate, step)
         timer.end_phase("update_critic", shown=self._critic is not None)
         # During the warm-up only the critic trains.
         policy_metrics = {}
@@ -283,6 +292,10 @@ class PolicyUpdate:
         for prepared in _micro_batches(mini_batches):
             if prepared.weights is not None:
                 prepared.weights = normalized_weights(prepared.weights, merged)
+
+    def _policy_away(self) -> AbstractContextManager[None]:
+        """Keep the policy's weights on the host while another model computes, if configured."""
+        return nullcontext() if self._host is None else self._host.without(self._weights)
 
     def _reference_logprobs(self, mini_batches: Sequence[PreparedMiniBatch]) -> None:
         if self._reference is None:
