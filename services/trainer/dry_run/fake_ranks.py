@@ -43,6 +43,10 @@ class FakeRanks(TorchDistributed):
         with unset_fake_temporarily():
             return super().shard_mesh(size)
 
+    def expert_mesh(self, size: int) -> DeviceMesh | None:
+        with unset_fake_temporarily():
+            return super().expert_mesh(size)
+
     def _form(self, backend: str, place: RankPlace) -> None:
         store = FakeStore()
         dist.init_process_group("fake", store=store, rank=0, world_size=place.world_size)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from services.trainer.dry_run.balanced_routing import balanced_routing, plan_routing
+from services.trainer.dry_run.fake_ranks import FakeRanks
 from services.trainer.dry_run.live_bytes import LiveBytes
 from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
@@ -44,6 +46,7 @@ def counted(
     """
     layout = trainer_layout(config, parallel.world_size)
     parallel.share_sequences(layout.sequence)
+    parallel.experts = layout.experts
     with LiveBytes() as count:
         found = _Rank(config, model, parallel, count).run()
     gc.collect()
@@ -64,6 +67,8 @@ class _Rank:
         self._model = build_policy(
             kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
         )
+        if isinstance(parallel, FakeRanks):
+            plan_routing(self._model)
         # It is there already, and torch cannot move a fake parameter.
         self._model.to = lambda *_: self._model  # type: ignore[assignment]
         self._shards: Shards | None = share_model(
@@ -75,7 +80,7 @@ class _Rank:
         self._before = count.live
         gradients = None
         if self._shards is not None:
-            gradients = ShardedGradients(list(trained.values()), parallel, self._shards.num_copies)
+            gradients = ShardedGradients(list(trained.values()), parallel)
         self._optimizer = PolicyOptimizer(trained, actor.optim, _STEPS, gradients)
         # The norm is a value, which fake tensors do not have.
         self._optimizer.gradients.norm = lambda: 0.0  # type: ignore[method-assign]
@@ -132,9 +137,12 @@ class _Rank:
         )
 
     def _outputs(self) -> Tensor:
-        temperature = self._config.actor_rollout_ref.rollout.temperature
         return token_outputs(
-            self._model, self._micro_batch, temperature=temperature, entropy=self._entropy
+            self._model,
+            self._micro_batch,
+            temperature=self._config.actor_rollout_ref.rollout.temperature,
+            entropy=self._entropy,
+            routing=balanced_routing(self._model, self._micro_batch.input_ids.shape[1]),
         ).logprobs
 
 

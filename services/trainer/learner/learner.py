@@ -104,30 +104,13 @@ class Learner:
         layout = trainer_layout(config, parallel.world_size)
         parallel.share_sequences(layout.sequence)
         parallel.experts = layout.experts
-        parallel.experts = precision.expert_parallel_size
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
-        policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
-        check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
-        if actor.freeze_vision_tower:
-            freeze_vision_tower(policy.model)
-        self._policy = trained_model(
-            policy,
-            precision,
-            actor.optim,
-            parallel,
-            total_steps,
-            key=ACTOR_SHARDING,
-            device=self._device.torch_device,
-        )
+        self._policy = self._load_policy(total_steps)
         self._model = self._policy.model
         self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
-        if settings.replays_routing:
-            check_own_experts(
-                self._model, "actor_rollout_ref.actor.router_replay.mode=R2", "disabled"
-            )
         check_packing(
             self._model,
             DTYPES[precision.dtype],
@@ -151,6 +134,28 @@ class Learner:
         )
         self._check_equal_weights([trained.initial_sum for trained in self._trained()])
         self._beside = parallel.beside() if actor.checkpoint.async_save else None
+
+    def _load_policy(self, total_steps: int) -> TrainedModel:
+        """Load the policy, check that the run's settings suit it, and share it. Collective."""
+        actor, model = self._config.actor_rollout_ref.actor, self._config.actor_rollout_ref.model
+        precision, parallel = actor.fsdp_config, self._parallel
+        max_tokens = max_row_tokens(self._config.data)
+        policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
+        check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
+        if actor.router_replay.mode == "R2":
+            setting = "actor_rollout_ref.actor.router_replay.mode=R2"
+            check_own_experts(policy.model, setting, "disabled")
+        if actor.freeze_vision_tower:
+            freeze_vision_tower(policy.model)
+        return trained_model(
+            policy,
+            precision,
+            actor.optim,
+            parallel,
+            total_steps,
+            key=ACTOR_SHARDING,
+            device=self._device.torch_device,
+        )
 
     @property
     def is_sharded(self) -> bool:

@@ -16,7 +16,7 @@ replay: counts of all its layers travel at once, as other ranks' rows are those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,8 @@ class RoutingTape:
         self.current = Routing()
         self.group: ProcessGroup | None = None
         """Of the ranks that divide the experts; None: each has all."""
+        self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
+        """Exchanges counts [ranks, ...] by receiver for those by sender; a plan has another."""
         self._num_experts = num_experts
         self._given: Routing | None = None
         self._load: dict[int, Tensor] = {}
@@ -124,8 +126,7 @@ class RoutingTape:
             return [_Rows(one[None], [], []) for one in counts]
         # [layers, experts] -> [ranks, layers, experts / ranks]
         parts = counts.unflatten(1, (self.group.size(), -1)).transpose(0, 1).contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=self.group)
+        received = self.receive(parts, self.group)
         # The only wait for the device.
         sent, got = torch.stack((parts.sum(-1).t(), received.sum(-1).t())).tolist()
         return [_Rows(*one) for one in zip(received.unbind(1), sent, got, strict=True)]
@@ -183,7 +184,7 @@ class SparseExperts(nn.Module):
     def __init__(self, config: PreTrainedConfig, layer: int, tape: RoutingTape) -> None:
         super().__init__()
         self.gate, self.experts = Router(config), Experts(config)
-        self._num_experts: int = config.num_experts
+        self.num_experts: int = config.num_experts
         self.num_chosen: int = config.num_experts_per_tok
         self._normalizes: bool = getattr(config, "norm_topk_prob", True)
         self._layer, self._tape = layer, tape
@@ -191,7 +192,7 @@ class SparseExperts(nn.Module):
     def divide(self, mesh: DeviceMesh) -> None:
         """Keep only this rank's experts: rows of the parameters, over a mesh of one dimension."""
         self._tape.group = mesh.get_group()
-        each = self._num_experts // mesh.size()
+        each = self.num_experts // mesh.size()
         first = mesh.get_local_rank() * each
         for name, whole in list(self.experts.named_parameters()):
             rows = whole.detach()[first : first + each].to(mesh.device_type)
@@ -328,6 +329,12 @@ def balance_metrics(load: Tensor) -> Mapping[str, float]:
     }
 
 
+def _received(parts: Tensor, group: ProcessGroup) -> Tensor:
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -393,20 +400,29 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Rows to tokens: sums in float32, weighted by float32 [tokens, k], in the rows' dtype."""
+    """Rows to tokens: sums in float32, weighted by float32 [tokens, k], in the rows' dtype.
+
+    One expert of every token at a time, or float32 rows would take several times their memory.
+    """
 
     @staticmethod
     def forward(ctx: _Context, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, order, weights)
-        by_token = _by_token(rows, order, weights.shape[1])
-        return (by_token * weights[..., None]).sum(1).to(rows.dtype)
+        total = weights.new_zeros((weights.shape[0], rows.shape[1]))
+        parts = _by_token(rows, order, weights.shape[1]).unbind(1)
+        for part, weight in zip(parts, weights.unbind(1), strict=True):
+            total.addcmul_(part.float(), weight[:, None])
+        return total.to(rows.dtype)
 
     @staticmethod
     def backward(ctx: _Context, of_tokens: Tensor) -> tuple[Tensor, None, Tensor]:
         rows, order, weights = ctx.saved_tensors
         by_token = _by_token(rows, order, weights.shape[1])
-        of_weights = (by_token * of_tokens[:, None].float()).sum(-1)
-        of_rows = (weights[..., None] * of_tokens[:, None]).to(rows.dtype)
+        of_rows, of_weights = torch.empty_like(by_token), torch.empty_like(weights)
+        gradient = of_tokens.float()
+        for number, part in enumerate(by_token.unbind(1)):
+            of_rows[:, number] = gradient * weights[:, number, None]
+            of_weights[:, number] = torch.linalg.vecdot(gradient, part.float())
         return of_rows.flatten(0, 1).index_select(0, order), None, of_weights
 
 
