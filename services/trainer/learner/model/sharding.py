@@ -133,9 +133,10 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 
 def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
-    """Read each parameter, or this rank's shard of it."""
+    """Read each parameter, or this rank's shard of it; leave a new value head as it is."""
     for name, parameter in parameters.items():
-        files.fill(local_part(parameter), name, place(parameter)[0])
+        if name in files:
+            files.fill(local_part(parameter), name, place(parameter)[0])
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
