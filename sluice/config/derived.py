@@ -240,6 +240,11 @@ def prompt_images(config: RunConfig) -> ImageLimits | None:
     return image_limits(config)
 
 
+def padding_step(sharding: FsdpConfig) -> int:
+    """Return the tokens that a micro-batch's length is a multiple of."""
+    return sharding.pad_to_length_bucket if sharding.pad_to_length else 1
+
+
 def is_whole(sharding: FsdpConfig, size: int) -> bool:
     """Return whether a rank holds a model as one whole.
 

@@ -192,6 +192,20 @@ class FsdpConfig(Section, frozen=True):
     ranks sum and shard them after every micro-batch.
     """
 
+    forward_prefetch: bool = False
+    """Begin to gather the next layer's weights when a layer's forward pass begins."""
+
+    use_torch_compile: bool = False
+    """Compile each decoder layer except its attention, if the trainer has own layers for the
+    family (Llama, Qwen2, Qwen2.5, Qwen3 and their mixtures of experts and vision models).
+    """
+
+    pad_to_length: bool = False
+    """Pad each micro-batch to a multiple of pad_to_length_bucket tokens: fewer shapes."""
+
+    pad_to_length_bucket: PositiveInt = 1024
+    """Step of pad_to_length."""
+
 
 class ActorFsdpConfig(FsdpConfig, frozen=True):
     """The policy's, and how ranks share sequences and experts: so do reference and critic."""

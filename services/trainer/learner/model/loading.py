@@ -83,7 +83,7 @@ def load_policy(
     dtype = DTYPES[precision.model_dtype]
     files = _unread(model, dtype) if is_sharded else None
     loaded = files or LoadedModel(_read(model, dtype))
-    _prepare(loaded.model, model, max_tokens)
+    _prepare(loaded.model, model, precision, max_tokens)
     return loaded
 
 
@@ -97,7 +97,7 @@ def load_critic(
     dtype = DTYPES[precision.model_dtype]
     files = _unread(model, dtype, is_critic=True) if is_sharded else None
     loaded = files or LoadedModel(_read(model, dtype, is_critic=True))
-    _prepare(loaded.model, model, max_tokens)
+    _prepare(loaded.model, model, precision, max_tokens)
     return loaded
 
 
@@ -112,7 +112,7 @@ def build_policy(
     """
     register_packed_attention()
     built = _built(config, model, DTYPES[precision.model_dtype])
-    _prepare(built, model, max_tokens)
+    _prepare(built, model, precision, max_tokens)
     return built
 
 
@@ -131,9 +131,11 @@ def _built(
     return built
 
 
-def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> None:
+def _prepare(
+    loaded: PreTrainedModel, model: ModelConfig, precision: FsdpConfig, max_tokens: int
+) -> None:
     check_attention(loaded.config, max_tokens)
-    use_own_layers(loaded)
+    use_own_layers(loaded, compiled=precision.use_torch_compile)
     use_own_experts(loaded)
     loaded.eval()
     if model.enable_gradient_checkpointing:

@@ -381,4 +381,5 @@ def share_model(
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
         expert_mesh=expert_mesh,
+        prefetches=sharding.forward_prefetch,
     )
