@@ -45,6 +45,12 @@ def assert_same(ours: Path, theirs: Path) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def assert_shared_evenly(actor: Path) -> None:
+    """Ranks with a copy of the same piece take turns."""
+    sizes = [file.stat().st_size for file in actor.glob("optimizer-*.safetensors")]
+    assert max(sizes) < 1.5 * sum(sizes) / len(sizes)
+
+
 @pytest.mark.parametrize(
     ("family", "layout", "others"),
     [
@@ -64,8 +70,9 @@ def test_four_ranks_checkpoint_resumes_bit_for_bit_in_any_other_layout(
     saved = tmp_path / "four" / "actor"
     with trainer(model, 4, **settings(layout)) as ranks:
         ranks[0].command("train 1")
-        # Beside its own parts a rank holds a bucket, and the pieces that make it.
-        assert ranks[0].command(f"save {saved}")["most"] <= 2 * BUCKET_BYTES
+        # Beside its own parts a rank holds a bucket and the pieces that make it (an expert is two
+        # buckets long here), and the numbers by which ranks keep step.
+        assert ranks[0].command(f"save {saved}")["most"] <= 2 * BUCKET_BYTES + 64
     published, found = model_tensors(saved), load_file(model / "model.safetensors")
     assert published.keys() == found.keys()  # also of experts: a tensor each
     assert {name: t.shape for name, t in published.items()} == {
@@ -76,14 +83,14 @@ def test_four_ranks_checkpoint_resumes_bit_for_bit_in_any_other_layout(
         *(f"optimizer-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)),
         "optimizer.index.json",
     ]
-    sizes = [(saved / name).stat().st_size for name in files[:4]]
-    assert max(sizes) < 1.3 * sum(sizes) / 4
+    assert_shared_evenly(saved)
     for name, (world_size, other) in others.items():
         again = tmp_path / name.replace(" ", "-") / "actor"
         with trainer(model, world_size, **settings(other)) as ranks:
             ranks[0].command(f"load {saved}")
             ranks[0].command(f"save {again}")
         assert_same(saved, again)
+        assert_shared_evenly(again)
     alone = Learner(make_config(model, NUM_GROUPS, **settings({})), DataParallel(), total_steps=10)
     alone.load(saved)
     alone.save(tmp_path / "alone" / "actor")

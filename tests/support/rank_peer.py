@@ -65,7 +65,7 @@ from tests.support.vision_batches import make_image_batch
 
 NUM_GROUPS = 4
 UNIFORM = (2, 3)
-BUCKET_BYTES = 1 << 14
+BUCKET_BYTES = 1 << 12
 """Of gathered shards: with it even a tiny model takes several."""
 
 

@@ -104,8 +104,7 @@ def shard_model(
     shard(model, mesh=mesh)
     for unit, following in pairwise(units) if prefetches else ():
         assert isinstance(unit, FSDPModule)
-        assert isinstance(following, FSDPModule)
-        unit.set_modules_to_forward_prefetch([following])
+        unit.set_modules_to_forward_prefetch(_sharded_modules(following))
     for sharded in _sharded_modules(model):
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
