@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """torch.distributed's backend by kind of device."""
 
-WITHOUT_GATHER = frozenset({"hccl"})
-"""Backends that refuse `gather`. An all-gather replaces it; all ranks but one drop the result."""
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:

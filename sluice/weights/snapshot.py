@@ -60,7 +60,8 @@ class SnapshotBuffers:
         """Copy weights, converting to the wire dtypes, and make them the newest version.
 
         Args:
-            named_tensors: exactly those planned, on any device, in any order.
+            named_tensors: exactly those planned, on any device, in any order; each whole or in
+                several parts, its rows in order.
             version: of these weights.
             timeout_s: how long to wait for readers of the version before the newest one.
 
@@ -149,16 +150,24 @@ class _SnapshotSlot:
 
 @torch.no_grad()
 def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffer) -> None:
-    missing = set(target.tensors)
+    written: dict[str, int] = {}
     for name, tensor in named_tensors:
-        if name not in missing:
-            raise InvalidRequestError(f"weights: {name} is not planned, or was given twice")
-        if tensor.shape != target.tensors[name].shape:
+        if name not in target.tensors:
+            raise InvalidRequestError(f"weights: {name} is not planned")
+        # A scalar is one row.
+        rows = target.tensors[name].view(target.tensors[name].shape or (1,))
+        given = tensor.reshape(tensor.shape or (1,))
+        start = written.get(name, 0)
+        stop = start + given.shape[0]
+        if given.shape[1:] != rows.shape[1:] or stop > rows.shape[0]:
+            twice = " more, or was given twice" if start else ""
             raise InvalidRequestError(
-                f"weights: {name} has shape {tuple(tensor.shape)}, planned was "
+                f"weights: {name} has shape {tuple(tensor.shape)}{twice}, planned was "
                 f"{tuple(target.tensors[name].shape)}"
             )
-        target.tensors[name].copy_(tensor)
-        missing.discard(name)
+        rows[start:stop].copy_(given)
+        written[name] = stop
+        del tensor, given  # a stream makes the next rows meanwhile
+    missing = [n for n, t in target.tensors.items() if written.get(n) != (t.shape or (1,))[0]]
     if missing:
-        raise InvalidRequestError(f"weights: {sorted(missing)[:5]} are planned but were not given")
+        raise InvalidRequestError(f"weights: {missing[:5]} are planned but were not given whole")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import UNSET
 
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.loading.settings_tree import SettingsTree
+from sluice.config.problems import Problem
 from sluice.config.run import value_at
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -40,6 +41,20 @@ _COPIES = (
     ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
 )
 """Keys whose values another key takes over as they are."""
+
+_SHARDING = f"{_ACTOR}.fsdp_config"
+SAME_SIZES = {
+    f"{_SHARDING}.ulysses_sequence_parallel_size": (
+        f"{_ACTOR}.megatron.context_parallel_size",
+        f"{_ACTOR}.veomni.ulysses_parallel_size",
+    ),
+    f"{_SHARDING}.expert_parallel_size": (
+        f"{_ACTOR}.megatron.expert_model_parallel_size",
+        f"{_ACTOR}.veomni.expert_parallel_size",
+    ),
+    f"{_SHARDING}.fsdp_size": (f"{_ACTOR}.veomni.fsdp_size",),
+}
+"""Sizes of the trainer's layout, and their names in other backends of verl."""
 
 
 def _words(words: Mapping[str, str]) -> Callable[[object], object]:
@@ -120,6 +135,7 @@ class _Settings:
 
     tree: SettingsTree
     defaults: Mapping[str, object]
+    problems: list[Problem] = field(default_factory=list)
 
     def given(self, key: str) -> object:
         """Return the value that was set; `None` also where none was."""
@@ -141,11 +157,16 @@ class _Settings:
             self.tree.set(path, value, path)
 
 
-def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> None:
-    """Apply every conversion in place. Types must have been checked before."""
+def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> list[Problem]:
+    """Apply every conversion in place. Types must have been checked before.
+
+    Returns:
+        keys that ask for different values of one setting.
+    """
     settings = _Settings(tree, defaults)
     for convert in _CONVERSIONS:
         convert(settings)
+    return settings.problems
 
 
 def _lengths(settings: _Settings) -> None:
@@ -204,6 +225,21 @@ def _copies(settings: _Settings) -> None:
         value = settings.given(key)
         if value is not None:
             settings.put(target, value)
+
+
+def _layout(settings: _Settings) -> None:
+    """Read sizes in the words of verl's other backends; two that differ are a problem."""
+    for target, names in SAME_SIZES.items():
+        given = {name: settings.given(name) for name in (target, *names)}
+        present = {name: value for name, value in given.items() if value is not None}
+        if len(set(present.values())) > 1:
+            (first, value), *_ = present.items()
+            other = next(name for name in present if present[name] != value)
+            message = f"and {other} = {present[other]} are one size of the trainer's layout"
+            remedy = "keep one of the two"
+            settings.problems.append(Problem(first, value, message, remedy))
+        elif present:
+            settings.put(target, next(iter(present.values())))
 
 
 def _transport(settings: _Settings) -> None:
@@ -283,6 +319,7 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _micro_batches,
     _replicas,
     _copies,
+    _layout,
     _transport,
     _asynchrony,
     _least_rate,

@@ -208,12 +208,31 @@ class FsdpConfig(Section, frozen=True):
 
 
 class ActorFsdpConfig(FsdpConfig, frozen=True):
-    """The policy's, and how ranks share a sequence: so do reference and critic."""
+    """The policy's, and how ranks share sequences and experts: so do reference and critic."""
 
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that share each packed sequence (Ulysses); it divides the ranks
     and the attention heads. A token budget is per rank, so a micro-batch grows with it.
     """
+
+    expert_parallel_size: PositiveInt = 1
+    """Neighboring trainer ranks that divide the experts of each layer; it divides the experts and
+    the ranks of fsdp_size.
+    """
+
+
+class RouterReplayConfig(Section, frozen=True):
+    """Mixture of experts: whether passes over a sample choose the same experts."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """R2: training passes take the experts that the trainer's pass for old logprobs chose."""
+
+
+class CheckpointConfig(Section, frozen=True):
+    """How a checkpoint is written."""
+
+    async_save: bool = False
+    """Copy weights and optimizer state to host memory, and write them while training continues."""
 
 
 class ActorConfig(Section, frozen=True):
@@ -290,3 +309,5 @@ class ActorConfig(Section, frozen=True):
     optim: OptimConfig = OptimConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     fsdp_config: ActorFsdpConfig = ActorFsdpConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

@@ -7,11 +7,11 @@ import pytest
 from sluice.config.loading.loader import KeySettings, load_config, read_settings
 from sluice.config.memory.fit import memory_problems
 from sluice.config.memory.layouts import own_training_layout, rollout_layout, verl_training_layout
+from sluice.config.memory.published import published_shape
 from sluice.config.memory.report import MemoryReport, memory_report
 from sluice.config.memory.rollout import GIB
 from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
-from tests.support.published_shapes import PUBLISHED_SHAPES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, MEGATRON = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
@@ -32,7 +32,7 @@ LARGE = (
     f"{ROLLOUT}.tensor_model_parallel_size=4",
     f"{ROLLOUT}.gpu_memory_utilization=0.7",
 )
-SHAPE = PUBLISHED_SHAPES["Qwen3-32B"]
+SHAPE = published_shape("Qwen3-32B")
 
 
 def read(*overrides: str) -> tuple[RunConfig, KeySettings]:

@@ -74,6 +74,7 @@ REFUSED = (
     ("trainer.resume_from_path=hdfs://run/global_step_1", "nothing is read from or written to"),
     ("reward_model.reward_manager=batch", "write a scorer for one response"),
     ("trainer.logger=['console','clearml']", "no logger clearml; use mlflow or wandb"),
+    (f"{A}.router_replay.mode=R3", "samples do not carry the engine's experts; set R2"),
     (f"{A}.optim.optimizer=muon", "AdamW is the only optimizer"),
     (f"{A}.optim.lr_decay_style=WSD", "constant, linear, cosine or inverse_square_root"),
 )

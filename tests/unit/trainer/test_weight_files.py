@@ -23,7 +23,7 @@ PRECISION = FsdpConfig(dtype="float32")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "granite", "qwen3_moe"])
-def test_rows_are_those_of_the_model(
+def test_parts_are_those_of_the_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_files, "CHUNK_BYTES", 300)  # so that a tensor takes several parts
@@ -31,10 +31,13 @@ def test_rows_are_those_of_the_model(
     parameters = dict(make_model(family).named_parameters())
     assert files.are(parameters)
     for name, whole in parameters.items():
+        columns = whole.shape[1] // 2 if whole.ndim > 1 else 0
         for start, stop in ((0, whole.shape[0]), (whole.shape[0] // 2, whole.shape[0]), (1, 1)):
-            target = torch.full_like(whole[start:stop], torch.nan)
-            files.fill(target, name, start)
-            assert torch.equal(target, whole[start:stop]), name
+            for column in {0, columns}:
+                expected = whole[start:stop, column:] if whole.ndim > 1 else whole[start:stop]
+                target = torch.full_like(expected, torch.nan)
+                files.fill(target, name, (start, column, 0)[: whole.ndim])
+                assert torch.equal(target, expected), name
 
 
 def test_several_files_with_an_index_are_one_model(tmp_path: Path) -> None:

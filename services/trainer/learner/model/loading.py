@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.decoder import use_own_layers
+from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES
 from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.schema.actor import FsdpConfig
@@ -93,11 +94,39 @@ def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> L
     return LoadedModel(loaded)
 
 
+def build_policy(
+    config: PreTrainedConfig, model: ModelConfig, precision: FsdpConfig, max_tokens: int
+) -> PreTrainedModel:
+    """Build the policy that `load_policy` would load, without reading weights.
+
+    Args:
+        config: its config.json.
+        model: its options.
+    """
+    register_packed_attention()
+    built = _built(config, model, DTYPES[precision.model_dtype])
+    _prepare(built, model, precision, max_tokens)
+    return built
+
+
+def _built(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with no_init_weights():  # or the memory would be written
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            trust_remote_code=model.trust_remote_code,
+        )
+    built.tie_weights()
+    return built
+
+
 def _prepare(
     loaded: PreTrainedModel, model: ModelConfig, precision: FsdpConfig, max_tokens: int
 ) -> None:
     check_attention(loaded.config, max_tokens)
     use_own_layers(loaded, compiled=precision.use_torch_compile)
+    use_own_experts(loaded)
     loaded.eval()
     if model.enable_gradient_checkpointing:
         _checkpoint_layers(loaded)
@@ -164,14 +193,7 @@ def _unread(model: ModelConfig, dtype: torch.dtype) -> LoadedModel | None:
         # A vision tower has an attention of its own; quantised weights are not what they seem.
         if config.model_type in FAMILIES or hasattr(config, "quantization_config"):
             return None
-        with no_init_weights():  # or the memory would be written
-            loaded: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=PACKED_ATTENTION,
-                trust_remote_code=model.trust_remote_code,
-            )
-        loaded.tie_weights()
+        loaded = _built(config, model, dtype)
         if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():
             loaded.generation_config = GenerationConfig.from_pretrained(
                 model.path, local_files_only=True

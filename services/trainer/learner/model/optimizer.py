@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from services.trainer.learner.model.sharding import assign
+from services.trainer.learner.places import local_part, place
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sharded_state import StateFiles
 from sluice.algorithm.learning_rate import learning_rate_multiplier, resolve_warmup_steps
 from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
@@ -67,17 +68,11 @@ class ShardedGradients:
     """Gradients of sharded parameters. `norm` is collective.
 
     FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
-
-    Args:
-        num_copies: ranks that hold the same shard.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], parallel: DataParallel, num_copies: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], parallel: DataParallel) -> None:
         self._parameters = list(parameters)
         self._parallel = parallel
-        self._num_copies = num_copies
         self.buffers: tuple[Tensor, ...] = ()  # FSDP2 has summed them
 
     def complete(self) -> None:
@@ -92,16 +87,31 @@ class ShardedGradients:
             parameter.grad = None
 
     def norm(self) -> float:
-        """Return the norm: float32 on each rank, float64 over ranks, each shard counted once."""
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._local()]
+        """Return the norm: float32 on each rank, float64 over ranks, each element counted once."""
+        squares = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / self._holders(one)
+            for one, gradient in zip(self._parameters, self._local(), strict=True)
+        ]
         # Every rank adds the same numbers in the same order, so all ranks clip by the same factor.
         own = float(sum(squares)) if squares else 0.0
         gathered = self._parallel.all_gather([own], "summing the gradients' norms")
-        return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)
+        return math.sqrt(sum(part for (part,) in gathered))
 
     def scale(self, factor: float) -> None:
         for gradient in self._local():
             gradient.mul_(factor)
+
+    def _holders(self, parameter: nn.Parameter) -> int:
+        """Return how many ranks hold each of a parameter's elements."""
+        if not isinstance(parameter, DTensor):
+            return self._parallel.world_size
+        mesh = parameter.device_mesh
+        cuts = [
+            n
+            for n, one in zip(mesh.shape, parameter.placements, strict=True)
+            if not one.is_replicate()
+        ]
+        return self._parallel.world_size // math.prod(cuts)
 
     def _local(self) -> list[Tensor]:
         gradients = (parameter.grad for parameter in self._parameters)
@@ -197,36 +207,35 @@ class PolicyOptimizer:
             if parameter in self._adamw.state
         }
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state_tensors` returned, from whole tensors.
+    def load_state(self, state: StateFiles) -> None:
+        """Load the tensors of `state_tensors`, of each this rank's part.
 
         Raises:
             CheckpointError: a parameter's state is missing, of another shape or unknown.
         """
         expected = {f"{name}.{moment}" for name in self._named for moment in MOMENTS}
-        if tensors and (wrong := expected.symmetric_difference(tensors)):
+        if state.names and (wrong := expected.symmetric_difference(state.names)):
             raise CheckpointError(
                 f"optimizer state of another model: {len(wrong)} names differ, first "
                 f"{min(wrong)}; resume with the model that was trained"
             )
         self._adamw.state.clear()
-        for name, parameter in self._named.items() if tensors else ():
+        for name, parameter in self._named.items() if state.names else ():
             self._adamw.state[parameter] = {
-                moment: self._fitting(f"{name}.{moment}", tensors, parameter, moment)
+                moment: self._loaded(f"{name}.{moment}", state, parameter, moment)
                 for moment in MOMENTS
             }
 
-    def _fitting(
-        self, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter, moment: str
-    ) -> Tensor:
-        tensor = tensors[key]
-        if moment != "step" and tensor.shape != parameter.shape:
+    def _loaded(self, key: str, state: StateFiles, parameter: nn.Parameter, moment: str) -> Tensor:
+        shape, dtype = state.spec(key)
+        if moment == "step":
+            own = torch.zeros((), dtype=dtype, device=parameter.device)
+        elif shape == parameter.shape:
+            own = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
             raise CheckpointError(
-                f"optimizer state {key} has shape {tuple(tensor.shape)}, the model "
+                f"optimizer state {key} has shape {tuple(shape)}, the model "
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
-        if moment == "step":
-            return tensor.to(parameter.device).clone()  # AdamW changes it in place
-        own = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
-        assign(own, tensor)
+        state.fill(local_part(own), key, place(own)[0])
         return own

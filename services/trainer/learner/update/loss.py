@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import MiniBatch
+from services.trainer.learner.model.experts import Routing
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.kl_estimator import kl_estimate
@@ -41,7 +42,8 @@ class PreparedMicroBatch:
     """A micro-batch and the inputs of its loss, [N] each: one value per response token.
 
     `old_logprobs` are ``None`` until a pass of the policy before this batch yields them. `weights`
-    and `kept` stay ``None`` without importance weights and without rejections.
+    and `kept` stay ``None`` without importance weights and without rejections. `routing` is that of
+    the first pass; later passes follow it. ``None``: each pass chooses its experts.
     """
 
     micro_batch: MicroBatch
@@ -50,6 +52,7 @@ class PreparedMicroBatch:
     ref_logprobs: Tensor | None = None
     weights: Tensor | None = None
     kept: Tensor | None = None
+    routing: Routing | None = None
 
     def loss_inputs(self, logprobs: Tensor, *, seed: int) -> LossInputs:
         """Return the policy loss's inputs, with rejected tokens; old logprobs must be known."""
@@ -69,12 +72,16 @@ class PreparedMicroBatch:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PreparedMiniBatch:
-    """This rank's part of one optimizer step, and the step's counts over all ranks."""
+    """This rank's part of one optimizer step, and the step's counts over all ranks.
+
+    `is_routed`: passes have noted their routing, on all ranks, for later ones to follow.
+    """
 
     micro_batches: tuple[PreparedMicroBatch, ...]
     counts: GlobalCounts
+    is_routed: bool = False
 
 
 def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -27,6 +27,12 @@ from services.trainer.learner.batch.train_batch import (
     reward_components,
     split_batch,
     tokens_of,
+)
+from services.trainer.learner.model.experts import (
+    Routing,
+    balance_metrics,
+    idle_routing,
+    routing_tape,
 )
 from services.trainer.learner.model.forward import (
     EntropyUse,
@@ -132,6 +138,7 @@ class PolicyUpdate:
         self._terms = LossTerms(settings)
         self._mean_names = self._terms.mean_names()
         self._no_corrections = self._terms.no_corrections()
+        self._follows = False  # whether other ranks' passes follow a routing
         control = settings.config.algorithm.kl_ctrl
         self.kl_controller = KlController(
             type=control.type,
@@ -168,6 +175,9 @@ class PolicyUpdate:
         # Passes that need the policy before this batch come first: optimizer steps change it.
         cut = self._cut(batch, step, skipped)
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
+        if self._settings.replays_routing:
+            for prepared in _micro_batches(mini_batches):
+                prepared.routing = Routing()
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
@@ -226,12 +236,16 @@ class PolicyUpdate:
         squares: list[tuple[MicroBatch, Tensor]] = []
         to_pass = _micro_batches(mini_batches[first:])
         self._passes.begin(len(to_pass))
+        self._follows = False
+        for mini_batch in mini_batches[first:]:
+            mini_batch.is_routed = self._settings.replays_routing
         for prepared in to_pass:
             with torch.no_grad():
                 outputs = self._forward(
                     prepared.micro_batch,
                     EntropyUse.METRIC,
                     with_sum_pi_squared=self._settings.needs_sum_pi_squared,
+                    routing=prepared.routing,
                 )
             if outputs.sum_pi_squared is not None:  # kept apart: only the estimator reads them
                 squares.append((prepared.micro_batch, outputs.sum_pi_squared))
@@ -355,16 +369,27 @@ class PolicyUpdate:
         finite = [norm for norm in norms if math.isfinite(norm)]
         return {
             **sums.metrics(self._parallel, len(norms)),
+            **self._balance(),
             **({"actor/grad_norm": float(np.mean(finite))} if finite else {}),
             **({"actor/kl_coef": self._actor.kl_loss_coef} if self._actor.use_kl_loss else {}),
             "actor/lr": rate,
             "actor/skipped_updates": float(len(norms) - len(finite)),
         }
 
+    def _balance(self) -> Mapping[str, float]:
+        """Return how evenly the passes since the last call used a model's experts."""
+        tape = routing_tape(self._model)
+        load = None if tape is None else tape.take_load()
+        if load is None:
+            return {}
+        self._parallel.all_reduce_sum([load], "summing the experts' loads")
+        return balance_metrics(load)
+
     def _optimizer_step(
         self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
     ) -> float:
         """Accumulate gradients over the mini-batch, sum them over ranks, step; return the norm."""
+        self._follows, mini_batch.is_routed = mini_batch.is_routed, self._settings.replays_routing
         self._passes.begin(len(mini_batch.micro_batches))
         for number, prepared in enumerate(mini_batch.micro_batches):
             # No weight has changed yet, so this pass also yields the old logprobs.
@@ -377,7 +402,9 @@ class PolicyUpdate:
                 or (bypassed and not self._settings.needs_sum_pi_squared)
                 or self._actor.calculate_entropy
             )
-            outputs = self._forward(prepared.micro_batch, self._entropy_use(shows_entropy))
+            outputs = self._forward(
+                prepared.micro_batch, self._entropy_use(shows_entropy), routing=prepared.routing
+            )
             if is_old_policy:
                 self._note_old_policy(prepared, outputs, sums)
             elif bypassed and outputs.entropy is not None:
@@ -399,7 +426,12 @@ class PolicyUpdate:
         return norm
 
     def _forward(
-        self, micro_batch: MicroBatch, entropy: EntropyUse, *, with_sum_pi_squared: bool = False
+        self,
+        micro_batch: MicroBatch,
+        entropy: EntropyUse,
+        *,
+        with_sum_pi_squared: bool = False,
+        routing: Routing | None = None,
     ) -> TokenStatistics:
         return token_outputs(
             self._model,
@@ -407,10 +439,14 @@ class PolicyUpdate:
             temperature=self._settings.temperature,
             entropy=entropy,
             with_sum_pi_squared=with_sum_pi_squared,
+            routing=routing,
         )
 
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
-        return self._forward(micro_batch, EntropyUse.NONE).logprobs
+        routing = None
+        if self._follows:
+            routing = idle_routing(self._model, micro_batch.input_ids.numel())
+        return self._forward(micro_batch, EntropyUse.NONE, routing=routing).logprobs
 
     def _entropy_use(self, shown: bool) -> EntropyUse:
         if self._actor.entropy_coeff != 0.0:

@@ -95,6 +95,11 @@ class UpdateSettings:
         return self.needs_sum_pi_squared and weighs
 
     @property
+    def replays_routing(self) -> bool:
+        """Return whether later passes of a micro-batch choose the experts of its first one."""
+        return self.actor.router_replay.mode == "R2"
+
+    @property
     def needs_reference(self) -> bool:
         """Return whether a term measures the divergence from a reference model."""
         return self.kl_kind is not None or self.actor.use_kl_loss
