@@ -34,7 +34,7 @@ def plan(
     """Divide a launch's devices into trainer and rollouts, and count by phase what each holds.
 
     The trainer's own code runs for one rank, without memory, devices or weights. If the launch does
-    not fit, the smallest change that does is printed as overrides: of layout, recompute, offload,
+    not fit, the smallest change that does is printed as overrides: of layout, recompute,
     dtypes and split only. The exit code is 1 if it does not fit as written.
 
     \b
@@ -128,10 +128,13 @@ def _verdict(found: PlannedLaunch) -> str:
         return "It fits."
     if found.fits_with is None:
         return (
-            "It does not fit, and no change of layout, recompute, offload, dtypes or split makes "
-            "it fit; use more or larger devices, or a smaller micro-batch."
+            "It does not fit, and no change of layout, recompute, dtypes or split was found that "
+            "makes it fit; use more or larger devices, or a smaller micro-batch."
         )
-    return f"It does not fit as written; it fits (as above) with: {' '.join(found.fits_with)}"
+    text = f"It does not fit as written; it fits (as above) with: {' '.join(found.fits_with)}"
+    if any(one.endswith("model_dtype=bfloat16") for one in found.fits_with):
+        text += "\nSmall updates vanish in bfloat16 weights; more devices avoid that."
+    return text
 
 
 def _gib(size: float) -> str:

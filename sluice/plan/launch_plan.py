@@ -32,13 +32,15 @@ from sluice.plan.search import (
     Change,
     changed,
     engine_change,
-    estimated_peak,
+    estimate,
     promising,
     trainer_changes,
 )
 
 DEADLINE_S = 300.0
-_MOST_TRIES = 5
+_MOST_TRIES = 4
+_OPTIMISM = 0.9
+"""Bytes counted over bytes estimated, before anything was counted with this change."""
 ModelContent = Mapping[str, object]
 
 
@@ -186,9 +188,14 @@ def _searched(
     own = min(possible, key=lambda one: abs(one.trainer - plan.split.trainer), default=plan.split)
     base = changed(start, own.overrides)
 
-    estimate = estimated_peak(plan.config, model.shape) or plan.trainer.peak
-    correction, tries = plan.trainer.peak / estimate, 0
-    changes = trainer_changes(start, model.shape, own, possible)
+    correction, tries = _correction(plan.trainer, plan.config, model.shape), 0
+    if not start.actor_rollout_ref.model.enable_gradient_checkpointing:
+        correction = _OPTIMISM  # with recompute other bytes count
+    changes = [
+        one
+        for one in trainer_changes(start, model.shape, own, possible)
+        if one.overrides or engine.overrides
+    ]
     while tries < _MOST_TRIES:
         found = next(promising(changes, model.shape, device, base, correction), None)
         if found is None:
@@ -203,10 +210,15 @@ def _searched(
             return replace(
                 plan, config=config, split=split, trainer=trainer, engine=pool, fits_with=fits_with
             )
-        estimated = estimated_peak(config, model.shape) or trainer.peak
-        correction = max(correction, trainer.peak / estimated)
+        correction = _correction(trainer, config, model.shape)
         changes = changes[changes.index(change) + 1 :]
     return plan
+
+
+def _correction(trainer: TrainerPool, config: RunConfig, shape: ModelShape) -> float:
+    found = estimate(config, shape)
+    assert found is not None
+    return found.correction(trainer.peak)
 
 
 def _needed(overrides: Sequence[str], split: DeviceSplit, before: DeviceSplit) -> tuple[str, ...]:
