@@ -63,6 +63,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
     return {
         "fits": found.fits,
         "fits_with": None if found.fits_with is None else list(found.fits_with),
+        "closest": None if found.closest is None else list(found.closest[0]),
         "split": {
             "trainer": found.split.trainer,
             "rollout": found.split.rollout,
@@ -127,10 +128,14 @@ def _verdict(found: PlannedLaunch) -> str:
     if found.fits:
         return "It fits."
     if found.fits_with is None:
-        return (
+        text = (
             "It does not fit, and no change of layout, recompute, dtypes or split was found that "
             "makes it fit; use more or larger devices, or a smaller micro-batch."
         )
+        if found.closest is not None:
+            overrides, peak = found.closest
+            text += f" The closest takes {_gib(peak)} GiB: {' '.join(overrides)}"
+        return text
     text = f"It does not fit as written; it fits (as above) with: {' '.join(found.fits_with)}"
     if any(one.endswith("model_dtype=bfloat16") for one in found.fits_with):
         text += "\nSmall updates vanish in bfloat16 weights; more devices avoid that."

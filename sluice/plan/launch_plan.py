@@ -69,6 +69,7 @@ class PlannedLaunch:
         fits: as it was written.
         fits_with: overrides with which it fits; empty if it does as written, `None`: nothing was
             found.
+        closest: if nothing was found, the overrides and the peak of the best that was counted.
         seconds: that planning took.
     """
 
@@ -81,6 +82,7 @@ class PlannedLaunch:
     fits: bool
     fits_with: tuple[str, ...] | None
     seconds: float
+    closest: tuple[tuple[str, ...], float] | None = None
 
 
 def planned_model(name: str) -> PlannedModel:
@@ -199,16 +201,24 @@ def _searched(
     while tries < _MOST_TRIES:
         found = next(promising(changes, model.shape, device, base, correction), None)
         if found is None:
-            return plan
+            break
         change, config = found
         trainer = counted.trainer(config, device)
         tries += 1
         split = next((one for one in possible if one.trainer == trainer.layout.ranks), own)
+        needed = _needed((*engine.overrides, *change.overrides), split, plan.split)
+        if plan.closest is None or trainer.peak < plan.closest[1]:
+            plan = replace(plan, closest=(needed, trainer.peak))
         if trainer.peak <= device.usable_bytes:
-            fits_with = _needed((*engine.overrides, *change.overrides), split, plan.split)
             pool = engine_pool(config, model.shape, device)
             return replace(
-                plan, config=config, split=split, trainer=trainer, engine=pool, fits_with=fits_with
+                plan,
+                config=config,
+                split=split,
+                trainer=trainer,
+                engine=pool,
+                fits_with=needed,
+                closest=None,
             )
         correction = _correction(trainer, config, model.shape)
         changes = changes[changes.index(change) + 1 :]
