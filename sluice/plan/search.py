@@ -1,4 +1,7 @@
-"""The smallest change that makes a launch fit: of layout, recompute, offload, dtypes and split."""
+"""The smallest change that makes a launch fit: of layout, recompute, dtypes and split.
+
+Offload is not among them: the trainer keeps weights and optimizer state on the device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from itertools import product
 
 import msgspec
 
-from sluice.config.catalogue.table import KeyStatus, catalogue
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit
 from sluice.config.memory.devices import DeviceKind
@@ -29,14 +31,14 @@ from sluice.errors import ConfigError
 _FSDP = "actor_rollout_ref.actor.fsdp_config"
 _RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _SUMS_ONCE = f"{_FSDP}.use_no_sync_for_gradient_accumulation"
-_RESHARD, _OFFLOAD = f"{_FSDP}.reshard_after_forward", f"{_FSDP}.offload_policy"
+_RESHARD = f"{_FSDP}.reshard_after_forward"
 _DTYPE, _TENSOR = f"{_FSDP}.model_dtype", "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _LARGEST_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Overrides, and what they cost: 1 is a change that few would mind, 4 slows every step much."""
+    """Overrides, and what they cost: 1 is a change that few would mind, 8 one that may harm."""
 
     overrides: tuple[str, ...] = ()
     price: float = 0.0
@@ -78,7 +80,7 @@ def trainer_changes(
     """Return all combinations of changes to a trainer, the cheapest first.
 
     Args:
-        split: the trainer's, from which another costs 1, and 1 more for each halving of the rest.
+        split: the trainer's, from which another costs as much as it makes a pool smaller.
         splits: those that are possible.
     """
     dimensions = [
@@ -87,7 +89,6 @@ def trainer_changes(
         list(_shards(config)),
         list(_experts(config, shape)),
         list(_sequences(config, shape)),
-        list(_offload()),
         list(_dtypes(config)),
     ]
     found = [
@@ -97,13 +98,31 @@ def trainer_changes(
     return sorted(found, key=lambda change: change.price)
 
 
-def estimated_peak(config: RunConfig, shape: ModelShape) -> float | None:
-    """Return an estimate of the update's peak, bytes; `None`: the sizes do not divide."""
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of an update, by formulas: of weights, gradients and moments, and of the rest."""
+
+    state: float
+    rest: float
+
+    def corrected(self, correction: float) -> float:
+        """Return the peak, if so many bytes of the rest were counted for one estimated."""
+        return self.state + self.rest * correction
+
+    def correction(self, peak: float) -> float:
+        """Return that ratio, from the counted peak."""
+        return (peak - self.state) / self.rest
+
+
+def estimate(config: RunConfig, shape: ModelShape) -> Estimate | None:
+    """Return an estimate of the update; `None`: the sizes do not divide."""
     try:
         trainer_layout(config, world_size(config))
     except ConfigError:
         return None
-    return training_memory(shape, own_training_layout(config)).update
+    memory = training_memory(shape, own_training_layout(config))
+    state = memory.parameters + memory.gradients + memory.optimizer
+    return Estimate(state, memory.update - state)
 
 
 def promising(
@@ -117,26 +136,22 @@ def promising(
 
     Args:
         config: without them.
-        correction: bytes counted over bytes estimated, of what was counted so far.
+        correction: see `Estimate`.
     """
     for change in changes:
         other = changed(config, change.overrides)
-        estimate = estimated_peak(other, shape)
-        if estimate is not None and estimate * correction <= device.usable_bytes:
+        found = estimate(other, shape)
+        if found is not None and found.corrected(correction) <= device.usable_bytes:
             yield change, other
-
-
-def is_honoured(key: str) -> bool:
-    """Return whether the trainer does what the key asks for."""
-    return catalogue()[key].status is KeyStatus.HONOURED
 
 
 def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]:
     for split in splits:
         if split == own:
             yield Change()
-        elif split.trainer > own.trainer:
-            yield Change(split.overrides, own.rollout / split.rollout)
+        else:
+            slower = max(own.rollout / split.rollout, own.trainer / split.trainer)
+            yield Change(split.overrides, slower)
 
 
 def _recompute(config: RunConfig) -> Iterator[Change]:
@@ -175,12 +190,6 @@ def _sequences(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
     for doublings, size in enumerate(_doubles(own * 2), 1):
         if shares_heads(size, shape.heads, shape.kv_heads):
             yield Change((f"{SEQUENCE_KEY}={size}",), 1.0 + doublings / 4)
-
-
-def _offload() -> Iterator[Change]:
-    yield Change()
-    if is_honoured(_OFFLOAD):
-        yield Change((f"{_OFFLOAD}=true",), 4.0)
 
 
 def _dtypes(config: RunConfig) -> Iterator[Change]:

@@ -17,7 +17,11 @@ LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
 DEVICES = json.loads((LAUNCHES / "devices.json").read_text(encoding="utf-8"))
 ROLLOUT = "actor_rollout_ref.rollout"
 SHAPE, DEVICE = published_shape("Qwen3-8B"), device_kind("80GB")
-EIGHT = ("trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=2")
+EIGHT = (
+    "trainer.n_gpus_per_node=8",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+)
 VLLM = f"{ROLLOUT}.name=vllm"
 
 
