@@ -34,7 +34,7 @@ def plan(
     """Divide a launch's devices into trainer and rollouts, and count by phase what each holds.
 
     The trainer's own code runs for one rank, without memory, devices or weights. If the launch does
-    not fit, the smallest change that does is printed as overrides: of layout, recompute, offload,
+    not fit, the smallest change that does is printed as overrides: of layout, recompute,
     dtypes and split only. The exit code is 1 if it does not fit as written.
 
     \b
@@ -63,6 +63,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
     return {
         "fits": found.fits,
         "fits_with": None if found.fits_with is None else list(found.fits_with),
+        "closest": None if found.closest is None else list(found.closest[0]),
         "split": {
             "trainer": found.split.trainer,
             "rollout": found.split.rollout,
@@ -127,11 +128,18 @@ def _verdict(found: PlannedLaunch) -> str:
     if found.fits:
         return "It fits."
     if found.fits_with is None:
-        return (
-            "It does not fit, and no change of layout, recompute, offload, dtypes or split makes "
-            "it fit; use more or larger devices, or a smaller micro-batch."
+        text = (
+            "It does not fit, and no change of layout, recompute, dtypes or split was found that "
+            "makes it fit; use more or larger devices, or a smaller micro-batch."
         )
-    return f"It does not fit as written; it fits (as above) with: {' '.join(found.fits_with)}"
+        if found.closest is not None:
+            overrides, peak = found.closest
+            text += f" The closest takes {_gib(peak)} GiB: {' '.join(overrides)}"
+        return text
+    text = f"It does not fit as written; it fits (as above) with: {' '.join(found.fits_with)}"
+    if any(one.endswith("model_dtype=bfloat16") for one in found.fits_with):
+        text += "\nSmall updates vanish in bfloat16 weights; more devices avoid that."
+    return text
 
 
 def _gib(size: float) -> str:

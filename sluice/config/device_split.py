@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice.config.derived import max_row_tokens, replica_devices, uses_reference, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import rollout_layout
+from sluice.config.memory.layouts import own_training_layout, rollout_layout
 from sluice.config.memory.rollout import engine_weights, rollout_memory
 from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.training import training_memory
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
@@ -27,8 +28,6 @@ _TRAINING_SHARE = 0.4
 """Share of a device's floating-point operations that training reaches."""
 _READING_SHARE = 0.6
 """Share of a device's memory rate that decoding reaches."""
-_STATE_BYTES = 16
-"""Bytes a parameter takes in training (float32 weights, gradients, two moments)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +103,12 @@ def splits(config: RunConfig) -> Iterator[DeviceSplit]:
     """Yield the possible splits: whole replicas, and a trainer on whole machines or on one."""
     devices, per_node = world_size(config), config.trainer.n_gpus_per_node
     each, sharding = replica_devices(config), config.actor_rollout_ref.actor.fsdp_config
-    sharing = sharding.ulysses_sequence_parallel_size
+    sharing, experts = sharding.ulysses_sequence_parallel_size, sharding.expert_parallel_size
     for trainer in range(1, devices):
         nodes = max(1, trainer // per_node)
         if trainer > per_node and trainer % per_node:
             continue
-        if (devices - trainer) % each or trainer % sharing:
+        if (devices - trainer) % each or trainer % sharing or trainer % experts:
             continue
         yield DeviceSplit(trainer, devices - trainer, nodes, each)
 
@@ -117,13 +116,17 @@ def splits(config: RunConfig) -> Iterator[DeviceSplit]:
 def by_speed(
     config: RunConfig, shape: ModelShape, device: DeviceKind, possible: list[DeviceSplit]
 ) -> list[DeviceSplit]:
-    """Return the splits, the fastest first; those whose trainer cannot hold its state come last."""
+    """Return the splits, the fastest first; then those whose trainer is too small, the one that
+    lacks least first.
+    """
     train, generate = seconds_per_token(config, shape, device)
-    state = shape.total_parameters * _STATE_BYTES
+    layout = own_training_layout(config)
 
-    def rank(split: DeviceSplit) -> tuple[bool, float]:
-        is_full = state / split.trainer > device.usable_bytes
-        return is_full, max(train / split.trainer, generate / split.rollout)
+    def rank(split: DeviceSplit) -> tuple[float, float]:
+        shard = split.trainer if layout.shard == layout.world else min(layout.shard, split.trainer)
+        other = replace(layout, world=split.trainer, shard=shard)
+        missing = max(0.0, training_memory(shape, other).update - device.usable_bytes)
+        return missing, max(train / split.trainer, generate / split.rollout)
 
     return sorted(possible, key=rank)
 

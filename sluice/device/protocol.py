@@ -69,6 +69,10 @@ class Device(Protocol):
         """Return whether its kernels compute with bfloat16."""
         ...
 
+    def peak_flops(self) -> float | None:
+        """Return dense bfloat16 operations a second by the data sheet; ``None``: not known."""
+        ...
+
 
 def rank_backends(kind: str) -> str:
     """Return what `init_process_group` takes for ranks whose gradients are on devices of `kind`.

@@ -32,13 +32,15 @@ from sluice.plan.search import (
     Change,
     changed,
     engine_change,
-    estimated_peak,
+    estimate,
     promising,
     trainer_changes,
 )
 
 DEADLINE_S = 300.0
-_MOST_TRIES = 5
+_MOST_TRIES = 4
+_OPTIMISM = 0.9
+"""Bytes counted over bytes estimated, before anything was counted with this change."""
 ModelContent = Mapping[str, object]
 
 
@@ -67,6 +69,7 @@ class PlannedLaunch:
         fits: as it was written.
         fits_with: overrides with which it fits; empty if it does as written, `None`: nothing was
             found.
+        closest: if nothing was found, the overrides and the peak of the best that was counted.
         seconds: that planning took.
     """
 
@@ -79,6 +82,7 @@ class PlannedLaunch:
     fits: bool
     fits_with: tuple[str, ...] | None
     seconds: float
+    closest: tuple[tuple[str, ...], float] | None = None
 
 
 def planned_model(name: str) -> PlannedModel:
@@ -186,27 +190,45 @@ def _searched(
     own = min(possible, key=lambda one: abs(one.trainer - plan.split.trainer), default=plan.split)
     base = changed(start, own.overrides)
 
-    estimate = estimated_peak(plan.config, model.shape) or plan.trainer.peak
-    correction, tries = plan.trainer.peak / estimate, 0
-    changes = trainer_changes(start, model.shape, own, possible)
+    correction, tries = _correction(plan.trainer, plan.config, model.shape), 0
+    if not start.actor_rollout_ref.model.enable_gradient_checkpointing:
+        correction = _OPTIMISM  # with recompute other bytes count
+    changes = [
+        one
+        for one in trainer_changes(start, model.shape, own, possible)
+        if one.overrides or engine.overrides
+    ]
     while tries < _MOST_TRIES:
         found = next(promising(changes, model.shape, device, base, correction), None)
         if found is None:
-            return plan
+            break
         change, config = found
         trainer = counted.trainer(config, device)
         tries += 1
         split = next((one for one in possible if one.trainer == trainer.layout.ranks), own)
+        needed = _needed((*engine.overrides, *change.overrides), split, plan.split)
+        if plan.closest is None or trainer.peak < plan.closest[1]:
+            plan = replace(plan, closest=(needed, trainer.peak))
         if trainer.peak <= device.usable_bytes:
-            fits_with = _needed((*engine.overrides, *change.overrides), split, plan.split)
             pool = engine_pool(config, model.shape, device)
             return replace(
-                plan, config=config, split=split, trainer=trainer, engine=pool, fits_with=fits_with
+                plan,
+                config=config,
+                split=split,
+                trainer=trainer,
+                engine=pool,
+                fits_with=needed,
+                closest=None,
             )
-        estimated = estimated_peak(config, model.shape) or trainer.peak
-        correction = max(correction, trainer.peak / estimated)
+        correction = _correction(trainer, config, model.shape)
         changes = changes[changes.index(change) + 1 :]
     return plan
+
+
+def _correction(trainer: TrainerPool, config: RunConfig, shape: ModelShape) -> float:
+    found = estimate(config, shape)
+    assert found is not None
+    return found.correction(trainer.peak)
 
 
 def _needed(overrides: Sequence[str], split: DeviceSplit, before: DeviceSplit) -> tuple[str, ...]:

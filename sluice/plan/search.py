@@ -1,4 +1,7 @@
-"""The smallest change that makes a launch fit: of layout, recompute, offload, dtypes and split."""
+"""The smallest change that makes a launch fit: of layout, recompute, offload, dtypes and split.
+
+Offload is not among them: the trainer keeps weights and optimizer state on the device.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _LARGEST_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Overrides, and what they cost: 1 is a change that few would mind, 4 slows every step much."""
+    """Overrides, and what they cost: 1 is a change that few would mind, 8 one that may harm."""
 
     overrides: tuple[str, ...] = ()
     price: float = 0.0
@@ -77,7 +80,7 @@ def trainer_changes(
     """Return all combinations of changes to a trainer, the cheapest first.
 
     Args:
-        split: the trainer's, from which another costs 1, and 1 more for each halving of the rest.
+        split: the trainer's, from which another costs as much as it makes a pool smaller.
         splits: those that are possible.
     """
     dimensions = [
@@ -96,13 +99,31 @@ def trainer_changes(
     return sorted(found, key=lambda change: change.price)
 
 
-def estimated_peak(config: RunConfig, shape: ModelShape) -> float | None:
-    """Return an estimate of the update's peak, bytes; `None`: the sizes do not divide."""
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of an update, by formulas: of weights, gradients and moments, and of the rest."""
+
+    state: float
+    rest: float
+
+    def corrected(self, correction: float) -> float:
+        """Return the peak, if so many bytes of the rest were counted for one estimated."""
+        return self.state + self.rest * correction
+
+    def correction(self, peak: float) -> float:
+        """Return that ratio, from the counted peak."""
+        return (peak - self.state) / self.rest
+
+
+def estimate(config: RunConfig, shape: ModelShape) -> Estimate | None:
+    """Return an estimate of the update; `None`: the sizes do not divide."""
     try:
         trainer_layout(config, world_size(config))
     except ConfigError:
         return None
-    return training_memory(shape, own_training_layout(config)).update
+    memory = training_memory(shape, own_training_layout(config))
+    state = memory.parameters + memory.gradients + memory.optimizer
+    return Estimate(state, memory.update - state)
 
 
 def promising(
@@ -116,12 +137,12 @@ def promising(
 
     Args:
         config: without them.
-        correction: bytes counted over bytes estimated, of what was counted so far.
+        correction: see `Estimate`.
     """
     for change in changes:
         other = changed(config, change.overrides)
-        estimate = estimated_peak(other, shape)
-        if estimate is not None and estimate * correction <= device.usable_bytes:
+        found = estimate(other, shape)
+        if found is not None and found.corrected(correction) <= device.usable_bytes:
             yield change, other
 
 
@@ -129,8 +150,9 @@ def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]
     for split in splits:
         if split == own:
             yield Change()
-        elif split.trainer > own.trainer:
-            yield Change(split.overrides, own.rollout / split.rollout)
+        else:
+            slower = max(own.rollout / split.rollout, own.trainer / split.trainer)
+            yield Change(split.overrides, slower)
 
 
 def _recompute(config: RunConfig) -> Iterator[Change]:

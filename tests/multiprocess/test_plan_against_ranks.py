@@ -66,6 +66,16 @@ def answers(question: str, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return real, planned
 
 
+EXPERTS = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [],
+}
+
+
 @pytest.mark.parametrize(
     ("ranks", "recompute", "sharding"),
     [
@@ -82,3 +92,16 @@ def test_a_plan_counts_the_bytes_and_the_collectives_of_a_real_rank(
     assert planned == real
     assert real["backward"] > real["kept"] > 0
     assert ("all_to_all" in real["moved"]) == ("ulysses_sequence_parallel_size" in sharding)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sharding"),
+    [
+        (False, {"expert_parallel_size": 4}),
+        (True, {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 2}),
+    ],
+)
+def test_a_plan_counts_experts_that_ranks_divide(recompute: bool, sharding: dict[str, Any]) -> None:
+    real, planned = answers(asked(EXPERTS, 4, recompute=recompute, **sharding), 4)
+    assert planned == real
+    assert real["moved"]["all_to_all"] > 0

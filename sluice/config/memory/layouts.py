@@ -44,6 +44,7 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
         fused_logits=True,
         head_bytes=0 if adapts(model) else _HEAD_BYTES,
         sp=sharding.ulysses_sequence_parallel_size,
+        ep=sharding.expert_parallel_size,
         micro_tokens=_micro_tokens(config, ranks=sharding.ulysses_sequence_parallel_size),
         master_bytes=_BYTES[sharding.model_dtype],
         compute_bytes=_BYTES[sharding.dtype],

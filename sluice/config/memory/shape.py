@@ -111,6 +111,22 @@ class ModelShape:
         routed = self.expert_parameters * self.experts_per_token // self.experts
         return self.vocabulary_parameters + self.dense_parameters + routed
 
+    def training_flops(self, tokens: float, labels: float, pairs: float) -> float:
+        """Return floating-point operations of a forward and a backward pass, without recomputing.
+
+        Six for each weight that a token is multiplied with, and in each layer twelve for each value
+        of the query heads of a token, for every token that it sees (Narayanan et al. 2021, with
+        causal attention). Norms count as if they were products.
+
+        Args:
+            tokens: inputs of the layers.
+            labels: tokens of the head.
+            pairs: of a token and one that it sees, itself included.
+        """
+        body = self.active_parameters - self.vocabulary_parameters
+        attention = 2 * self.layers * self.query_width * pairs
+        return 6.0 * (body * tokens + self.embedding_parameters * labels + attention)
+
     @property
     def mlp_width(self) -> int:
         """MLP values of one token in the widest kind of layer."""

@@ -120,6 +120,7 @@ def test_what_nothing_makes_fit_is_said(estimating: Sequence[RunConfig]) -> None
     found = plan_of("dapo-qwen3-235b-megatron", gib=8)
     assert not found.fits
     assert found.fits_with is None
+    assert found.trainer.peak > found.device.usable_bytes
 
 
 def test_a_model_is_a_folder_or_a_published_name(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ from services.trainer.learner.update.advantages import (
     zero_advantage_rows,
 )
 from services.trainer.learner.update.critic import Critic, value_metrics
+from services.trainer.learner.update.flops import shape_of_model, update_flops
 from services.trainer.learner.update.loss import (
     LossTerms,
     PreparedMicroBatch,
@@ -142,6 +143,7 @@ class PolicyUpdate:
         self._reference = reference
         self._critic = critic
         self._image_prompts = image_prompts
+        self._shape = shape_of_model(settings.config.actor_rollout_ref.model.path)
         self._terms = LossTerms(settings)
         self._mean_names = self._terms.mean_names()
         self._no_corrections = self._terms.no_corrections()
@@ -206,6 +208,8 @@ class PolicyUpdate:
         if step >= self._settings.config.trainer.critic_warmup:
             policy_metrics = self._policy_steps(mini_batches, sums, step)
         timer.end_phase("update_actor")
+        if policy_metrics:
+            policy_metrics |= self._share_of_peak(batch, timer.seconds["update_actor"], skipped)
         return {
             **self._batch_metrics(batch, cut),
             **estimate.metrics,
@@ -497,6 +501,15 @@ class PolicyUpdate:
             ),
             "perf/trained_response_tokens_per_s": responses / busy_s,
         }
+
+    def _share_of_peak(
+        self, batch: TrainBatch, seconds: float, skipped: Container[int]
+    ) -> dict[str, float]:
+        peak = self._device.peak_flops()
+        if peak is None or self._shape is None:
+            return {}
+        flops = self._actor.ppo_epochs * update_flops(self._shape, batch, skipped)
+        return {"perf/mfu/actor": flops / (seconds * peak * self._parallel.world_size)}
 
     def _now_s(self) -> float:
         # Kernels run asynchronously: without this, a phase's time would go to a later phase.
