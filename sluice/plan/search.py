@@ -1,6 +1,6 @@
 """The smallest change that makes a launch fit: of layout, recompute, offload, dtypes and split.
 
-Offload is not among them: the trainer keeps weights and optimizer state on the device.
+Of offload, moments in host memory are among them.
 """
 
 from __future__ import annotations

@@ -204,9 +204,8 @@ class PolicyUpdate:
             critic_metrics = self._update_critic(values, estimate, step)
         timer.end_phase("update_critic", shown=self._critic is not None)
         # During the warm-up only the critic trains.
-        policy_metrics = {}
-        if step >= self._settings.config.trainer.critic_warmup:
-            policy_metrics = self._policy_steps(mini_batches, sums, step)
+        trains = step >= self._settings.config.trainer.critic_warmup
+        policy_metrics = self._policy_steps(mini_batches, sums, step) if trains else {}
         timer.end_phase("update_actor")
         if policy_metrics:
             policy_metrics |= self._share_of_peak(batch, timer.seconds["update_actor"], skipped)
