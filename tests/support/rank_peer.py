@@ -2,11 +2,11 @@
 
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
-``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
-process; answers with what arrived), ``fail READER`` (at its first tensor), ``uniform STEP``
-(trains on a batch whose last groups have no advantages), ``begin FOLDER`` and ``finish FOLDER`` (a
-checkpoint ``global_step_N`` beside other commands), ``resume FOLDER`` (from the latest of a run;
-answers with its step); the end of input stops all ranks, which
+``weights FILE``, ``save FOLDER`` (answers with the memory it took), ``load FOLDER``, ``publish
+VERSION`` (to a replica in this process; answers with what arrived), ``fail READER`` (at its first
+tensor), ``uniform STEP`` (trains on a batch whose last groups have no advantages), ``begin
+FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume
+FOLDER`` (from the latest of a run; answers with its step); the end of input stops all ranks, which
 then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
 process with its text as the last line.
 """
@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner import sharded_state
@@ -47,7 +47,9 @@ from sluice.device.select import select_device
 from sluice.errors import SluiceError
 from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
+from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights.plan import tensor_specs
+from tests.support.live_bytes import LiveBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import (
     freezing,
@@ -62,7 +64,7 @@ from tests.support.vision_batches import make_image_batch
 
 NUM_GROUPS = 4
 UNIFORM = (2, 3)
-BUCKET_BYTES = 1 << 14
+BUCKET_BYTES = 1 << 12
 """Of gathered shards: with it even a tiny model takes several."""
 
 
@@ -173,7 +175,9 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         leader.save(folder)
         save_file(saved_weights(folder), argument)
     elif command == "save":
-        leader.save(Path(argument))
+        with LiveBytes() as live:
+            leader.save(Path(argument))
+        return {"most": live.most}
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":
@@ -197,7 +201,11 @@ def dying(calls: int) -> Callable[..., torch.Tensor]:
 
 def saved_weights(actor: Path) -> dict[str, torch.Tensor]:
     """By parameter name, from the files of a checkpoint."""
-    loaded = AutoModelForCausalLM.from_pretrained(actor / "huggingface", dtype="auto")
+    folder = actor / "huggingface"
+    family: Any = AutoModelForCausalLM
+    if read_vision_shape(str(folder)) is not None:
+        family = AutoModelForImageTextToText
+    loaded = family.from_pretrained(folder, dtype="auto")
     return dict(loaded.named_parameters())
 
 

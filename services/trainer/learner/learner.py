@@ -95,7 +95,6 @@ class Learner:
         self._config = config
         self._parallel = parallel
         self._critic: Critic | None = None
-        self._beside: DataParallel | None = None
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
@@ -134,8 +133,7 @@ class Learner:
             image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
         )
         self._check_equal_weights([trained.initial_sum for trained in self._trained()])
-        if actor.checkpoint.async_save:
-            self._beside = parallel.beside()
+        self._beside = parallel.beside() if actor.checkpoint.async_save else None
 
     def _load_policy(self, total_steps: int) -> TrainedModel:
         """Load the policy, check that the run's settings suit it, and share it. Collective."""

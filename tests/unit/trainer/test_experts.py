@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.trainer.learner.learner import Learner
@@ -24,6 +25,7 @@ from services.trainer.learner.model.experts import (
 from services.trainer.learner.ranks import DataParallel
 from sluice.errors import ConfigError
 from tests.support import tiny_vision
+from tests.support.host_reads import HostReads
 from tests.support.tiny_policy import (
     VOCABULARY,
     make_batch,
@@ -133,19 +135,20 @@ def test_counts_are_exchanged_once_a_layer_and_not_again_where_it_is_recomputed(
     assert exchanges == [1, 1, 2]  # all layers of a replayed pass at once
 
 
-def test_without_divided_experts_a_pass_reads_nothing_on_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_block_reads_only_divided_counts_on_the_host_and_once(alone: DataParallel) -> None:
     model = own_model()
     (block, *_) = expert_blocks(model)
-    tape_of(model).begin()
-
-    def read(tensor: Tensor) -> None:
-        raise AssertionError("a pass waits for the device")
-
-    for reader in ("tolist", "item", "nonzero", "__bool__", "__int__"):
-        monkeypatch.setattr(Tensor, reader, read)
-    block(torch.randn(1, 30, 32, requires_grad=True)).sum().backward()
+    tokens = torch.randn(1, 30, 32, requires_grad=True)
+    mesh = alone.shard_mesh(1)
+    assert mesh is not None
+    for divides in (False, True):
+        if divides:
+            block.divide(mesh)
+        tape_of(model).begin()
+        with HostReads() as found:
+            found.is_watching = True
+            checkpoint(block, tokens, use_reentrant=False).sum().backward()
+        assert found.found == [str(Tensor.tolist)] * divides
 
 
 def test_a_replayed_pass_takes_the_experts_of_the_first_whatever_the_router_has_become() -> None:

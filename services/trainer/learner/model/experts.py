@@ -183,7 +183,7 @@ class SparseExperts(nn.Module):
 
     def __init__(self, config: PreTrainedConfig, layer: int, tape: RoutingTape) -> None:
         super().__init__()
-        self.gate, self.experts = Router(config), Experts(config)
+        self.experts, self.gate = Experts(config), Router(config)  # in transformers' order
         self.num_experts: int = config.num_experts
         self.num_chosen: int = config.num_experts_per_tok
         self._normalizes: bool = getattr(config, "norm_topk_prob", True)

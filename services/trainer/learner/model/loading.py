@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+_LANGUAGE_HEAD = ("lm_head.weight",)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """A model on the CPU.
@@ -84,14 +87,18 @@ def load_policy(
     return loaded
 
 
-def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> LoadedModel:
+def load_critic(
+    model: ModelConfig, precision: FsdpConfig, max_tokens: int, *, is_sharded: bool = False
+) -> LoadedModel:
     """Load a critic like a policy, with a value head of one output instead of the vocabulary's.
 
     If the files hold no such head, torch's global generator initializes it.
     """
-    loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
-    _prepare(loaded, model, precision, max_tokens)
-    return LoadedModel(loaded)
+    dtype = DTYPES[precision.model_dtype]
+    files = _unread(model, dtype, is_critic=True) if is_sharded else None
+    loaded = files or LoadedModel(_read(model, dtype, is_critic=True))
+    _prepare(loaded.model, model, precision, max_tokens)
+    return loaded
 
 
 def build_policy(
@@ -109,9 +116,12 @@ def build_policy(
     return built
 
 
-def _built(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _built(
+    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
+) -> PreTrainedModel:
+    family: Any = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
     with no_init_weights():  # or the memory would be written
-        built: PreTrainedModel = AutoModelForCausalLM.from_config(
+        built: PreTrainedModel = family.from_config(
             config,
             dtype=dtype,
             attn_implementation=PACKED_ATTENTION,
@@ -182,18 +192,21 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
         )
 
 
-def _unread(model: ModelConfig, dtype: torch.dtype) -> LoadedModel | None:
+def _unread(
+    model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
+) -> LoadedModel | None:
     """Return the model without reading weights; None if its files are not as its parameters."""
     register_packed_attention()
     try:
         files = WeightFiles(Path(model.path))
+        head = {"num_labels": 1} if is_critic else {}
         config = AutoConfig.from_pretrained(
-            model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
+            model.path, **head, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
         # A vision tower has an attention of its own; quantised weights are not what they seem.
         if config.model_type in FAMILIES or hasattr(config, "quantization_config"):
             return None
-        loaded = _built(config, model, dtype)
+        loaded = _built(config, model, dtype, is_critic=is_critic)
         if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():
             loaded.generation_config = GenerationConfig.from_pretrained(
                 model.path, local_files_only=True
@@ -202,8 +215,12 @@ def _unread(model: ModelConfig, dtype: torch.dtype) -> LoadedModel | None:
         # Buffers that are saved are no parameters, and would keep what the model begins with.
         if loaded.state_dict().keys() != parameters.keys():
             return None
-        if not files.are(dict(loaded.named_parameters())):
+        heads = {n for n in parameters if is_critic and _is_value_head(n) and n not in files}
+        read = {n: p for n, p in loaded.named_parameters() if n not in heads}
+        if not files.are(read, _LANGUAGE_HEAD if heads else ()):
             return None
+        for module in sorted({name.rpartition(".")[0] for name in heads}):
+            loaded._init_weights(loaded.get_submodule(module))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError):
         return None  # reading it as a whole says what is wrong
     except SafetensorError:

@@ -104,8 +104,7 @@ def shard_model(
     shard(model, mesh=mesh)
     for unit, following in pairwise(units) if prefetches else ():
         assert isinstance(unit, FSDPModule)
-        assert isinstance(following, FSDPModule)
-        unit.set_modules_to_forward_prefetch([following])
+        unit.set_modules_to_forward_prefetch(_sharded_modules(following))
     for sharded in _sharded_modules(model):
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
@@ -141,9 +140,10 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 
 def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
-    """Read each parameter, or this rank's shard of it."""
+    """Read each parameter, or this rank's shard of it; leave a new value head as it is."""
     for name, parameter in parameters.items():
-        files.fill(local_part(parameter), name, place(parameter)[0])
+        if name in files:
+            files.fill(local_part(parameter), name, place(parameter)[0])
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -380,6 +380,6 @@ def share_model(
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
-        prefetches=sharding.forward_prefetch,
         expert_mesh=expert_mesh,
+        prefetches=sharding.forward_prefetch,
     )

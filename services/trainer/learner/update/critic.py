@@ -86,7 +86,12 @@ class Critic:
         self._cut = _cut(config)
         self._parallel = parallel
         self._device = device
-        loaded = load_critic(_model(config), critic.fsdp, max_row_tokens(config.data))
+        loaded = load_critic(
+            _model(config),
+            critic.fsdp,
+            max_row_tokens(config.data),
+            is_sharded=parallel.world_size > 1,
+        )
         check_shareable(actor.fsdp_config.ulysses_sequence_parallel_size, loaded.model.config)
         self.trained = trained_model(
             loaded,
