@@ -91,8 +91,8 @@ class EnginePool:
 
     def fits(self, device: DeviceKind) -> bool:
         """Return whether the weights fit beside a cache of at least one row."""
-        is_room = self.peak <= device.gib * 1024 * MIB
-        return self.holds_weights and self.longest_rows > 0 and is_room
+        has_memory = self.peak <= device.gib * 1024 * MIB
+        return self.holds_weights and self.longest_rows > 0 and has_memory
 
 
 def extrapolated(
