@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice.config.derived import (
+    adapts,
     largest_batch_mb,
     max_row_tokens,
     uses_critic,
@@ -14,7 +15,7 @@ from sluice.config.derived import (
     world_size,
 )
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import rollout_layout
+from sluice.config.memory.layouts import own_training_layout, rollout_layout
 from sluice.config.memory.rollout import fits as weights_fit
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
@@ -31,6 +32,8 @@ _MODELS_ON_HOST = {"torch": 1}
 _MEAN_RESPONSE = 0.5
 _STATES = 4
 """Weights, gradients and two moments, of a dtype each."""
+_MOMENTS_AT_ONCE = 512 * MIB
+"""Of offloaded ones, those of one part of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +127,26 @@ def trainer_pool(
         encoder: parameters of an image encoder, which the passes were counted without.
     """
     layout = trainer_layout(config, world_size(config))
+    model, sharding = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.fsdp_config
+    away = counted.moments if sharding.optimizer_offload else 0
     state = encoder * 4 / layout.shard
     if uses_critic(config):
         state += counted.parameters
-    held = counted.moments + _STATES * state
-    reference = counted.parameters if uses_reference(config) else 0
+    held = counted.moments - away + _STATES * state
+    # Adapters' reference is the policy without them.
+    has_reference = uses_reference(config) and not adapts(model)
+    reference = counted.parameters if has_reference else 0
     phases = {
         "idle": counted.parameters + held,
         "logprobs": counted.log_prob + held + reference,
         "forward": counted.forward + held,
         "backward": counted.backward + held,
-        "optimizer step": counted.step + _STATES * state,
+        "optimizer step": counted.step - away + min(away, _MOMENTS_AT_ONCE) + _STATES * state,
     }
     tokens = _step_tokens(config)
     micro_batches = _micro_batches(config, layout, tokens)
     passes = 8 + 2 * uses_reference(config)
-    passes += 2 * config.actor_rollout_ref.model.enable_gradient_checkpointing
+    passes += 2 * own_training_layout(config).gradient_checkpointing
     operations = passes * shape.active_parameters * tokens
     moved = {kind: float(size) for kind, size in counted.moved.items()}
     return TrainerPool(
@@ -149,7 +156,7 @@ def trainer_pool(
         micro_batches,
         operations / layout.ranks / device.flops,
         sum(moved.values()) * micro_batches / device.link_rate,
-        config.trainer.n_gpus_per_node * (reference + largest_batch_mb(config) * MIB),
+        config.trainer.n_gpus_per_node * (reference + away + largest_batch_mb(config) * MIB),
     )
 
 

@@ -1,6 +1,6 @@
-"""The smallest change that makes a launch fit: of layout, recompute, dtypes and split.
+"""The smallest change that makes a launch fit: of layout, recompute, offload, dtypes and split.
 
-Offload is not among them: the trainer keeps weights and optimizer state on the device.
+Of what can be offloaded, moments are: parameters and gradients stay on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sluice.errors import ConfigError
 _FSDP = "actor_rollout_ref.actor.fsdp_config"
 _RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
 _SUMS_ONCE = f"{_FSDP}.use_no_sync_for_gradient_accumulation"
-_RESHARD = f"{_FSDP}.reshard_after_forward"
+_RESHARD, _OFFLOAD = f"{_FSDP}.reshard_after_forward", f"{_FSDP}.optimizer_offload"
 _DTYPE, _TENSOR = f"{_FSDP}.model_dtype", "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _LARGEST_GROUP = 32
 
@@ -89,6 +89,7 @@ def trainer_changes(
         list(_shards(config)),
         list(_experts(config, shape)),
         list(_sequences(config, shape)),
+        list(_offload(config)),
         list(_dtypes(config)),
     ]
     found = [
@@ -156,7 +157,7 @@ def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]
 
 def _recompute(config: RunConfig) -> Iterator[Change]:
     yield Change()
-    if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
+    if not own_training_layout(config).gradient_checkpointing:
         yield Change((f"{_RECOMPUTE}=true",), 1.0)
 
 
@@ -190,6 +191,12 @@ def _sequences(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
     for doublings, size in enumerate(_doubles(own * 2), 1):
         if shares_heads(size, shape.heads, shape.kv_heads):
             yield Change((f"{SEQUENCE_KEY}={size}",), 1.0 + doublings / 4)
+
+
+def _offload(config: RunConfig) -> Iterator[Change]:
+    yield Change()
+    if not config.actor_rollout_ref.actor.fsdp_config.optimizer_offload:
+        yield Change((f"{_OFFLOAD}=true",), 4.0)
 
 
 def _dtypes(config: RunConfig) -> Iterator[Change]:

@@ -17,13 +17,18 @@ from services.trainer.learner.learner import Learner
 from services.trainer.learner.ranks import DataParallel
 from tests.multiprocess.test_sharded_trainer import model_tensors, optimizer_tensors
 from tests.multiprocess.test_trainer_ranks import ANSWER_S, trainer
-from tests.support.rank_peer import NUM_GROUPS
+from tests.support.rank_peer import BUCKET_BYTES, NUM_GROUPS
 from tests.support.tiny_policy import make_batch, make_config, save_model
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two shards": (2, {}),
     "two copies of two shards": (4, {"fsdp_size": 2}),
     "two whole copies": (2, {"fsdp_size": 1}),
+}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "divided by two ranks": (2, {"expert_parallel_size": 2}),
+    "divided by two ranks, in two copies": (4, {"expert_parallel_size": 2, "fsdp_size": 2}),
+    "divided by four ranks": (4, {"expert_parallel_size": 4}),
 }
 
 
@@ -40,13 +45,27 @@ def assert_same(ours: Path, theirs: Path) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_four_shards_resume_bit_for_bit_in_any_other_layout(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout", "others"),
+    [
+        ("qwen3", {}, LAYOUTS),
+        # Experts cut by two dimensions of the mesh.
+        ("qwen3_moe", {"expert_parallel_size": 2}, LAYOUTS | EXPERT_LAYOUTS),
+    ],
+    ids=["dense", "experts"],
+)
+def test_four_ranks_checkpoint_resumes_bit_for_bit_in_any_other_layout(
+    family: str,
+    layout: dict[str, Any],
+    others: dict[str, tuple[int, dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
     model = save_model(tmp_path / "model", family)
     saved = tmp_path / "four" / "actor"
-    with trainer(model, 4, **settings({})) as ranks:
+    with trainer(model, 4, **settings(layout)) as ranks:
         ranks[0].command("train 1")
-        ranks[0].command(f"save {saved}")
+        # Beside its own parts a rank holds a bucket, and the pieces that make it.
+        assert ranks[0].command(f"save {saved}")["most"] <= 2 * BUCKET_BYTES
     published, found = model_tensors(saved), load_file(model / "model.safetensors")
     assert published.keys() == found.keys()  # also of experts: a tensor each
     assert {name: t.shape for name, t in published.items()} == {
@@ -59,9 +78,9 @@ def test_four_shards_resume_bit_for_bit_in_any_other_layout(family: str, tmp_pat
     ]
     sizes = [(saved / name).stat().st_size for name in files[:4]]
     assert max(sizes) < 1.3 * sum(sizes) / 4
-    for name, (world_size, layout) in LAYOUTS.items():
+    for name, (world_size, other) in others.items():
         again = tmp_path / name.replace(" ", "-") / "actor"
-        with trainer(model, world_size, **settings(layout)) as ranks:
+        with trainer(model, world_size, **settings(other)) as ranks:
             ranks[0].command(f"load {saved}")
             ranks[0].command(f"save {again}")
         assert_same(saved, again)

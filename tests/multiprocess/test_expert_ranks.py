@@ -157,6 +157,7 @@ def test_all_end_where_one_dies_in_an_exchange_of_tokens(tmp_path: Path) -> None
         ranks[0].tell("train 1")
         for rank in ranks[:-1]:
             error = rank.answer()
-            assert error.startswith("PeerError: a trainer rank, seen from rank"), error
+            assert error.startswith("PeerError: "), error
+            assert "trainer rank 3 (" in error, "others may have ended since"
             assert "while training step 1" in error
             assert rank.process.wait(ANSWER_S) == 3

@@ -99,6 +99,7 @@ def trainer(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    adapters: dict[str, Any] | None = None,
     dies_in_exchange: int = 0,
     holds: Path | None = None,
     **actor: Any,
@@ -114,6 +115,7 @@ def trainer(
         "frozen": frozen,
         "skips": skips,
         "recomputes": recomputes,
+        "adapters": adapters,
         "dies_in_exchange": dies_in_exchange,
         "holds": holds and str(holds),
     }
@@ -199,8 +201,8 @@ def test_a_killed_rank_ends_the_next_step_with_an_error(model: Path) -> None:
         ranks[1].process.kill()
         ranks[1].process.wait(ANSWER_S)
         error = ranks[0].command("train 2")
-        assert error.startswith("PeerError: ")
-        assert "rank 0 of 2" in error or "trainer ranks" in error
+        assert error.startswith("PeerError: trainer rank 1 (")
+        assert "seen from rank 0 of 2" in error
         assert ranks[0].process.wait(ANSWER_S) == 3
 
 
@@ -208,7 +210,8 @@ def test_a_killed_rank_0_ends_the_others(model: Path) -> None:
     with trainer(model, 2) as ranks:
         ranks[0].process.kill()
         error = ranks[1].answer()
-        assert error.startswith("PeerError: a trainer rank, seen from rank 1 of 2: failed while")
+        assert error.startswith("PeerError: trainer rank 0 (")
+        assert "seen from rank 1 of 2: failed while" in error
         assert "waiting for rank 0's next command" in error
         assert ranks[1].process.wait(ANSWER_S) == 3
 
@@ -227,6 +230,7 @@ def test_a_silent_rank_0_runs_into_the_others_deadline(model: Path) -> None:
     with trainer(model, 2, timeout_s=SHORT_S) as ranks:
         ranks[0].process.send_signal(signal.SIGSTOP)
         error = ranks[1].answer()
-        assert error.startswith("DeadlineError: a trainer rank, seen from rank 1 of 2: no answer")
+        assert error.startswith("DeadlineError: trainer rank 0 (stopped by a signal), seen from")
+        assert "rank 1 of 2: no answer" in error
         assert "waiting for rank 0's next command" in error
         assert ranks[1].process.wait(ANSWER_S) == 3

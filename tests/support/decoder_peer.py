@@ -31,7 +31,7 @@ def main() -> int:
     device = select_device("cpu")
     parallel = TorchDistributed(device, TIMEOUT_S)
     parallel.share_sequences(arguments["sharing"])
-    precision = FsdpConfig(dtype="float32")
+    precision = FsdpConfig(dtype="float32", forward_prefetch=arguments["recomputes"])
     settings = ModelConfig(
         path=arguments["model"], enable_gradient_checkpointing=arguments["recomputes"]
     )

@@ -1,4 +1,4 @@
-"""Logprobs and gradients of made-up rows: by transformers' own layers row by row, and by packing."""
+"""Logprobs and gradients of made-up rows: from plain layers, row by row, and from packed tokens."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def parity_rows(data_rank: int = 0, data_size: int = 1) -> list[TrainingRow]:
     return [row for row in rows if row.group % data_size == data_rank]
 
 
-def pack(rows: list[TrainingRow], share: SequenceShare | None = None) -> MicroBatch:
+def pack(
+    rows: list[TrainingRow], share: SequenceShare | None = None, pad_to: int = 1
+) -> MicroBatch:
     """All rows in one micro-batch, in their order."""
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
-    micro_batch = build_micro_batch(rows, plan, torch.device("cpu"), share=share)
+    micro_batch = build_micro_batch(rows, plan, torch.device("cpu"), share=share, pad_to=pad_to)
     assert micro_batch is not None
     return micro_batch
 

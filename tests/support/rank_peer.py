@@ -2,11 +2,11 @@
 
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
-``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
-process; answers with what arrived), ``fail READER`` (at its first tensor), ``uniform STEP``
-(trains on a batch whose last groups have no advantages), ``begin FOLDER`` and ``finish FOLDER`` (a
-checkpoint ``global_step_N`` beside other commands), ``resume FOLDER`` (from the latest of a run;
-answers with its step); the end of input stops all ranks, which
+``weights FILE``, ``save FOLDER`` (answers with the memory it took), ``load FOLDER``, ``publish
+VERSION`` (to a replica in this process; answers with what arrived), ``fail READER`` (at its first
+tensor), ``uniform STEP`` (trains on a batch whose last groups have no advantages), ``begin
+FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume
+FOLDER`` (from the latest of a run; answers with its step); the end of input stops all ranks, which
 then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
 process with its text as the last line.
 """
@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
 from services.trainer.learner import sharded_state
@@ -47,9 +47,12 @@ from sluice.device.select import select_device
 from sluice.errors import SluiceError
 from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
+from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights.plan import tensor_specs
+from tests.support.live_bytes import LiveBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import (
+    adapting,
     freezing,
     make_batch,
     make_config,
@@ -76,11 +79,13 @@ class Publishing:
 
     def __init__(self, learner: Learner) -> None:
         specs = tensor_specs(learner.named_weights(), torch.bfloat16)
-        self._trainer, self._runner = Trainer(TIMEOUT_S, specs=specs), asyncio.Runner()
+        self._trainer = Trainer(TIMEOUT_S, specs=specs, constant=learner.frozen_names)
+        self._runner = asyncio.Runner()
         self._replica = self._trainer.add("replica")
 
     def publish(self, leader: RankLeader, version: int) -> dict[str, object]:
-        with leader.weights() as whole:
+        only_trained = self._trainer.snapshots.version is not None
+        with leader.weights(only_trained=only_trained) as whole:
             self._trainer.snapshots.write(whole, version, TIMEOUT_S)
         report = self._runner.run(self._trainer.publisher.publish(version))
         served = self._replica.served
@@ -173,7 +178,9 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         leader.save(folder)
         save_file(saved_weights(folder), argument)
     elif command == "save":
-        leader.save(Path(argument))
+        with LiveBytes() as live:
+            leader.save(Path(argument))
+        return {"most": live.most}
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":
@@ -197,7 +204,11 @@ def dying(calls: int) -> Callable[..., torch.Tensor]:
 
 def saved_weights(actor: Path) -> dict[str, torch.Tensor]:
     """By parameter name, from the files of a checkpoint."""
-    loaded = AutoModelForCausalLM.from_pretrained(actor / "huggingface", dtype="auto")
+    folder = actor / "huggingface"
+    family: Any = AutoModelForCausalLM
+    if read_vision_shape(str(folder)) is not None:
+        family = AutoModelForImageTextToText
+    loaded = family.from_pretrained(folder, dtype="auto")
     return dict(loaded.named_parameters())
 
 
@@ -220,6 +231,7 @@ def run(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    adapters: dict[str, object] | None = None,
     dies_in_exchange: int = 0,
     holds: str | None = None,
 ) -> None:
@@ -231,7 +243,7 @@ def run(
     for module, name in ((learner_module, "stream_rows"), (trained_model, "write_model")):
         small = partial(getattr(module, name), bucket_bytes=BUCKET_BYTES)
         mock.patch.object(module, name, small).start()
-    config = make_config(model, NUM_GROUPS, **actor)
+    config = adapting(make_config(model, NUM_GROUPS, **actor), **(adapters or {}))
     if frozen is not None:
         config = with_critic(config)
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()

@@ -9,21 +9,19 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import weakref
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from services.trainer.learner.places import Directory, exchange_places, local_part, place, region
 from services.trainer.learner.ranks import TorchDistributed
 from services.trainer.learner.sharded_state import StateFiles, keep_step, write_state
 from services.trainer.learner.weight_stream import stream_rows
 from sluice.device.select import select_device
+from tests.support.live_bytes import LiveBytes
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "experts": (8, 6, 5),
@@ -34,35 +32,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "empty": (0, 3),
 }
-
-
-class LiveBytes(TorchDispatchMode):
-    """The largest number of bytes of all tensors made under it that lived at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = self._now = 0
-        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # A view of an older tensor is not new.
-        older = {t.untyped_storage()._cdata for t in tree_leaves(args) if torch.is_tensor(t)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if not torch.is_tensor(tensor) or tensor.untyped_storage()._cdata in older:
-                continue
-            storage = tensor.untyped_storage()
-            if storage not in self._seen:
-                self._seen.add(storage)
-                self._now += storage.nbytes()
-                self.most = max(self.most, self._now)
-                weakref.finalize(storage, self._free, storage.nbytes())
-        return result
-
-    def _free(self, size: int) -> None:
-        self._now -= size
 
 
 def whole_tensor(name: str, salt: float = 0.0) -> torch.Tensor:

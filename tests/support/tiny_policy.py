@@ -126,6 +126,13 @@ def recomputing(config: RunConfig) -> RunConfig:
     return structs.replace(config, actor_rollout_ref=structs.replace(policy, model=model))
 
 
+def adapting(config: RunConfig, **keys: object) -> RunConfig:
+    """The same run; low-rank adapters are trained. `keys` are those of the model."""
+    policy = config.actor_rollout_ref
+    model = msgspec.convert(msgspec.to_builtins(policy.model) | keys, type(policy.model))
+    return structs.replace(config, actor_rollout_ref=structs.replace(policy, model=model))
+
+
 def skipping(config: RunConfig) -> RunConfig:
     """The same run; samples without an advantage are skipped."""
     trainer = structs.replace(config.sluice.trainer, skip_zero_advantage=True)

@@ -19,6 +19,7 @@ from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, 
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.model.loading import LoadedModel, build_policy
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
+from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.sharding import Shards
 from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
 from services.trainer.learner.ranks import TorchDistributed
@@ -67,6 +68,7 @@ class _Rank:
         self._model = build_policy(
             kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
         )
+        prepare_policy(self._model, config.actor_rollout_ref)
         if isinstance(parallel, FakeRanks):
             plan_routing(self._model)
         # It is there already, and torch cannot move a fake parameter.

@@ -14,7 +14,9 @@ from torch import Tensor
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
 from services.trainer.learner.model.experts import check_own_experts
 from services.trainer.learner.model.forward import DTYPES, check_packing
-from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
+from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.lora import on_the_wire
+from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
     CRITIC_SHARDING,
@@ -29,10 +31,14 @@ from services.trainer.learner.sequence_share import check_shareable
 from services.trainer.learner.sharded_state import keep_step
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
-from services.trainer.learner.update.reference import ReferencePolicy
+from services.trainer.learner.update.reference import (
+    AdapterReference,
+    Reference,
+    ReferencePolicy,
+)
 from services.trainer.learner.update.settings import update_settings
 from services.trainer.learner.weight_stream import stream_rows
-from sluice.config.derived import max_row_tokens, uses_critic
+from sluice.config.derived import adapts, max_row_tokens, uses_critic
 from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
@@ -95,25 +101,65 @@ class Learner:
         self._config = config
         self._parallel = parallel
         self._critic: Critic | None = None
-        self._beside: DataParallel | None = None
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
-        max_tokens = max_row_tokens(config.data)
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
         layout = trainer_layout(config, parallel.world_size)
         parallel.share_sequences(layout.sequence)
         parallel.experts = layout.experts
-        parallel.experts = precision.expert_parallel_size
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
+        self._policy = self._load_policy(total_steps)
+        self._model = self._policy.model
+        self._optimizer = self._policy.optimizer
+        settings = update_settings(config, self._model.config.get_text_config().vocab_size)
+        check_packing(
+            self._model,
+            DTYPES[precision.dtype],
+            parallel.naming_failures("trying the model on packed tokens"),
+            parallel.share,
+        )
+        self._reshard()  # the check ran without a backward pass
+        if uses_critic(config):
+            self._critic = Critic(config, parallel, self._device, total_steps)
+        self._update = PolicyUpdate(
+            settings,
+            self._policy,
+            parallel,
+            self._device,
+            reference=self._reference() if settings.needs_reference else None,
+            critic=self._critic,
+            image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
+        )
+        self._check_equal_weights([trained.initial_sum for trained in self._trained()])
+        self._beside = parallel.beside() if actor.checkpoint.async_save else None
+
+    def _reference(self) -> Reference:
+        config, parallel = self._config, self._parallel
+        model, precision = (
+            config.actor_rollout_ref.model,
+            config.actor_rollout_ref.actor.fsdp_config,
+        )
+        if adapts(model):
+            return AdapterReference(self._policy, self._device, parallel)
+        max_tokens = max_row_tokens(config.data)
+        return ReferencePolicy(model, precision, self._device, max_tokens, parallel)
+
+    def _load_policy(self, total_steps: int) -> TrainedModel:
+        """Load the policy, check that the run's settings suit it, and share it. Collective."""
+        actor, model = self._config.actor_rollout_ref.actor, self._config.actor_rollout_ref.model
+        precision, parallel = actor.fsdp_config, self._parallel
+        max_tokens = max_row_tokens(self._config.data)
         policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
         check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
-        if actor.freeze_vision_tower:
-            freeze_vision_tower(policy.model)
-        self._policy = trained_model(
+        if actor.router_replay.mode == "R2":
+            setting = "actor_rollout_ref.actor.router_replay.mode=R2"
+            check_own_experts(policy.model, setting, "disabled")
+        prepare_policy(policy.model, self._config.actor_rollout_ref)
+        return trained_model(
             policy,
             precision,
             actor.optim,
@@ -122,37 +168,6 @@ class Learner:
             key=ACTOR_SHARDING,
             device=self._device.torch_device,
         )
-        self._model = self._policy.model
-        self._optimizer = self._policy.optimizer
-        settings = update_settings(config, self._model.config.get_text_config().vocab_size)
-        if settings.replays_routing:
-            check_own_experts(
-                self._model, "actor_rollout_ref.actor.router_replay.mode=R2", "disabled"
-            )
-        check_packing(
-            self._model,
-            DTYPES[precision.dtype],
-            parallel.naming_failures("trying the model on packed tokens"),
-            parallel.share,
-        )
-        self._reshard()  # the check ran without a backward pass
-        reference = None
-        if settings.needs_reference:
-            reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
-        if uses_critic(config):
-            self._critic = Critic(config, parallel, self._device, total_steps)
-        self._update = PolicyUpdate(
-            settings,
-            self._policy,
-            parallel,
-            self._device,
-            reference=reference,
-            critic=self._critic,
-            image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
-        )
-        self._check_equal_weights([trained.initial_sum for trained in self._trained()])
-        if actor.checkpoint.async_save:
-            self._beside = parallel.beside()
 
     @property
     def is_sharded(self) -> bool:
@@ -185,18 +200,30 @@ class Learner:
         for name, parameter in self._policy.parameters.items():
             yield name, parameter.detach()
 
-    def stream(self) -> NamedTensors:
+    @property
+    def frozen_names(self) -> frozenset[str]:
+        """Return the names of the policy's weights that are not trained."""
+        return frozenset(n for n, one in self._policy.parameters.items() if not one.requires_grad)
+
+    def stream(self, *, only_trained: bool = False) -> NamedTensors:
         """Yield the policy's weights on rank 0, nothing on the others; collective if sharded.
 
-        They have the dtype of ``actor_rollout_ref.rollout.dtype``; see `stream_rows`.
+        They have the dtype of ``actor_rollout_ref.rollout.dtype``; see `stream_rows`. An adapter's
+        B is multiplied by its scale (`sluice.weights.adapters`).
+
+        Args:
+            only_trained: leave out those that never change.
 
         Raises:
             DeadlineError, PeerError: a rank did not take part.
         """
         trained = self._policy
+        left_out = self.frozen_names if only_trained else frozenset[str]()
+        places = {name: one for name, one in trained.places.items() if name not in left_out}
+        parts = {name: local_part(trained.parameters[name]) for name in places}
         return stream_rows(
-            {name: local_part(one) for name, one in trained.parameters.items()},
-            trained.places,
+            on_the_wire(trained.model, parts),
+            places,
             self._parallel,
             "gathering weights",
             dtype=getattr(torch, self._config.actor_rollout_ref.rollout.dtype),

@@ -96,7 +96,7 @@ class RankLeader:
             self._learner.load(directory)
 
     @contextmanager
-    def weights(self) -> Iterator[NamedTensors]:
+    def weights(self, *, only_trained: bool = False) -> Iterator[NamedTensors]:
         """Stream the policy's weights (`Learner.stream`); all ranks send while it is read.
 
         The ranks start with the first tensor that is read. Tensors that are not read inside the
@@ -105,7 +105,7 @@ class RankLeader:
         Raises:
             DeadlineError, PeerError: a rank failed.
         """
-        tensors = self._stream()
+        tensors = self._stream(only_trained=only_trained)
         try:
             yield tensors
         finally:
@@ -145,13 +145,13 @@ class RankLeader:
         if self._keep_alives.is_alive():
             self._keep_alives.join()
 
-    def _stream(self) -> Generator[tuple[str, Tensor], None, None]:
+    def _stream(self, *, only_trained: bool) -> Generator[tuple[str, Tensor], None, None]:
         if not self._learner.is_sharded:  # rank 0 has everything: the others are not needed
-            yield from self._learner.stream()
+            yield from self._learner.stream(only_trained=only_trained)
             return
         with self._commanding:
-            self._send(CommandKind.STREAM, {}, b"")
-            yield from self._learner.stream()
+            self._send(CommandKind.STREAM, {"only_trained": only_trained}, b"")
+            yield from self._learner.stream(only_trained=only_trained)
 
     def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
         if self._failure is not None:
@@ -199,7 +199,7 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
         elif kind is CommandKind.LOAD:
             learner.load(Path(header["directory"]))
         elif kind is CommandKind.STREAM:
-            for _ in learner.stream():
+            for _ in learner.stream(only_trained=bool(header["only_trained"])):
                 pass
         elif kind is CommandKind.SAVE:
             work = learner.begin_save(Path(header["directory"]))

@@ -12,13 +12,16 @@ and the rank that notices it ends the run with an error that names itself and th
 from __future__ import annotations
 
 import os
+import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -29,6 +32,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from services.trainer.learner.sequence_share import SequenceShare
+from sluice.concurrency.process import START_FIELD, ProcessMark, stat_fields
 from sluice.concurrency.waits import waiting_for
 from sluice.config.addresses import join_host_port, split_host_port
 from sluice.config.parallel_layout import ParallelLayout
@@ -55,6 +59,10 @@ _GLOO = "gloo"
 _LATE = "timed out"
 _EPOCH = 0
 _RETRY_S = 0.1
+_ENDING_S = 1.0
+_NOT_ALIVE = frozenset({"gone", "a zombie", "stopped by a signal"})
+_PROCESSES = Path("/proc/self/ns/pid")
+"""The processes that this one sees, on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +359,8 @@ class TorchDistributed(DataParallel):
             raise
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
+        self._processes: list[ProcessMark] = []
+        self._processes = self._meet()
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
         """Sum on the tensors' device, one collective per tensor."""
@@ -474,10 +484,39 @@ class TorchDistributed(DataParallel):
             self._fail(error, phase, is_late=is_late)
 
     def _fail(self, error: RuntimeError, phase: str, *, is_late: bool) -> NoReturn:
-        peer = f"a trainer rank, seen from rank {self.rank} of {self.world_size}"
+        ended = self._ended(0.0 if is_late else _ENDING_S) or "a trainer rank"
+        peer = f"{ended}, seen from rank {self.rank} of {self.world_size}"
         if is_late:
             raise DeadlineError(peer, phase, self._timeout_s, LATE_REMEDY) from error
         raise PeerError(peer, phase, str(error)) from error
+
+    def _meet(self) -> list[ProcessMark]:
+        """Return the ranks' processes; those on other machines are out of sight. Collective."""
+        fields = stat_fields(os.getpid())
+        started = float(fields[START_FIELD]) if fields else 0.0
+        host = socket.gethostname()
+        # Containers may have the machine's name, and processes of their own.
+        here = f"{host} {_PROCESSES.stat().st_ino if _PROCESSES.exists() else ''}"
+        own = [float(os.getpid()), started, float(zlib.crc32(here.encode()))]
+        return [
+            ProcessMark(
+                f"trainer rank {rank}", int(pid), host if place == own[2] else "", int(start)
+            )
+            for rank, (pid, start, place) in enumerate(self.all_gather(own, FORMING))
+        ]
+
+    def _ended(self, wait_s: float) -> str:
+        """Name the ranks of this machine that have ended or are stopped.
+
+        A process closes its connections shortly before it is gone.
+        """
+        ends_s = time.monotonic() + wait_s
+        while True:
+            states = {mark.name: mark.state() for mark in self._processes}
+            found = [f"{name} ({state})" for name, state in states.items() if state in _NOT_ALIVE]
+            if found or time.monotonic() > ends_s:
+                return ", ".join(found)
+            time.sleep(_RETRY_S)
 
     def _make_mesh(self, size: int) -> DeviceMesh:
         """Make the groups here: those that DeviceMesh makes do not get the deadline."""

@@ -75,7 +75,9 @@ class LearnerThread:
         """Copy the current weights as `version`; the other ranks help if they are sharded."""
 
         def freeze() -> None:
-            with self._leader.weights() as weights:
+            # The snapshots keep what never changes.
+            only_trained = self._snapshots.version is not None
+            with self._leader.weights(only_trained=only_trained) as weights:
                 self._snapshots.write(weights, version, self._freeze_timeout_s)
 
         await self._run(freeze)

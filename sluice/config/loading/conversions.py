@@ -37,6 +37,11 @@ _COPIES = (
     # Megatron's names of the learning-rate schedule.
     (f"{_ACTOR}.optim.lr_decay_style", f"{_ACTOR}.optim.lr_scheduler_type"),
     (f"{_ACTOR}.optim.lr_decay_steps", f"{_ACTOR}.optim.total_training_steps"),
+    (f"{_ACTOR}.megatron.optimizer_offload", f"{_ACTOR}.fsdp_config.optimizer_offload"),
+    (
+        f"{_ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
+        f"{_ACTOR}.fsdp_config.optimizer_offload",
+    ),
     ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
     ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
 )
@@ -98,6 +103,8 @@ WORDS: dict[str, Callable[[object], object]] = {
     "data.val_files": _home,
     "actor_rollout_ref.model.path": _home,
     "critic.model.path": _home,
+    "actor_rollout_ref.model.lora_adapter_path": _home,
+    "actor_rollout_ref.model.lora.adapter_path": _home,
     "reward.custom_reward_function.path": _home,
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
@@ -242,12 +249,6 @@ def _layout(settings: _Settings) -> None:
             settings.put(target, next(iter(present.values())))
 
 
-def _recompute(settings: _Settings) -> None:
-    granularity = f"{_ACTOR}.megatron.override_transformer_config.recompute_granularity"
-    if settings.given(granularity) == "full":
-        settings.put("actor_rollout_ref.model.enable_gradient_checkpointing", True)
-
-
 def _transport(settings: _Settings) -> None:
     backend = settings.given(f"{_ENGINE}.backend")
     if backend in ("nccl", "hccl"):
@@ -282,6 +283,43 @@ def _least_rate(settings: _Settings) -> None:
 def _retention(settings: _Settings) -> None:
     if settings.given("trainer.remove_previous_ckpt_in_save") is True:
         settings.put("trainer.max_actor_ckpt_to_keep", 1)
+
+
+_MODEL = "actor_rollout_ref.model"
+_MEGATRON_LAYERS = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_q": ["q_proj"],
+    "linear_k": ["k_proj"],
+    "linear_v": ["v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc1_gate": ["gate_proj"],
+    "linear_fc1_up": ["up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+_MEGATRON_ALPHA = 32.0
+
+
+def _megatron_adapters(settings: _Settings) -> None:
+    """Take Megatron's adapters by the names of this model's layers, with Megatron's defaults."""
+    block = f"{_MODEL}.lora"
+    rank, path = settings.given(f"{block}.rank"), settings.given(f"{block}.adapter_path")
+    if not rank and path is None:
+        return
+
+    def layers(key: str) -> list[str]:
+        named = settings.given(f"{block}.{key}")
+        listed = [named] if isinstance(named, str) else named
+        assert isinstance(listed, list | None)
+        return [own for one in listed or () for own in _MEGATRON_LAYERS.get(one, [one])]
+
+    settings.put(f"{_MODEL}.lora_rank", rank or 0)
+    settings.put(f"{_MODEL}.lora_adapter_path", path)
+    settings.put(f"{_MODEL}.lora_alpha", settings.given(f"{block}.alpha") or _MEGATRON_ALPHA)
+    wanted = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    usual = [own for one in wanted for own in _MEGATRON_LAYERS[one]]
+    settings.put(f"{_MODEL}.target_modules", layers("target_modules") or usual)
+    settings.put(f"{_MODEL}.exclude_modules", layers("exclude_modules") or None)
 
 
 def _group_scale(settings: _Settings) -> None:
@@ -326,11 +364,11 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _replicas,
     _copies,
     _layout,
-    _recompute,
     _transport,
     _asynchrony,
     _least_rate,
     _retention,
+    _megatron_adapters,
     _group_scale,
     _adpo,
     _correction,

@@ -40,6 +40,8 @@ class TrainingLayout:
             hybrid optimizer).
         fused_logits: logprobs are computed without ever holding all logits.
         head_bytes: bytes per weight of the head that its gradient takes then.
+        adapter_rank: of adapters beside frozen weights, which are stored in `compute_bytes`; 0: all
+            weights are trained.
         whole_gradients: FSDP's gradients are added up whole on each rank before they are summed.
     """
 
@@ -66,6 +68,7 @@ class TrainingLayout:
     head_bytes: int = 0
     reshard_after_forward: bool = True
     whole_gradients: bool = False
+    adapter_rank: int = 0
 
     @property
     def data_parallel(self) -> int:
@@ -154,9 +157,13 @@ def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, floa
     ranks = layout.shard if layout.backend == "fsdp" else 1
     others = shape.total_parameters - shape.expert_parameters
     experts = shape.expert_parameters * _expert_share(shape, layout, ranks)
-    held = (others / ranks + experts) * layout.master_bytes
-    gradients = held * ranks if layout.whole_gradients else held
-    return held, gradients, 2 * held
+    weights = others / ranks + experts
+    held = trained = weights * layout.master_bytes
+    if layout.adapter_rank:
+        trained = shape.adapter_parameters(layout.adapter_rank) / ranks * layout.master_bytes
+        held = weights * layout.compute_bytes + trained
+    gradients = trained * ranks if layout.whole_gradients else trained
+    return held, gradients, 2 * trained
 
 
 def _expert_share(shape: ModelShape, layout: TrainingLayout, ranks: int) -> float:

@@ -43,6 +43,16 @@ def test_a_model_of_a_few_layers_is_counted_as_it_is() -> None:
     assert list(layer_counts(64)) == [3, 4]
 
 
+def test_offloaded_moments_are_on_the_host_and_adapters_need_no_second_model() -> None:
+    phases = pool(f"{ACTOR}.fsdp_config.optimizer_offload=true").phases
+    assert phases["backward"] == COUNTED.backward
+    assert phases["optimizer step"] == COUNTED.step
+    kl = f"{ACTOR}.use_kl_loss=true"
+    assert pool(kl).phases["logprobs"] == COUNTED.log_prob + COUNTED.moments + COUNTED.parameters
+    adapted = pool(kl, "actor_rollout_ref.model.lora_rank=8")
+    assert adapted.phases["logprobs"] == COUNTED.log_prob + COUNTED.moments
+
+
 def test_moments_are_there_in_every_phase() -> None:
     phases = pool().phases
     assert phases["idle"] == COUNTED.parameters + COUNTED.moments

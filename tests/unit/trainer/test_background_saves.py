@@ -63,7 +63,7 @@ async def running(leader: Leader, root: Path) -> AsyncIterator[LearnerThread]:
 
 def latest_step(root: Path) -> int | None:
     found = CheckpointStore(root).latest()
-    return found and found.step
+    return None if found is None else found.step
 
 
 async def test_training_continues_and_the_checkpoint_is_the_latest_once_it_is_complete(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
 from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
@@ -29,6 +31,7 @@ from tests.support.layer_parity import (
     worst_error,
 )
 from tests.support.tiny_policy import make_model, save_model
+from tests.unit.trainer.test_packed_parity import use_ragged_kernel
 
 FLOAT32 = FsdpConfig(dtype="float32")
 _ORIGINAL = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
@@ -86,6 +89,48 @@ def test_logprobs_and_gradients_are_those_of_transformers_layers(
     logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
     assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("attention", ["blocks", "end to end"])
+def test_padding_changes_nothing(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attention == "end to end":
+        use_ragged_kernel(monkeypatch)
+    model = make_model("qwen3")
+    model.save_pretrained(tmp_path)
+    own = load_policy(ModelConfig(path=str(tmp_path)), FLOAT32, max_tokens=28).model
+    expected, of_plain = plain(model)
+    micro_batch = pack(parity_rows(), pad_to=256)
+    assert micro_batch.input_ids.shape == micro_batch.position_ids.shape == (1, 256)
+    logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at inputs
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_compiled_layers_compute_the_same_and_share_their_code(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is captured and differentiated is the rule here, and kernels take minutes to build.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    graphs = []
+    for layers in (2, 3):
+        torch._dynamo.reset()
+        counters.clear()
+        model = make_model(family, num_hidden_layers=layers)
+        model.save_pretrained(tmp_path / str(layers))
+        settings = ModelConfig(path=str(tmp_path / str(layers)), enable_gradient_checkpointing=True)
+        own = load_policy(settings, FsdpConfig(dtype="float32", use_torch_compile=True), 28).model
+        expected, of_plain = plain(model)
+        micro_batch = pack(parity_rows())
+        logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+        assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+    torch._dynamo.reset()
 
 
 def test_a_critic_has_the_values_of_transformers_layers(tmp_path: Path) -> None:

@@ -24,7 +24,13 @@ from services.trainer.learner.model.experts import (
 from services.trainer.learner.ranks import DataParallel
 from sluice.errors import ConfigError
 from tests.support import tiny_vision
-from tests.support.tiny_policy import VOCABULARY, make_config, make_model, save_model
+from tests.support.tiny_policy import (
+    VOCABULARY,
+    make_batch,
+    make_config,
+    make_model,
+    save_model,
+)
 
 IDS = torch.arange(40)[None] * 7 % VOCABULARY
 
@@ -155,6 +161,29 @@ def test_a_replayed_pass_takes_the_experts_of_the_first_whatever_the_router_has_
     assert all(torch.equal(routing.experts[layer], one) for layer, one in chosen.items())
     assert not torch.equal(replayed, first)  # weights are the router's of today
     assert not torch.equal(replayed, free)
+
+
+def test_with_r2_each_micro_batch_chooses_its_experts_once_a_train_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers: list[int] = []
+    note = RoutingTape.note
+
+    def noted(tape: RoutingTape, layer: int, experts: Tensor) -> None:
+        layers.append(layer)
+        note(tape, layer, experts)
+
+    folder, found = save_model(tmp_path, "qwen3_moe"), []
+    for mode in ("disabled", "R2"):
+        # Two mini-batches of two micro-batches each.
+        config = make_config(folder, 4, router_replay={"mode": mode}, ppo_epochs=2)
+        learner = Learner(config, DataParallel(), total_steps=10)
+        with monkeypatch.context() as patch:
+            patch.setattr(RoutingTape, "note", noted)
+            learner.train_step(make_batch(4), 1)
+        found.append(len(layers) // 2)
+        layers.clear()
+    assert found == [2 + 2 * 4, 4]
 
 
 def test_balance_is_the_load_over_the_mean_load_less_one() -> None:

@@ -12,6 +12,7 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
+from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.ranks import DataParallel
@@ -95,6 +96,23 @@ def test_the_size_of_micro_batches_changes_neither_loss_nor_weights(
 def test_gradient_checkpointing_changes_nothing_but_memory(model_folder: Path) -> None:
     config = make_config(model_folder)
     assert_close(train(recomputing(config), make_batch())[0], train(config, make_batch())[0])
+
+
+def test_padding_to_a_length_changes_nothing_but_the_number_of_tokens(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    padded = {"dtype": "float32", "pad_to_length": True, "pad_to_length_bucket": 64}
+    expected = train(make_config(model_folder), make_batch())[0]
+    run = policy_update.token_outputs
+
+    def note(model: object, micro_batch: MicroBatch, **options: object) -> TokenStatistics:
+        lengths.append(micro_batch.input_ids.shape[1])
+        return run(model, micro_batch, **options)
+
+    monkeypatch.setattr(policy_update, "token_outputs", note)
+    assert_close(train(make_config(model_folder, fsdp_config=padded), make_batch())[0], expected)
+    assert set(lengths) <= {64, 128, 192}
 
 
 def test_dropout_of_the_model_stays_off(tmp_path: Path, model_folder: Path) -> None:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from services.trainer.learner.model import weight_files
-from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.loading import load_critic, load_policy
+from services.trainer.learner.model.sharding import fill_shards
 from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -130,3 +131,25 @@ def test_ranks_with_other_files_are_told_apart(tmp_path: Path) -> None:
     tensors["model.norm.weight"][0] += 0.25
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert WeightFiles(folder).probe() == pytest.approx(before + 0.25)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_critic_is_read_by_its_shards_too_and_its_new_head_is_the_same(
+    family: str, tmp_path: Path
+) -> None:
+    model = ModelConfig(path=str(save_model(tmp_path, family)))
+    torch.manual_seed(3)
+    whole = load_critic(model, PRECISION, 28)
+    torch.manual_seed(3)
+    parts = load_critic(model, PRECISION, 28, is_sharded=True)
+    assert whole.files is None
+    assert parts.files is not None
+    fill_shards(dict(parts.model.named_parameters()), parts.files)
+    expected, found = dict(whole.model.named_parameters()), dict(parts.model.named_parameters())
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    # One that was saved has its head in the files.
+    whole.model.save_pretrained(tmp_path / "critic")
+    saved = load_critic(ModelConfig(path=str(tmp_path / "critic")), PRECISION, 28, is_sharded=True)
+    assert saved.files is not None
+    assert "score.weight" in saved.files

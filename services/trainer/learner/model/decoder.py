@@ -51,11 +51,12 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-def use_own_layers(model: PreTrainedModel) -> None:
+def use_own_layers(model: PreTrainedModel, *, compiled: bool = False) -> None:
     """Replace the decoder layers of a model in place; leave a model of another family as it is.
 
     Args:
         model: built by transformers, its weights read or not; not sharded yet.
+        compiled: compile what a layer does before and after attention.
     """
     found = [
         (parent, name, layer)
@@ -66,10 +67,14 @@ def use_own_layers(model: PreTrainedModel) -> None:
     unknown = sorted({part for _, _, layer in found for part in _unknown(layer)})
     if not found or unknown:
         reason = f"their {', '.join(unknown)} is new" if unknown else "the family has no own ones"
+        reason += "; use_torch_compile has no effect" if compiled else ""
         logger.info("%s trains with transformers' layers: %s", type(model).__name__, reason)
         return
     for parent, name, layer in found:
-        parent.register_module(name, DecoderLayer(layer))
+        own = DecoderLayer(layer)
+        if compiled:
+            own.compile_parts()
+        parent.register_module(name, own)
     # Shards and recomputing go by the names of layers.
     model._no_split_modules = {*(model._no_split_modules or ()), DecoderLayer.__name__}
 
@@ -121,6 +126,15 @@ class DecoderLayer(GradientCheckpointingLayer):
         states = self._heads(hidden, *position_embeddings)
         attended = self.self_attn.attend(*states, attention_mask, packed_layout)
         return self._after_attention(hidden, attended)
+
+    def compile_parts(self) -> None:
+        """Compile the layer but attention, whose blocks differ from pass to pass, and experts.
+
+        Layers share compiled code. A second number of tokens makes the code one for any number.
+        """
+        self._heads = torch.compile(self._heads)  # type: ignore[method-assign]
+        if isinstance(self.mlp, GatedMlp):
+            self._after_attention = torch.compile(self._after_attention)  # type: ignore[method-assign]
 
     def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.heads(self.input_layernorm(hidden), cos, sin)

@@ -195,9 +195,8 @@ class SparseExperts(nn.Module):
         each = self.num_experts // mesh.size()
         first = mesh.get_local_rank() * each
         for name, whole in list(self.experts.named_parameters()):
-            own = DTensor.from_local(
-                whole.detach()[first : first + each], mesh, [Shard(0)], run_check=False
-            )
+            rows = whole.detach()[first : first + each].to(mesh.device_type)
+            own = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
             self.experts.register_parameter(name, nn.Parameter(own, whole.requires_grad))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -401,20 +400,29 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Rows to tokens: sums in float32, weighted by float32 [tokens, k], in the rows' dtype."""
+    """Rows to tokens: sums in float32, weighted by float32 [tokens, k], in the rows' dtype.
+
+    One expert of every token at a time, or float32 rows would take several times their memory.
+    """
 
     @staticmethod
     def forward(ctx: _Context, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, order, weights)
-        by_token = _by_token(rows, order, weights.shape[1])
-        return (by_token * weights[..., None]).sum(1).to(rows.dtype)
+        total = weights.new_zeros((weights.shape[0], rows.shape[1]))
+        parts = _by_token(rows, order, weights.shape[1]).unbind(1)
+        for part, weight in zip(parts, weights.unbind(1), strict=True):
+            total.addcmul_(part.float(), weight[:, None])
+        return total.to(rows.dtype)
 
     @staticmethod
     def backward(ctx: _Context, of_tokens: Tensor) -> tuple[Tensor, None, Tensor]:
         rows, order, weights = ctx.saved_tensors
         by_token = _by_token(rows, order, weights.shape[1])
-        of_weights = (by_token * of_tokens[:, None].float()).sum(-1)
-        of_rows = (weights[..., None] * of_tokens[:, None]).to(rows.dtype)
+        of_rows, of_weights = torch.empty_like(by_token), torch.empty_like(weights)
+        gradient = of_tokens.float()
+        for number, part in enumerate(by_token.unbind(1)):
+            of_rows[:, number] = gradient * weights[:, number, None]
+            of_weights[:, number] = torch.linalg.vecdot(gradient, part.float())
         return of_rows.flatten(0, 1).index_select(0, order), None, of_weights
 
 

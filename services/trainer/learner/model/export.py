@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.weight_files import expert_names
 from services.trainer.learner.places import Directory, Sizes
@@ -73,6 +74,7 @@ def write_model(
         OSError: the disk is full or cannot be written.
         DeadlineError, PeerError: a rank did not take part.
     """
+    transformers_logging.disable_progress_bar()
     if parallel.rank == 0:
         model.save_pretrained(folder, state_dict={})  # configuration, generation, custom code
     yield

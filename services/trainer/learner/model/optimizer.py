@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from services.trainer.learner.model.host_memory import HostMemory
 from services.trainer.learner.places import local_part, place
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles
@@ -22,6 +23,7 @@ from sluice.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_PART_BYTES = 256 << 20
 
 
 class FlatGradients:
@@ -130,6 +132,8 @@ class PolicyOptimizer:
         config: AdamW and schedule.
         total_steps: train batches of the run: the schedule's length, unless `config` sets it.
         gradients: gradients of sharded parameters; by default flat buffers of whole ones.
+        on_host: keep the moments in host memory, but for those of one part of the parameters at a
+            time, while a step changes these.
     """
 
     def __init__(
@@ -138,6 +142,8 @@ class PolicyOptimizer:
         config: OptimConfig,
         total_steps: int,
         gradients: Gradients | None = None,
+        *,
+        on_host: bool = False,
     ) -> None:
         self._named = dict(named_parameters)
         self._config = config
@@ -147,8 +153,10 @@ class PolicyOptimizer:
             config.lr_warmup_steps, config.lr_warmup_steps_ratio, self._total_steps
         )
         self.gradients: Gradients = gradients or FlatGradients(list(self._named.values()))
+        self._host = HostMemory() if on_host else None
+        groups = _parts(self._named.values()) if on_host else [list(self._named.values())]
         self._adamw = torch.optim.AdamW(
-            self._named.values(),
+            [{"params": group} for group in groups],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -184,7 +192,7 @@ class PolicyOptimizer:
             if norm > self._config.clip_grad:
                 # The same epsilon as torch's clip_grad_norm_.
                 self.gradients.scale(self._config.clip_grad / (norm + 1e-6))
-            self._adamw.step()
+            self._update()
         else:  # one bad batch must not destroy the weights
             self.skipped_updates += 1
             logger.warning(
@@ -195,11 +203,33 @@ class PolicyOptimizer:
         self.gradients.zero()
         return norm
 
+    def _update(self) -> None:
+        if self._host is None:
+            self._adamw.step()
+            return
+        groups = self._adamw.param_groups
+        try:
+            for group in groups:
+                self._host.bring_back(self._moments(group["params"]))
+                self._adamw.param_groups = [group]
+                self._adamw.step()
+                self._host.move_out(self._moments(group["params"]))
+        finally:
+            self._adamw.param_groups = groups
+
+    def _moments(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return the tensors of AdamW's state that are as large as their parameter."""
+        states = (self._adamw.state[one] for one in parameters if one in self._adamw.state)
+        return [state[name] for state in states for name in MOMENTS if name != "step"]
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Return AdamW's moments and counts as ``<parameter name>.<moment>``; empty before a step.
 
-        A sharded parameter has equally sharded moments.
+        A sharded parameter has equally sharded moments. They stay on the device until the next
+        step.
         """
+        if self._host is not None:
+            self._host.bring_back(self._moments(self._named.values()))
         return {
             f"{name}.{moment}": self._adamw.state[parameter][moment]
             for name, parameter in self._named.items()
@@ -220,11 +250,15 @@ class PolicyOptimizer:
                 f"{min(wrong)}; resume with the model that was trained"
             )
         self._adamw.state.clear()
+        if self._host is not None:
+            self._host.forget()
         for name, parameter in self._named.items() if state.names else ():
             self._adamw.state[parameter] = {
                 moment: self._loaded(f"{name}.{moment}", state, parameter, moment)
                 for moment in MOMENTS
             }
+        if self._host is not None:
+            self._host.move_out(self._moments(self._named.values()))
 
     def _loaded(self, key: str, state: StateFiles, parameter: nn.Parameter, moment: str) -> Tensor:
         shape, dtype = state.spec(key)
@@ -239,3 +273,17 @@ class PolicyOptimizer:
             )
         state.fill(local_part(own), key, place(own)[0])
         return own
+
+
+def _parts(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Cut the parameters, in their order, into lists of about equal size on this rank."""
+    parts: list[list[nn.Parameter]] = [[]]
+    left = _PART_BYTES
+    for parameter in parameters:
+        data = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parts[-1] and left < data.nbytes:
+            parts.append([])
+            left = _PART_BYTES
+        parts[-1].append(parameter)
+        left -= data.nbytes
+    return parts

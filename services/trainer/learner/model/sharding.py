@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,6 +67,7 @@ def shard_model(
     reshard_after_forward: bool,
     sums_once: bool,
     expert_mesh: DeviceMesh | None = None,
+    prefetches: bool = False,
 ) -> Shards:
     """Shard a whole model in place; it must be equal on all ranks. Collective.
 
@@ -81,6 +83,7 @@ def shard_model(
         reshard_after_forward: gather a layer again for its backward, instead of keeping it whole.
         sums_once: see `Shards`.
         expert_mesh: see `DataParallel.expert_mesh`.
+        prefetches: start to gather the next layer when a layer's forward pass begins.
     """
     # Casting inputs would round what a model computes in float32 (rotations of image positions),
     # and copy the layout for each layer, with its masks.
@@ -91,13 +94,18 @@ def shard_model(
     kept_whole: bool | None = None if reshard_after_forward else False
     layers = set(model._no_split_modules or ())
     shard = partial(fully_shard, reshard_after_forward=kept_whole, mp_policy=precision)
-    for module in [m for m in model.modules() if type(m).__name__ in layers]:
+    units = [m for m in model.modules() if type(m).__name__ in layers]
+    for module in units:
         if expert_mesh is not None:
             for block in expert_blocks(module):
                 _shard_experts(block, expert_mesh, shard)
         shard(module, mesh=mesh)
     # After its layers: the outer unit takes the parameters that are left.
     shard(model, mesh=mesh)
+    for unit, following in pairwise(units) if prefetches else ():
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        unit.set_modules_to_forward_prefetch([following])
     for sharded in _sharded_modules(model):
         # Each loss is already divided by global counts: gradients are added up, not averaged.
         sharded.set_gradient_divide_factor(1.0)
@@ -133,9 +141,10 @@ def assign(target: Tensor, whole: Tensor) -> None:
 
 
 def fill_shards(parameters: Mapping[str, Tensor], files: WeightFiles) -> None:
-    """Read each parameter, or this rank's shard of it."""
+    """Read each parameter, or this rank's shard of it; leave new ones as they are."""
     for name, parameter in parameters.items():
-        files.fill(local_part(parameter), name, place(parameter)[0])
+        if name in files:
+            files.fill(local_part(parameter), name, place(parameter)[0])
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:

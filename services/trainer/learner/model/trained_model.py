@@ -3,6 +3,7 @@
 A checkpoint's ``actor`` or ``critic`` folder holds:
 
     huggingface/            config, weights and tokenizer; any Hugging Face tool loads it
+    lora_adapter/           instead of those weights, the adapters of a run that trains only them
     optimizer*.safetensors  AdamW's moments and counts by parameter name, of several ranks' in
                             pieces that optimizer.index.json lists
     extra_state.json        random generators, number of skipped optimizer steps
@@ -28,6 +29,12 @@ from services.trainer.learner.model.experts import check_dividable
 from services.trainer.learner.model.export import write_model
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.loading import LoadedModel
+from services.trainer.learner.model.lora import (
+    adapted_layers,
+    adapter_parameters,
+    load_adapters,
+    save_adapters,
+)
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import (
     Shards,
@@ -45,6 +52,8 @@ from services.trainer.learner.places import (
 )
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sharded_state import StateFiles, file_name, write_state
+from services.trainer.learner.weight_stream import stream_rows
+from sluice.checkpoint.adapter_files import ADAPTER_FOLDER
 from sluice.config.derived import is_whole
 from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
@@ -148,7 +157,8 @@ class PolicyState:
             else held_by_all(moment, ranks)
             for name, moment in moments.items()
         }
-        self._weights = _parts({**trained.parameters, **buffers}, copies=copies)
+        self._adapters = adapter_parameters(trained.model)
+        self._weights = _parts(self._adapters or {**trained.parameters, **buffers}, copies=copies)
         self._moments = _parts(moments, copies=copies)
         self._extra = {
             "random_state": random_state(_device(trained.model)),
@@ -159,7 +169,23 @@ class PolicyState:
         """Write the Hugging Face folder; see `write_model`."""
         folder = self._directory / HUGGINGFACE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
+        if self._adapters:
+            yield from self._write_adapters(folder, parallel)
+            return
         yield from write_model(folder, self._model, self._weights, self._places, parallel)
+
+    def _write_adapters(self, folder: Path, parallel: DataParallel) -> Iterator[None]:
+        places = {name: self._places[name] for name in self._weights}
+        rows = stream_rows(self._weights, places, parallel, "gathering adapters")
+        whole: dict[str, list[Tensor]] = {}
+        for name, part in rows:
+            whole.setdefault(name, []).append(part.cpu())
+        yield
+        if parallel.rank:
+            return
+        self._model.save_pretrained(folder, state_dict={})  # configuration, custom code
+        tensors = {name: torch.cat(parts) for name, parts in whole.items()}
+        save_adapters(self._directory / ADAPTER_FOLDER, self._model, tensors, self._model_path)
 
     def write_rest(self, parallel: DataParallel) -> Iterator[None]:
         """Write the optimizer's state and, on rank 0, everything else; sends nothing."""
@@ -203,7 +229,15 @@ def load_policy_state(directory: Path, trained: TrainedModel) -> float:
     Raises:
         CheckpointError: a file is missing or unreadable, or belongs to another model.
     """
-    total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
+    if adapted_layers(trained.model):
+        total = load_adapters(directory / ADAPTER_FOLDER, trained.model)
+    elif (directory / ADAPTER_FOLDER).is_dir():
+        raise CheckpointError(
+            f"{directory} holds adapters and the run trains all weights; resume with the "
+            "actor_rollout_ref.model.lora_rank of before, or start from `sluice merge`'s folder"
+        )
+    else:
+        total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
     try:
         trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM))
     except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
@@ -343,7 +377,8 @@ def trained_model(
     gradients = None
     if shards is not None:
         gradients = ShardedGradients(list(trained.values()), parallel)
-    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients)
+    on_host = sharding.optimizer_offload
+    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients, on_host=on_host)
     places = exchange_places(parameters, parallel)
     return TrainedModel(model, parameters, optimizer, shards, total, places)
 
@@ -381,4 +416,5 @@ def share_model(
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
         expert_mesh=expert_mesh,
+        prefetches=sharding.forward_prefetch,
     )

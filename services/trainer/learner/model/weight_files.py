@@ -8,7 +8,7 @@ dimension.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,15 @@ class WeightFiles:
             opened: Any = safe_open(folder / name, framework="pt")
             self._opened.update(dict.fromkeys(opened.keys(), opened))
 
-    def are(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether these parameters, in their shapes, and nothing else is there as floats."""
+    def __contains__(self, name: str) -> bool:
+        """Return whether that parameter is there, as one tensor or one for each expert."""
+        return self._sources(name, 1)[0][0] in self._opened
+
+    def are(self, parameters: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
+        """Return whether these parameters, in their shapes, and nothing else is there as floats.
+
+        `unused` names tensors that may be there too.
+        """
         read: set[str] = set()
         for name, parameter in parameters.items():
             sources = self._sources(name, parameter.shape[0] if parameter.ndim else 0)
@@ -66,7 +73,7 @@ class WeightFiles:
             if self._shape(sources, is_whole=name in self._opened) != tuple(parameter.shape):
                 return False
         dtypes = {self._slice(name).get_dtype() for name in self._opened}
-        return read == self._opened.keys() and dtypes <= _FLOATS
+        return self._opened.keys() - read <= set(unused) and dtypes <= _FLOATS
 
     def fill(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
         """Copy a part of a parameter into `target`, some rows at a time.

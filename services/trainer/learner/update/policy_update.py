@@ -55,7 +55,7 @@ from services.trainer.learner.update.loss import (
     UpdateSums,
     prepare,
 )
-from services.trainer.learner.update.reference import ReferencePolicy
+from services.trainer.learner.update.reference import Reference
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.rewards import KlController
 from sluice.algorithm.batch_metrics import (
@@ -122,7 +122,7 @@ class PolicyUpdate:
         parallel: DataParallel,
         device: Device,
         *,
-        reference: ReferencePolicy | None = None,
+        reference: Reference | None = None,
         critic: Critic | None = None,
         image_prompts: ImagePromptReader | None = None,
     ) -> None:
