@@ -34,7 +34,7 @@ def plan(
     """Divide a launch's devices into trainer and rollouts, and count by phase what each holds.
 
     The trainer's own code runs for one rank, without memory, devices or weights. If the launch does
-    not fit, the smallest change that does is printed as overrides: of layout, recompute,
+    not fit, the smallest change that does is printed as overrides: of layout, recompute, offload,
     dtypes and split only. The exit code is 1 if it does not fit as written.
 
     \b
@@ -129,8 +129,8 @@ def _verdict(found: PlannedLaunch) -> str:
         return "It fits."
     if found.fits_with is None:
         text = (
-            "It does not fit, and no change of layout, recompute, dtypes or split was found that "
-            "makes it fit; use more or larger devices, or a smaller micro-batch."
+            "It does not fit, and no change of layout, recompute, offload, dtypes or split was "
+            "found that makes it fit; use more or larger devices, or a smaller micro-batch."
         )
         if found.closest is not None:
             overrides, peak = found.closest

@@ -145,7 +145,7 @@ def seconds_per_token(
     # A prompt is computed once for all rows that share it.
     tokens = 1 + data.max_prompt_length / (n * response)
     passes = 6 + 2 + 2 * uses_reference(config)
-    passes += 2 * config.actor_rollout_ref.model.enable_gradient_checkpointing
+    passes += 2 * own_training_layout(config).gradient_checkpointing
     train = tokens * passes * shape.active_parameters / (device.flops * _TRAINING_SHARE)
     weights = engine_weights(shape, layout) * layout.tp
     engine = rollout_memory(shape, layout, device.gib * (1 << 30))

@@ -16,7 +16,7 @@ class DryRunAsked(msgspec.Struct, frozen=True):
         config: of the run, as builtins.
         model: the content of its config.json.
         ranks: trainer ranks.
-        layers: numbers of layers, each run by itself.
+        layers: numbers of layers, one run for each.
     """
 
     config: Mapping[str, object]

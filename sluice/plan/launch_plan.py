@@ -13,6 +13,7 @@ from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit, device_split, is_colocated, splits
 from sluice.config.loading.loader import KeySettings, ReadRun, read_run
 from sluice.config.memory.devices import DeviceKind
+from sluice.config.memory.layouts import own_training_layout
 from sluice.config.memory.published import encoder_parameters, published_model
 from sluice.config.memory.shape import ModelShape, shape_of
 from sluice.config.problems import raise_problems
@@ -191,7 +192,7 @@ def _searched(
     base = changed(start, own.overrides)
 
     correction, tries = _correction(plan.trainer, plan.config, model.shape), 0
-    if not start.actor_rollout_ref.model.enable_gradient_checkpointing:
+    if not own_training_layout(start).gradient_checkpointing:
         correction = _OPTIMISM  # with recompute other bytes count
     changes = [
         one

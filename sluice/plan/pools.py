@@ -15,7 +15,7 @@ from sluice.config.derived import (
     world_size,
 )
 from sluice.config.memory.devices import DeviceKind
-from sluice.config.memory.layouts import rollout_layout
+from sluice.config.memory.layouts import own_training_layout, rollout_layout
 from sluice.config.memory.rollout import fits as weights_fit
 from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
@@ -94,8 +94,8 @@ class EnginePool:
 
     def fits(self, device: DeviceKind) -> bool:
         """Return whether the weights fit beside a cache of at least one row."""
-        is_room = self.peak <= device.gib * 1024 * MIB
-        return self.holds_weights and self.longest_rows > 0 and is_room
+        has_memory = self.peak <= device.gib * 1024 * MIB
+        return self.holds_weights and self.longest_rows > 0 and has_memory
 
 
 def extrapolated(
@@ -147,7 +147,7 @@ def trainer_pool(
     tokens = _step_tokens(config)
     micro_batches = _micro_batches(config, layout, tokens)
     passes = 8 + 2 * uses_reference(config)
-    passes += 2 * config.actor_rollout_ref.model.enable_gradient_checkpointing
+    passes += 2 * own_training_layout(config).gradient_checkpointing
     operations = passes * shape.active_parameters * tokens
     moved = {kind: float(size) for kind, size in counted.moved.items()}
     return TrainerPool(

@@ -1,6 +1,6 @@
 """The smallest change that makes a launch fit: of layout, recompute, offload, dtypes and split.
 
-Of offload, moments in host memory are among them.
+Of what can be offloaded, moments are: parameters and gradients stay on the device.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]
 
 def _recompute(config: RunConfig) -> Iterator[Change]:
     yield Change()
-    if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
+    if not own_training_layout(config).gradient_checkpointing:
         yield Change((f"{_RECOMPUTE}=true",), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Trainer ranks of which only rank 0 is there: its collectives return at once and move nothing."""
+"""Rank 0 of trainer ranks that are not there: its collectives return at once, and move nothing."""
 
 from __future__ import annotations
 

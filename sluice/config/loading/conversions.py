@@ -250,12 +250,6 @@ def _layout(settings: _Settings) -> None:
             settings.put(target, next(iter(present.values())))
 
 
-def _recompute(settings: _Settings) -> None:
-    granularity = f"{_ACTOR}.megatron.override_transformer_config.recompute_granularity"
-    if settings.given(granularity) == "full":
-        settings.put("actor_rollout_ref.model.enable_gradient_checkpointing", True)
-
-
 def _transport(settings: _Settings) -> None:
     backend = settings.given(f"{_ENGINE}.backend")
     if backend in ("nccl", "hccl"):
@@ -371,7 +365,6 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _replicas,
     _copies,
     _layout,
-    _recompute,
     _transport,
     _asynchrony,
     _least_rate,

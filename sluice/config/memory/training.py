@@ -157,11 +157,11 @@ def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, floa
     ranks = layout.shard if layout.backend == "fsdp" else 1
     others = shape.total_parameters - shape.expert_parameters
     experts = shape.expert_parameters * _expert_share(shape, layout, ranks)
-    parameters = others / ranks + experts
-    held = trained = parameters * layout.master_bytes
+    weights = others / ranks + experts
+    held = trained = weights * layout.master_bytes
     if layout.adapter_rank:
         trained = shape.adapter_parameters(layout.adapter_rank) / ranks * layout.master_bytes
-        held = parameters * layout.compute_bytes + trained
+        held = weights * layout.compute_bytes + trained
     gradients = trained * ranks if layout.whole_gradients else trained
     return held, gradients, 2 * trained
 

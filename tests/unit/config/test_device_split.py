@@ -105,8 +105,9 @@ def test_a_published_launch_is_divided(name: str) -> None:
     shape, device = published_shape(row["model"]), device_kind(f"{row['device_gib']}GB")
     found = device_split(run.config, settings, shape, device)
     assert found.trainer + found.rollout == row["devices"]
-    on_host = run.config.actor_rollout_ref.actor.fsdp_config.optimizer_offload
-    state = (8 if on_host else 16) * shape.total_parameters / found.trainer
+    # Float32 weights and gradients, and two moments unless they are on the host.
+    is_away = run.config.actor_rollout_ref.actor.fsdp_config.optimizer_offload
+    state = (8 if is_away else 16) * shape.total_parameters / found.trainer
     assert state <= device.usable_bytes
 
 
