@@ -71,6 +71,7 @@ from sluice.rpc.server import RpcServer
 from sluice.rpc.status import expect_no_tls
 from sluice.service_contract import restarts
 from sluice.types import ReplicaInfo, TensorSpec, layout_digest
+from sluice.weights.adapters import is_adapter
 from sluice.weights.plan import tensor_specs
 from sluice.weights.sender import WeightSender, broadcast_deadline_s
 from sluice.weights.snapshot import SnapshotBuffers
@@ -181,9 +182,10 @@ def _observed(config: RunConfig, trained: _Trained, instance_id: str) -> Trainer
     )
     checkpoint = trained.start.checkpoint
     step = checkpoint.step if checkpoint else 0
+    weights = [spec for spec in trained.tensors if not is_adapter(spec.name)]
     return TrainerMetrics(
         RunState(instance_id, trained.total_steps, step, process_age_s()),
-        Fleet(layout_digest(trained.tensors), service.replica_ttl_s, service.replica_stall_s),
+        Fleet(layout_digest(weights), service.replica_ttl_s, service.replica_stall_s),
         RunHistory(),
         SyncCounts(),
     )
@@ -288,7 +290,7 @@ def _load(config: RunConfig, parallel: DataParallel, total_steps: int) -> _Train
         logger.info("resumed from step %d", start.checkpoint.step)
     wire_dtype = getattr(torch, config.actor_rollout_ref.rollout.dtype)
     tensors = tensor_specs(learner.named_weights(), wire_dtype)
-    snapshots = SnapshotBuffers(tensors)
+    snapshots = SnapshotBuffers(tensors, learner.frozen_names)
     device = select_device(config.trainer.device).torch_device
     policy = LearnerThread(
         leader, snapshots, store, config.sluice.weights.timeout_s, partial(memory_metrics, device)

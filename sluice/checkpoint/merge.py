@@ -13,7 +13,8 @@ from typing import Literal
 
 import torch
 
-from sluice.checkpoint.safetensors_files import copy_weights, is_weight_file
+from sluice.checkpoint.adapter_files import ADAPTER_CONFIG, AdapterMerge, read_adapter
+from sluice.checkpoint.safetensors_files import copy_weights, is_weight_file, tensor_names
 from sluice.checkpoint.source import CheckpointFormat, CheckpointSource
 from sluice.checkpoint.verl_shards import assemble_model
 from sluice.errors import CheckpointError
@@ -67,7 +68,8 @@ def merge_checkpoint(
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not empty; name a new folder for the model")
-    if not (source.huggingface / CONFIG_FILE).is_file():
+    is_adapter = source.format is CheckpointFormat.ADAPTER
+    if not is_adapter and not (source.huggingface / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{source.huggingface / CONFIG_FILE} is missing, and the model cannot be built without "
             "it; copy the configuration and tokenizer of the base model there"
@@ -87,9 +89,10 @@ def merge_checkpoint(
 def _write(
     source: CheckpointSource, target: Path, options: MergeOptions, on_tensor: OnTensor
 ) -> None:
-    for file in sorted(source.huggingface.iterdir()):
-        if file.is_file() and not is_weight_file(file):
-            shutil.copyfile(file, target / file.name)
+    if source.format is CheckpointFormat.ADAPTER:
+        _write_adapted(source, target, options, on_tensor)
+        return
+    _copy_others(source.huggingface, target)
     _edit_config(target, options)
     dtype = _DTYPES[options.dtype]
     dropped = {EMBEDDING_OUTPUT} if options.tie_word_embeddings else set()
@@ -104,6 +107,32 @@ def _write(
             trust_remote_code=options.trust_remote_code,
             on_tensor=on_tensor,
         )
+
+
+def _write_adapted(
+    source: CheckpointSource, target: Path, options: MergeOptions, on_tensor: OnTensor
+) -> None:
+    """Write the base model with the adapter added to its weights."""
+    adapter = read_adapter(source.role)
+    base = Path(adapter.base)
+    if not (base / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{source.role} adapts the model in '{adapter.base}', which holds no {CONFIG_FILE}; "
+            f"write its folder as base_model_name_or_path into {source.role / ADAPTER_CONFIG}"
+        )
+    for folder in (base, source.huggingface):
+        _copy_others(folder, target)
+    _edit_config(target, options)
+    dropped = {EMBEDDING_OUTPUT} if options.tie_word_embeddings else set()
+    change = AdapterMerge(adapter, tensor_names(base))
+    copy_weights(base, target, _DTYPES[options.dtype], dropped, on_tensor, change)
+
+
+def _copy_others(folder: Path, target: Path) -> None:
+    """Copy all files but weights."""
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if file.is_file() and not is_weight_file(file):
+            shutil.copyfile(file, target / file.name)
 
 
 def _edit_config(target: Path, options: MergeOptions) -> None:

@@ -67,6 +67,7 @@ def copy_weights(
     dtype: torch.dtype | None,
     dropped: Collection[str],
     on_tensor: Callable[[int, int], None],
+    change: Callable[[str, Tensor], Tensor] = lambda _name, tensor: tensor,
 ) -> None:
     """Copy all weights, with an index if they lie in several files.
 
@@ -76,6 +77,7 @@ def copy_weights(
         dtype: what floating-point weights become; ``None`` leaves them.
         dropped: tied outputs to leave out; each must equal the input embedding.
         on_tensor: called with (tensors done, tensors in all).
+        change: returns what to write of a tensor, before its dtype changes.
 
     Raises:
         CheckpointError: a file is damaged, or the tensor to drop differs from the embedding.
@@ -90,7 +92,7 @@ def copy_weights(
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - safetensors' handle is no mapping
                 if name not in dropped:
-                    tensor = opened.get_tensor(name)
+                    tensor = change(name, opened.get_tensor(name))
                     is_cast = dtype is not None and tensor.is_floating_point()
                     tensors[name] = tensor.to(dtype) if is_cast else tensor
                     weight_map[name] = file.name

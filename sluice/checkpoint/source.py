@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from sluice.checkpoint.adapter_files import ADAPTER_CONFIG, ADAPTER_FOLDER
 from sluice.errors import CheckpointError
 
 HUGGINGFACE_FOLDER = "huggingface"
@@ -20,14 +21,16 @@ class CheckpointFormat(StrEnum):
 
     HUGGING_FACE = "hugging_face"  # safetensors: sluice's own, and verl's hf_model
     VERL_FSDP = "verl_fsdp"  # a torch file a rank
+    ADAPTER = "adapter"  # low-rank, beside the files of another model
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
     """A model's files.
 
-    `role` is the folder that was found (``global_step_N/actor``); `huggingface` holds
-    configuration and tokenizer, and in the format `HUGGING_FACE` the weights.
+    `role` is the folder that was found (``global_step_N/actor``), in the format `ADAPTER` that of
+    the adapter; `huggingface` holds configuration and tokenizer, and in the format `HUGGING_FACE`
+    the weights.
     """
 
     role: Path
@@ -52,8 +55,10 @@ def find_source(directory: Path, role: str = "actor") -> CheckpointSource:
     folder = directory / role if (directory / role).is_dir() else directory
     _refuse_megatron(folder)
     huggingface = folder / HUGGINGFACE_FOLDER
-    for candidate in (huggingface, folder):  # verl's hf_model is next to its shards
-        if any(candidate.glob("*.safetensors")):
+    for candidate in (huggingface, folder / ADAPTER_FOLDER, folder):
+        if (candidate / ADAPTER_CONFIG).is_file():
+            return CheckpointSource(candidate, huggingface, CheckpointFormat.ADAPTER)
+        if any(candidate.glob("*.safetensors")):  # verl's hf_model is next to its shards
             return CheckpointSource(folder, candidate, CheckpointFormat.HUGGING_FACE)
     if any(SHARD_NAME.fullmatch(file.name) for file in folder.iterdir()):
         return CheckpointSource(folder, huggingface, CheckpointFormat.VERL_FSDP)

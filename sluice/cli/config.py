@@ -16,10 +16,10 @@ from rich.text import Text
 
 from sluice.cli.arguments import (
     AsJson,
+    LaunchArguments,
     TrustScript,
     complete_key,
-    complete_setting,
-    split_arguments,
+    configuration_parts,
 )
 from sluice.cli.terminal import output_console, print_json, print_line, print_table
 from sluice.config.catalogue.table import Entry, KeyStatus, catalogue
@@ -27,7 +27,6 @@ from sluice.config.check import CheckReport, check_report
 from sluice.config.explain import explain_key, keys_of_section
 from sluice.config.loading.keys import canonical, is_known, nearest_keys, other_spellings
 from sluice.config.loading.loader import ReadRun, read_run
-from sluice.config.loading.overrides import YAML_SUFFIXES
 from sluice.config.memory.report import MemoryReport
 from sluice.config.memory.rollout import GIB
 from sluice.config.memory.shape import find_shape
@@ -76,21 +75,10 @@ config_commands = typer.Typer(
     "\b\nExample:\n  sluice config check run.yaml --device-memory 80",
 )
 
-ConfigArguments = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[FILE] [KEY=VALUE]...",
-        help="A YAML file, a launch script or a file of overrides, and keys to override in verl's "
-        "spelling.",
-        show_default=False,
-        autocompletion=complete_setting,
-    ),
-]
-
 
 @config_commands.command("check")
 def check(
-    arguments: ConfigArguments = None,
+    arguments: LaunchArguments = None,
     *,
     model_config: Annotated[
         Path | None,
@@ -124,7 +112,7 @@ def check(
       sluice config check run.yaml trainer.n_gpus_per_node=16 --device-memory 80
       sluice config check run_qwen2-7b.sh --no-files
     """
-    file, overrides = _parts(arguments or [], trust_script=trust_script)
+    file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
     run = read_run(file, overrides)
     config = run.config
     shape = find_shape(config.actor_rollout_ref.model.path, model_config)
@@ -207,16 +195,6 @@ def _meant(key: str) -> str:
     others = f" (also {', '.join(near[1:])})" if len(near) > 1 else ""
     print_line(Console(stderr=True), f"{key}: the nearest key is {meant[0]}{others}")
     return meant[0]
-
-
-def _parts(arguments: list[str], *, trust_script: bool) -> tuple[Path | None, list[str]]:
-    """Return the YAML file and the overrides; a file of any other name holds overrides."""
-    if arguments and arguments[0].startswith("@"):
-        return None, arguments
-    file, overrides = split_arguments(arguments, trust_script=trust_script)
-    if file is not None and file.suffix not in YAML_SUFFIXES:
-        return None, [f"@{file}", *overrides]
-    return file, overrides
 
 
 def count_rows(config: RunConfig) -> int | None:

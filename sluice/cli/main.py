@@ -14,6 +14,7 @@ from sluice.cli.data import data_commands
 from sluice.cli.doctor import doctor
 from sluice.cli.help_text import GroupedCommands
 from sluice.cli.merge import merge
+from sluice.cli.plan import plan
 from sluice.cli.policy.evaluate import evaluate
 from sluice.cli.policy.generate import generate
 from sluice.cli.policy.score import score
@@ -81,7 +82,7 @@ _PURPOSES: dict[str, dict[str, Callable[..., None]]] = {
         "up": up,
         "train": train,
     },
-    "Check before the start": {"doctor": doctor, "simulate": simulate},
+    "Check before the start": {"doctor": doctor, "plan": plan, "simulate": simulate},
     "Watch": {
         "runs": runs,
         "status": status,

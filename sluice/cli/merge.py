@@ -49,8 +49,9 @@ def merge(  # noqa: PLR0913 - one parameter per option
 ) -> None:
     """Write the model of a checkpoint in Hugging Face format, for transformers and vLLM.
 
-    Reads sluice's checkpoints and verl's FSDP shards. With --compare the exit code is 1 if weights
-    differ; without OUT nothing is written and DIR itself is compared.
+    Reads sluice's checkpoints, verl's FSDP shards, and adapters, which it adds to their model.
+    With --compare the exit code is 1 if weights differ; without OUT nothing is written and DIR
+    itself is compared.
 
     \b
     Examples:
@@ -73,7 +74,9 @@ def merge(  # noqa: PLR0913 - one parameter per option
         if not as_json:
             typer.echo(f"{target}: {dtype if dtype != 'keep' else 'as saved'}, from {source.role}")
     elif source.format is not CheckpointFormat.HUGGING_FACE:
-        raise CheckpointError(f"{checkpoint} holds shards; give a folder to merge them into (OUT)")
+        raise CheckpointError(
+            f"{checkpoint} holds no whole weights; give a folder to merge them into (OUT)"
+        )
     _finish(source, target, compare, as_json=as_json)
 
 

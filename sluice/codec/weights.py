@@ -9,6 +9,10 @@ from sluice.codec.bounds import check_fields
 from sluice.codec.fields import check_range, shortened
 from sluice.errors import InvalidRequestError
 from sluice.types import TensorSpec, TransferGroupSpec
+from sluice.weights.adapters import merged_shapes
+
+_TENSORS_PER_WEIGHT = 3  # with the halves of an adapter
+_DIMENSIONS = 8
 
 
 def group_spec_to_proto(spec: TransferGroupSpec) -> weights.JoinGroupRequest:
@@ -60,7 +64,8 @@ def group_spec_from_proto(message: weights.JoinGroupRequest) -> TransferGroupSpe
 
 
 def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) -> None:
-    """Check a group, and that its tensors are this replica's weights. Raise InvalidRequestError.
+    """Check a group, and that its tensors are this replica's weights, each with an adapter or
+    without. Raise InvalidRequestError.
 
     A transfer plan grows with the weights, so a replica makes none for other weights.
     """
@@ -70,14 +75,20 @@ def check_join(request: weights.JoinGroupRequest, layout: Sequence[TensorSpec]) 
 
 
 def _check_tensors(tensors: Sequence[weights.TensorSpec], layout: Sequence[TensorSpec]) -> None:
-    if len(tensors) != len(layout):
+    shapes = {spec.name: tuple(spec.shape) for spec in layout}
+    counted = tensors[: _TENSORS_PER_WEIGHT * len(layout)]
+    offered = {one.name: tuple(one.shape[:_DIMENSIONS]) for one in counted}
+    found = merged_shapes(offered)
+    adapters = len(offered) - len(found)
+    if len(tensors) - adapters != len(layout):
         raise InvalidRequestError(
             f"tensors: {len(tensors)} given, this replica's model has {len(layout)}; give trainer "
             "and replicas the same model"
         )
-    shapes = {spec.name: tuple(spec.shape) for spec in layout}
     for tensor in tensors:
         expected = shapes.get(tensor.name)
+        if tensor.name not in found:
+            continue  # an adapter of one of them
         if expected is None or list(expected) != list(tensor.shape):
             raise InvalidRequestError(
                 f"tensors: {shortened(tensor.name)} of shape {shortened(tensor.shape[:8])} is "

@@ -9,6 +9,7 @@ from sluice.algorithm.rollout_correction.settings import BYPASS_LOSS_MODE, Rollo
 from sluice.algorithm.sampling.rules import OnPolicyFill
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
+from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.config.schema.data import DataConfig
 from sluice.vision.image_limits import DEFAULT_LIMITS, ImageLimits
 from sluice.vision.vision_shape import reads_images
@@ -238,6 +239,16 @@ def prompt_images(config: RunConfig) -> ImageLimits | None:
     if reads_images(config.actor_rollout_ref.model.path) is False:
         return None
     return image_limits(config)
+
+
+def adapts(model: ModelConfig) -> bool:
+    """Return whether a run trains low-rank adapters instead of all weights."""
+    return model.lora_rank > 0 or model.lora_adapter_path is not None
+
+
+def padding_step(sharding: FsdpConfig) -> int:
+    """Return the tokens that a micro-batch's length is a multiple of."""
+    return sharding.pad_to_length_bucket if sharding.pad_to_length else 1
 
 
 def is_whole(sharding: FsdpConfig, size: int) -> bool:

@@ -66,6 +66,9 @@ class CpuDevice:
         """Return true: always, if slowly on old processors."""
         return True
 
+    def peak_flops(self) -> None:
+        """Return nothing: it depends on cores, clock and instructions."""
+
 
 def _available_bytes(default: int) -> int:
     """Return Linux's estimate of what can be allocated without swapping; elsewhere `default`."""

@@ -8,6 +8,23 @@ from sluice.device.host import CUDA_VISIBLE_VARIABLE
 from sluice.device.protocol import BACKENDS, MemoryInfo, local_index
 from sluice.errors import ConfigError
 
+# Dense bfloat16; what a name contains, longer parts first.
+_PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "A40": 150e12,
+    "L20": 120e12,
+    "RTX 4090": 165e12,
+}
+
 
 class CudaDevice:
     """The GPU of the given index among the visible ones; collectives over NCCL.
@@ -69,3 +86,8 @@ class CudaDevice:
         """Return whether the GPU supports it; below compute capability 8.0 torch emulates it."""
         with torch.cuda.device(self._index):
             return bool(torch.cuda.is_bf16_supported())
+
+    def peak_flops(self) -> float | None:
+        """Return what NVIDIA's data sheet says of a GPU of this name."""
+        name = torch.cuda.get_device_name(self._index)
+        return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)

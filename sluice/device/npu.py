@@ -119,6 +119,9 @@ class NpuDevice:
         """Return what torch_npu reports: Atlas A2 and later do, 310P and the first 910 do not."""
         return bool(self._runtime.is_bf16_supported())
 
+    def peak_flops(self) -> None:
+        """Return nothing: torch_npu's names do not tell one Ascend 910 from another."""
+
 
 def _load_runtime() -> _NpuRuntime:
     try:

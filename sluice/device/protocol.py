@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 BACKENDS: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """torch.distributed's backend by kind of device."""
 
-WITHOUT_GATHER = frozenset({"hccl"})
-"""Backends that refuse `gather`. An all-gather replaces it; all ranks but one drop the result."""
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
@@ -70,6 +67,10 @@ class Device(Protocol):
 
     def supports_bfloat16(self) -> bool:
         """Return whether its kernels compute with bfloat16."""
+        ...
+
+    def peak_flops(self) -> float | None:
+        """Return dense bfloat16 operations a second by the data sheet; ``None``: not known."""
         ...
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from sluice.device.protocol import Device
 from sluice.errors import InvalidRequestError, NotReadyError, WeightSyncError
 from sluice.types import TransferGroupSpec
+from sluice.weights.adapters import merged_shapes
 from sluice.weights.digest import WeightDigests
 from sluice.weights.group import SENDER_NAME, TransferGroup
 from sluice.weights.plan import TransferPlan, WeightBuffer, plan_transfer
@@ -72,7 +73,7 @@ class WeightReceiver:
     Args:
         device: where collectives run; its backend must be the spec's.
         expected_shapes: shapes of the weights the engine has, by checkpoint name; a spec with
-            others is refused. ``None`` accepts any.
+            others is refused, but adapters of them may come along. ``None`` accepts any.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class WeightReceiver:
     def _check_shapes(self, plan: TransferPlan) -> None:
         if self._expected_shapes is None:
             return
-        offered = {spec.name: spec.shape for spec in plan.tensors}
+        offered = merged_shapes({spec.name: spec.shape for spec in plan.tensors})
         different = sorted(
             name
             for name in offered.keys() | self._expected_shapes.keys()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,9 +38,13 @@ class SnapshotBuffers:
 
     Args:
         tensors: the weights as they travel; see `sluice.weights.plan.tensor_specs`.
+        constant: names of those that never change; only the first write needs them.
     """
 
-    def __init__(self, tensors: Iterable[TensorSpec]) -> None:
+    def __init__(
+        self, tensors: Iterable[TensorSpec], constant: Collection[str] = frozenset()
+    ) -> None:
+        self._constant = frozenset(constant)
         # Memory has the layout of the wire, which does not depend on the size of buckets.
         plan = plan_transfer(tuple(tensors), MIN_BUCKET_BYTES)
         self._slots = (_SnapshotSlot(WeightBuffer(plan)), _SnapshotSlot(WeightBuffer(plan)))
@@ -60,7 +64,8 @@ class SnapshotBuffers:
         """Copy weights, converting to the wire dtypes, and make them the newest version.
 
         Args:
-            named_tensors: exactly those planned, on any device, in any order.
+            named_tensors: exactly those planned, on any device, in any order; each whole or in
+                several parts, its rows in order. After the first write without the constant ones.
             version: of these weights.
             timeout_s: how long to wait for readers of the version before the newest one.
 
@@ -69,7 +74,17 @@ class SnapshotBuffers:
             InvalidRequestError: other names or shapes than planned; the newest version stays.
         """
         slot = self._back_slot(timeout_s)
-        _copy(named_tensors, slot.weights)
+        before = self._newest
+        if before is not None and not slot.has_constant:
+            _copy(((n, before.weights.tensors[n]) for n in self._constant), slot.weights)
+        missing = _copy(named_tensors, slot.weights)
+        if before is not None:
+            missing -= self._constant
+        if missing:
+            raise InvalidRequestError(
+                f"weights: {sorted(missing)[:5]} are planned but were not given whole"
+            )
+        slot.has_constant = True
         with self._released:
             self._serial += 1
             slot.version, slot.serial = version, self._serial
@@ -141,6 +156,7 @@ class _SnapshotSlot:
         self.version: int | None = None
         self.serial: int | None = None
         self.readers = 0
+        self.has_constant = False
 
     def snapshot(self, version: int) -> Snapshot:
         """Return what it holds, which is `version`."""
@@ -148,17 +164,28 @@ class _SnapshotSlot:
 
 
 @torch.no_grad()
-def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffer) -> None:
-    missing = set(target.tensors)
+def _copy(named_tensors: Iterable[tuple[str, torch.Tensor]], target: WeightBuffer) -> set[str]:
+    """Return the names of those that were not given whole.
+
+    Raises:
+        InvalidRequestError: one that was given does not fit.
+    """
+    written: dict[str, int] = {}
     for name, tensor in named_tensors:
-        if name not in missing:
-            raise InvalidRequestError(f"weights: {name} is not planned, or was given twice")
-        if tensor.shape != target.tensors[name].shape:
+        if name not in target.tensors:
+            raise InvalidRequestError(f"weights: {name} is not planned")
+        # A scalar is one row.
+        rows = target.tensors[name].view(target.tensors[name].shape or (1,))
+        given = tensor.reshape(tensor.shape or (1,))
+        start = written.get(name, 0)
+        stop = start + given.shape[0]
+        if given.shape[1:] != rows.shape[1:] or stop > rows.shape[0]:
+            twice = " more, or was given twice" if start else ""
             raise InvalidRequestError(
-                f"weights: {name} has shape {tuple(tensor.shape)}, planned was "
+                f"weights: {name} has shape {tuple(tensor.shape)}{twice}, planned was "
                 f"{tuple(target.tensors[name].shape)}"
             )
-        target.tensors[name].copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise InvalidRequestError(f"weights: {sorted(missing)[:5]} are planned but were not given")
+        rows[start:stop].copy_(given)
+        written[name] = stop
+        del tensor, given  # a stream makes the next rows meanwhile
+    return {n for n, t in target.tensors.items() if written.get(n) != (t.shape or (1,))[0]}

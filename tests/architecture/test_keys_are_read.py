@@ -23,7 +23,12 @@ EXCEPTIONS: dict[str, str] = {
 """Keys that no service reads. docs/configuration.md says of each what happens instead."""
 
 CONFIG = ROOT / "sluice" / "config"
-MEANINGS = (CONFIG / "derived.py", CONFIG / "endpoints.py")
+MEANINGS = (
+    CONFIG / "derived.py",
+    CONFIG / "endpoints.py",
+    CONFIG / "parallel_layout.py",
+    CONFIG / "device_split.py",
+)
 """What services ask about several keys at once; all else in sluice.config checks and describes."""
 
 

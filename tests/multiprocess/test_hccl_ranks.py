@@ -33,7 +33,7 @@ def _start(rank: int, port: int) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_form_both_backends_and_gather_without_hccls_gather() -> None:
+def test_ranks_form_both_backends_and_send_rows_without_a_gather() -> None:
     port = _free_port()
     ranks = [_start(rank, port) for rank in range(2)]
     try:
@@ -44,6 +44,6 @@ def test_ranks_form_both_backends_and_gather_without_hccls_gather() -> None:
             rank.wait(ANSWER_S)
     assert first["backends"] == second["backends"] == "cpu:gloo,npu:hccl"
     assert first["total"] == second["total"] == 3.0
-    assert first["parts"] == [[0.0] * 3, [1.0] * 3]
-    assert second["parts"] is None
+    assert first["parts"] == [7.0] * 3
+    assert second["parts"] == [0.0] * 3
     assert first["commands"] == second["commands"] == [[0.0], [1.0]]

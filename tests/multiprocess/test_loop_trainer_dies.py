@@ -202,9 +202,8 @@ def test_when_one_trainer_rank_is_killed_all_are_started_again_together(
         run.send("trainer-1", signal.SIGKILL)
         await end_after_restart(run, pids, instance_id)
 
-    record = run_to_end(
-        small_assets, tmp_path / "run", overrides("trainer.n_gpus_per_node=2", *ONE_REPLICA), kill
-    )
+    two = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.checkpoint.async_save=true")
+    record = run_to_end(small_assets, tmp_path / "run", overrides(*two, *ONE_REPLICA), kill)
     assert_complete(record)
     new = {name for name, pid in pids.before.items() if pids.after[name] != pid}
     assert new == {"trainer", "trainer-1"}

@@ -27,13 +27,18 @@ ACTOR: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_they_train_like_one_whatever_images_a_ranks_rows_have(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "experts"), [("qwen2_5_vl", 1), ("qwen3_vl", 1), ("qwen3_vl_moe", 2)]
+)
+def test_they_train_like_one_whatever_images_a_ranks_rows_have(
+    family: str, experts: int, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     save_model(family, model)
     single = Learner(make_config(model, NUM_GROUPS, **ACTOR), DataParallel(), total_steps=10)
     before = copies(single)
-    with trainer(model, 2, **ACTOR) as ranks:
+    divided = ACTOR["fsdp_config"] | {"expert_parallel_size": experts}
+    with trainer(model, 2, **(ACTOR | {"fsdp_config": divided})) as ranks:
         for number in (1, 2):
             expected = single.train_step(batch_of(model, number), number)
             assert_like(ranks[0].command(f"train {number}"), expected)

@@ -32,13 +32,20 @@ SHORT_S = 6.0
 
 
 class Rank:
-    """One process of `tests.support.rank_peer`."""
+    """One process of `tests.support.rank_peer`, or of another module with the same answers."""
 
-    def __init__(self, rank: int, world_size: int, port: int, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        port: int,
+        arguments: dict[str, Any],
+        module: str = "tests.support.rank_peer",
+    ) -> None:
         self.name = f"rank {rank}"
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
         self.process = PreloadedProcess(
-            "tests.support.rank_peer",
+            module,
             [json.dumps(arguments)],
             {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
             | {name: str(value) for name, value in place.items()},
@@ -92,6 +99,9 @@ def trainer(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    adapters: dict[str, Any] | None = None,
+    dies_in_exchange: int = 0,
+    holds: Path | None = None,
     **actor: Any,
 ) -> Iterator[list[Rank]]:
     with socket.socket() as probe:
@@ -105,6 +115,9 @@ def trainer(
         "frozen": frozen,
         "skips": skips,
         "recomputes": recomputes,
+        "adapters": adapters,
+        "dies_in_exchange": dies_in_exchange,
+        "holds": holds and str(holds),
     }
     with ExitStack() as stack:
         ranks = [Rank(rank, world_size, port, arguments) for rank in range(world_size)]
@@ -188,8 +201,8 @@ def test_a_killed_rank_ends_the_next_step_with_an_error(model: Path) -> None:
         ranks[1].process.kill()
         ranks[1].process.wait(ANSWER_S)
         error = ranks[0].command("train 2")
-        assert error.startswith("PeerError: ")
-        assert "rank 0 of 2" in error or "trainer ranks" in error
+        assert error.startswith("PeerError: trainer rank 1 (")
+        assert "seen from rank 0 of 2" in error
         assert ranks[0].process.wait(ANSWER_S) == 3
 
 
@@ -197,7 +210,8 @@ def test_a_killed_rank_0_ends_the_others(model: Path) -> None:
     with trainer(model, 2) as ranks:
         ranks[0].process.kill()
         error = ranks[1].answer()
-        assert error.startswith("PeerError: a trainer rank, seen from rank 1 of 2: failed while")
+        assert error.startswith("PeerError: trainer rank 0 (")
+        assert "seen from rank 1 of 2: failed while" in error
         assert "waiting for rank 0's next command" in error
         assert ranks[1].process.wait(ANSWER_S) == 3
 
@@ -216,6 +230,7 @@ def test_a_silent_rank_0_runs_into_the_others_deadline(model: Path) -> None:
     with trainer(model, 2, timeout_s=SHORT_S) as ranks:
         ranks[0].process.send_signal(signal.SIGSTOP)
         error = ranks[1].answer()
-        assert error.startswith("DeadlineError: a trainer rank, seen from rank 1 of 2: no answer")
+        assert error.startswith("DeadlineError: trainer rank 0 (stopped by a signal), seen from")
+        assert "rank 1 of 2: no answer" in error
         assert "waiting for rank 0's next command" in error
         assert ranks[1].process.wait(ANSWER_S) == 3

@@ -33,16 +33,18 @@ def main() -> int:
     rename_privateuse1_backend("npu")
     dist.Backend.register_backend("hccl", _create, extended_api=True, devices=["npu"])
     parallel = TorchDistributed(_Npu(), 30.0)
-    group = dist.group.WORLD
-    assert group is not None
     total = torch.tensor([parallel.rank + 1.0])
     parallel.all_reduce_sum([total], "summing")
-    # On the CPU, so that it is Gloo's: but by the all-gather that HCCL needs.
-    parts = parallel.gather_to_first(torch.full((3,), float(parallel.rank)), group, "gathering")
+    # On the CPU, so that it is Gloo's: but by sends alone, which HCCL has too.
+    parts = torch.zeros(3)
+    if parallel.rank:
+        parallel.exchange([(torch.full((3,), 7.0), 0)], [], "sending")
+    else:
+        parallel.exchange([], [(parts, 1)], "sending")
     answer = {
         "backends": dist.get_backend_config(),
         "total": total.item(),
-        "parts": None if parts is None else parts.tolist(),
+        "parts": parts.tolist(),
         "commands": parallel.all_gather([float(parallel.rank)], "gathering numbers"),
     }
     sys.stdout.write(json.dumps(answer) + "\n")

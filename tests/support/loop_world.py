@@ -123,6 +123,9 @@ class World:
         await self.happens(f"save {step} at {progress.low_water}")
         return f"folder-{step}"
 
+    async def saved(self) -> None:
+        """Nothing is written in the background."""
+
     # the reward service
 
     async def announce(

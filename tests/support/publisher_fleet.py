@@ -108,11 +108,12 @@ class Trainer:
         *,
         sends_changes: bool = True,
         specs: tuple[TensorSpec, ...] | None = None,
+        constant: frozenset[str] = frozenset(),
     ) -> None:
         self.fleet = Fleet(LAYOUT, 1e9)
         self.replicas: dict[str, Replica] = {}
         specs = specs or tensor_specs(weights(0).items())
-        self.snapshots = SnapshotBuffers(specs)
+        self.snapshots = SnapshotBuffers(specs, constant)
         self.publisher = WeightPublisher(
             self.fleet,
             self.snapshots,

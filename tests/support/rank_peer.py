@@ -2,9 +2,11 @@
 
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
-``weights FILE``, ``save FOLDER``, ``load FOLDER``, ``publish VERSION`` (to a replica in this
-process; answers with what arrived), ``fail HOLDING`` (at its first tensor), ``uniform STEP``
-(trains on a batch whose last groups have no advantages); the end of input stops all ranks, which
+``weights FILE``, ``save FOLDER`` (answers with the memory it took), ``load FOLDER``, ``publish
+VERSION`` (to a replica in this process; answers with what arrived), ``fail READER`` (at its first
+tensor), ``uniform STEP`` (trains on a batch whose last groups have no advantages), ``begin
+FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume
+FOLDER`` (from the latest of a run; answers with its step); the end of input stops all ranks, which
 then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
 process with its text as the last line.
 """
@@ -15,28 +17,42 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from services.trainer.learner import learner as learner_module
-from services.trainer.learner.learner import Learner, TensorSet
-from services.trainer.learner.model.sharding import gather_whole
+from services.trainer.learner import sharded_state
+from services.trainer.learner.checkpoint import CheckpointStore
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.model import experts as experts_module
+from services.trainer.learner.model import trained_model
 from services.trainer.learner.rank_command import RankLeader, follow
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
+from sluice.concurrency.threads import OwnerThread
 from sluice.device.select import select_device
 from sluice.errors import SluiceError
-from sluice.types import TrainBatch
+from sluice.types import DataProgress, TrainBatch
 from sluice.vision.image_prompts import load_image_prompts
+from sluice.vision.vision_shape import read_vision_shape
 from sluice.weights.plan import tensor_specs
+from tests.support.live_bytes import LiveBytes
 from tests.support.publisher_fleet import TIMEOUT_S, Trainer
 from tests.support.tiny_policy import (
+    adapting,
     freezing,
     make_batch,
     make_config,
@@ -49,7 +65,7 @@ from tests.support.vision_batches import make_image_batch
 
 NUM_GROUPS = 4
 UNIFORM = (2, 3)
-BUCKET_BYTES = 1 << 14
+BUCKET_BYTES = 1 << 12
 """Of gathered shards: with it even a tiny model takes several."""
 
 
@@ -63,11 +79,13 @@ class Publishing:
 
     def __init__(self, learner: Learner) -> None:
         specs = tensor_specs(learner.named_weights(), torch.bfloat16)
-        self._trainer, self._runner = Trainer(TIMEOUT_S, specs=specs), asyncio.Runner()
+        self._trainer = Trainer(TIMEOUT_S, specs=specs, constant=learner.frozen_names)
+        self._runner = asyncio.Runner()
         self._replica = self._trainer.add("replica")
 
     def publish(self, leader: RankLeader, version: int) -> dict[str, object]:
-        with leader.whole(TensorSet.WIRE_WEIGHTS) as whole:
+        only_trained = self._trainer.snapshots.version is not None
+        with leader.weights(only_trained=only_trained) as whole:
             self._trainer.snapshots.write(whole, version, TIMEOUT_S)
         report = self._runner.run(self._trainer.publisher.publish(version))
         served = self._replica.served
@@ -90,6 +108,7 @@ def batch_of(model: Path, step: int) -> TrainBatch:
 
 
 def obey(leader: RankLeader, learner: Learner, model: Path) -> None:
+    saving = Saving()
     with ExitStack() as stack:
         publishing: Publishing | None = None
         for line in sys.stdin:
@@ -99,9 +118,52 @@ def obey(leader: RankLeader, learner: Learner, model: Path) -> None:
                     publishing = Publishing(learner)
                     stack.callback(publishing.close)
                 answer(publishing.publish(leader, int(argument)))
+            elif command == "begin":
+                saving.begin(leader, Path(argument))
+                answer("begun")
+            elif command == "finish":
+                answer(saving.finish())
+            elif command == "resume":
+                answer(resume(leader, Path(argument)))
             else:
                 answer(obey_one(leader, command, argument, model))
     leader.stop()
+
+
+class Saving:
+    """Checkpoints that a second thread writes, as `LearnerThread` has one write them."""
+
+    def __init__(self) -> None:
+        self._thread = OwnerThread("checkpoint")
+        self._running: Future[Path] | None = None
+
+    def begin(self, leader: RankLeader, folder: Path) -> None:
+        store, step = CheckpointStore(folder.parent), int(folder.name.rpartition("_")[2])
+        write = leader.begin_save(store.begin(step))
+        self._running = self._thread.submit(lambda: store.finish(step, write, DataProgress(step)))
+
+    def finish(self) -> str:
+        assert self._running is not None
+        return str(self._running.result())
+
+
+def resume(leader: RankLeader, root: Path) -> int:
+    found = CheckpointStore(root).latest()
+    assert found is not None
+    leader.load(found.actor)
+    return found.step
+
+
+def hold(file: Path) -> None:
+    """Let no rank write a tensor while `file` exists."""
+    append = sharded_state.TensorFile.append
+
+    def held(writer: sharded_state.TensorFile, tensor: torch.Tensor) -> None:
+        while file.exists():
+            time.sleep(0.01)
+        append(writer, tensor)
+
+    mock.patch.object(sharded_state.TensorFile, "append", held).start()
 
 
 def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> object:
@@ -112,17 +174,42 @@ def obey_one(leader: RankLeader, command: str, argument: str, model: Path) -> ob
         step = int(argument)
         return leader.train_step(uniform(batch_of(model, step), UNIFORM), step)
     if command == "weights":
-        with leader.whole(TensorSet.WEIGHTS) as whole:
-            save_file({n: w.clone() for n, w in whole}, argument)
+        folder = Path(f"{argument}.saved") / "actor"
+        leader.save(folder)
+        save_file(saved_weights(folder), argument)
     elif command == "save":
-        leader.save(Path(argument))
+        with LiveBytes() as live:
+            leader.save(Path(argument))
+        return {"most": live.most}
     elif command == "load":
         leader.load(Path(argument))
     elif command == "fail":
-        with suppress(OSError), leader.whole(TensorSet(argument)) as whole:
+        with suppress(OSError), leader.weights() as whole:
             next(whole)
             raise OSError("no space left")
     return "done"
+
+
+def dying(calls: int) -> Callable[..., torch.Tensor]:
+    """An exchange of rows that kills this process instead of its call of this number."""
+    exchange, counts = experts_module._all_to_all, count(1)
+
+    def exchanged(*arguments: Any) -> torch.Tensor:
+        if next(counts) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(*arguments)
+
+    return exchanged
+
+
+def saved_weights(actor: Path) -> dict[str, torch.Tensor]:
+    """By parameter name, from the files of a checkpoint."""
+    folder = actor / "huggingface"
+    family: Any = AutoModelForCausalLM
+    if read_vision_shape(str(folder)) is not None:
+        family = AutoModelForImageTextToText
+    loaded = family.from_pretrained(folder, dtype="auto")
+    return dict(loaded.named_parameters())
 
 
 def held_bytes() -> int:
@@ -144,18 +231,26 @@ def run(
     *,
     skips: bool = False,
     recomputes: bool = False,
+    adapters: dict[str, object] | None = None,
+    dies_in_exchange: int = 0,
+    holds: str | None = None,
 ) -> None:
+    if holds is not None:
+        hold(Path(holds))
     parallel: DataParallel = DataParallel()
     if os.environ["WORLD_SIZE"] != "1":
         parallel = TorchDistributed(select_device("cpu"), timeout_s, forming_timeout_s)
-    small = partial(gather_whole, bucket_bytes=BUCKET_BYTES)
-    mock.patch.object(learner_module, "gather_whole", small).start()
-    config = make_config(model, NUM_GROUPS, **actor)
+    for module, name in ((learner_module, "stream_rows"), (trained_model, "write_model")):
+        small = partial(getattr(module, name), bucket_bytes=BUCKET_BYTES)
+        mock.patch.object(module, name, small).start()
+    config = adapting(make_config(model, NUM_GROUPS, **actor), **(adapters or {}))
     if frozen is not None:
         config = with_critic(config)
         mock.patch.object(learner_module, "load_policy", freezing(frozen)).start()
     if recomputes:
         config = recomputing(config)
+    if dies_in_exchange and parallel.rank == parallel.world_size - 1:
+        mock.patch.object(experts_module, "_all_to_all", dying(dies_in_exchange)).start()
     learner = Learner(skipping(config) if skips else config, parallel, total_steps=10)
     answer("ready")
     assert sys.stdin.readline() == "go\n"

@@ -54,9 +54,6 @@ class ThreadedRank(DataParallel):
     def shard_mesh(self, size: int) -> None:
         """torch's groups are one a process: each thread holds the whole model."""
 
-    def gather_to_first(self, own: torch.Tensor, group: object, phase: str) -> torch.Tensor | None:
-        raise AssertionError("nothing is sharded")
-
     def naming_failures(self, phase: str) -> AbstractContextManager[object]:
         return nullcontext()
 

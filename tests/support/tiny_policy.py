@@ -46,6 +46,7 @@ _GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**_GROUPED, "head_dim": 16, "tie_word_embeddings": True},
     "llama": _GROUPED,
+    "qwen2": _GROUPED,
     "mistral": {**_GROUPED, "sliding_window": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS},
     "granite": {**_GROUPED, "logits_scaling": 3.0, "attention_multiplier": 0.3},
     "gpt_neox": COMMON,
@@ -122,6 +123,13 @@ def recomputing(config: RunConfig) -> RunConfig:
     """The same run; the backward pass computes layers again."""
     policy = config.actor_rollout_ref
     model = structs.replace(policy.model, enable_gradient_checkpointing=True)
+    return structs.replace(config, actor_rollout_ref=structs.replace(policy, model=model))
+
+
+def adapting(config: RunConfig, **keys: object) -> RunConfig:
+    """The same run; low-rank adapters are trained. `keys` are those of the model."""
+    policy = config.actor_rollout_ref
+    model = msgspec.convert(msgspec.to_builtins(policy.model) | keys, type(policy.model))
     return structs.replace(config, actor_rollout_ref=structs.replace(policy, model=model))
 
 

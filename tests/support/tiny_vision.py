@@ -60,7 +60,9 @@ _VISION: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0],
     },
 }
-PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+_VISION["qwen3_vl_moe"] = _VISION["qwen3_vl"]
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
 
 
 def save_model(family: str, directory: Path, seed: int = 0, width: int = _WIDTH) -> PreTrainedModel:
@@ -69,13 +71,16 @@ def save_model(family: str, directory: Path, seed: int = 0, width: int = _WIDTH)
     It has two heads, each half as wide as its tokens.
     """
     sections = [size * width // _WIDTH for size in _ROPE["mrope_section"]]
-    rope = _ROPE | ({"mrope_interleaved": True} if family == "qwen3_vl" else {})
+    is_third = family.startswith("qwen3_vl")
+    rope = _ROPE | ({"mrope_interleaved": True} if is_third else {})
     text = _TEXT | {"rope_parameters": rope | {"mrope_section": sections}, "hidden_size": width}
     out = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
     patch = {"patch_size": PATCH[family], "spatial_merge_size": 2, "temporal_patch_size": 2}
     config = AutoConfig.for_model(
         family,
-        text_config=text | ({"head_dim": width // 2} if family == "qwen3_vl" else {}),
+        text_config=text
+        | ({"head_dim": width // 2} if is_third else {})
+        | (_EXPERTS if family == "qwen3_vl_moe" else {}),
         vision_config=_VISION[family] | patch | {"num_heads": 2, out: width},
         image_token_id=IMAGE,
         video_token_id=VIDEO,

@@ -14,6 +14,7 @@ from sluice.concurrency.threads import OwnerThread
 from sluice.device.protocol import Device
 from sluice.errors import WeightSyncError
 from sluice.types import TransferGroupSpec
+from sluice.weights.adapters import merge_adapters
 from sluice.weights.delta import changed_positions
 from sluice.weights.receiver import StagedWeights, WeightReceiver
 
@@ -216,10 +217,12 @@ class WeightInbox:
         return self._thread.submit(receive)
 
     def _new_weights(self, received: StagedWeights) -> NewWeights:
-        # While the model still computes with the base, the changes are found here, in the thread.
+        # While the model still computes with the base, adapters are merged and changes are found
+        # here, in the thread.
+        tensors = merge_adapters(received.tensors)
         base = self._receiver.base_of(received)
-        if base is None or received.base is None:
-            return NewWeights(received.tensors)
+        if tensors is not received.tensors or base is None or received.base is None:
+            return NewWeights(tensors)
         changes = {
             name: _changed(base.tensors[name], received.tensors[name], place)
             for name, place in self._places.items()

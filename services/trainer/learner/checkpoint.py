@@ -18,7 +18,8 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,20 +90,49 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk is full or cannot be written.
         """
-        try:
+        actor = self.begin(step)
+        return self.finish(step, lambda: write_actor(actor), progress)
+
+    def begin(self, step: int) -> Path:
+        """Make the partial checkpoint of `step` and return its folder of the policy, not yet there.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written.
+        """
+        with self._naming(step):
             self._root.mkdir(parents=True, exist_ok=True)
             self._clean_up()
-            self._put(step, self._write_partial(step, write_actor, progress))
+            self._partial(step).mkdir()
+        return self._partial(step) / ACTOR_FOLDER
+
+    def finish(self, step: int, write: Callable[[], None], progress: DataProgress) -> Path:
+        """Complete what `begin` made, and return the checkpoint's folder; any one thread.
+
+        Args:
+            step: as given to `begin`.
+            write: fills the folder that `begin` returned.
+            progress: the position in the data set.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written.
+        """
+        with self._naming(step):
+            self._put(step, self._write_partial(step, write, progress))
+        try:
+            self._delete_old(self.folder(step))
+        except OSError as error:  # the new checkpoint is complete, so this ends no run
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self._root, error)
+        return self.folder(step)
+
+    @contextmanager
+    def _naming(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self._root} ({error}); free "
                 "space there, or lower trainer.max_actor_ckpt_to_keep"
             ) from error
-        try:
-            self._delete_old(self._folder(step))
-        except OSError as error:  # the new checkpoint is complete, so this ends no run
-            logger.warning("old checkpoints in %s cannot be deleted: %s", self._root, error)
-        return self._folder(step)
 
     def latest(self) -> Checkpoint | None:
         """Return the checkpoint that the tracker file names; ``None`` without a tracker.
@@ -121,21 +151,19 @@ class CheckpointStore:
                 "correct it, or set trainer.resume_mode=disable"
             )
         self._undo_interrupted_replacement(int(content))
-        return read_checkpoint(self._folder(int(content)))
+        return read_checkpoint(self.folder(int(content)))
 
-    def _folder(self, step: int) -> Path:
+    def folder(self, step: int) -> Path:
+        """Return the folder of the complete checkpoint of a step."""
         return self._root / f"global_step_{step}"
 
-    def _write_partial(
-        self,
-        step: int,
-        write_actor: Callable[[Path], None],
-        progress: DataProgress,
-    ) -> Path:
-        partial = self._root / f".global_step_{step}{_PARTIAL}"
-        partial.mkdir()
+    def _partial(self, step: int) -> Path:
+        return self._root / f".global_step_{step}{_PARTIAL}"
+
+    def _write_partial(self, step: int, write: Callable[[], None], progress: DataProgress) -> Path:
+        partial = self._partial(step)
         try:
-            write_actor(partial / ACTOR_FOLDER)
+            write()
             _write_data(partial, step, progress)
             _sync_tree(partial)
         except Exception:
@@ -145,7 +173,7 @@ class CheckpointStore:
 
     def _put(self, step: int, partial: Path) -> None:
         """Move a written checkpoint to its final name, then write the tracker."""
-        folder = self._folder(step)
+        folder = self.folder(step)
         replaced = self._root / f".global_step_{step}{_REPLACED}"
         if folder.exists():
             folder.rename(replaced)
@@ -168,8 +196,8 @@ class CheckpointStore:
     def _undo_interrupted_replacement(self, step: int) -> None:
         """Put back a checkpoint if a crash came between the two renames that replace it."""
         replaced = self._root / f".global_step_{step}{_REPLACED}"
-        if replaced.exists() and not self._folder(step).exists():
-            replaced.rename(self._folder(step))
+        if replaced.exists() and not self.folder(step).exists():
+            replaced.rename(self.folder(step))
 
     def _write_tracker(self, step: int) -> None:
         fresh = self._root / f".{TRACKER_FILE}{_PARTIAL}"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,24 +12,34 @@ import torch
 from torch import Tensor
 
 from services.trainer.learner.checkpoint import CRITIC_FOLDER
+from services.trainer.learner.model.experts import check_own_experts
 from services.trainer.learner.model.forward import DTYPES, check_packing
-from services.trainer.learner.model.loading import freeze_vision_tower, load_policy
-from services.trainer.learner.model.sharding import gather_whole
+from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.lora import on_the_wire
+from services.trainer.learner.model.preparation import prepare_policy
 from services.trainer.learner.model.trained_model import (
     ACTOR_SHARDING,
     CRITIC_SHARDING,
+    PolicyState,
     TrainedModel,
     load_policy_state,
-    save_policy_state,
     trained_model,
 )
+from services.trainer.learner.places import is_held, local_part
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
+from services.trainer.learner.sharded_state import keep_step
 from services.trainer.learner.update.critic import Critic
 from services.trainer.learner.update.policy_update import PolicyUpdate
-from services.trainer.learner.update.reference import ReferencePolicy
+from services.trainer.learner.update.reference import (
+    AdapterReference,
+    Reference,
+    ReferencePolicy,
+)
 from services.trainer.learner.update.settings import update_settings
-from sluice.config.derived import max_row_tokens, uses_critic
+from services.trainer.learner.weight_stream import stream_rows
+from sluice.config.derived import adapts, max_row_tokens, uses_critic
+from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor import FsdpConfig
 from sluice.device.protocol import Device
@@ -44,21 +51,6 @@ from sluice.vision.image_prompts import load_image_prompts
 KL_CONTROL_FILE = "kl_control.json"
 
 NamedTensors: TypeAlias = Iterator[tuple[str, Tensor]]
-
-
-class TensorSet(StrEnum):
-    """A set of named tensors; moments are AdamW's state."""
-
-    WIRE_WEIGHTS = "wire_weights"
-    """The policy's weights for replicas, in ``actor_rollout_ref.rollout.dtype``."""
-    WEIGHTS = "weights"
-    MOMENTS = "moments"
-    CRITIC_WEIGHTS = "critic_weights"
-    CRITIC_MOMENTS = "critic_moments"
-
-
-OpenTensorSet: TypeAlias = Callable[[TensorSet], AbstractContextManager[NamedTensors]]
-"""Opens a stream of whole tensors on rank 0."""
 
 
 def check_precision(key: str, precision: FsdpConfig, device: Device) -> None:
@@ -112,26 +104,15 @@ class Learner:
         self._device = device or select_device(config.trainer.device)
         self._device.set_device()
         torch.manual_seed(config.trainer.seed)  # equal on all ranks: a new value head is random
-        max_tokens = max_row_tokens(config.data)
         actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
         precision = actor.fsdp_config
-        parallel.share_sequences(precision.ulysses_sequence_parallel_size)
+        layout = trainer_layout(config, parallel.world_size)
+        parallel.share_sequences(layout.sequence)
+        parallel.experts = layout.experts
         check_precision(ACTOR_SHARDING, precision, self._device)
         if uses_critic(config):
             check_precision(CRITIC_SHARDING, config.critic.fsdp, self._device)
-        policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
-        check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
-        if actor.freeze_vision_tower:
-            freeze_vision_tower(policy.model)
-        self._policy = trained_model(
-            policy,
-            precision,
-            actor.optim,
-            parallel,
-            total_steps,
-            key=ACTOR_SHARDING,
-            device=self._device.torch_device,
-        )
+        self._policy = self._load_policy(total_steps)
         self._model = self._policy.model
         self._optimizer = self._policy.optimizer
         settings = update_settings(config, self._model.config.get_text_config().vocab_size)
@@ -142,9 +123,6 @@ class Learner:
             parallel.share,
         )
         self._reshard()  # the check ran without a backward pass
-        reference = None
-        if settings.needs_reference:
-            reference = ReferencePolicy(model, precision, self._device, max_tokens, parallel)
         if uses_critic(config):
             self._critic = Critic(config, parallel, self._device, total_steps)
         self._update = PolicyUpdate(
@@ -152,18 +130,54 @@ class Learner:
             self._policy,
             parallel,
             self._device,
-            reference=reference,
+            reference=self._reference() if settings.needs_reference else None,
             critic=self._critic,
             image_prompts=load_image_prompts(model.path, trust_remote_code=model.trust_remote_code),
         )
         self._check_equal_weights([trained.initial_sum for trained in self._trained()])
+        self._beside = parallel.beside() if actor.checkpoint.async_save else None
+
+    def _reference(self) -> Reference:
+        config, parallel = self._config, self._parallel
+        model, precision = (
+            config.actor_rollout_ref.model,
+            config.actor_rollout_ref.actor.fsdp_config,
+        )
+        if adapts(model):
+            return AdapterReference(self._policy, self._device, parallel)
+        max_tokens = max_row_tokens(config.data)
+        return ReferencePolicy(model, precision, self._device, max_tokens, parallel)
+
+    def _load_policy(self, total_steps: int) -> TrainedModel:
+        """Load the policy, check that the run's settings suit it, and share it. Collective."""
+        actor, model = self._config.actor_rollout_ref.actor, self._config.actor_rollout_ref.model
+        precision, parallel = actor.fsdp_config, self._parallel
+        max_tokens = max_row_tokens(self._config.data)
+        policy = load_policy(model, precision, max_tokens, is_sharded=parallel.world_size > 1)
+        check_shareable(precision.ulysses_sequence_parallel_size, policy.model.config)
+        if actor.router_replay.mode == "R2":
+            setting = "actor_rollout_ref.actor.router_replay.mode=R2"
+            check_own_experts(policy.model, setting, "disabled")
+        prepare_policy(policy.model, self._config.actor_rollout_ref)
+        return trained_model(
+            policy,
+            precision,
+            actor.optim,
+            parallel,
+            total_steps,
+            key=ACTOR_SHARDING,
+            device=self._device.torch_device,
+        )
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether all ranks must take part in `gather`."""
-        return self._parallel.world_size > 1 and any(
-            trained.shards is not None for trained in self._trained()
-        )
+        """Return whether all ranks must take part in `stream`."""
+        return not is_held(self._policy.places, 0)
+
+    @property
+    def saves_aside(self) -> bool:
+        """Return whether checkpoints are written while training continues."""
+        return self._beside is not None
 
     def train_step(self, batch: TrainBatch, step: int) -> dict[str, float]:
         """Update the policy with one batch. Collective.
@@ -186,45 +200,78 @@ class Learner:
         for name, parameter in self._policy.parameters.items():
             yield name, parameter.detach()
 
-    def gather(self, holding: TensorSet) -> NamedTensors:
-        """Yield whole tensors on rank 0, nothing on the others; if sharded, collective to its end.
+    @property
+    def frozen_names(self) -> frozenset[str]:
+        """Return the names of the policy's weights that are not trained."""
+        return frozenset(n for n, one in self._policy.parameters.items() if not one.requires_grad)
+
+    def stream(self, *, only_trained: bool = False) -> NamedTensors:
+        """Yield the policy's weights on rank 0, nothing on the others; collective if sharded.
+
+        They have the dtype of ``actor_rollout_ref.rollout.dtype``; see `stream_rows`. An adapter's
+        B is multiplied by its scale (`sluice.weights.adapters`).
+
+        Args:
+            only_trained: leave out those that never change.
 
         Raises:
             DeadlineError, PeerError: a rank did not take part.
         """
         trained = self._policy
-        if self._critic and holding in (TensorSet.CRITIC_WEIGHTS, TensorSet.CRITIC_MOMENTS):
-            trained = self._critic.trained
-        is_moments = holding in (TensorSet.MOMENTS, TensorSet.CRITIC_MOMENTS)
-        held = trained.optimizer.state_tensors() if is_moments else trained.parameters
-        wire_dtype: torch.dtype = getattr(torch, self._config.actor_rollout_ref.rollout.dtype)
-        return gather_whole(
-            held.items(),
+        left_out = self.frozen_names if only_trained else frozenset[str]()
+        places = {name: one for name, one in trained.places.items() if name not in left_out}
+        parts = {name: local_part(trained.parameters[name]) for name in places}
+        return stream_rows(
+            on_the_wire(trained.model, parts),
+            places,
             self._parallel,
-            f"gathering {holding.replace('_', ' ')}",
-            dtype=wire_dtype if holding is TensorSet.WIRE_WEIGHTS else None,
+            "gathering weights",
+            dtype=getattr(torch, self._config.actor_rollout_ref.rollout.dtype),
         )
 
-    def save(self, directory: Path, whole: OpenTensorSet | None = None) -> None:
+    def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into `directory` (``actor/``).
 
-        A critic is saved in ``critic/`` in the same folder. Call on rank 0 only.
+        All ranks write, each its parts. A critic is saved in ``critic/`` in the same folder.
+        Collective; all ranks see one folder.
 
         Args:
             directory: new or empty.
-            whole: makes all ranks gather; needed if a model is sharded (`RankLeader.save`).
+
+        Raises:
+            OSError: a rank cannot write.
+            DeadlineError, PeerError: a rank did not take part.
         """
-        path = self._config.actor_rollout_ref.model.path
-        for trained, folder, weights, moments in self._holdings(directory):
-            save_policy_state(
-                folder,
-                trained,
-                path,
-                weights=partial(whole or self._own, weights) if trained.shards else None,
-                moments=partial(whole or self._own, moments),
-            )
-        coef = self._update.kl_controller.coef
-        (directory / KL_CONTROL_FILE).write_text(json.dumps({"coef": coef}), encoding="utf-8")
+        self.begin_save(directory)()
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Return the work of `save`. If `saves_aside`, it may run beside training.
+
+        Then it has copies of this rank's parts on the host, and its own group of all ranks.
+        """
+        path, parallel = self._config.actor_rollout_ref.model.path, self._beside or self._parallel
+        states = [
+            PolicyState(folder, trained, path, parallel.world_size, copies=self.saves_aside)
+            for trained, folder in self._holdings(directory)
+        ]
+        coef = json.dumps({"coef": self._update.kl_controller.coef})
+
+        def parts() -> Iterator[None]:
+            # First what all ranks do together.
+            for state in states:
+                yield from state.write_weights(parallel)
+            for state in states:
+                yield from state.write_rest(parallel)
+            if parallel.rank == 0:
+                (directory / KL_CONTROL_FILE).write_text(coef, encoding="utf-8")
+
+        def write() -> None:
+            keep_step(parts(), parallel, "writing a checkpoint")
+            if parallel.rank == 0:
+                for state in states:
+                    state.check_files()
+
+        return write
 
     def load(self, directory: Path) -> None:
         """Load weights, optimizer and random state that `save` wrote. Collective.
@@ -242,7 +289,7 @@ class Learner:
         # The policy comes last: both restore the random state, and its state is the one to keep.
         sums = [
             load_policy_state(folder, trained)
-            for trained, folder, _, _ in reversed(self._holdings(directory))
+            for trained, folder in reversed(self._holdings(directory))
         ]
         self._load_kl_control(directory / KL_CONTROL_FILE)
         self._check_equal_weights(sums)
@@ -250,18 +297,12 @@ class Learner:
     def _trained(self) -> list[TrainedModel]:
         return [self._policy, *([self._critic.trained] if self._critic else [])]
 
-    def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path, TensorSet, TensorSet]]:
-        """Return each model of a checkpoint, its folder and its sets of tensors."""
-        found = [(self._policy, actor, TensorSet.WEIGHTS, TensorSet.MOMENTS)]
+    def _holdings(self, actor: Path) -> list[tuple[TrainedModel, Path]]:
+        """Return each model of a checkpoint and its folder."""
+        found = [(self._policy, actor)]
         if self._critic is not None:
-            folder = actor.parent / CRITIC_FOLDER
-            kinds = TensorSet.CRITIC_WEIGHTS, TensorSet.CRITIC_MOMENTS
-            found.append((self._critic.trained, folder, *kinds))
+            found.append((self._critic.trained, actor.parent / CRITIC_FOLDER))
         return found
-
-    def _own(self, holding: TensorSet) -> AbstractContextManager[NamedTensors]:
-        assert not self.is_sharded, "the other ranks do not take part"
-        return nullcontext(self.gather(holding))
 
     def _reshard(self) -> None:
         for trained in self._trained():

@@ -9,19 +9,21 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from services.trainer.learner.learner import Learner, NamedTensors, TensorSet
+from services.trainer.learner.learner import Learner, NamedTensors
 from services.trainer.learner.ranks import DataParallel, TorchDistributed
 from sluice.codec.reward import train_batch_from_bytes, train_batch_to_bytes
 from sluice.concurrency.process import exempt_start_up
+from sluice.concurrency.threads import OwnerThread
 from sluice.config.derived import world_size
 from sluice.config.run import RunConfig
 from sluice.device.select import select_device
@@ -45,7 +47,8 @@ class CommandKind(StrEnum):
 
     TRAIN = "train"
     LOAD = "load"
-    GATHER = "gather"
+    STREAM = "stream"
+    SAVE = "save"
     KEEP_ALIVE = "keep_alive"
     STOP = "stop"
 
@@ -93,16 +96,16 @@ class RankLeader:
             self._learner.load(directory)
 
     @contextmanager
-    def whole(self, holding: TensorSet) -> Iterator[NamedTensors]:
-        """Stream whole tensors of models that may be sharded; all ranks gather while it is read.
+    def weights(self, *, only_trained: bool = False) -> Iterator[NamedTensors]:
+        """Stream the policy's weights (`Learner.stream`); all ranks send while it is read.
 
         The ranks start with the first tensor that is read. Tensors that are not read inside the
-        block are gathered after it and dropped, so that all ranks end together.
+        block are sent after it and dropped, so that all ranks end together.
 
         Raises:
             DeadlineError, PeerError: a rank failed.
         """
-        tensors = self._gather(holding)
+        tensors = self._stream(only_trained=only_trained)
         try:
             yield tensors
         finally:
@@ -111,9 +114,26 @@ class RankLeader:
                 for _ in tensors:
                     pass
 
+    @property
+    def saves_aside(self) -> bool:
+        """Return `Learner.saves_aside`."""
+        return self._learner.saves_aside
+
     def save(self, directory: Path) -> None:
-        """Call `Learner.save`; if a model is sharded, all ranks send their shards."""
-        self._learner.save(directory, self.whole)
+        """Call `Learner.save` on all ranks."""
+        with self._commanding:
+            self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
+            self._learner.save(directory)
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Call `Learner.begin_save` on all ranks; the others begin to write.
+
+        Returns:
+            rank 0's work, for another thread; later commands may run meanwhile.
+        """
+        with self._commanding:
+            self._send(CommandKind.SAVE, {"directory": str(directory)}, b"")
+            return self._learner.begin_save(directory)
 
     def stop(self) -> None:
         """End the other ranks' `follow`. Later calls do nothing."""
@@ -125,13 +145,13 @@ class RankLeader:
         if self._keep_alives.is_alive():
             self._keep_alives.join()
 
-    def _gather(self, holding: TensorSet) -> Generator[tuple[str, Tensor], None, None]:
+    def _stream(self, *, only_trained: bool) -> Generator[tuple[str, Tensor], None, None]:
         if not self._learner.is_sharded:  # rank 0 has everything: the others are not needed
-            yield from self._learner.gather(holding)
+            yield from self._learner.stream(only_trained=only_trained)
             return
         with self._commanding:
-            self._send(CommandKind.GATHER, {"holding": holding}, b"")
-            yield from self._learner.gather(holding)
+            self._send(CommandKind.STREAM, {"only_trained": only_trained}, b"")
+            yield from self._learner.stream(only_trained=only_trained)
 
     def _send(self, kind: CommandKind, arguments: dict[str, object], body: bytes) -> None:
         if self._failure is not None:
@@ -165,20 +185,34 @@ def follow(learner: Learner, parallel: DataParallel) -> None:
         DeadlineError: no command came in time.
         PeerError: rank 0 failed or vanished.
     """
+    saving = OwnerThread("checkpoint")
     while True:
         message = parallel.broadcast_bytes(None, "waiting for rank 0's next command")
         split = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "little")
         header = json.loads(message[_LENGTH_BYTES:split])
         kind = CommandKind(header["kind"])
         if kind is CommandKind.STOP:
+            saving.submit(lambda: None).result()  # after what it still writes
             return
         if kind is CommandKind.TRAIN:
             learner.train_step(train_batch_from_bytes(message[split:]), int(header["step"]))
         elif kind is CommandKind.LOAD:
             learner.load(Path(header["directory"]))
-        elif kind is CommandKind.GATHER:
-            for _ in learner.gather(TensorSet(header["holding"])):
+        elif kind is CommandKind.STREAM:
+            for _ in learner.stream(only_trained=bool(header["only_trained"])):
                 pass
+        elif kind is CommandKind.SAVE:
+            work = learner.begin_save(Path(header["directory"]))
+            saved = saving.submit(partial(_save, work))
+            if not learner.saves_aside:
+                saved.result()
+
+
+def _save(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except OSError as error:  # rank 0 hears of it, and ends the run
+        logger.error("the checkpoint cannot be written: %s", error)  # noqa: TRY400 - no bug here
 
 
 def join_ranks(config: RunConfig) -> DataParallel:

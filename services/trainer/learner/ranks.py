@@ -12,12 +12,16 @@ and the rank that notices it ends the run with an error that names itself and th
 from __future__ import annotations
 
 import os
+import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -27,10 +31,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from services.trainer.learner.sequence_share import SHARING_KEY, SequenceShare
+from services.trainer.learner.sequence_share import SequenceShare
+from sluice.concurrency.process import START_FIELD, ProcessMark, stat_fields
 from sluice.concurrency.waits import waiting_for
 from sluice.config.addresses import join_host_port, split_host_port
-from sluice.device.protocol import WITHOUT_GATHER, Device, rank_backends
+from sluice.config.parallel_layout import ParallelLayout
+from sluice.device.protocol import Device, rank_backends
 from sluice.errors import ConfigError, DeadlineError, PeerError, WeightSyncError
 from sluice.types import TransferGroupSpec
 from sluice.weights.rendezvous import EpochStore, RendezvousStore, gather
@@ -45,12 +51,18 @@ LATE_REMEDY = (
 )
 SHARD_DIM, COPY_DIM = "shard", "copy"
 """Dimensions of the mesh that shards a model."""
+EXPERT_DIM, EXPERT_SHARD_DIM = "expert", "expert_shard"
+"""Dimensions of the mesh that divides its experts, and shards each of them."""
 
 # Texts in the errors of torch's backends.
 _GLOO = "gloo"
 _LATE = "timed out"
 _EPOCH = 0
 _RETRY_S = 0.1
+_ENDING_S = 1.0
+_NOT_ALIVE = frozenset({"gone", "a zombie", "stopped by a signal"})
+_PROCESSES = Path("/proc/self/ns/pid")
+"""The processes that this one sees, on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +208,8 @@ class DataParallel:
     world_size: int = 1
     share: SequenceShare | None = None
     """This rank's part of every packed sequence; None: all of it."""
+    experts: int = 1
+    """Neighboring ranks that divide the experts of each layer among them."""
     _mesh: DeviceMesh | None = None
 
     def __init__(self, device_type: str = "cpu") -> None:
@@ -217,13 +231,7 @@ class DataParallel:
         Raises:
             ConfigError: the size does not divide the number of ranks.
         """
-        if self.world_size % size:
-            sizes = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
-            raise ConfigError(
-                f"{SHARING_KEY}={size} does not divide the {self.world_size} trainer ranks "
-                "(trainer.nnodes * trainer.n_gpus_per_node); give one of "
-                f"{', '.join(map(str, sizes))}"
-            )
+        ParallelLayout(self.world_size, self.world_size, sequence=size)
 
     def gather_rows(self, values: Sequence[float], phase: str) -> list[list[float]]:
         """Return the numbers of each share, as `all_gather`; its ranks have the same."""
@@ -267,13 +275,40 @@ class DataParallel:
             self._mesh = DeviceMesh.from_group(group, self.device_type, mesh_dim_names=(SHARD_DIM,))
         return self._mesh
 
-    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
-        """Gather equally long tensors ``[n]`` of a group of ranks that includes rank 0.
+    def expert_mesh(self, size: int) -> DeviceMesh | None:
+        """Return how the `size` ranks of a copy divide its experts; ``None``: they do not.
 
         Returns:
-            ``[ranks, n]`` on rank 0, ``None`` on the others.
+            dimensions ``copy`` (if there are several), ``expert_shard``, over which each expert is
+            sharded, and ``expert``, of `experts` neighboring ranks.
+
+        Raises:
+            ConfigError: they cannot divide evenly.
         """
-        return own[None]
+        ParallelLayout(self.world_size, size, experts=self.experts)
+        return None
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        phase: str,
+    ) -> None:
+        """Send tensors to ranks and receive some from ranks, in the same order at both ends.
+
+        A rank without any may leave it out, unless it is new to the group (`exchange_places`).
+
+        Args:
+            sends: contiguous tensors and the ranks that get them.
+            receives: contiguous tensors to fill and the ranks that send them.
+            phase: named in errors.
+        """
+        assert not sends, phase
+        assert not receives, phase
+
+    def beside(self) -> DataParallel:
+        """Return the same ranks in a group of their own, over Gloo, for a second thread."""
+        return self
 
     def naming_failures(self, phase: str) -> AbstractContextManager[object]:
         """Name failures of collectives that torch itself calls in the block."""
@@ -309,8 +344,9 @@ class TorchDistributed(DataParallel):
         self._timeout_s = timeout_s
         super().__init__(device.torch_device.type)
         self._meshes: dict[int, DeviceMesh] = {}
+        self._expert_meshes: dict[int, DeviceMesh] = {}
+        self._group: ProcessGroup | None = None  # all ranks, as torch forms it
         backend = rank_backends(device.torch_device.type)
-        self._has_gather = device.collective_backend not in WITHOUT_GATHER
         device.set_device()  # before the group exists: its backend binds to the current device
         place = rank_place(os.environ)
         self._rendezvous: RankRendezvous | None = None
@@ -323,28 +359,32 @@ class TorchDistributed(DataParallel):
             raise
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
+        self._processes: list[ProcessMark] = []
+        self._processes = self._meet()
 
     def all_reduce_sum(self, tensors: Sequence[Tensor], phase: str) -> None:
         """Sum on the tensors' device, one collective per tensor."""
         for tensor in tensors:
-            self._run(partial(dist.all_reduce, tensor, async_op=True), phase)
+            self._run(partial(dist.all_reduce, tensor, group=self._group, async_op=True), phase)
 
     def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
         """Gather over Gloo as float64."""
         own = torch.tensor(values, dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._run(partial(dist.all_gather, gathered, own, async_op=True), phase)
+        self._run(partial(dist.all_gather, gathered, own, group=self._group, async_op=True), phase)
         return [part.tolist() for part in gathered]
 
     def broadcast_bytes(self, payload: bytes | None, phase: str) -> bytes:
         """Broadcast the length, then the content, over Gloo."""
         length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
-        self._run(partial(dist.broadcast, length, src=0, async_op=True), phase)
+        self._run(partial(dist.broadcast, length, src=0, group=self._group, async_op=True), phase)
         content = torch.empty(int(length), dtype=torch.uint8)
         if payload is not None:
             content.numpy()[:] = np.frombuffer(payload, dtype=np.uint8)
         if content.numel():
-            self._run(partial(dist.broadcast, content, src=0, async_op=True), phase)
+            self._run(
+                partial(dist.broadcast, content, src=0, group=self._group, async_op=True), phase
+            )
         return content.numpy().tobytes()
 
     def shard_mesh(self, size: int) -> DeviceMesh:
@@ -353,6 +393,15 @@ class TorchDistributed(DataParallel):
             with self.naming_failures(f"forming groups of {size} ranks that share a model"):
                 self._meshes[size] = self._make_mesh(size)
         return self._meshes[size]
+
+    def expert_mesh(self, size: int) -> DeviceMesh | None:
+        super().expert_mesh(size)
+        if self.experts > 1 and size not in self._expert_meshes:
+            grid = torch.arange(self.world_size).view(-1, size // self.experts, self.experts)
+            names = (COPY_DIM, EXPERT_SHARD_DIM, EXPERT_DIM)
+            with self.naming_failures(f"forming groups of {self.experts} ranks with experts"):
+                self._expert_meshes[size] = self._grid_mesh(grid, names)
+        return self._expert_meshes.get(size)
 
     def share_sequences(self, size: int) -> None:
         super().share_sequences(size)
@@ -364,19 +413,28 @@ class TorchDistributed(DataParallel):
         own = self.rank // size
         self.share = SequenceShare(groups[own], self.rank % size, size)
 
-    def gather_to_first(self, own: Tensor, group: ProcessGroup, phase: str) -> Tensor | None:
-        """Gather on the tensor's device; all-gather if the backend has no gather."""
-        parts: Tensor | None = None
-        if self.rank == 0 or not self._has_gather:
-            parts = own.new_empty((dist.get_world_size(group), own.numel()))
-        into = None if parts is None else list(parts.unbind())
-        # With all-gather every rank needs memory for all parts, although only rank 0 reads them.
-        if self._has_gather:
-            gather = partial(dist.gather, own, into, dst=0, group=group, async_op=True)
-        else:
-            gather = partial(dist.all_gather, into, own, group=group, async_op=True)
-        self._run(gather, phase)
-        return parts if self.rank == 0 else None
+    def exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        phase: str,
+    ) -> None:
+        """Exchange on the tensors' devices, at once."""
+        operations = [dist.P2POp(dist.isend, one, rank, self._group) for one, rank in sends]
+        operations += [dist.P2POp(dist.irecv, one, rank, self._group) for one, rank in receives]
+        if not operations:
+            return
+        with self.naming_failures(phase):
+            works = dist.batch_isend_irecv(operations)
+        for work in works:
+            self._run(partial(_itself, work), phase)
+
+    def beside(self) -> DataParallel:
+        other = copy(self)
+        with self.naming_failures("forming a second group of all ranks"):
+            deadline = timedelta(seconds=self._timeout_s)
+            other._group = dist.new_group(backend=_GLOO, timeout=deadline)
+        return other
 
     @contextmanager
     def naming_failures(self, phase: str) -> Iterator[None]:
@@ -426,10 +484,39 @@ class TorchDistributed(DataParallel):
             self._fail(error, phase, is_late=is_late)
 
     def _fail(self, error: RuntimeError, phase: str, *, is_late: bool) -> NoReturn:
-        peer = f"a trainer rank, seen from rank {self.rank} of {self.world_size}"
+        ended = self._ended(0.0 if is_late else _ENDING_S) or "a trainer rank"
+        peer = f"{ended}, seen from rank {self.rank} of {self.world_size}"
         if is_late:
             raise DeadlineError(peer, phase, self._timeout_s, LATE_REMEDY) from error
         raise PeerError(peer, phase, str(error)) from error
+
+    def _meet(self) -> list[ProcessMark]:
+        """Return the ranks' processes; those on other machines are out of sight. Collective."""
+        fields = stat_fields(os.getpid())
+        started = float(fields[START_FIELD]) if fields else 0.0
+        host = socket.gethostname()
+        # Containers may have the machine's name, and processes of their own.
+        here = f"{host} {_PROCESSES.stat().st_ino if _PROCESSES.exists() else ''}"
+        own = [float(os.getpid()), started, float(zlib.crc32(here.encode()))]
+        return [
+            ProcessMark(
+                f"trainer rank {rank}", int(pid), host if place == own[2] else "", int(start)
+            )
+            for rank, (pid, start, place) in enumerate(self.all_gather(own, FORMING))
+        ]
+
+    def _ended(self, wait_s: float) -> str:
+        """Name the ranks of this machine that have ended or are stopped.
+
+        A process closes its connections shortly before it is gone.
+        """
+        ends_s = time.monotonic() + wait_s
+        while True:
+            states = {mark.name: mark.state() for mark in self._processes}
+            found = [f"{name} ({state})" for name, state in states.items() if state in _NOT_ALIVE]
+            if found or time.monotonic() > ends_s:
+                return ", ".join(found)
+            time.sleep(_RETRY_S)
 
     def _make_mesh(self, size: int) -> DeviceMesh:
         """Make the groups here: those that DeviceMesh makes do not get the deadline."""
@@ -438,19 +525,29 @@ class TorchDistributed(DataParallel):
             assert world is not None
             return DeviceMesh.from_group(world, self.device_type, mesh_dim_names=(SHARD_DIM,))
         # Neighboring ranks share a copy: they are likely on one machine, with fast links.
-        ranks = torch.arange(self.world_size).view(-1, size)
-        within = [self._new_group(row) for row in ranks]
-        across = [self._new_group(column) for column in ranks.T]
-        own = [across[self.rank % size], within[self.rank // size]]
-        return DeviceMesh.from_group(
-            own, self.device_type, mesh=ranks, mesh_dim_names=(COPY_DIM, SHARD_DIM)
-        )
+        return self._grid_mesh(torch.arange(self.world_size).view(-1, size), (COPY_DIM, SHARD_DIM))
+
+    def _grid_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        """Make a mesh of all ranks, whose first dimension is left out if its size is 1."""
+        if grid.shape[0] == 1 and grid.ndim > 1:
+            grid, names = grid[0], names[1:]
+        own = []
+        for dim, size in enumerate(grid.shape):
+            for ranks in grid.movedim(dim, -1).reshape(-1, size):
+                group = self._new_group(ranks)
+                if self.rank in ranks:
+                    own.append(group)
+        return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=names)
 
     def _new_group(self, ranks: Tensor) -> ProcessGroup:
         """Make a group. All ranks make every group; ranks outside it get a placeholder."""
         deadline = timedelta(seconds=self._timeout_s)
         group: ProcessGroup = dist.new_group(ranks.tolist(), timeout=deadline)
         return group
+
+
+def _itself(work: dist.Work) -> dist.Work:
+    return work
 
 
 def _has_agent_store(environment: Mapping[str, str]) -> bool:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from sluice.config.parallel_layout import SEQUENCE_KEY, sequence_sizes, shares_heads
 from sluice.errors import ConfigError
 from sluice.vision.vision_shape import FAMILIES
 
-SHARING_KEY = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
 
 if TYPE_CHECKING:
@@ -115,27 +115,23 @@ def check_shareable(size: int, config: PreTrainedConfig) -> None:
         return
     if config.model_type in FAMILIES:
         raise ConfigError(
-            f"{SHARING_KEY}={size}: a {config.model_type} model reads images, which ranks cannot "
+            f"{SEQUENCE_KEY}={size}: a {config.model_type} model reads images, which ranks cannot "
             "share; leave the key at 1"
         )
     text = config.get_text_config()
     rotation = getattr(text, "rope_parameters", None) or {}
     if rotation.get("rope_type") in _ROTATIONS_BY_LENGTH:
         raise ConfigError(
-            f"{SHARING_KEY}={size}: the rotation of positions ({rotation['rope_type']}) depends on "
-            "the length of a sequence, and each rank would see a part of it; leave the key at 1"
+            f"{SEQUENCE_KEY}={size}: the rotation of positions ({rotation['rope_type']}) depends "
+            "on the length of a sequence, and each rank would see a part of it; leave the key at 1"
         )
     heads: int = text.num_attention_heads
     kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
-
-    def is_even(ranks: int) -> bool:
-        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
-
-    if not is_even(size):
-        sizes = [ranks for ranks in range(1, heads + 1) if is_even(ranks)]
+    if not shares_heads(size, heads, kv_heads):
+        sizes = ", ".join(map(str, sequence_sizes(heads, kv_heads)))
         raise ConfigError(
-            f"{SHARING_KEY}={size}: so many ranks cannot share {heads} attention heads and "
-            f"{kv_heads} key-value heads evenly; give one of {', '.join(map(str, sizes))}"
+            f"{SEQUENCE_KEY}={size}: so many ranks cannot share {heads} attention heads and "
+            f"{kv_heads} key-value heads evenly; give one of {sizes}"
         )
 
 

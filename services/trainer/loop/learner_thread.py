@@ -1,22 +1,27 @@
 """The learner in its own thread, so that the event loop stays responsive.
 
-This thread does all torch work of rank 0 in order: updates, copies of the weights, checkpoints.
+This thread does all torch work of rank 0 in order: updates, copies of the weights, checkpoints. A
+second one may write a checkpoint from copies, while training continues.
 Cancelling a wait does not stop the running work; `close` waits for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
-from services.trainer.learner.learner import TensorSet
 from sluice.concurrency.threads import OwnerThread
 from sluice.concurrency.waits import waiting_for
 from sluice.errors import SluiceError
 from sluice.weights.snapshot import SnapshotBuffers
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from services.trainer.learner.checkpoint import CheckpointStore
     from services.trainer.learner.rank_command import RankLeader
     from sluice.types import DataProgress, TrainBatch
@@ -51,9 +56,14 @@ class LearnerThread:
         self._freeze_timeout_s = freeze_timeout_s
         self._observe = observe
         self._thread = OwnerThread("learner")
+        self._writer = OwnerThread("checkpoint")
+        self._saving: Future[str] | None = None
 
     async def train(self, batch: TrainBatch, step: int) -> Mapping[str, float]:
         """Update the policy on all ranks; return metrics by verl's names."""
+
+        if self._saving is not None and self._saving.done():
+            await self.saved()  # raises what it failed with
 
         def train() -> Mapping[str, float]:
             trained = self._leader.train_step(batch, step)
@@ -65,22 +75,68 @@ class LearnerThread:
         """Copy the current weights as `version`; the other ranks help if they are sharded."""
 
         def freeze() -> None:
-            with self._leader.whole(TensorSet.WIRE_WEIGHTS) as weights:
+            # The snapshots keep what never changes.
+            only_trained = self._snapshots.version is not None
+            with self._leader.weights(only_trained=only_trained) as weights:
                 self._snapshots.write(weights, version, self._freeze_timeout_s)
 
         await self._run(freeze)
 
     async def save(self, step: int, progress: DataProgress) -> str:
-        """Write a checkpoint and return its folder."""
-        return str(await self._run(lambda: self._store.save(step, self._leader.save, progress)))
+        """Write a checkpoint and return its folder.
+
+        With ``actor.checkpoint.async_save`` this copies what is to be saved; `saved` waits for the
+        rest, as does the next save. If that fails, the next step does.
+        """
+        began_s = time.monotonic()
+        if not self._leader.saves_aside:
+            path = await self._run(lambda: self._store.save(step, self._leader.save, progress))
+            logger.info("checkpoint of step %d saved", step)
+            return str(path)
+        await self.saved()
+
+        def copy() -> Callable[[], Path]:
+            write = self._leader.begin_save(self._store.begin(step))
+            return lambda: self._store.finish(step, write, progress)
+
+        finish = await self._run(copy)
+        copied_s = time.monotonic()
+
+        def finish_it() -> str:
+            folder = str(finish())
+            logger.info(
+                "checkpoint of step %d saved in %.1f s; training waited %.1f s of them",
+                step,
+                time.monotonic() - began_s,
+                copied_s - began_s,
+            )
+            return folder
+
+        self._saving = self._writer.submit(finish_it)
+        return str(self._store.folder(step))
+
+    async def saved(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._saving is not None:
+            with waiting_for("checkpoint", "being written"):
+                await asyncio.wrap_future(self._saving)
 
     async def close(self) -> None:
-        """Stop the other ranks, after the running work."""
+        """Complete a checkpoint, then stop the other ranks, after the running work."""
+        try:
+            await self.saved()
+        except SluiceError as error:
+            logger.warning("the last checkpoint is not complete: %s", error)
         try:
             await self._run(self._leader.stop)
         except SluiceError as error:  # an earlier call has already raised the cause
             logger.info("the other ranks did not get the stop command: %s", error)
         finally:
+            self._writer.retire(lambda: None, within_s=_END_S)
             self._thread.retire(lambda: None, within_s=_END_S)
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:

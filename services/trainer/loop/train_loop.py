@@ -348,7 +348,8 @@ class TrainLoop:
         with TRACER.span(SpanName.SAVE):
             path = await self._learner.save(step, self._progress or DataProgress(0))
         self._saved_step = step
-        logger.info("checkpoint of step %d saved", step)
+        if self._state.is_save_wanted:
+            await self._learner.saved()
         self._state.answer_saves(step, path)
 
     async def _finish(self, tasks: asyncio.TaskGroup) -> None:
@@ -361,6 +362,7 @@ class TrainLoop:
         saves = self._settings.save_freq > 0 or self._state.saves_at_end
         if self._state.is_save_wanted or (saves and step > self._saved_step):
             await self._save(step)
+        await self._learner.saved()
         self._accounts = await self._final_accounts()
         self._reporter.accounts(self._accounts)
         logger.info("the run ends at step %d: %s", step, self._state.stop_reason or "the last one")

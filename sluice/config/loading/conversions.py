@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec import UNSET
 
 from sluice.algorithm.sampling.rules import StrategyName
 from sluice.config.loading.settings_tree import SettingsTree
+from sluice.config.problems import Problem
 from sluice.config.run import value_at
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -36,10 +37,30 @@ _COPIES = (
     # Megatron's names of the learning-rate schedule.
     (f"{_ACTOR}.optim.lr_decay_style", f"{_ACTOR}.optim.lr_scheduler_type"),
     (f"{_ACTOR}.optim.lr_decay_steps", f"{_ACTOR}.optim.total_training_steps"),
+    (f"{_ACTOR}.megatron.param_offload", f"{_ACTOR}.fsdp_config.param_offload"),
+    (f"{_ACTOR}.megatron.optimizer_offload", f"{_ACTOR}.fsdp_config.optimizer_offload"),
+    (
+        f"{_ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
+        f"{_ACTOR}.fsdp_config.optimizer_offload",
+    ),
     ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
     ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
 )
 """Keys whose values another key takes over as they are."""
+
+_SHARDING = f"{_ACTOR}.fsdp_config"
+SAME_SIZES = {
+    f"{_SHARDING}.ulysses_sequence_parallel_size": (
+        f"{_ACTOR}.megatron.context_parallel_size",
+        f"{_ACTOR}.veomni.ulysses_parallel_size",
+    ),
+    f"{_SHARDING}.expert_parallel_size": (
+        f"{_ACTOR}.megatron.expert_model_parallel_size",
+        f"{_ACTOR}.veomni.expert_parallel_size",
+    ),
+    f"{_SHARDING}.fsdp_size": (f"{_ACTOR}.veomni.fsdp_size",),
+}
+"""Sizes of the trainer's layout, and their names in other backends of verl."""
 
 
 def _words(words: Mapping[str, str]) -> Callable[[object], object]:
@@ -83,6 +104,8 @@ WORDS: dict[str, Callable[[object], object]] = {
     "data.val_files": _home,
     "actor_rollout_ref.model.path": _home,
     "critic.model.path": _home,
+    "actor_rollout_ref.model.lora_adapter_path": _home,
+    "actor_rollout_ref.model.lora.adapter_path": _home,
     "reward.custom_reward_function.path": _home,
     "trainer.max_actor_ckpt_to_keep": _keep_all,
     "trainer.max_critic_ckpt_to_keep": _keep_all,
@@ -120,6 +143,7 @@ class _Settings:
 
     tree: SettingsTree
     defaults: Mapping[str, object]
+    problems: list[Problem] = field(default_factory=list)
 
     def given(self, key: str) -> object:
         """Return the value that was set; `None` also where none was."""
@@ -141,11 +165,16 @@ class _Settings:
             self.tree.set(path, value, path)
 
 
-def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> None:
-    """Apply every conversion in place. Types must have been checked before."""
+def convert_settings(tree: SettingsTree, defaults: Mapping[str, object]) -> list[Problem]:
+    """Apply every conversion in place. Types must have been checked before.
+
+    Returns:
+        keys that ask for different values of one setting.
+    """
     settings = _Settings(tree, defaults)
     for convert in _CONVERSIONS:
         convert(settings)
+    return settings.problems
 
 
 def _lengths(settings: _Settings) -> None:
@@ -206,6 +235,21 @@ def _copies(settings: _Settings) -> None:
             settings.put(target, value)
 
 
+def _layout(settings: _Settings) -> None:
+    """Read sizes in the words of verl's other backends; two that differ are a problem."""
+    for target, names in SAME_SIZES.items():
+        given = {name: settings.given(name) for name in (target, *names)}
+        present = {name: value for name, value in given.items() if value is not None}
+        if len(set(present.values())) > 1:
+            (first, value), *_ = present.items()
+            other = next(name for name in present if present[name] != value)
+            message = f"and {other} = {present[other]} are one size of the trainer's layout"
+            remedy = "keep one of the two"
+            settings.problems.append(Problem(first, value, message, remedy))
+        elif present:
+            settings.put(target, next(iter(present.values())))
+
+
 def _transport(settings: _Settings) -> None:
     backend = settings.given(f"{_ENGINE}.backend")
     if backend in ("nccl", "hccl"):
@@ -240,6 +284,43 @@ def _least_rate(settings: _Settings) -> None:
 def _retention(settings: _Settings) -> None:
     if settings.given("trainer.remove_previous_ckpt_in_save") is True:
         settings.put("trainer.max_actor_ckpt_to_keep", 1)
+
+
+_MODEL = "actor_rollout_ref.model"
+_MEGATRON_LAYERS = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_q": ["q_proj"],
+    "linear_k": ["k_proj"],
+    "linear_v": ["v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc1_gate": ["gate_proj"],
+    "linear_fc1_up": ["up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+_MEGATRON_ALPHA = 32.0
+
+
+def _megatron_adapters(settings: _Settings) -> None:
+    """Take Megatron's adapters by the names of this model's layers, with Megatron's defaults."""
+    block = f"{_MODEL}.lora"
+    rank, path = settings.given(f"{block}.rank"), settings.given(f"{block}.adapter_path")
+    if not rank and path is None:
+        return
+
+    def layers(key: str) -> list[str]:
+        named = settings.given(f"{block}.{key}")
+        listed = [named] if isinstance(named, str) else named
+        assert isinstance(listed, list | None)
+        return [own for one in listed or () for own in _MEGATRON_LAYERS.get(one, [one])]
+
+    settings.put(f"{_MODEL}.lora_rank", rank or 0)
+    settings.put(f"{_MODEL}.lora_adapter_path", path)
+    settings.put(f"{_MODEL}.lora_alpha", settings.given(f"{block}.alpha") or _MEGATRON_ALPHA)
+    wanted = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    usual = [own for one in wanted for own in _MEGATRON_LAYERS[one]]
+    settings.put(f"{_MODEL}.target_modules", layers("target_modules") or usual)
+    settings.put(f"{_MODEL}.exclude_modules", layers("exclude_modules") or None)
 
 
 def _group_scale(settings: _Settings) -> None:
@@ -283,10 +364,12 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _micro_batches,
     _replicas,
     _copies,
+    _layout,
     _transport,
     _asynchrony,
     _least_rate,
     _retention,
+    _megatron_adapters,
     _group_scale,
     _adpo,
     _correction,

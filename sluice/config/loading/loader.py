@@ -73,11 +73,11 @@ def read_run(path: Path | None, overrides: Sequence[str]) -> ReadRun:
     values = SettingsTree(copy.deepcopy(settings.values), dict(settings.spelled))
     translate_words(values)
     wrong = take_out_wrong(values)
-    convert_settings(values, defaults())
+    conflicts = convert_settings(values, defaults())
     wrong += take_out_wrong(values)
     for path_of_key, _ in wrong:
         settings.remove(path_of_key)
-    problems = (*settings.problems, *(problem for _, problem in wrong))
+    problems = (*settings.problems, *(problem for _, problem in wrong), *conflicts)
     config = msgspec.convert(_schema_part(values), RunConfig)
     return ReadRun(config, settings, problems, source)
 

@@ -65,7 +65,7 @@ def _update_fit(
 
 
 def _own_update_fit(config: RunConfig, shape: ModelShape, device: float) -> Iterator[Problem]:
-    """Yield whether the update fits as sluice runs it: ``fsdp_size`` ranks share, no offload."""
+    """Yield whether the update fits as sluice runs it: ``fsdp_size`` ranks share."""
     layout = own_training_layout(config)
     peak = training_memory(shape, layout).update
     if peak <= device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.config.derived import is_whole, max_row_tokens, world_size
+from sluice.config.derived import adapts, is_whole, max_row_tokens, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.rollout import RolloutLayout
 from sluice.config.memory.training import TrainingLayout
@@ -30,8 +30,10 @@ def verl_training_layout(config: RunConfig, settings: KeySettings) -> TrainingLa
 
 
 def own_training_layout(config: RunConfig) -> TrainingLayout:
-    """Return the trainer as sluice lays it out: ``fsdp_size`` ranks share, no offload."""
+    """Return the trainer as sluice lays it out: ``fsdp_size`` ranks share."""
     world, sharding = world_size(config), config.actor_rollout_ref.actor.fsdp_config
+    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
+    granularity = megatron.override_transformer_config.recompute_granularity
     shard = sharding.fsdp_size if 0 < sharding.fsdp_size < world else world
     return TrainingLayout(
         backend="replicated" if is_whole(sharding, shard) else "fsdp",
@@ -40,12 +42,18 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
         reshard_after_forward=sharding.reshard_after_forward,
         whole_gradients=sharding.use_no_sync_for_gradient_accumulation,
         fused_logits=True,
-        head_bytes=_HEAD_BYTES,
+        head_bytes=0 if adapts(model) else _HEAD_BYTES,
         sp=sharding.ulysses_sequence_parallel_size,
+        ep=sharding.expert_parallel_size,
         micro_tokens=_micro_tokens(config, ranks=sharding.ulysses_sequence_parallel_size),
         master_bytes=_BYTES[sharding.model_dtype],
         compute_bytes=_BYTES[sharding.dtype],
-        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        gradient_checkpointing=granularity == "full"
+        or (granularity is None and model.enable_gradient_checkpointing),
+        activation_offload=model.enable_activation_offload,
+        # Not only between updates: passes run without the moments.
+        optimizer_host_share=1.0 if sharding.optimizer_offload else 0.0,
+        adapter_rank=model.lora_rank,
     )
 
 

@@ -95,6 +95,14 @@ class ModelShape:
         mlps += self.expert_layers * per_expert_layer
         return self.layers * self.attention_parameters + mlps + self.hidden
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Return the parameters of adapters of all linear layers but experts and the head."""
+        query, keys = self.hidden + self.query_width, self.hidden + self.kv_width
+        mlps = 3 * (self.hidden + self.intermediate) * (self.layers - self.expert_layers)
+        if self.shared_intermediate:
+            mlps += 3 * (self.hidden + self.shared_intermediate) * self.expert_layers
+        return rank * (2 * (query + keys) * self.layers + mlps)
+
     @property
     def active_parameters(self) -> int:
         """Parameters that one token passes through."""
@@ -102,6 +110,22 @@ class ModelShape:
             return self.total_parameters
         routed = self.expert_parameters * self.experts_per_token // self.experts
         return self.vocabulary_parameters + self.dense_parameters + routed
+
+    def training_flops(self, tokens: float, labels: float, pairs: float) -> float:
+        """Return floating-point operations of a forward and a backward pass, without recomputing.
+
+        Six for each weight that a token is multiplied with, and in each layer twelve for each value
+        of the query heads of a token, for every token that it sees (Narayanan et al. 2021, with
+        causal attention). Norms count as if they were products.
+
+        Args:
+            tokens: inputs of the layers.
+            labels: tokens of the head.
+            pairs: of a token and one that it sees, itself included.
+        """
+        body = self.active_parameters - self.vocabulary_parameters
+        attention = 2 * self.layers * self.query_width * pairs
+        return 6.0 * (body * tokens + self.embedding_parameters * labels + attention)
 
     @property
     def mlp_width(self) -> int:

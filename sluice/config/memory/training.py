@@ -9,6 +9,7 @@ leave a tenth of the device free.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,8 @@ class TrainingLayout:
             hybrid optimizer).
         fused_logits: logprobs are computed without ever holding all logits.
         head_bytes: bytes per weight of the head that its gradient takes then.
+        adapter_rank: of adapters beside frozen weights, which are stored in `compute_bytes`; 0: all
+            weights are trained.
         whole_gradients: FSDP's gradients are added up whole on each rank before they are summed.
     """
 
@@ -65,6 +68,7 @@ class TrainingLayout:
     head_bytes: int = 0
     reshard_after_forward: bool = True
     whole_gradients: bool = False
+    adapter_rank: int = 0
 
     @property
     def data_parallel(self) -> int:
@@ -151,9 +155,31 @@ def _model_state(shape: ModelShape, layout: TrainingLayout) -> tuple[float, floa
         optimizer = 12 * (dense / dense_copies + experts / expert_copies)
         return 2 * (dense + experts), 4 * (dense + experts), optimizer
     ranks = layout.shard if layout.backend == "fsdp" else 1
-    held = shape.total_parameters / ranks * layout.master_bytes
-    gradients = held * ranks if layout.whole_gradients else held
-    return held, gradients, 2 * held
+    others = shape.total_parameters - shape.expert_parameters
+    experts = shape.expert_parameters * _expert_share(shape, layout, ranks)
+    weights = others / ranks + experts
+    held = trained = weights * layout.master_bytes
+    if layout.adapter_rank:
+        trained = shape.adapter_parameters(layout.adapter_rank) / ranks * layout.master_bytes
+        held = weights * layout.compute_bytes + trained
+    gradients = trained * ranks if layout.whole_gradients else trained
+    return held, gradients, 2 * trained
+
+
+def _expert_share(shape: ModelShape, layout: TrainingLayout, ranks: int) -> float:
+    """Return the share of the experts on the fullest rank: FSDP2 cuts between whole experts.
+
+    Only experts that ranks divide are cut within, each matrix whose rows are a multiple of the
+    ranks: gate and up together, two thirds, and down.
+    """
+    if not shape.experts:
+        return 0.0
+    each, over = shape.experts // layout.ep, max(ranks // layout.ep, 1)
+    share = 0.0
+    for part, rows in ((2 / 3, 2 * shape.expert_intermediate), (1 / 3, shape.hidden)):
+        is_even = layout.ep > 1 and rows % over == 0
+        share += part * (1 / ranks if is_even else math.ceil(each / over) / shape.experts)
+    return share
 
 
 def megatron_parameters(shape: ModelShape, layout: TrainingLayout) -> tuple[float, float]:
@@ -175,7 +201,10 @@ def _gathered(shape: ModelShape, layout: TrainingLayout) -> float:
     if not layout.reshard_after_forward:
         return float(shape.total_parameters * layout.compute_bytes)
     # The root unit (vocabulary matrices) stays whole; one layer works while the next arrives.
-    units = shape.vocabulary_parameters + 2 * shape.layer_parameters
+    # Experts that ranks divide are gathered among those that hold the same ones.
+    experts = shape.expert_parameters / shape.layers
+    layer = shape.layer_parameters - experts + experts / layout.ep
+    units = shape.vocabulary_parameters + 2 * layer
     return float(units * layout.compute_bytes)
 
 

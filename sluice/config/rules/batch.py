@@ -50,15 +50,6 @@ def _world(sizes: VerlSizes) -> Iterator[Problem]:
             f"ranks cannot be divided into replicas of {split.ranks_per_replica} ranks ({keys})",
             f"{RANKS}={next_multiple(split.ranks_per_node, step)}",
         )
-    if not split.megatron and 0 < split.fsdp_size < split.world and split.world % split.fsdp_size:
-        yield verl_problem(
-            "fsdp-size",
-            f"{ACTOR}.fsdp_config.fsdp_size",
-            split.fsdp_size,
-            f"does not divide the {split.world} trainer ranks",
-            f"{ACTOR}.fsdp_config.fsdp_size={largest_divisor(split.world, split.fsdp_size)}",
-            here=True,
-        )
 
 
 def _critic_world(sizes: VerlSizes) -> Iterator[Problem]:

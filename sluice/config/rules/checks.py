@@ -16,6 +16,7 @@ from sluice.config import derived
 from sluice.config.addresses import bare_host, split_host_port
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.shape import ModelShape
+from sluice.config.parallel_layout import divisions
 from sluice.config.problems import Problem, errors, named, raise_problems
 from sluice.config.rules.algorithm import algorithm_problems, correction_problems
 from sluice.config.rules.batch import verl_problems
@@ -26,7 +27,7 @@ from sluice.config.run import RunConfig
 from sluice.config.schema.actor import ActorConfig
 from sluice.config.schema.rollout import ENGINES
 from sluice.config.schema.service import MOST_MESSAGE_MB, EndpointConfig, RolloutServiceConfig
-from sluice.config.verl_sizes import ACTOR, ROLLOUT, verl_sizes
+from sluice.config.verl_sizes import ACTOR, ROLLOUT, largest_divisor, verl_sizes
 from sluice.errors import ConfigError
 
 _NO_PORT = {
@@ -109,6 +110,21 @@ def _idle_ranks(config: RunConfig) -> Iterator[Problem]:
             "trainer ranks without work",
             "raise it or use fewer ranks",
         )
+
+
+def _parallel_layout(config: RunConfig) -> Iterator[Problem]:
+    ranks = derived.world_size(config)
+    sharding = config.actor_rollout_ref.actor.fsdp_config
+    shard = sharding.fsdp_size if 0 < sharding.fsdp_size < ranks else ranks
+    sizes = sharding.ulysses_sequence_parallel_size, sharding.expert_parallel_size
+    for key, size, number, things in divisions(ranks, shard, *sizes):
+        if number % size:
+            yield Problem(
+                key,
+                size,
+                f"does not divide the {number} {things}",
+                overrides=(f"{key}={largest_divisor(number, size)}",),
+            )
 
 
 def _group_size(config: RunConfig) -> Iterator[Problem]:
@@ -399,6 +415,7 @@ def _message_size(config: RunConfig) -> Iterator[Problem]:
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _idle_ranks,
+    _parallel_layout,
     _group_size,
     _devices,
     _clip,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from sluice.config import derived
 from sluice.config.memory.shape import ModelShape
+from sluice.config.parallel_layout import shares_heads
 from sluice.config.problems import Problem, verl_problem
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import MEGATRON, ROLLOUT, VerlSizes, largest_divisor
@@ -104,10 +105,14 @@ def _sequence_heads(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
     if sizes.batch.split.megatron:
         return
     for section, sp in degrees:
-        if _cuts_heads(shape, sp):
+        if shares_heads(sp, shape.heads, shape.kv_heads):
             continue
         key = f"{section}.ulysses_sequence_parallel_size"
-        possible = _largest(sp, sizes.batch.split.world, lambda size: _cuts_heads(shape, size))
+        possible = _largest(
+            sp,
+            sizes.batch.split.world,
+            lambda size: shares_heads(size, shape.heads, shape.kv_heads),
+        )
         heads = f"{shape.heads} attention heads and {shape.kv_heads} key-value heads"
         cannot = f"cannot cut {heads} evenly"
         yield verl_problem("sp-heads", key, sp, cannot, f"{key}={possible}")
@@ -146,11 +151,6 @@ def _experts(sizes: VerlSizes, shape: ModelShape) -> Iterator[Problem]:
             f"{split.pp} the {split.world} trainer ranks",
             f"{key}={possible}",
         )
-
-
-def _cuts_heads(shape: ModelShape, sp: int) -> bool:
-    """Return whether ranks can share the heads; few key-value heads are copied to several."""
-    return shape.heads % sp == 0 and (shape.kv_heads % sp == 0 or sp % shape.kv_heads == 0)
 
 
 def _largest(at_most: int, dividing: int, possible: Callable[[int], bool]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from sluice.config.schema.section import (
@@ -192,14 +193,77 @@ class FsdpConfig(Section, frozen=True):
     ranks sum and shard them after every micro-batch.
     """
 
+    optimizer_offload: bool = False
+    """Keep AdamW's moments in host memory; a step brings them to the device part by part."""
+
+    forward_prefetch: bool = False
+    """Begin to gather the next layer's weights when a layer's forward pass begins."""
+
+    use_torch_compile: bool = False
+    """Compile each decoder layer except its attention, if the trainer has own layers for the
+    family (Llama, Qwen2, Qwen2.5, Qwen3 and their mixtures of experts and vision models).
+    """
+
+    pad_to_length: bool = False
+    """Pad each micro-batch to a multiple of pad_to_length_bucket tokens: fewer shapes."""
+
+    pad_to_length_bucket: PositiveInt = 1024
+    """Step of pad_to_length."""
+
 
 class ActorFsdpConfig(FsdpConfig, frozen=True):
-    """The policy's, and how ranks share a sequence: so do reference and critic."""
+    """The policy's, and how ranks share sequences and experts: so do reference and critic."""
 
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Neighboring trainer ranks that share each packed sequence (Ulysses); it divides the ranks
     and the attention heads. A token budget is per rank, so a micro-batch grows with it.
     """
+
+    param_offload: bool = False
+    """Keep the policy's weights in host memory while its reference or critic computes."""
+
+    expert_parallel_size: PositiveInt = 1
+    """Neighboring trainer ranks that divide the experts of each layer; it divides the experts and
+    the ranks of fsdp_size.
+    """
+
+
+class RouterReplayConfig(Section, frozen=True):
+    """Mixture of experts: whether passes over a sample choose the same experts."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """R2: training passes take the experts that the trainer's pass for old logprobs chose."""
+
+
+class CheckpointConfig(Section, frozen=True):
+    """How a checkpoint is written."""
+
+    async_save: bool = False
+    """Copy weights and optimizer state to host memory, and write them while training continues."""
+
+
+class TransformerOverrides(Section, frozen=True):
+    """What the backward pass recomputes, in Megatron's words."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """full: whole layers; selective: recompute_modules of each layer; none: as
+    model.enable_gradient_checkpointing says.
+    """
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """full: block recomputes the first recompute_num_layers layers, all else every layer."""
+
+    recompute_num_layers: PositiveInt | None = None
+    """block: number of layers."""
+
+    recompute_modules: list[str] = msgspec.field(default_factory=lambda: ["core_attn"])
+    """selective: some of core_attn, layernorm, mlp and moe. Of core_attn nothing is kept anyway."""
+
+
+class MegatronConfig(Section, frozen=True):
+    """Keys of verl's Megatron backend that mean the same here."""
+
+    override_transformer_config: TransformerOverrides = TransformerOverrides()
 
 
 class ActorConfig(Section, frozen=True):
@@ -276,3 +340,6 @@ class ActorConfig(Section, frozen=True):
     optim: OptimConfig = OptimConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     fsdp_config: ActorFsdpConfig = ActorFsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()

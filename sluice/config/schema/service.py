@@ -352,6 +352,11 @@ class ServiceConfig(Section, frozen=True):
     run_dir: str = "runs/default"
     """Folder of the run: logs, metrics, checkpoints and reports."""
 
+    placement: str = "auto"
+    """How `sluice plan` divides the devices of a launch that names one pool for both, as verl's do:
+    auto, by estimated speed; or "trainer:32,rollout:32".
+    """
+
     asynchrony: AsynchronyConfig = AsynchronyConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutServiceConfig = RolloutServiceConfig()

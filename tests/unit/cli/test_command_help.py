@@ -37,6 +37,7 @@ NAMES = (
     "serve-openai",
     "eval",
     "merge",
+    "plan",
     "simulate",
     "certs",
 )

@@ -27,7 +27,11 @@ from sluice.codec.fields import check_text, logprobs_from_bytes, shortened, toke
 from sluice.errors import ExhaustedError, InvalidRequestError
 from sluice.types import FinishReason, Rollout, SamplingParams, TensorSpec, VersionSpan
 
-LAYOUT = (TensorSpec("w", "float32", (2, 3)), TensorSpec("b", "float32", ()))
+LAYOUT = (TensorSpec("w.weight", "float32", (2, 3)), TensorSpec("b", "float32", ()))
+ADAPTER = (
+    TensorSpec("w.lora_A.weight", "float32", (1, 3)),
+    TensorSpec("w.lora_B.weight", "float32", (2, 1)),
+)
 HUGE, NAN = 2**62, math.nan
 STOP = common.FINISH_REASON_STOP
 
@@ -52,6 +56,10 @@ def announce(**changes: Any) -> reward.AnnouncePolicyRequest:
     return reward.AnnouncePolicyRequest(**{**valid, **changes})
 
 
+def tensors(*specs: TensorSpec) -> list[weights.TensorSpec]:
+    return [weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in specs]
+
+
 def join(**changes: Any) -> weights.JoinGroupRequest:
     valid = {
         "epoch": 1,
@@ -62,7 +70,7 @@ def join(**changes: Any) -> weights.JoinGroupRequest:
         "backend": "gloo",
         "bucket_bytes": 4096,
         "timeout_seconds": 1.0,
-        "tensors": [weights.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape) for t in LAYOUT],
+        "tensors": tensors(*LAYOUT),
         "plan_digest": "ab",
     }
     return weights.JoinGroupRequest(**{**valid, **changes})
@@ -135,6 +143,7 @@ VALID: list[tuple[Check, Any]] = [
     (reward_rules.check_score, score("", "x" * 256)),
     (check_join, join()),
     *((check_join, join(store_key=bytes(n))) for n in (0, 32)),
+    (check_join, join(tensors=tensors(*LAYOUT, *ADAPTER))),
     (check_fields, weights.StageUpdateRequest(epoch=1)),
     (check_fields, weights.CommitUpdateRequest(epoch=1, digest="ab")),
     (check_fields, weights.AbortUpdateRequest(reason="a\nb")),
@@ -231,7 +240,12 @@ REFUSED: list[tuple[Check, Any, str]] = [
     *(
         (
             check_join,
-            join(tensors=[weights.TensorSpec(name="w", shape=shape), weights.TensorSpec(name="b")]),
+            join(
+                tensors=[
+                    weights.TensorSpec(name="w.weight", shape=shape),
+                    weights.TensorSpec(name="b"),
+                ]
+            ),
             "tensors: 'w'",
         )
         for shape in ([2**40], [-2, -3], [2], [2, 3, 1])

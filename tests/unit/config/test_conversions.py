@@ -154,6 +154,19 @@ def test_adpos_estimator_and_its_loss_ask_for_each_other(
     assert (config.algorithm.adv_estimator, found) == (estimator, loss)
 
 
+def test_megatrons_adapters_are_named_by_this_models_layers_with_megatrons_defaults() -> None:
+    block = "actor_rollout_ref.model.lora"
+    model = load_config(None, [f"{block}.rank=8"]).actor_rollout_ref.model
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (8, 32.0, layers)
+    assert model.exclude_modules is None
+    chosen = [f"{block}.rank=8", f"{block}.alpha=16", f"{block}.target_modules=[linear_fc2,mine]"]
+    model = load_config(None, chosen).actor_rollout_ref.model
+    assert (model.lora_alpha, model.target_modules) == (16.0, ["down_proj", "mine"])
+    off = load_config(None, [f"{block}.rank=0", f"{block}.alpha=64"]).actor_rollout_ref.model
+    assert (off.lora_rank, off.lora_alpha) == (0, 16.0)
+
+
 def test_without_any_key_nothing_is_converted() -> None:
     assert value_at({"a": {"b": 1}}, ["a", "b"], None) == 1
     assert load_config(None, ["data.seed=null"]) == RunConfig()

@@ -7,11 +7,11 @@ import pytest
 from sluice.config.loading.loader import KeySettings, load_config, read_settings
 from sluice.config.memory.fit import memory_problems
 from sluice.config.memory.layouts import own_training_layout, rollout_layout, verl_training_layout
+from sluice.config.memory.published import published_shape
 from sluice.config.memory.report import MemoryReport, memory_report
 from sluice.config.memory.rollout import GIB
 from sluice.config.problems import Problem, Severity
 from sluice.config.run import RunConfig
-from tests.support.published_shapes import PUBLISHED_SHAPES
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, MEGATRON = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
@@ -32,7 +32,7 @@ LARGE = (
     f"{ROLLOUT}.tensor_model_parallel_size=4",
     f"{ROLLOUT}.gpu_memory_utilization=0.7",
 )
-SHAPE = PUBLISHED_SHAPES["Qwen3-32B"]
+SHAPE = published_shape("Qwen3-32B")
 
 
 def read(*overrides: str) -> tuple[RunConfig, KeySettings]:
@@ -165,8 +165,22 @@ def test_a_model_that_no_engine_can_hold_has_no_remedy_but_larger_devices() -> N
 
 
 def test_what_our_own_trainer_needs_is_another_rule_than_verls_layout() -> None:
-    rules = {one.rule: one.severity for one in too_small(23.5)}
+    on_device = (f"{FSDP}.optimizer_offload=false", "actor_rollout_ref.hybrid_engine=false")
+    rules = {one.rule: one.severity for one in too_small(23.5, *on_device)}
     assert rules == {"own-update-memory": Severity.ERROR}
+
+
+def test_our_own_trainer_needs_less_with_moments_on_the_host_and_with_adapters() -> None:
+    held = SHAPE.total_parameters / 64
+    whole = report(f"{FSDP}.optimizer_offload=false").own_training
+    away = report().own_training
+    assert whole.update - away.update == 8 * held
+    adapted = report(f"{FSDP}.optimizer_offload=false", f"{MODEL}.lora_rank=16").own_training
+    # A and B of q, k, v, o, gate, up and down.
+    ends = 2 * (5120 + 8192) + 2 * (5120 + 1024) + 3 * (5120 + 25_600)
+    trained = 16 * 64 * ends / 64
+    assert adapted.parameters == 2 * held + 4 * trained
+    assert (adapted.gradients, adapted.optimizer) == (4 * trained, 8 * trained)
 
 
 def test_a_trainer_of_its_own_devices_leaves_the_engine_alone() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from sluice.config.memory.published import published_shape
 from sluice.config.memory.rollout import (
     GIB,
     RolloutLayout,
@@ -15,7 +16,6 @@ from sluice.config.memory.rollout import (
     smallest_tensor_parallel,
 )
 from sluice.config.memory.shape import ModelShape
-from tests.support.published_shapes import PUBLISHED_SHAPES
 
 SHAPE = ModelShape(2, 8, 2, 1, 4, 16, 32)  # 1704 parameters
 EXPERTS = replace(
@@ -36,8 +36,8 @@ LAYOUT = RolloutLayout(
 def test_the_cache_of_a_token_is_key_and_value_of_every_layer() -> None:
     assert kv_bytes_per_token(SHAPE, tp=1) == 2 * 2 * 4 * 2
     # 144 KiB of Qwen3-8B: 2 · 36 layers · 8 heads · 128 · 2 bytes.
-    assert kv_bytes_per_token(PUBLISHED_SHAPES["Qwen3-8B"], tp=1) == 147_456
-    assert kv_bytes_per_token(PUBLISHED_SHAPES["Qwen3-8B"], tp=4) == 36_864
+    assert kv_bytes_per_token(published_shape("Qwen3-8B"), tp=1) == 147_456
+    assert kv_bytes_per_token(published_shape("Qwen3-8B"), tp=4) == 36_864
 
 
 def test_key_value_heads_are_copied_where_there_are_fewer_than_devices() -> None:
@@ -91,7 +91,7 @@ def test_experts_are_cut_by_expert_parallelism_where_it_is_used() -> None:
 def test_the_smallest_tensor_parallel_size_holds_the_weights(
     name: str, gib: float, utilization: float, smallest: int | None
 ) -> None:
-    shape = PUBLISHED_SHAPES[name]
+    shape = published_shape(name)
     assert smallest_tensor_parallel(shape, gib * GIB, utilization) == smallest
     if smallest is not None:
         layout = replace(LAYOUT, utilization=utilization)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from sluice.config.memory.published import published_shape
 from sluice.config.memory.shape import (
     ModelShape,
     find_shape,
     read_shape,
 )
 from sluice.errors import ConfigError
-from tests.support.published_shapes import PUBLISHED_SHAPES
 
 TINY = {
     "model_type": "llama",
@@ -48,7 +48,7 @@ def write(folder: Path, **changes: object) -> Path:
 def test_parameters_are_within_two_percent_of_the_published_totals(
     name: str, billions: float, active: float
 ) -> None:
-    shape = PUBLISHED_SHAPES[name]
+    shape = published_shape(name)
     assert shape.total_parameters == pytest.approx(billions * 1e9, rel=0.02)
     assert shape.active_parameters == pytest.approx(active * 1e9, rel=0.02)
 

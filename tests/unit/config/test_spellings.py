@@ -97,9 +97,9 @@ def test_of_two_keys_that_are_one_here_one_may_refer_to_the_other(tmp_path: Path
         "    use_fused_kernels: ${oc.select:actor_rollout_ref.model.use_fused_kernels,false}\n"
         "    grad_clip: ${actor_rollout_ref.actor.optim.clip_grad}\n"
         "    optim: {clip_grad: 0.25}\n"
-        "    pad_to_length: 4\n"
+        "    pad_to_length: true\n"
         "    fsdp_config:\n"
-        "      pad_to_length: ${oc.select:actor_rollout_ref.actor.pad_to_length,0}\n"
+        "      pad_to_length: ${oc.select:actor_rollout_ref.actor.pad_to_length,false}\n"
     )
     assert loaded(tmp_path, text).actor_rollout_ref.actor.optim.clip_grad == 0.25
     alone = "critic: {grad_clip: '${critic.optim.clip_grad}'}\n"

@@ -15,12 +15,12 @@ from sluice.config.loading.loader import (
     read_settings,
     settings_of,
 )
+from sluice.config.memory.published import published_shape
 from sluice.config.problems import Problem
 from sluice.config.rules.checks import all_problems
 from sluice.config.run import RunConfig
 from sluice.config.verl_sizes import verl_batch
 from sluice.errors import ConfigError
-from tests.support.published_shapes import PUBLISHED_SHAPES
 
 LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
 FILES = sorted(LAUNCHES.glob("*.overrides"))
@@ -100,11 +100,16 @@ def test_notices_name_what_has_no_effect_and_what_was_turned_into_something_else
     found = reported("dapo-qwen3-235b-megatron")
     parallel = found["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"]
     assert parallel.rule == KeyStatus.NOT_APPLICABLE
-    assert "= 4 has no effect: ranks are data parallel and share the model" in parallel.text
+    assert (
+        "= 4 has no effect: a later version cuts layers; here these ranks shard every layer"
+        in parallel.text
+    )
     old = found["reward_model.overlong_buffer.len"]
     assert old.rule == KeyStatus.MAPPED
     assert old.text.endswith("is read as reward.reward_kwargs.overlong_buffer_cfg.len")
     assert "actor_rollout_ref.actor.megatron.context_parallel_size" not in found
+    experts = found["actor_rollout_ref.actor.megatron.expert_model_parallel_size"]
+    assert experts.text.endswith("= 4 is read as fsdp_config.expert_parallel_size")
 
 
 @pytest.mark.parametrize(("engine", "is_named"), [("torch", True), ("vllm", False)])
@@ -157,8 +162,7 @@ def test_a_published_launch_breaks_no_rule(name: str) -> None:
     config = load_config(file, [])
     settings = KeySettings(config, read_settings(file, []).by_key())
     model = config.actor_rollout_ref.model.path.rpartition("/")[2]
-    shape = PUBLISHED_SHAPES.get(model.removesuffix("-Instruct").replace("-VL", ""))
-    assert (shape is None) == (not model)
+    shape = published_shape(model) if model else None
     broken = all_problems(config, settings, shape=shape, files=False)
     assert [one for one in broken if one.rule != "engine-replicas"] == []
     assert verl_batch(config, settings).split.data_parallel == DATA_PARALLEL[name]

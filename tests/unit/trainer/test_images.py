@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from services.trainer.learner.batch.micro_batch import (
 )
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
 from services.trainer.learner.model.forward import (
     token_outputs,
 )
@@ -191,7 +193,8 @@ def _without_sampled_images(group: TrainGroup) -> TrainGroup:
     return group
 
 
-def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["transformers' layers", "own layers"])
+def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder, own: bool) -> None:
     directory, model = folder
     model.requires_grad_(True)
     reader = make_reader(directory)
@@ -210,10 +213,13 @@ def test_logprobs_and_gradients_equal_the_plain_models(folder: Folder) -> None:
     )
     expected = _gradients(model, plain)
     register_packed_attention()
-    model.set_attn_implementation({"text_config": PACKED_ATTENTION, "vision_config": "sdpa"})
-    packed = token_outputs(model, micro_batch, temperature=0.7).logprobs
-    found = _gradients(model, packed)
-    model.set_attn_implementation("eager")
+    trained = copy.deepcopy(model)
+    trained.set_attn_implementation({"text_config": PACKED_ATTENTION, "vision_config": "sdpa"})
+    if own:
+        use_own_layers(trained)
+    assert own == any(isinstance(one, DecoderLayer) for one in trained.modules())
+    packed = token_outputs(trained, micro_batch, temperature=0.7).logprobs
+    found = _gradients(trained, packed)
     torch.testing.assert_close(packed, plain, atol=1e-4, rtol=1e-5)
     assert found.keys() == expected.keys() == {name for name, _ in model.named_parameters()}
     scale = max(float(gradient.abs().max()) for gradient in expected.values())

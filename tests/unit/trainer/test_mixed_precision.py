@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.batch import micro_batch
@@ -89,3 +90,25 @@ def test_all_layers_of_a_pass_use_one_mask(
     learner.train_step(make_batch(), 1)
     assert masks
     assert len(masks) == len(set(map(id, masks)))
+
+
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_the_next_layer_is_gathered_when_a_layers_forward_begins(
+    prefetches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"dtype": "bfloat16", "forward_prefetch": prefetches}
+    config = make_config(save_model(tmp_path), fsdp_config=settings)
+    learner = Learner(config, DataParallel(), total_steps=10)
+    gathered: set[FSDPParamGroup] = set()
+    seen: list[int] = []
+    unshard = FSDPParamGroup.unshard
+
+    def note(group: FSDPParamGroup, async_op: bool = False) -> None:
+        gathered.add(group)
+        unshard(group, async_op)
+
+    monkeypatch.setattr(FSDPParamGroup, "unshard", note)
+    layers(learner)[0].mlp.register_forward_hook(lambda *_: seen.append(len(gathered)))
+    learner.train_step(make_batch(), 1)
+    # The outer unit's and the layer's own weights are whole in any case.
+    assert seen[0] == 2 + prefetches

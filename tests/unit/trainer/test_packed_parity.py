@@ -137,14 +137,18 @@ def attend_each(
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "granite"])
-def test_a_kernel_for_sequences_end_to_end_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def use_ragged_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro_batch, "has_ragged_kernel", lambda device: True)
     monkeypatch.setattr(attention, "RAGGED_DTYPES", {torch.float32})
     monkeypatch.setattr(attention, "varlen_attn", attend_each)
     monkeypatch.setattr(attention, "_VARLEN_OPTIONS", {"window_size"})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "granite"])
+def test_a_kernel_for_sequences_end_to_end_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    use_ragged_kernel(monkeypatch)
     CALLS.clear()
     check_against_plain(family)
     assert len(CALLS) == make_model(family).config.num_hidden_layers

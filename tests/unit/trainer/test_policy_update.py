@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from transformers import AutoModelForCausalLM
 
+from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.learner import Learner
 from services.trainer.learner.model.forward import EntropyUse, token_outputs
 from services.trainer.learner.ranks import DataParallel
@@ -96,6 +98,23 @@ def test_gradient_checkpointing_changes_nothing_but_memory(model_folder: Path) -
     assert_close(train(recomputing(config), make_batch())[0], train(config, make_batch())[0])
 
 
+def test_padding_to_a_length_changes_nothing_but_the_number_of_tokens(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    padded = {"dtype": "float32", "pad_to_length": True, "pad_to_length_bucket": 64}
+    expected = train(make_config(model_folder), make_batch())[0]
+    run = policy_update.token_outputs
+
+    def note(model: object, micro_batch: MicroBatch, **options: object) -> TokenStatistics:
+        lengths.append(micro_batch.input_ids.shape[1])
+        return run(model, micro_batch, **options)
+
+    monkeypatch.setattr(policy_update, "token_outputs", note)
+    assert_close(train(make_config(model_folder, fsdp_config=padded), make_batch())[0], expected)
+    assert set(lengths) <= {64, 128, 192}
+
+
 def test_dropout_of_the_model_stays_off(tmp_path: Path, model_folder: Path) -> None:
     config = recomputing(make_config(save_model(tmp_path, attention_dropout=0.5)))
     expected = train(make_config(model_folder), make_batch())[0]
@@ -107,7 +126,7 @@ def test_the_gradient_is_that_of_the_written_out_loss(model_folder: Path) -> Non
     batch = make_batch()
     config = make_config(model_folder, ppo_mini_batch_size=6, optim={"lr": 1.0, "clip_grad": 1e9})
     learner = make_learner(config)
-    model = learner._model
+    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager").eval()
     loss, tokens = torch.zeros(()), 0
     for group in batch.groups:
         rewards = np.array([scored.reward for scored in group.scores])
@@ -115,12 +134,10 @@ def test_the_gradient_is_that_of_the_written_out_loss(model_folder: Path) -> Non
         prompt = group.prompt_token_ids.astype(np.int64)
         for rollout, advantage in zip(group.rollouts, advantages, strict=True):
             row = torch.from_numpy(np.concatenate([prompt, rollout.token_ids.astype(np.int64)]))
-            model.set_attn_implementation("eager")
             logits = model(input_ids=row[None], use_cache=False).logits[0, prompt.size - 1 : -1]
             logprobs = logits.log_softmax(-1).gather(1, row[prompt.size :, None])
             loss = loss - float(advantage) * logprobs.sum()
             tokens += rollout.num_tokens
-    model.set_attn_implementation("sluice_packed")
     parameters = [parameter for _, parameter in model.named_parameters()]
     gradients = torch.autograd.grad(loss / tokens, parameters)
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))

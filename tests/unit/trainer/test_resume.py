@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from services.trainer.learner.checkpoint import CheckpointStore
 from services.trainer.learner.learner import Learner
-from services.trainer.learner.model.optimizer import PolicyOptimizer
 from services.trainer.learner.model.trained_model import (
-    TrainedModel,
     random_state,
     restore_random_state,
-    save_policy_state,
 )
 from services.trainer.learner.ranks import DataParallel
-from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
 from sluice.types import DataProgress
 from tests.support.threaded_ranks import on_ranks
-from tests.support.tiny_policy import make_batch, make_config, make_model, save_model
+from tests.support.tiny_policy import make_batch, make_config, save_model
 
 PRECISIONS: list[dict[str, object]] = [
     {"dtype": "float32"},
@@ -176,8 +169,7 @@ def train(learner: Learner, steps: range) -> Numbers:
 
 def save_after_two(learner: Learner, folder: Path) -> None:
     train(learner, range(1, 3))
-    if learner._parallel.rank == 0:
-        learner.save(folder)
+    learner.save(folder)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
@@ -259,31 +251,3 @@ def test_a_checkpoint_of_another_type_of_device_gives_the_cpus_state_alone(
 def test_on_the_cpu_no_other_generator_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "get_device_module")
     assert set(random_state(CPU)) == {"cpu"}
-
-
-def test_whole_weights_are_given_up_before_the_moments_come(tmp_path: Path) -> None:
-    model = make_model()
-    parameters = dict(model.named_parameters())
-    optimizer = PolicyOptimizer(parameters, OptimConfig(), total_steps=1)
-    held: list[StorageWeakRef] = []
-    alive: list[bool] = []
-
-    @contextmanager
-    def weights() -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        def whole() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, parameter in parameters.items():
-                copy = parameter.detach().clone()
-                held.append(StorageWeakRef(copy.untyped_storage()))
-                yield name, copy
-
-        yield whole()
-
-    @contextmanager
-    def moments() -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        alive.extend(not one.expired() for one in held)
-        yield iter(optimizer.state_tensors().items())
-
-    trained = TrainedModel(model, parameters, optimizer, None, 0.0)
-    save_policy_state(tmp_path, trained, "", weights=weights, moments=moments)
-    assert len(alive) == len(parameters)
-    assert not any(alive)

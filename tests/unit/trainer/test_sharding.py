@@ -1,7 +1,8 @@
-"""Shards of a model: how many ranks share it, which rows each holds, and how they join."""
+"""Shards of a model: which part each rank holds, and how they travel."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,129 +12,80 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from services.trainer.learner.model.sharding import gather_whole, shard_rows, shard_size
-from services.trainer.learner.ranks import COPY_DIM, SHARD_DIM
+from services.trainer.learner.places import exchange_places, local_part, place, region
+from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.weight_stream import cut_buckets, stream_rows
 from sluice.errors import ConfigError
-from tests.support.threaded_ranks import ThreadedRank
-
-
-@given(rows=st.integers(0, 40), shards=st.integers(1, 9))
-def test_shards_are_cut_as_torch_cuts_them(rows: int, shards: int) -> None:
-    whole = torch.arange(rows)
-    cut = [whole[slice(*shard_rows(rows, shards, index))] for index in range(shards)]
-    assert torch.equal(torch.cat(cut), whole)
-    for ours, theirs in zip(cut, whole.chunk(shards), strict=False):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize(
-    ("fsdp_size", "world_size", "expected"),
-    [(-1, 4, 4), (0, 4, 4), (1, 4, 1), (2, 4, 2), (4, 4, 4), (16, 4, 4), (-1, 1, 1)],
-)
-def test_ranks_share_by_fsdp_size(fsdp_size: int, world_size: int, expected: int) -> None:
-    assert shard_size(fsdp_size, world_size, "fsdp_size") == expected
-
-
-def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"critic\.fsdp\.fsdp_size=3 does not divide the 4"):
-        shard_size(3, 4, "critic.fsdp.fsdp_size")
-
-
-Weights = dict[str, torch.Tensor]
-WEIGHTS: Weights = {
-    "even": torch.arange(12.0).view(4, 3),
-    "uneven": torch.arange(100.0, 110.0).view(5, 2),
-    "one row": torch.arange(200.0, 203.0).view(1, 3),
-    "counts": torch.arange(6, dtype=torch.int64),
-    "last": torch.arange(300.0, 308.0),
-}
-BUCKET_BYTES = 100  # "even" and "uneven" in two shards of 3 rows are 96
-
-
-class Peers(ThreadedRank):
-    """Ranks that record collectives; the other shards are cut from the whole weights."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.all_met = 0
-        self.gathered: list[int] = []
-
-    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
-        self.all_met += 1
-        return [list(values)] * self.world_size
-
-    def gather_to_first(self, own: torch.Tensor, group: object, phase: str) -> torch.Tensor | None:
-        self.gathered.append(own.numel() * own.element_size())
-        return torch.stack([own, own]) if self.rank == 0 else None
 
 
 @contextmanager
-def _mesh(rank: int, places: list[list[int]]) -> Iterator[DeviceMesh]:
-    """Return a mesh of two shards per copy; nothing is ever sent."""
-    size = sum(map(len, places))
+def _mesh(rank: int, shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
+    """Return a mesh as one of its ranks sees it; nothing is ever sent."""
+    size = math.prod(shape)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
-        names = (COPY_DIM, SHARD_DIM) if len(places) > 1 else (SHARD_DIM,)
-        shape = places if len(places) > 1 else places[0]
-        yield DeviceMesh("cpu", shape, mesh_dim_names=names)
+        yield DeviceMesh("cpu", torch.arange(size).view(shape))
     finally:
         dist.destroy_process_group()
 
 
-def _sharded(mesh: DeviceMesh, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    index = mesh.get_local_rank(SHARD_DIM)
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    for name, whole in weights.items():
-        rows = -(-whole.shape[0] // 2)
-        local = whole[index * rows : (index + 1) * rows]
-        yield (
-            name,
-            DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            ),
-        )
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, BUCKET_BYTES, 1 << 20])
-def test_the_first_rank_gets_every_tensor_in_its_shape_whatever_the_buckets(
-    bucket_bytes: int,
+@pytest.mark.parametrize(
+    "placements",
+    [(Replicate(), Shard(0)), (Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0))],
+    ids=str,
+)
+def test_the_ranks_places_are_where_torch_cut_the_tensor(
+    placements: tuple[Replicate | Shard, ...],
 ) -> None:
-    peers = Peers(0, 2)
-    with _mesh(0, [[0, 1]]) as mesh:
-        found = dict(
-            gather_whole(_sharded(mesh, WEIGHTS), peers, "gathering", bucket_bytes=bucket_bytes)
-        )
-    assert found.keys() == WEIGHTS.keys()
-    for name, whole in WEIGHTS.items():
-        # The peer pretends to have the same rows.
-        first = whole[: -(-whole.shape[0] // 2)]
-        expected = torch.cat([first, first])[: whole.shape[0]]
-        assert torch.equal(found[name], expected), name
-        assert found[name].dtype == whole.dtype
-    # Integers travel apart from floats; whole tensors of one collective fit into a bucket.
-    assert len(peers.gathered) == {1: 5, BUCKET_BYTES: 4, 1 << 20: 3}[bucket_bytes]
+    whole = torch.arange(70.0).view(7, 10)
+    for rank in range(4):
+        with _mesh(rank, (2, 2)) as mesh:
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            assert torch.equal(local_part(tensor), whole[region(*place(tensor))])
+
+
+class Peer(DataParallel):
+    """Rank 0 of two, which hears that the other one has the same part."""
+
+    world_size = 2
+
+    def all_gather(self, values: Sequence[float], phase: str) -> list[list[float]]:
+        return [list(values)] * 2
+
+
+def test_parts_that_do_not_make_their_tensor_are_refused_by_name() -> None:
+    with _mesh(0, (2,)) as mesh:
+        half = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
+        with pytest.raises(ConfigError, match=r"^w: the ranks' parts .* do not make its shape"):
+            exchange_places({"w": half}, Peer())
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=5),
+    bucket_bytes=st.integers(1, 200),
+)
+def test_buckets_hold_every_row_once_in_order_and_no_more_bytes_than_they_may(
+    shapes: list[tuple[int, int]], bucket_bytes: int
+) -> None:
+    tensors = {f"{n}": torch.zeros(shape) for n, shape in enumerate(shapes)}
+    places = exchange_places(tensors, DataParallel())
+    rows: dict[str, list[int]] = {name: [] for name in tensors}
+    for bucket in cut_buckets(places, places, bucket_bytes):
+        sizes = [(one.stop - one.start) * places[one.name].row_bytes for one in bucket]
+        assert sum(sizes) <= bucket_bytes or sum(one.stop - one.start for one in bucket) == 1
+        for one in bucket:
+            rows[one.name] += range(one.start, one.stop)
+    assert rows == {name: list(range(tensor.shape[0])) for name, tensor in tensors.items()}
 
 
 def test_floats_travel_in_the_dtype_asked_for_and_integers_in_their_own() -> None:
-    with _mesh(0, [[0, 1]]) as mesh:
-        stream = gather_whole(
-            _sharded(mesh, WEIGHTS), Peers(0, 2), "gathering", dtype=torch.bfloat16
-        )
-        dtypes = {name: tensor.dtype for name, tensor in stream}
-    assert dtypes.pop("counts") == torch.int64
-    assert set(dtypes.values()) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_the_other_copies_send_nothing_and_keep_step_bucket_by_bucket(rank: int) -> None:
-    """Or a long gather would use up the deadline of their next command."""
-    peers = Peers(rank, 4)
-    with _mesh(rank, [[0, 1], [2, 3]]) as mesh:
-        stream = gather_whole(_sharded(mesh, WEIGHTS), peers, "gathering", bucket_bytes=1)
-        found = dict(stream)
-    assert peers.all_met == len(WEIGHTS)
-    assert len(peers.gathered) == (len(WEIGHTS) if rank < 2 else 0)
-    assert set(found) == (set(WEIGHTS) if rank == 0 else set())
+    tensors = {"w": torch.rand(3, 2), "counts": torch.arange(4)}
+    places = exchange_places(tensors, DataParallel())
+    stream = stream_rows(tensors, places, DataParallel(), "streaming", dtype=torch.bfloat16)
+    found = dict(stream)
+    assert torch.equal(found["w"], tensors["w"].bfloat16())
+    assert torch.equal(found["counts"], tensors["counts"])
+    assert found["counts"].dtype == torch.int64

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from services.trainer.learner.model import weight_files
-from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.loading import load_critic, load_policy
+from services.trainer.learner.model.sharding import fill_shards
 from services.trainer.learner.model.weight_files import WeightFiles
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -23,7 +24,7 @@ PRECISION = FsdpConfig(dtype="float32")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "granite", "qwen3_moe"])
-def test_rows_are_those_of_the_model(
+def test_parts_are_those_of_the_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_files, "CHUNK_BYTES", 300)  # so that a tensor takes several parts
@@ -31,10 +32,13 @@ def test_rows_are_those_of_the_model(
     parameters = dict(make_model(family).named_parameters())
     assert files.are(parameters)
     for name, whole in parameters.items():
+        columns = whole.shape[1] // 2 if whole.ndim > 1 else 0
         for start, stop in ((0, whole.shape[0]), (whole.shape[0] // 2, whole.shape[0]), (1, 1)):
-            target = torch.full_like(whole[start:stop], torch.nan)
-            files.fill(target, name, start)
-            assert torch.equal(target, whole[start:stop]), name
+            for column in {0, columns}:
+                expected = whole[start:stop, column:] if whole.ndim > 1 else whole[start:stop]
+                target = torch.full_like(expected, torch.nan)
+                files.fill(target, name, (start, column, 0)[: whole.ndim])
+                assert torch.equal(target, expected), name
 
 
 def test_several_files_with_an_index_are_one_model(tmp_path: Path) -> None:
@@ -127,3 +131,25 @@ def test_ranks_with_other_files_are_told_apart(tmp_path: Path) -> None:
     tensors["model.norm.weight"][0] += 0.25
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert WeightFiles(folder).probe() == pytest.approx(before + 0.25)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_critic_is_read_by_its_shards_too_and_its_new_head_is_the_same(
+    family: str, tmp_path: Path
+) -> None:
+    model = ModelConfig(path=str(save_model(tmp_path, family)))
+    torch.manual_seed(3)
+    whole = load_critic(model, PRECISION, 28)
+    torch.manual_seed(3)
+    parts = load_critic(model, PRECISION, 28, is_sharded=True)
+    assert whole.files is None
+    assert parts.files is not None
+    fill_shards(dict(parts.model.named_parameters()), parts.files)
+    expected, found = dict(whole.model.named_parameters()), dict(parts.model.named_parameters())
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    # One that was saved has its head in the files.
+    whole.model.save_pretrained(tmp_path / "critic")
+    saved = load_critic(ModelConfig(path=str(tmp_path / "critic")), PRECISION, 28, is_sharded=True)
+    assert saved.files is not None
+    assert "score.weight" in saved.files

@@ -83,6 +83,20 @@ def test_weights_that_do_not_fit_leave_the_newest_version(
         assert snapshot.weights.tensors["w"].tolist() == [1, 1, 1]
 
 
+def test_constant_weights_are_written_once_and_are_in_every_version() -> None:
+    specs = [TensorSpec("w", "float32", (3,)), TensorSpec("frozen", "float32", (1,))]
+    buffers = SnapshotBuffers(specs, {"frozen"})
+    with pytest.raises(InvalidRequestError, match=r"\['frozen'\] are planned but were not given"):
+        buffers.write(_value(1), version=1, timeout_s=0.0)
+    buffers.write([*_value(1), ("frozen", torch.tensor([7.0]))], version=1, timeout_s=0.0)
+    for version in (2, 3, 4):
+        snapshot = buffers.write(_value(version), version=version, timeout_s=0.0)
+        assert snapshot.weights.tensors["frozen"].tolist() == [7.0]
+        assert snapshot.weights.tensors["w"].tolist() == [version] * 3
+    with pytest.raises(InvalidRequestError, match=r"\['w'\] are planned but were not given"):
+        buffers.write([], version=5, timeout_s=0.0)
+
+
 def test_reading_before_the_first_version_is_refused() -> None:
     with pytest.raises(NotReadyError), _buffers().read():
         pass

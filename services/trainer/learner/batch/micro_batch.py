@@ -119,7 +119,7 @@ class _Sequence:
 def build_layout(
     pieces: Sequence[PackedPiece], num_tokens: int, device: torch.device
 ) -> PackedLayout:
-    """Lay out attention for `num_tokens` packed tokens; each belongs to a prompt or a row."""
+    """Lay out attention for `num_tokens` packed tokens: prompts, rows and padding at the end."""
     output = np.zeros(num_tokens, dtype=np.int64)
     blocks: list[AttentionBlock] = []
     offset = 0
@@ -141,7 +141,11 @@ def build_layout(
     longest = max(member.prompt_length + member.length for member in (*prompts, *rows))
     ragged = None
     if has_ragged_kernel(device) and any(one.prompt_visible is not None for one in blocks):
-        ragged = _end_to_end(sorted([*prompts, *rows], key=lambda s: s.start), device)
+        ends = sorted([*prompts, *rows], key=lambda s: s.start)
+        used = ends[-1].start + ends[-1].length
+        if used < num_tokens:  # the kernel leaves what is in no sequence undefined
+            ends.append(_Sequence(used, 0, used, num_tokens - used))
+        ragged = _end_to_end(ends, device)
     return PackedLayout(tuple(blocks), torch.from_numpy(output).to(device), longest, ragged)
 
 
@@ -368,6 +372,7 @@ def build_micro_batch(
     device: torch.device,
     images: Mapping[int, ImagePrompt] = MappingProxyType({}),
     share: SequenceShare | None = None,
+    pad_to: int = 1,
 ) -> MicroBatch | None:
     """Pack the plan's rows; ``None`` if none of them holds a token.
 
@@ -377,6 +382,7 @@ def build_micro_batch(
         device: gets the tensors.
         images: images of prompts, by `TrainingRow.group`.
         share: this rank's part of the sequence; None: all of it.
+        pad_to: T becomes a multiple of it by tokens 0, whose results nothing reads.
     """
     # Empty responses count as rows, but have no tokens to pack.
     pieces = [piece for piece in map(_without_empty(rows), plan.pieces) if piece.row_indices]
@@ -385,7 +391,7 @@ def build_micro_batch(
     packed = list(_place(rows, pieces))
     members = [rows[index] for index in plan.row_indices]
     lengths = [row.token_ids.size for row in members]
-    input_ids, position_ids = _inputs(rows, pieces, images)
+    input_ids, position_ids = (_padded(one, pad_to) for one in _inputs(rows, pieces, images))
     predecessors, own = _predecessors(packed), None
     num_tokens = input_ids.size
     if share is not None:
@@ -416,6 +422,12 @@ def build_micro_batch(
         images=pack_images(prompt_images, num_tokens, device),
         own=own,
     )
+
+
+def _padded(values: npt.NDArray[np.int64], pad_to: int) -> npt.NDArray[np.int64]:
+    """Return values [..., T] with zeros up to a multiple of `pad_to`."""
+    end = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % pad_to)]
+    return np.pad(values, end)
 
 
 def _without_empty(rows: Sequence[TrainingRow]) -> Callable[[GroupPiece], GroupPiece]:

@@ -132,7 +132,8 @@ class BatchCut:
     """The way a train batch is cut; either `token_budget` or `rows_per_micro` is set.
 
     `whole_groups` keeps all rows of a prompt in one micro-batch, for losses that compare them.
-    With a `shuffle_seed`, groups are permuted first.
+    With a `shuffle_seed`, groups are permuted first. A micro-batch is padded to a multiple of
+    `pad_to` tokens.
     """
 
     mini_batch_groups: int
@@ -140,6 +141,7 @@ class BatchCut:
     rows_per_micro: int | None
     shuffle_seed: int | None = None
     whole_groups: bool = False
+    pad_to: int = 1
 
 
 def split_batch(
@@ -206,7 +208,8 @@ def _mini_batch(
     )
     images = _images(groups, rows, plans, image_prompts)
     micro_batches = (
-        build_micro_batch(rows, planned, device, images, parallel.share) for planned in plans
+        build_micro_batch(rows, planned, device, images, parallel.share, cut.pad_to)
+        for planned in plans
     )
     # Counts of all rows: the loss must not depend on which rank computes or skips a row.
     return MiniBatch(

@@ -27,6 +27,7 @@ from services.trainer.learner.batch.micro_batch import (
     TrainingRow,
     build_micro_batch,
 )
+from services.trainer.learner.model.experts import Routing, routing_tape
 from services.trainer.learner.sequence_share import SequenceShare
 from sluice.algorithm.packing import plan_micro_batches
 from sluice.algorithm.token_statistics import LinearHead, TokenStatistics, token_statistics
@@ -61,6 +62,7 @@ def token_outputs(
     temperature: float,
     entropy: EntropyUse = EntropyUse.NONE,
     with_sum_pi_squared: bool = False,
+    routing: Routing | None = None,
 ) -> TokenStatistics:
     """Run the model once over the packed tokens; return statistics of the response tokens, [N].
 
@@ -70,8 +72,11 @@ def token_outputs(
         temperature: sampling temperature; logits are divided by it.
         entropy: whether to compute entropies, and whether with a gradient.
         with_sum_pi_squared: whether to compute squared probabilities, without a gradient.
+        routing: to follow if it is complete, else to complete; see `Routing`.
     """
     advance()
+    if (tape := routing_tape(model)) is not None:
+        tape.follow(routing)
     compute: Any = getattr(model, _GATHERING_PASS, None) or partial(_token_pass, model)
     found: tuple[Tensor | None, ...] = compute(
         micro_batch,

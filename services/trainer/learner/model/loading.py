@@ -21,13 +21,16 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.initialization import no_init_weights
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.decoder import use_own_layers
+from services.trainer.learner.model.experts import use_own_experts
 from services.trainer.learner.model.forward import DTYPES
+from services.trainer.learner.model.recompute import recompute_layers
 from services.trainer.learner.model.weight_files import WeightFiles
+from sluice.config.derived import adapts
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.errors import ConfigError
@@ -36,6 +39,9 @@ from sluice.vision.vision_shape import FAMILIES, read_vision_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+_LANGUAGE_HEAD = ("lm_head.weight",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,28 +81,71 @@ def load_policy(
             "actor_rollout_ref.actor.fsdp_config: dtype=float32 with model_dtype=bfloat16 computes "
             "more precisely than the weights are stored; set model_dtype=float32 or dtype=bfloat16"
         )
-    dtype = DTYPES[precision.model_dtype]
+    dtype = _dtype(model, precision)
     files = _unread(model, dtype) if is_sharded else None
     loaded = files or LoadedModel(_read(model, dtype))
-    _prepare(loaded.model, model, max_tokens)
+    _prepare(loaded.model, model, precision, max_tokens)
     return loaded
 
 
-def load_critic(model: ModelConfig, precision: FsdpConfig, max_tokens: int) -> LoadedModel:
+def load_critic(
+    model: ModelConfig, precision: FsdpConfig, max_tokens: int, *, is_sharded: bool = False
+) -> LoadedModel:
     """Load a critic like a policy, with a value head of one output instead of the vocabulary's.
 
     If the files hold no such head, torch's global generator initializes it.
     """
-    loaded = _read(model, DTYPES[precision.model_dtype], is_critic=True)
-    _prepare(loaded, model, max_tokens)
-    return LoadedModel(loaded)
+    dtype = DTYPES[precision.model_dtype]
+    files = _unread(model, dtype, is_critic=True) if is_sharded else None
+    loaded = files or LoadedModel(_read(model, dtype, is_critic=True))
+    _prepare(loaded.model, model, precision, max_tokens)
+    return loaded
 
 
-def _prepare(loaded: PreTrainedModel, model: ModelConfig, max_tokens: int) -> None:
+def build_policy(
+    config: PreTrainedConfig, model: ModelConfig, precision: FsdpConfig, max_tokens: int
+) -> PreTrainedModel:
+    """Build the policy that `load_policy` would load, without reading weights.
+
+    Args:
+        config: its config.json.
+        model: its options.
+    """
+    register_packed_attention()
+    built = _built(config, model, _dtype(model, precision))
+    _prepare(built, model, precision, max_tokens)
+    return built
+
+
+def _dtype(model: ModelConfig, precision: FsdpConfig) -> torch.dtype:
+    # Frozen weights have no use for more bits than the passes compute with.
+    return DTYPES[precision.dtype if adapts(model) else precision.model_dtype]
+
+
+def _built(
+    config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
+) -> PreTrainedModel:
+    family: Any = AutoModelForTokenClassification if is_critic else AutoModelForCausalLM
+    with no_init_weights():  # or the memory would be written
+        built: PreTrainedModel = family.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            trust_remote_code=model.trust_remote_code,
+        )
+    built.tie_weights()
+    return built
+
+
+def _prepare(
+    loaded: PreTrainedModel, model: ModelConfig, precision: FsdpConfig, max_tokens: int
+) -> None:
     check_attention(loaded.config, max_tokens)
+    use_own_layers(loaded, compiled=precision.use_torch_compile)
+    use_own_experts(loaded)
     loaded.eval()
     if model.enable_gradient_checkpointing:
-        _checkpoint_layers(loaded)
+        recompute_layers(loaded)
 
 
 def freeze_vision_tower(model: PreTrainedModel) -> None:
@@ -149,25 +198,21 @@ def check_attention(config: PreTrainedConfig, max_tokens: int) -> None:
         )
 
 
-def _unread(model: ModelConfig, dtype: torch.dtype) -> LoadedModel | None:
+def _unread(
+    model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False
+) -> LoadedModel | None:
     """Return the model without reading weights; None if its files are not as its parameters."""
     register_packed_attention()
     try:
         files = WeightFiles(Path(model.path))
+        head = {"num_labels": 1} if is_critic else {}
         config = AutoConfig.from_pretrained(
-            model.path, trust_remote_code=model.trust_remote_code, local_files_only=True
+            model.path, **head, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
         # A vision tower has an attention of its own; quantised weights are not what they seem.
         if config.model_type in FAMILIES or hasattr(config, "quantization_config"):
             return None
-        with no_init_weights():  # or the memory would be written
-            loaded: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=PACKED_ATTENTION,
-                trust_remote_code=model.trust_remote_code,
-            )
-        loaded.tie_weights()
+        loaded = _built(config, model, dtype, is_critic=is_critic)
         if (Path(model.path) / GENERATION_CONFIG_NAME).is_file():
             loaded.generation_config = GenerationConfig.from_pretrained(
                 model.path, local_files_only=True
@@ -176,8 +221,12 @@ def _unread(model: ModelConfig, dtype: torch.dtype) -> LoadedModel | None:
         # Buffers that are saved are no parameters, and would keep what the model begins with.
         if loaded.state_dict().keys() != parameters.keys():
             return None
-        if not files.are(dict(loaded.named_parameters())):
+        heads = {n for n in parameters if is_critic and _is_value_head(n) and n not in files}
+        read = {n: p for n, p in loaded.named_parameters() if n not in heads}
+        if not files.are(read, _LANGUAGE_HEAD if heads else ()):
             return None
+        for module in sorted({name.rpartition(".")[0] for name in heads}):
+            loaded._init_weights(loaded.get_submodule(module))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError):
         return None  # reading it as a whole says what is wrong
     except SafetensorError:
@@ -228,20 +277,3 @@ def _read(model: ModelConfig, dtype: torch.dtype, *, is_critic: bool = False) ->
 def _is_value_head(name: str) -> bool:
     """Return whether a weight is a value head's, which a language model's files do not have."""
     return name.split(".", 1)[0] in {"score", "classifier"}
-
-
-def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute decoder layers in the backward pass.
-
-    transformers does this only for layers in training mode. So the flag is set on the layers, but
-    not on the modules inside them, whose dropout stays off.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            f"actor_rollout_ref.model.enable_gradient_checkpointing: {type(model).__name__} does "
-            "not support it; set it to false"
-        )
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from services.trainer.learner.model.sharding import assign
+from services.trainer.learner.model.host_memory import HostMemory
+from services.trainer.learner.places import local_part, place
 from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sharded_state import StateFiles
 from sluice.algorithm.learning_rate import learning_rate_multiplier, resolve_warmup_steps
 from sluice.config.schema.actor import OptimConfig
 from sluice.errors import CheckpointError
@@ -21,6 +23,7 @@ from sluice.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_PART_BYTES = 256 << 20
 
 
 class FlatGradients:
@@ -67,17 +70,11 @@ class ShardedGradients:
     """Gradients of sharded parameters. `norm` is collective.
 
     FSDP2 makes a gradient per shard in the last backward pass of a step and sums it over ranks.
-
-    Args:
-        num_copies: ranks that hold the same shard.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], parallel: DataParallel, num_copies: int
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], parallel: DataParallel) -> None:
         self._parameters = list(parameters)
         self._parallel = parallel
-        self._num_copies = num_copies
         self.buffers: tuple[Tensor, ...] = ()  # FSDP2 has summed them
 
     def complete(self) -> None:
@@ -92,16 +89,31 @@ class ShardedGradients:
             parameter.grad = None
 
     def norm(self) -> float:
-        """Return the norm: float32 on each rank, float64 over ranks, each shard counted once."""
-        squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in self._local()]
+        """Return the norm: float32 on each rank, float64 over ranks, each element counted once."""
+        squares = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / self._holders(one)
+            for one, gradient in zip(self._parameters, self._local(), strict=True)
+        ]
         # Every rank adds the same numbers in the same order, so all ranks clip by the same factor.
         own = float(sum(squares)) if squares else 0.0
         gathered = self._parallel.all_gather([own], "summing the gradients' norms")
-        return math.sqrt(sum(part for (part,) in gathered) / self._num_copies)
+        return math.sqrt(sum(part for (part,) in gathered))
 
     def scale(self, factor: float) -> None:
         for gradient in self._local():
             gradient.mul_(factor)
+
+    def _holders(self, parameter: nn.Parameter) -> int:
+        """Return how many ranks hold each of a parameter's elements."""
+        if not isinstance(parameter, DTensor):
+            return self._parallel.world_size
+        mesh = parameter.device_mesh
+        cuts = [
+            n
+            for n, one in zip(mesh.shape, parameter.placements, strict=True)
+            if not one.is_replicate()
+        ]
+        return self._parallel.world_size // math.prod(cuts)
 
     def _local(self) -> list[Tensor]:
         gradients = (parameter.grad for parameter in self._parameters)
@@ -120,6 +132,8 @@ class PolicyOptimizer:
         config: AdamW and schedule.
         total_steps: train batches of the run: the schedule's length, unless `config` sets it.
         gradients: gradients of sharded parameters; by default flat buffers of whole ones.
+        on_host: keep the moments in host memory, but for those of one part of the parameters at a
+            time, while a step changes these.
     """
 
     def __init__(
@@ -128,6 +142,8 @@ class PolicyOptimizer:
         config: OptimConfig,
         total_steps: int,
         gradients: Gradients | None = None,
+        *,
+        on_host: bool = False,
     ) -> None:
         self._named = dict(named_parameters)
         self._config = config
@@ -137,8 +153,10 @@ class PolicyOptimizer:
             config.lr_warmup_steps, config.lr_warmup_steps_ratio, self._total_steps
         )
         self.gradients: Gradients = gradients or FlatGradients(list(self._named.values()))
+        self._host = HostMemory() if on_host else None
+        groups = _parts(self._named.values()) if on_host else [list(self._named.values())]
         self._adamw = torch.optim.AdamW(
-            self._named.values(),
+            [{"params": group} for group in groups],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -174,7 +192,7 @@ class PolicyOptimizer:
             if norm > self._config.clip_grad:
                 # The same epsilon as torch's clip_grad_norm_.
                 self.gradients.scale(self._config.clip_grad / (norm + 1e-6))
-            self._adamw.step()
+            self._update()
         else:  # one bad batch must not destroy the weights
             self.skipped_updates += 1
             logger.warning(
@@ -185,11 +203,33 @@ class PolicyOptimizer:
         self.gradients.zero()
         return norm
 
+    def _update(self) -> None:
+        if self._host is None:
+            self._adamw.step()
+            return
+        groups = self._adamw.param_groups
+        try:
+            for group in groups:
+                self._host.bring_back(self._moments(group["params"]))
+                self._adamw.param_groups = [group]
+                self._adamw.step()
+                self._host.move_out(self._moments(group["params"]))
+        finally:
+            self._adamw.param_groups = groups
+
+    def _moments(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return the tensors of AdamW's state that are as large as their parameter."""
+        states = (self._adamw.state[one] for one in parameters if one in self._adamw.state)
+        return [state[name] for state in states for name in MOMENTS if name != "step"]
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Return AdamW's moments and counts as ``<parameter name>.<moment>``; empty before a step.
 
-        A sharded parameter has equally sharded moments.
+        A sharded parameter has equally sharded moments. They stay on the device until the next
+        step.
         """
+        if self._host is not None:
+            self._host.bring_back(self._moments(self._named.values()))
         return {
             f"{name}.{moment}": self._adamw.state[parameter][moment]
             for name, parameter in self._named.items()
@@ -197,36 +237,53 @@ class PolicyOptimizer:
             if parameter in self._adamw.state
         }
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `state_tensors` returned, from whole tensors.
+    def load_state(self, state: StateFiles) -> None:
+        """Load the tensors of `state_tensors`, of each this rank's part.
 
         Raises:
             CheckpointError: a parameter's state is missing, of another shape or unknown.
         """
         expected = {f"{name}.{moment}" for name in self._named for moment in MOMENTS}
-        if tensors and (wrong := expected.symmetric_difference(tensors)):
+        if state.names and (wrong := expected.symmetric_difference(state.names)):
             raise CheckpointError(
                 f"optimizer state of another model: {len(wrong)} names differ, first "
                 f"{min(wrong)}; resume with the model that was trained"
             )
         self._adamw.state.clear()
-        for name, parameter in self._named.items() if tensors else ():
+        if self._host is not None:
+            self._host.forget()
+        for name, parameter in self._named.items() if state.names else ():
             self._adamw.state[parameter] = {
-                moment: self._fitting(f"{name}.{moment}", tensors, parameter, moment)
+                moment: self._loaded(f"{name}.{moment}", state, parameter, moment)
                 for moment in MOMENTS
             }
+        if self._host is not None:
+            self._host.move_out(self._moments(self._named.values()))
 
-    def _fitting(
-        self, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter, moment: str
-    ) -> Tensor:
-        tensor = tensors[key]
-        if moment != "step" and tensor.shape != parameter.shape:
+    def _loaded(self, key: str, state: StateFiles, parameter: nn.Parameter, moment: str) -> Tensor:
+        shape, dtype = state.spec(key)
+        if moment == "step":
+            own = torch.zeros((), dtype=dtype, device=parameter.device)
+        elif shape == parameter.shape:
+            own = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
             raise CheckpointError(
-                f"optimizer state {key} has shape {tuple(tensor.shape)}, the model "
+                f"optimizer state {key} has shape {tuple(shape)}, the model "
                 f"{tuple(parameter.shape)}; resume with the model that was trained"
             )
-        if moment == "step":
-            return tensor.to(parameter.device).clone()  # AdamW changes it in place
-        own = torch.zeros_like(parameter, dtype=tensor.dtype, requires_grad=False)
-        assign(own, tensor)
+        state.fill(local_part(own), key, place(own)[0])
         return own
+
+
+def _parts(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Cut the parameters, in their order, into lists of about equal size on this rank."""
+    parts: list[list[nn.Parameter]] = [[]]
+    left = _PART_BYTES
+    for parameter in parameters:
+        data = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if parts[-1] and left < data.nbytes:
+            parts.append([])
+            left = _PART_BYTES
+        parts[-1].append(parameter)
+        left -= data.nbytes
+    return parts

@@ -2,43 +2,60 @@
 
 A checkpoint's ``actor`` or ``critic`` folder holds:
 
-    huggingface/           config, weights and tokenizer; any Hugging Face tool loads it
-    optimizer.safetensors  AdamW's moments and counts by parameter name
-    extra_state.json       random generators, number of skipped optimizer steps
+    huggingface/            config, weights and tokenizer; any Hugging Face tool loads it
+    lora_adapter/           instead of those weights, the adapters of a run that trains only them
+    optimizer*.safetensors  AdamW's moments and counts by parameter name, of several ranks' in
+                            pieces that optimizer.index.json lists
+    extra_state.json        random generators, number of skipped optimizer steps
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from services.trainer.learner.checkpoint import resume_remedy
+from services.trainer.learner.model.experts import check_dividable
+from services.trainer.learner.model.export import write_model
 from services.trainer.learner.model.forward import DTYPES, plain_class
 from services.trainer.learner.model.loading import LoadedModel
+from services.trainer.learner.model.lora import (
+    adapted_layers,
+    adapter_parameters,
+    load_adapters,
+    save_adapters,
+)
 from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
 from services.trainer.learner.model.sharding import (
     Shards,
     assign,
     fill_shards,
     shard_model,
-    shard_size,
 )
 from services.trainer.learner.model.weight_files import WeightFiles
+from services.trainer.learner.places import (
+    Directory,
+    exchange_places,
+    held_by_all,
+    local_part,
+    with_dtype,
+)
 from services.trainer.learner.ranks import DataParallel
-from sluice.concurrency.waits import advance
+from services.trainer.learner.sharded_state import StateFiles, file_name, write_state
+from services.trainer.learner.weight_stream import stream_rows
+from sluice.checkpoint.adapter_files import ADAPTER_FOLDER
 from sluice.config.derived import is_whole
+from sluice.config.parallel_layout import shard_size
 from sluice.config.schema.actor import FsdpConfig, OptimConfig
 from sluice.errors import CheckpointError
 
@@ -50,13 +67,10 @@ _CPU = "cpu"
 ACTOR_SHARDING = "actor_rollout_ref.actor.fsdp_config"
 CRITIC_SHARDING = "critic.fsdp"
 
-WholeTensors: TypeAlias = Callable[[], AbstractContextManager[Iterator[tuple[str, Tensor]]]]
-"""Opens a stream of named whole tensors, even if this rank holds only shards of them."""
-
 HUGGINGFACE_FOLDER = "huggingface"
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_STEM = "optimizer"
+OPTIMIZER_INDEX = "optimizer.index.json"
 EXTRA_STATE_FILE = "extra_state.json"
-_READABLE = 0o644
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -102,7 +116,7 @@ class TrainedModel:
 
     `parameters` are all of the model's, whole or sharded, tied ones once; the optimizer has those
     that are trained. `shards` is ``None`` for a whole model. `initial_sum` is `weight_sum` of the
-    loaded weights.
+    loaded weights. `places` says which rank holds which part of each parameter.
     """
 
     model: PreTrainedModel
@@ -110,54 +124,103 @@ class TrainedModel:
     optimizer: PolicyOptimizer
     shards: Shards | None
     initial_sum: float
+    places: Directory
 
 
-def save_policy_state(
-    directory: Path,
-    trained: TrainedModel,
-    model_path: str,
-    *,
-    weights: WholeTensors | None,
-    moments: WholeTensors,
-) -> None:
-    """Write model, optimizer and random state into `directory`; create it.
+class PolicyState:
+    """A model's checkpoint, ready to be written: after this, training may continue.
+
+    Collective, as is all its work.
 
     Args:
         directory: new or empty.
         trained: its weights are written in their dtype.
         model_path: the folder that the run's model came from; its tokenizer files are copied.
-        weights: all parameters by the model's names, tied ones once; ``None``: the model is whole.
-        moments: the tensors of `PolicyOptimizer.state_tensors`, whole.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
+        ranks: number of all ranks.
+        copies: copy this rank's parts to the host now; else they are read where they are.
     """
-    huggingface = directory / HUGGINGFACE_FOLDER
-    try:
-        _save_model(huggingface, trained.model, weights)
-        advance()
-        save_file(_on_host(moments), directory / OPTIMIZER_FILE)
-        advance()
-    except SafetensorError as error:  # safetensors reports a full disk like this
-        raise OSError(f"{directory}: {error}") from error
-    # Copied, not saved again: transformers might write them in another form.
-    for pattern in TOKENIZER_FILES:
-        for file in Path(model_path).glob(pattern):
-            shutil.copyfile(file, huggingface / file.name)
-    for file in directory.rglob("*.safetensors"):
-        file.chmod(_READABLE)  # safetensors lets only the owner read them
-    extra = {
-        "random_state": random_state(_device(trained.model)),
-        "skipped_updates": trained.optimizer.skipped_updates,
-    }
-    (directory / EXTRA_STATE_FILE).write_text(json.dumps(extra), encoding="utf-8")
+
+    def __init__(
+        self, directory: Path, trained: TrainedModel, model_path: str, ranks: int, *, copies: bool
+    ) -> None:
+        self._directory = directory
+        self._ranks = ranks
+        self._model = trained.model
+        self._model_path = model_path
+        ignored = trained.model._keys_to_ignore_on_save or ()
+        buffers = {n: t for n, t in _buffers(trained.model).items() if n not in ignored}
+        self._places = {**trained.places} | {n: held_by_all(t, ranks) for n, t in buffers.items()}
+        moments = trained.optimizer.state_tensors()
+        self._moment_places = {
+            name: with_dtype(trained.places[name.rpartition(".")[0]], moment.dtype)
+            if moment.ndim
+            else held_by_all(moment, ranks)
+            for name, moment in moments.items()
+        }
+        self._adapters = adapter_parameters(trained.model)
+        self._weights = _parts(self._adapters or {**trained.parameters, **buffers}, copies=copies)
+        self._moments = _parts(moments, copies=copies)
+        self._extra = {
+            "random_state": random_state(_device(trained.model)),
+            "skipped_updates": trained.optimizer.skipped_updates,
+        }
+
+    def write_weights(self, parallel: DataParallel) -> Iterator[None]:
+        """Write the Hugging Face folder; see `write_model`."""
+        folder = self._directory / HUGGINGFACE_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._adapters:
+            yield from self._write_adapters(folder, parallel)
+            return
+        yield from write_model(folder, self._model, self._weights, self._places, parallel)
+
+    def _write_adapters(self, folder: Path, parallel: DataParallel) -> Iterator[None]:
+        places = {name: self._places[name] for name in self._weights}
+        rows = stream_rows(self._weights, places, parallel, "gathering adapters")
+        whole: dict[str, list[Tensor]] = {}
+        for name, part in rows:
+            whole.setdefault(name, []).append(part.cpu())
+        yield
+        if parallel.rank:
+            return
+        self._model.save_pretrained(folder, state_dict={})  # configuration, custom code
+        tensors = {name: torch.cat(parts) for name, parts in whole.items()}
+        save_adapters(self._directory / ADAPTER_FOLDER, self._model, tensors, self._model_path)
+
+    def write_rest(self, parallel: DataParallel) -> Iterator[None]:
+        """Write the optimizer's state and, on rank 0, everything else; sends nothing."""
+        yield from write_state(
+            self._directory, OPTIMIZER_STEM, self._moments, self._moment_places, parallel
+        )
+        if parallel.rank:
+            return
+        # Copied, not saved again: transformers might write them in another form.
+        for pattern in TOKENIZER_FILES:
+            for file in Path(self._model_path).glob(pattern):
+                shutil.copyfile(file, self._directory / HUGGINGFACE_FOLDER / file.name)
+        text = json.dumps(self._extra)
+        (self._directory / EXTRA_STATE_FILE).write_text(text, encoding="utf-8")
+
+    def check_files(self) -> None:
+        """Check on rank 0 that it sees the files of all ranks.
+
+        Raises:
+            OSError: it does not.
+        """
+        for rank in range(self._ranks):
+            file = self._directory / file_name(OPTIMIZER_STEM, rank, self._ranks)
+            if not file.is_file():
+                raise OSError(
+                    f"{file}, which trainer rank {rank} wrote, is not here: "
+                    "trainer.default_local_dir must be a folder that all trainer ranks share"
+                )
 
 
 def load_policy_state(directory: Path, trained: TrainedModel) -> float:
     """Replace weights, optimizer state and random state in place; in shards this rank's part.
 
     Args:
-        directory: written by `save_policy_state`, with any sharding.
+        directory: written by `PolicyState`, in any layout of ranks.
         trained: sharded or whole.
 
     Returns:
@@ -166,8 +229,22 @@ def load_policy_state(directory: Path, trained: TrainedModel) -> float:
     Raises:
         CheckpointError: a file is missing or unreadable, or belongs to another model.
     """
-    total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
-    trained.optimizer.load_state_tensors(_read_tensors(directory / OPTIMIZER_FILE))
+    if adapted_layers(trained.model):
+        total = load_adapters(directory / ADAPTER_FOLDER, trained.model)
+    elif (directory / ADAPTER_FOLDER).is_dir():
+        raise CheckpointError(
+            f"{directory} holds adapters and the run trains all weights; resume with the "
+            "actor_rollout_ref.model.lora_rank of before, or start from `sluice merge`'s folder"
+        )
+    else:
+        total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
+    try:
+        trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{_damaged_file(directory) or directory / OPTIMIZER_INDEX} cannot be read ({error}); "
+            f"{resume_remedy(directory.parent)}"
+        ) from error
     try:
         extra = json.loads((directory / EXTRA_STATE_FILE).read_text(encoding="utf-8"))
         trained.optimizer.skipped_updates = int(extra["skipped_updates"])
@@ -189,22 +266,9 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _save_model(folder: Path, model: PreTrainedModel, weights: WholeTensors | None) -> None:
-    """Write the weights. They are released on return: the moments, twice their size, come next."""
-    state = None if weights is None else {**_on_host(weights), **_buffers(model)}
-    model.save_pretrained(folder, state_dict=state)
-
-
-def _on_host(tensors: WholeTensors) -> dict[str, Tensor]:
-    """Copy the tensors to the host one by one, without keeping whole buckets alive."""
-    with tensors() as stream:
-        return {name: _own_copy(tensor.detach().cpu()) for name, tensor in stream}
-
-
-def _own_copy(tensor: Tensor) -> Tensor:
-    # A view of a larger storage would keep all of that storage alive.
-    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if own and tensor.is_contiguous() else tensor.contiguous().clone()
+def _parts(tensors: Mapping[str, Tensor], *, copies: bool) -> dict[str, Tensor]:
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    return {n: t.to(_CPU, copy=True) for n, t in parts.items()} if copies else parts
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -280,33 +344,6 @@ def _damaged_file(folder: Path) -> Path | None:
     return None
 
 
-class _TensorFile(Mapping[str, Tensor]):
-    """A safetensors file that reads each tensor on access."""
-
-    def __init__(self, file: Path) -> None:
-        self._opened = safe_open(file, framework="pt")
-        self._names = frozenset(self._opened.keys())  # type: ignore[no-untyped-call]
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._opened.get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-def _read_tensors(file: Path) -> Mapping[str, Tensor]:
-    try:
-        return _TensorFile(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error}); {resume_remedy(file.parents[1])}"
-        ) from error
-
-
 def trained_model(
     loaded: LoadedModel,
     sharding: FsdpConfig,
@@ -339,9 +376,11 @@ def trained_model(
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     gradients = None
     if shards is not None:
-        gradients = ShardedGradients(list(trained.values()), parallel, shards.num_copies)
-    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients)
-    return TrainedModel(model, parameters, optimizer, shards, total)
+        gradients = ShardedGradients(list(trained.values()), parallel)
+    on_host = sharding.optimizer_offload
+    optimizer = PolicyOptimizer(trained, optim, total_steps, gradients, on_host=on_host)
+    places = exchange_places(parameters, parallel)
+    return TrainedModel(model, parameters, optimizer, shards, total, places)
 
 
 def share_model(
@@ -361,6 +400,8 @@ def share_model(
         ConfigError: the number of ranks is not divisible by the shard size.
     """
     size = shard_size(sharding.fsdp_size, parallel.world_size, f"{key}.fsdp_size")
+    check_dividable(loaded.model, parallel.experts)
+    expert_mesh = parallel.expert_mesh(size)
     mesh = None if is_whole(sharding, size) else parallel.shard_mesh(size)
     if mesh is None:
         if loaded.files is not None:
@@ -374,4 +415,6 @@ def share_model(
         dtype=DTYPES[sharding.dtype],
         reshard_after_forward=sharding.reshard_after_forward,
         sums_once=sharding.use_no_sync_for_gradient_accumulation,
+        expert_mesh=expert_mesh,
+        prefetches=sharding.forward_prefetch,
     )

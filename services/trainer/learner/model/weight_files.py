@@ -1,4 +1,4 @@
-"""A model's weight files, read by rows: a rank reads its shards and nothing else.
+"""A model's weight files, read by parts: a rank reads its shards and nothing else.
 
 Names are those of the model's parameters. The published files of a mixture of experts have a tensor
 for each expert and projection; the model has one tensor for all experts, which are its first
@@ -8,7 +8,7 @@ dimension.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,26 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from services.trainer.learner.places import region
+
 CHUNK_BYTES = 64 << 20
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # The parameter of all experts, and the tensors of one expert that make a row of it.
 _EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+
+
+def expert_names(name: str, rows: int) -> list[list[str]]:
+    """Return the published tensors of each expert in an experts' parameter, in order.
+
+    Their rows, one tensor below the other, are the expert's row of the parameter. Empty: `name` is
+    no parameter of experts.
+    """
+    for suffix, parts in _EXPERTS.items():
+        if name.endswith(suffix):
+            experts = name.removesuffix(suffix) + "experts"
+            return [[f"{experts}.{row}.{part}.weight" for part in parts] for row in range(rows)]
+    return []
 
 
 class WeightFiles:
@@ -40,8 +55,15 @@ class WeightFiles:
             opened: Any = safe_open(folder / name, framework="pt")
             self._opened.update(dict.fromkeys(opened.keys(), opened))
 
-    def are(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether these parameters, in their shapes, and nothing else is there as floats."""
+    def __contains__(self, name: str) -> bool:
+        """Return whether that parameter is there, as one tensor or one for each expert."""
+        return self._sources(name, 1)[0][0] in self._opened
+
+    def are(self, parameters: Mapping[str, Tensor], unused: Collection[str] = ()) -> bool:
+        """Return whether these parameters, in their shapes, and nothing else is there as floats.
+
+        `unused` names tensors that may be there too.
+        """
         read: set[str] = set()
         for name, parameter in parameters.items():
             sources = self._sources(name, parameter.shape[0] if parameter.ndim else 0)
@@ -51,15 +73,23 @@ class WeightFiles:
             if self._shape(sources, is_whole=name in self._opened) != tuple(parameter.shape):
                 return False
         dtypes = {self._slice(name).get_dtype() for name in self._opened}
-        return read == self._opened.keys() and dtypes <= _FLOATS
+        return self._opened.keys() - read <= set(unused) and dtypes <= _FLOATS
 
-    def fill(self, target: Tensor, name: str, start: int) -> None:
-        """Copy the rows of a parameter from `start` on into `target`, a part at a time."""
+    def fill(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
+        """Copy a part of a parameter into `target`, some rows at a time.
+
+        Args:
+            target: of the part's shape.
+            name: of the parameter.
+            offset: where the part begins in the parameter, by dimension.
+        """
+        columns = region(offset[1:], target.shape[1:])
         row_bytes = max(1, target[:1].numel() * target.element_size())
         step = max(1, CHUNK_BYTES // row_bytes)
         for first in range(0, target.shape[0], step):
             part = target[first : first + step]
-            part.copy_(self._rows(name, start + first, start + first + part.shape[0]))
+            start = offset[0] + first
+            part.copy_(self._rows(name, start, start + part.shape[0], columns))
 
     def probe(self) -> float:
         """Return a sum over some rows of every tensor, to compare ranks by one number."""
@@ -71,20 +101,28 @@ class WeightFiles:
                 total += float(found[row : row + 1].double().sum())
         return total
 
-    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+    def _rows(self, name: str, start: int, stop: int, columns: Sequence[slice]) -> Tensor:
         if name in self._opened:
-            found: Tensor = self._slice(name)[start:stop]
+            found: Tensor = self._slice(name)[(slice(start, stop), *columns)]
             return found
         experts = self._sources(name, stop)[start:]
-        return torch.stack([torch.cat([self._slice(one)[:] for one in parts]) for parts in experts])
+        return torch.stack([self._expert(parts, *columns) for parts in experts])
+
+    def _expert(self, parts: Sequence[str], rows: slice, *columns: slice) -> Tensor:
+        """Return some rows of an expert's tensors, one below the other."""
+        found: list[Tensor] = []
+        first = 0
+        for part in map(self._slice, parts):
+            num_rows = part.get_shape()[0]
+            start, stop = max(0, rows.start - first), min(num_rows, rows.stop - first)
+            if start < stop or not found:
+                found.append(part[(slice(start, max(start, stop)), *columns)])
+            first += num_rows
+        return torch.cat(found)
 
     def _sources(self, name: str, rows: int) -> list[list[str]]:
         """Return the tensor of a parameter, or of an experts' parameter those of each expert."""
-        for suffix, parts in _EXPERTS.items():
-            if name.endswith(suffix) and name not in self._opened:
-                experts = name.removesuffix(suffix) + "experts"
-                return [[f"{experts}.{row}.{part}.weight" for part in parts] for row in range(rows)]
-        return [[name]]
+        return (expert_names(name, rows) if name not in self._opened else []) or [[name]]
 
     def _shape(self, sources: list[list[str]], *, is_whole: bool) -> tuple[int, ...]:
         """Return the shape of what these tensors make; empty: they do not fit together."""

@@ -28,7 +28,7 @@ from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.sequence_share import check_shareable
 from sluice.algorithm.losses.objective import aggregate
 from sluice.algorithm.losses.value_loss import ValueLoss, value_loss
-from sluice.config.derived import max_row_tokens
+from sluice.config.derived import max_row_tokens, padding_step
 from sluice.config.run import RunConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
 from sluice.device.protocol import Device
@@ -61,6 +61,7 @@ def _cut(config: RunConfig) -> BatchCut:
             else critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
         ),
         shuffle_seed=critic.data_loader_seed if shuffles else None,
+        pad_to=padding_step(critic.fsdp),
     )
 
 
@@ -85,7 +86,12 @@ class Critic:
         self._cut = _cut(config)
         self._parallel = parallel
         self._device = device
-        loaded = load_critic(_model(config), critic.fsdp, max_row_tokens(config.data))
+        loaded = load_critic(
+            _model(config),
+            critic.fsdp,
+            max_row_tokens(config.data),
+            is_sharded=parallel.world_size > 1,
+        )
         check_shareable(actor.fsdp_config.ulysses_sequence_parallel_size, loaded.model.config)
         self.trained = trained_model(
             loaded,

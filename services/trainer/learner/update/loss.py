@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.batch.train_batch import MiniBatch
+from services.trainer.learner.model.experts import Routing
 from services.trainer.learner.ranks import DataParallel
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.kl_estimator import kl_estimate
@@ -40,7 +42,8 @@ class PreparedMicroBatch:
     """A micro-batch and the inputs of its loss, [N] each: one value per response token.
 
     `old_logprobs` are ``None`` until a pass of the policy before this batch yields them. `weights`
-    and `kept` stay ``None`` without importance weights and without rejections.
+    and `kept` stay ``None`` without importance weights and without rejections. `routing` is that of
+    the first pass; later passes follow it. ``None``: each pass chooses its experts.
     """
 
     micro_batch: MicroBatch
@@ -49,6 +52,7 @@ class PreparedMicroBatch:
     ref_logprobs: Tensor | None = None
     weights: Tensor | None = None
     kept: Tensor | None = None
+    routing: Routing | None = None
 
     def loss_inputs(self, logprobs: Tensor, *, seed: int) -> LossInputs:
         """Return the policy loss's inputs, with rejected tokens; old logprobs must be known."""
@@ -68,12 +72,16 @@ class PreparedMicroBatch:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PreparedMiniBatch:
-    """This rank's part of one optimizer step, and the step's counts over all ranks."""
+    """This rank's part of one optimizer step, and the step's counts over all ranks.
+
+    `is_routed`: passes have noted their routing, on all ranks, for later ones to follow.
+    """
 
     micro_batches: tuple[PreparedMicroBatch, ...]
     counts: GlobalCounts
+    is_routed: bool = False
 
 
 def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:
@@ -89,10 +97,9 @@ def prepare(mini_batch: MiniBatch) -> PreparedMiniBatch:
 
 def first_of_rows(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Return the value of each row's first token, [R]; 0 for a row without tokens."""
-    firsts = torch.zeros(micro_batch.num_rows, dtype=values.dtype, device=values.device)
-    is_first = micro_batch.columns == 0
-    firsts[micro_batch.rows[is_first]] = values[is_first]
-    return firsts
+    # Not values[is_first]: the host would have to know how many there are.
+    firsts = torch.where(micro_batch.columns == 0, values, 0.0)
+    return values.new_zeros(micro_batch.num_rows).index_add_(0, micro_batch.rows, firsts)
 
 
 class LossTerms:
@@ -139,8 +146,8 @@ class LossTerms:
         )
         return total, objective
 
-    def correct(self, prepared: PreparedMicroBatch) -> Statistics | None:
-        """Set weights and rejections from old and behavior logprobs; return the statistics.
+    def correct(self, prepared: PreparedMicroBatch) -> Callable[[], Statistics] | None:
+        """Set weights and rejections from old and behavior logprobs; return what reads statistics.
 
         ``None``: the two logprobs are equal, or the loss itself corrects.
         """
@@ -148,15 +155,19 @@ class LossTerms:
         if settings.old_is_behavior:
             return None
         assert prepared.old_logprobs is not None
-        found = rollout_correction(
+        find = partial(
+            rollout_correction,
             prepared.old_logprobs,
             prepared.micro_batch.behavior_logprobs,
             prepared.micro_batch.rows,
             settings.correction,
         )
+        if settings.correction.rollout_is is None and settings.correction.rollout_rs is None:
+            return lambda: find().statistics
+        found = find()
         prepared.weights = found.weights
         prepared.kept = found.kept if settings.correction.rollout_rs is not None else None
-        return found.statistics
+        return lambda: found.statistics
 
     def mean_names(self) -> tuple[str, ...]:
         """Return the names of the means that the loss reports, by a trial on made-up tokens."""
@@ -193,6 +204,8 @@ def _kept(values: Tensor | None, kept: Tensor | None) -> Tensor | None:
 class UpdateSums:
     """Sums of one train batch on this rank; `metrics` adds the metrics of all ranks.
 
+    Nothing is read between a mini-batch's passes, which would wait for the accelerator's queue.
+
     Args:
         means: names of the means that the policy loss reports. They are known before the first
             loss, so that all ranks gather equally long vectors, even a rank without rows.
@@ -209,7 +222,7 @@ class UpdateSums:
         self._entropy_tokens = 0
         self._probs_diff = ProbsDiffSums()
         self._corrections = corrections
-        self._unread: list[Tensor] = []
+        self._unread: list[Callable[[], None]] = []
 
     def add_loss(self, total: TotalLoss, means: Mapping[str, MetricMean]) -> None:
         """Add a micro-batch's shares of the mini-batch's losses, and its sums for the means."""
@@ -220,42 +233,57 @@ class UpdateSums:
         self._with_kl |= total.kl is not None
         values = [means[name].total for name in self._names]
         values += [total.policy, entropy, kl, total.total.detach()]
-        # Read after the optimizer step: reading now would wait for the accelerator's queue.
-        self._unread.append(torch.stack([value.float() for value in values]))
+        shares = torch.stack([value.float() for value in values])
+        self._unread.append(lambda: self._read_losses(shares))
         for name in self._names:
             self._counts[name] += means[name].count
 
     def end_step(self) -> None:
-        """Read the losses that were added since the last optimizer step."""
-        for vector in self._unread:
-            for name, value in zip(self._sums, vector.tolist(), strict=True):
-                self._sums[name] += value
+        """Read what was added since the last optimizer step."""
+        for read in self._unread:
+            read()
         self._unread.clear()
 
     def add_entropy(self, entropy: Tensor) -> None:
         """Add entropies [N] of tokens under the policy before this batch."""
-        self._entropy_sum += float(entropy.detach().sum(dtype=torch.float32))
+        total = entropy.detach().sum(dtype=torch.float32)
+        self._unread.append(lambda: self._read_entropy(total))
         self._entropy_tokens += entropy.numel()
 
     def add_probs_diff(self, trainer_logprobs: Tensor, behavior_logprobs: Tensor) -> None:
         """Add the trainer's and the engine's logprobs [N] of the same tokens."""
+        trainer = trainer_logprobs.detach()
+        self._unread.append(lambda: self._read_probs_diff(trainer, behavior_logprobs))
+
+    def add_correction(self, statistics: Callable[[], Statistics]) -> None:
+        """Add the statistics of rollout correction for a micro-batch, from what reads them."""
+        self._unread.append(lambda: self._read_correction(statistics))
+
+    def read_corrections(self) -> Statistics:
+        """Return this rank's statistics of rollout correction so far."""
+        self.end_step()
+        return self._corrections
+
+    def _read_losses(self, shares: Tensor) -> None:
+        for name, value in zip(self._sums, shares.tolist(), strict=True):
+            self._sums[name] += value
+
+    def _read_entropy(self, total: Tensor) -> None:
+        self._entropy_sum += float(total)
+
+    def _read_probs_diff(self, trainer_logprobs: Tensor, behavior_logprobs: Tensor) -> None:
         found = ProbsDiffSums.of_tokens(trainer_logprobs, behavior_logprobs)
         self._probs_diff = self._probs_diff.merge(found)
 
-    def add_correction(self, statistics: Statistics) -> None:
-        """Add the statistics of rollout correction for a micro-batch."""
-        self._corrections = merge_statistics(self._corrections, statistics)
-
-    @property
-    def corrections(self) -> Statistics:
-        """Return this rank's statistics of rollout correction so far."""
-        return self._corrections
+    def _read_correction(self, statistics: Callable[[], Statistics]) -> None:
+        self._corrections = merge_statistics(self._corrections, statistics())
 
     def metrics(self, parallel: DataParallel, num_steps: int) -> dict[str, float]:
         """Return means over all ranks' tokens, and losses as means over `num_steps` steps.
 
         Collective: one vector of all numbers, so that metrics cost one exchange.
         """
+        self.end_step()
         # In a fixed order, which `_losses` and `_means` read back: sums, counts, entropy, flags.
         own = [
             *self._sums.values(),

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import numpy as np
@@ -28,10 +29,17 @@ from services.trainer.learner.batch.train_batch import (
     split_batch,
     tokens_of,
 )
+from services.trainer.learner.model.experts import (
+    Routing,
+    balance_metrics,
+    idle_routing,
+    routing_tape,
+)
 from services.trainer.learner.model.forward import (
     EntropyUse,
     token_outputs,
 )
+from services.trainer.learner.model.host_memory import HostMemory
 from services.trainer.learner.model.sharding import EvenPasses
 from services.trainer.learner.model.trained_model import TrainedModel
 from services.trainer.learner.ranks import DataParallel
@@ -42,6 +50,7 @@ from services.trainer.learner.update.advantages import (
     zero_advantage_rows,
 )
 from services.trainer.learner.update.critic import Critic, value_metrics
+from services.trainer.learner.update.flops import shape_of_model, update_flops
 from services.trainer.learner.update.loss import (
     LossTerms,
     PreparedMicroBatch,
@@ -49,7 +58,7 @@ from services.trainer.learner.update.loss import (
     UpdateSums,
     prepare,
 )
-from services.trainer.learner.update.reference import ReferencePolicy
+from services.trainer.learner.update.reference import Reference, ReferencePolicy
 from services.trainer.learner.update.settings import UpdateSettings
 from sluice.algorithm.advantages.rewards import KlController
 from sluice.algorithm.batch_metrics import (
@@ -116,7 +125,7 @@ class PolicyUpdate:
         parallel: DataParallel,
         device: Device,
         *,
-        reference: ReferencePolicy | None = None,
+        reference: Reference | None = None,
         critic: Critic | None = None,
         image_prompts: ImagePromptReader | None = None,
     ) -> None:
@@ -124,14 +133,21 @@ class PolicyUpdate:
         self._actor = settings.actor
         self._model = policy.model
         self._optimizer = policy.optimizer
+        self._weights = list(policy.parameters.values())
+        # Adapters' reference computes with the policy's weights.
+        others = [critic, reference if isinstance(reference, ReferencePolicy) else None]
+        moves = settings.actor.fsdp_config.param_offload and any(others)
+        self._host = HostMemory() if moves else None
         self._parallel = parallel
         self._device = device
         self._reference = reference
         self._critic = critic
         self._image_prompts = image_prompts
+        self._shape = shape_of_model(settings.config.actor_rollout_ref.model.path)
         self._terms = LossTerms(settings)
         self._mean_names = self._terms.mean_names()
         self._no_corrections = self._terms.no_corrections()
+        self._follows = False  # whether other ranks' passes follow a routing
         control = settings.config.algorithm.kl_ctrl
         self.kl_controller = KlController(
             type=control.type,
@@ -168,25 +184,31 @@ class PolicyUpdate:
         # Passes that need the policy before this batch come first: optimizer steps change it.
         cut = self._cut(batch, step, skipped)
         mini_batches = [prepare(mini_batch) for mini_batch in cut]
+        if self._settings.replays_routing:
+            for prepared in _micro_batches(mini_batches):
+                prepared.routing = Routing()
         sums = UpdateSums(self._mean_names, self._no_corrections)
         sum_pi_squared = self._old_logprobs(mini_batches, sums, table)
         timer.end_phase("old_log_prob")
-        self._reference_logprobs(mini_batches)
-        timer.end_phase("ref", shown=self._reference is not None)
-        values = self._critic.values(batch, table, step) if self._critic else None
-        timer.end_phase("values", shown=self._critic is not None)
+        with self._policy_away():
+            self._reference_logprobs(mini_batches)
+            timer.end_phase("ref", shown=self._reference is not None)
+            values = self._critic.values(batch, table, step) if self._critic else None
+            timer.end_phase("values", shown=self._critic is not None)
         passed = self._pass_tables(mini_batches, table, values, sum_pi_squared)
         estimate = early or self._estimate(batch, table, passed)
         for prepared in _micro_batches(mini_batches):
             prepared.advantages = tokens_of(estimate.advantages, prepared.micro_batch)
         timer.end_phase("adv")
-        critic_metrics = self._update_critic(values, estimate, step)
+        with self._policy_away():
+            critic_metrics = self._update_critic(values, estimate, step)
         timer.end_phase("update_critic", shown=self._critic is not None)
         # During the warm-up only the critic trains.
-        policy_metrics = {}
-        if step >= self._settings.config.trainer.critic_warmup:
-            policy_metrics = self._policy_steps(mini_batches, sums, step)
+        trains = step >= self._settings.config.trainer.critic_warmup
+        policy_metrics = self._policy_steps(mini_batches, sums, step) if trains else {}
         timer.end_phase("update_actor")
+        if policy_metrics:
+            policy_metrics |= self._share_of_peak(batch, timer.seconds["update_actor"], skipped)
         return {
             **self._batch_metrics(batch, cut),
             **estimate.metrics,
@@ -226,12 +248,16 @@ class PolicyUpdate:
         squares: list[tuple[MicroBatch, Tensor]] = []
         to_pass = _micro_batches(mini_batches[first:])
         self._passes.begin(len(to_pass))
+        self._follows = False
+        for mini_batch in mini_batches[first:]:
+            mini_batch.is_routed = self._settings.replays_routing
         for prepared in to_pass:
             with torch.no_grad():
                 outputs = self._forward(
                     prepared.micro_batch,
                     EntropyUse.METRIC,
                     with_sum_pi_squared=self._settings.needs_sum_pi_squared,
+                    routing=prepared.routing,
                 )
             if outputs.sum_pi_squared is not None:  # kept apart: only the estimator reads them
                 squares.append((prepared.micro_batch, outputs.sum_pi_squared))
@@ -260,7 +286,7 @@ class PolicyUpdate:
         self, mini_batches: Sequence[PreparedMiniBatch], sums: UpdateSums
     ) -> None:
         """Divide importance weights by their mean over the whole batch, that is over all ranks."""
-        own = statistics_to_vector(sums.corrections)
+        own = statistics_to_vector(sums.read_corrections())
         vectors = self._parallel.gather_rows(own, "normalising importance weights")
         merged: Statistics = self._no_corrections
         for vector in vectors:
@@ -269,6 +295,10 @@ class PolicyUpdate:
         for prepared in _micro_batches(mini_batches):
             if prepared.weights is not None:
                 prepared.weights = normalized_weights(prepared.weights, merged)
+
+    def _policy_away(self) -> AbstractContextManager[None]:
+        """Keep the policy's weights on the host while another model computes, if configured."""
+        return nullcontext() if self._host is None else self._host.without(self._weights)
 
     def _reference_logprobs(self, mini_batches: Sequence[PreparedMiniBatch]) -> None:
         if self._reference is None:
@@ -355,16 +385,27 @@ class PolicyUpdate:
         finite = [norm for norm in norms if math.isfinite(norm)]
         return {
             **sums.metrics(self._parallel, len(norms)),
+            **self._balance(),
             **({"actor/grad_norm": float(np.mean(finite))} if finite else {}),
             **({"actor/kl_coef": self._actor.kl_loss_coef} if self._actor.use_kl_loss else {}),
             "actor/lr": rate,
             "actor/skipped_updates": float(len(norms) - len(finite)),
         }
 
+    def _balance(self) -> Mapping[str, float]:
+        """Return how evenly the passes since the last call used a model's experts."""
+        tape = routing_tape(self._model)
+        load = None if tape is None else tape.take_load()
+        if load is None:
+            return {}
+        self._parallel.all_reduce_sum([load], "summing the experts' loads")
+        return balance_metrics(load)
+
     def _optimizer_step(
         self, mini_batch: PreparedMiniBatch, sums: UpdateSums, seed: int, *, first_pass: bool
     ) -> float:
         """Accumulate gradients over the mini-batch, sum them over ranks, step; return the norm."""
+        self._follows, mini_batch.is_routed = mini_batch.is_routed, self._settings.replays_routing
         self._passes.begin(len(mini_batch.micro_batches))
         for number, prepared in enumerate(mini_batch.micro_batches):
             # No weight has changed yet, so this pass also yields the old logprobs.
@@ -377,7 +418,9 @@ class PolicyUpdate:
                 or (bypassed and not self._settings.needs_sum_pi_squared)
                 or self._actor.calculate_entropy
             )
-            outputs = self._forward(prepared.micro_batch, self._entropy_use(shows_entropy))
+            outputs = self._forward(
+                prepared.micro_batch, self._entropy_use(shows_entropy), routing=prepared.routing
+            )
             if is_old_policy:
                 self._note_old_policy(prepared, outputs, sums)
             elif bypassed and outputs.entropy is not None:
@@ -399,7 +442,12 @@ class PolicyUpdate:
         return norm
 
     def _forward(
-        self, micro_batch: MicroBatch, entropy: EntropyUse, *, with_sum_pi_squared: bool = False
+        self,
+        micro_batch: MicroBatch,
+        entropy: EntropyUse,
+        *,
+        with_sum_pi_squared: bool = False,
+        routing: Routing | None = None,
     ) -> TokenStatistics:
         return token_outputs(
             self._model,
@@ -407,10 +455,14 @@ class PolicyUpdate:
             temperature=self._settings.temperature,
             entropy=entropy,
             with_sum_pi_squared=with_sum_pi_squared,
+            routing=routing,
         )
 
     def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
-        return self._forward(micro_batch, EntropyUse.NONE).logprobs
+        routing = None
+        if self._follows:
+            routing = idle_routing(self._model, micro_batch.input_ids.numel())
+        return self._forward(micro_batch, EntropyUse.NONE, routing=routing).logprobs
 
     def _entropy_use(self, shown: bool) -> EntropyUse:
         if self._actor.entropy_coeff != 0.0:
@@ -448,6 +500,15 @@ class PolicyUpdate:
             ),
             "perf/trained_response_tokens_per_s": responses / busy_s,
         }
+
+    def _share_of_peak(
+        self, batch: TrainBatch, seconds: float, skipped: Container[int]
+    ) -> dict[str, float]:
+        peak = self._device.peak_flops()
+        if peak is None or self._shape is None:
+            return {}
+        flops = self._actor.ppo_epochs * update_flops(self._shape, batch, skipped)
+        return {"perf/mfu/actor": flops / (seconds * peak * self._parallel.world_size)}
 
     def _now_s(self) -> float:
         # Kernels run asynchronously: without this, a phase's time would go to a later phase.

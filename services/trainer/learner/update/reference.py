@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch import Tensor
 from services.trainer.learner.batch.micro_batch import MicroBatch
 from services.trainer.learner.model.forward import token_outputs
 from services.trainer.learner.model.loading import load_policy
+from services.trainer.learner.model.lora import without_adapters
 from services.trainer.learner.model.sharding import EvenPasses
-from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
+from services.trainer.learner.model.trained_model import ACTOR_SHARDING, TrainedModel, share_model
 from services.trainer.learner.ranks import DataParallel
 from sluice.config.schema.actor import FsdpConfig
 from sluice.config.schema.actor_rollout_ref import ModelConfig
@@ -67,3 +69,29 @@ class ReferencePolicy:
 
     def _one(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
         return token_outputs(self._model, micro_batch, temperature=temperature).logprobs
+
+
+class AdapterReference:
+    """The policy without its adapters, which is the model at step 0: no second model is needed."""
+
+    def __init__(self, policy: TrainedModel, device: Device, parallel: DataParallel) -> None:
+        self._model = policy.model
+        self._passes = EvenPasses(policy.shards, parallel, self._idle_pass, device.torch_device)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """Return logprobs [N] of each micro-batch's tokens at `temperature`. Collective."""
+        self._passes.begin(len(micro_batches))
+        with without_adapters(self._model):
+            found = [self._one(micro_batch, temperature) for micro_batch in micro_batches]
+            self._passes.end_forward_only()
+        return found
+
+    def _idle_pass(self, micro_batch: MicroBatch) -> Tensor:
+        return self._one(micro_batch, 1.0)
+
+    def _one(self, micro_batch: MicroBatch, temperature: float) -> Tensor:
+        return token_outputs(self._model, micro_batch, temperature=temperature).logprobs
+
+
+Reference: TypeAlias = ReferencePolicy | AdapterReference

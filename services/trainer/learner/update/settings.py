@@ -19,6 +19,7 @@ from sluice.config.derived import (
     MASK_ESTIMATORS,
     OLD_LOGPROB_ESTIMATORS,
     is_bypassed,
+    padding_step,
     rollout_correction,
 )
 from sluice.config.run import RunConfig
@@ -94,6 +95,11 @@ class UpdateSettings:
         return self.needs_sum_pi_squared and weighs
 
     @property
+    def replays_routing(self) -> bool:
+        """Return whether later passes of a micro-batch choose the experts of its first one."""
+        return self.actor.router_replay.mode == "R2"
+
+    @property
     def needs_reference(self) -> bool:
         """Return whether a term measures the divergence from a reference model."""
         return self.kl_kind is not None or self.actor.use_kl_loss
@@ -150,6 +156,7 @@ def _cut(actor: ActorConfig, loss_mode: str) -> BatchCut:
         rows_per_micro=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
         shuffle_seed=actor.data_loader_seed if actor.shuffle else None,
         whole_groups=loss_mode in GROUP_LOSSES,
+        pad_to=padding_step(actor.fsdp_config),
     )
 
 

@@ -1,0 +1,1 @@
+"""Plan the published launches on their devices."""

@@ -1,0 +1,58 @@
+"""Count the bytes of a trainer rank's passes in one process, without devices.
+
+``python -m services.trainer.dry_run`` reads `DryRunAsked` from standard input and writes a list of
+`PassBytes` to standard output, one for each number of layers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+import msgspec
+import torch
+
+from services.trainer.dry_run.fake_ranks import FakeRanks, fake_tensors
+from services.trainer.dry_run.measure import counted
+from sluice.algorithm import token_statistics
+from sluice.concurrency.process import exit_status
+from sluice.config.run import RunConfig
+from sluice.doctor.trial import answer_asked
+from sluice.plan.dry_run import DryRunAsked, PassBytes
+
+
+def dry_run(asked: DryRunAsked) -> list[PassBytes]:
+    """Return the bytes of each number of layers."""
+    torch.set_num_threads(1)
+    # The head computes as large blocks as on a device.
+    token_statistics.CPU_BLOCK_ELEMENTS = token_statistics.DEVICE_BLOCK_ELEMENTS
+    config = msgspec.convert(asked.config, RunConfig)
+    parallel = FakeRanks(asked.ranks)
+    try:
+        with fake_tensors():
+            return [
+                counted(config, with_layers(asked.model, layers), parallel)
+                for layers in asked.layers
+            ]
+    finally:
+        parallel.close()
+
+
+def with_layers(model: Mapping[str, object], layers: int) -> dict[str, object]:
+    """Return a config.json's content with another number of layers."""
+    changed = {**model, "num_hidden_layers": layers}
+    kinds = model.get("layer_types")
+    if isinstance(kinds, list):
+        changed["layer_types"] = kinds[:layers]
+    return changed
+
+
+def main() -> None:
+    """Answer on standard output; nothing else gets there."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    answer_asked(DryRunAsked, dry_run)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status("sluice", main))

@@ -1,0 +1,120 @@
+"""Count the bytes of the storages that are alive, and the bytes that collectives move.
+
+It counts the same for real tensors and for fake ones, so that a plan can be compared with a rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What leaves a rank, by the names that reports use.
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts within its block; storages made before it count from their first use on.
+
+    Attributes:
+        live: bytes alive now.
+        peak: most bytes alive at once since `forget_peak`.
+        moved: bytes of collectives' results on this rank, by kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self.moved: dict[str, int] = defaultdict(int)
+        self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._sizes: dict[int, int] = {}
+        self._seen = 0
+        self._resize: Any = None
+
+    def forget_peak(self) -> None:
+        """Let the peak count from now on."""
+        self.peak = self.live
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator of torch
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        found = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._count_moved(func, args)
+        for one in tree_leaves(found):
+            if isinstance(one, Tensor):
+                self._see(_plain(one).untyped_storage())
+        return found
+
+    def __enter__(self) -> LiveBytes:
+        # FSDP frees gathered weights by setting the size of their storage to 0.
+        resize, self._resize = torch.UntypedStorage.resize_, torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> object:  # noqa: ANN401 - storage is C's own type
+            found: object = resize(storage, size)
+            self._set(self._keys.get(storage), size)
+            return found
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def _count_moved(self, func: Any, args: tuple[Any, ...]) -> None:  # noqa: ANN401
+        kind = _COLLECTIVES.get(func.overloadpacket.__name__)
+        if kind is not None:
+            results = [one for one in tree_leaves(args[0]) if isinstance(one, Tensor)]
+            self.moved[kind] += sum(one.numel() * one.element_size() for one in results)
+
+    def _see(self, storage: Any) -> None:  # noqa: ANN401
+        if storage not in self._keys:
+            self._seen += 1
+            key = self._keys[storage] = self._seen
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._free, key)
+            self._set(key, storage.nbytes())
+
+    def _set(self, key: int | None, size: int) -> None:
+        if key in self._sizes:
+            self.live += size - self._sizes[key]
+            self._sizes[key] = size
+            self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the tensor that a wrapper holds: the wrapper's own storage is not there."""
+    while isinstance(tensor, DTensor | AsyncCollectiveTensor):
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
+    return tensor

@@ -1,0 +1,182 @@
+"""One rank's step, counted: build, share, a pass for logprobs, an optimizer step, a micro-batch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from services.trainer.dry_run.balanced_routing import balanced_routing, plan_routing
+from services.trainer.dry_run.fake_ranks import FakeRanks
+from services.trainer.dry_run.live_bytes import LiveBytes
+from services.trainer.learner.batch.micro_batch import MicroBatch, TrainingRow, build_micro_batch
+from services.trainer.learner.model.forward import EntropyUse, token_outputs
+from services.trainer.learner.model.loading import LoadedModel, build_policy
+from services.trainer.learner.model.optimizer import PolicyOptimizer, ShardedGradients
+from services.trainer.learner.model.preparation import prepare_policy
+from services.trainer.learner.model.sharding import Shards
+from services.trainer.learner.model.trained_model import ACTOR_SHARDING, share_model
+from services.trainer.learner.ranks import TorchDistributed
+from services.trainer.learner.sequence_share import SequenceShare
+from services.trainer.learner.update.settings import update_settings
+from sluice.algorithm.packing import plan_micro_batches
+from sluice.config.derived import max_row_tokens
+from sluice.config.parallel_layout import trainer_layout
+from sluice.config.run import RunConfig
+from sluice.plan.dry_run import PassBytes
+
+_CPU = torch.device("cpu")
+_STEPS = 1
+
+
+def counted(
+    config: RunConfig, model: Mapping[str, object], parallel: TorchDistributed
+) -> PassBytes:
+    """Return the bytes of this rank's passes. Collective.
+
+    Args:
+        config: of the run; its model's files are not read.
+        model: the content of the model's config.json.
+        parallel: all ranks.
+    """
+    layout = trainer_layout(config, parallel.world_size)
+    parallel.share_sequences(layout.sequence)
+    parallel.experts = layout.experts
+    with LiveBytes() as count:
+        found = _Rank(config, model, parallel, count).run()
+    gc.collect()
+    return found
+
+
+class _Rank:
+    def __init__(
+        self,
+        config: RunConfig,
+        model: Mapping[str, object],
+        parallel: TorchDistributed,
+        count: LiveBytes,
+    ) -> None:
+        actor = config.actor_rollout_ref.actor
+        self._config, self._count = config, count
+        kind = AutoConfig.for_model(**cast("dict[str, Any]", copy.deepcopy(dict(model))))
+        self._model = build_policy(
+            kind, config.actor_rollout_ref.model, actor.fsdp_config, max_row_tokens(config.data)
+        )
+        prepare_policy(self._model, config.actor_rollout_ref)
+        if isinstance(parallel, FakeRanks):
+            plan_routing(self._model)
+        # It is there already, and torch cannot move a fake parameter.
+        self._model.to = lambda *_: self._model  # type: ignore[assignment]
+        self._shards: Shards | None = share_model(
+            LoadedModel(self._model), actor.fsdp_config, parallel, key=ACTOR_SHARDING, device=_CPU
+        )
+        self._micro_batch = largest_micro_batch(config, parallel.share)
+        named = dict(self._model.named_parameters())
+        trained = {name: one for name, one in named.items() if one.requires_grad}
+        self._before = count.live
+        gradients = None
+        if self._shards is not None:
+            gradients = ShardedGradients(list(trained.values()), parallel)
+        self._optimizer = PolicyOptimizer(trained, actor.optim, _STEPS, gradients)
+        # The norm is a value, which fake tensors do not have.
+        self._optimizer.gradients.norm = lambda: 0.0  # type: ignore[method-assign]
+        self._entropy = EntropyUse.BONUS if actor.entropy_coeff else EntropyUse.METRIC
+
+    def run(self) -> PassBytes:
+        """Make the passes and return what they took."""
+        count, parameters = self._count, self._before
+        log_prob = self._log_prob()
+        self._optimizer.gradients.complete()
+        gradients = count.live - parameters
+        count.forget_peak()
+        self._optimizer.step()
+        step = count.peak
+        self._optimizer.gradients.complete()
+        moments = count.live - parameters - gradients
+        forward, kept, backward, moved = self._pass()
+        return PassBytes(
+            parameters=parameters,
+            gradients=gradients,
+            moments=moments,
+            log_prob=log_prob,
+            kept=kept,
+            forward=forward - moments,
+            backward=backward - moments,
+            step=step,
+            moved=moved,
+        )
+
+    def _log_prob(self) -> int:
+        self._count.forget_peak()
+        with torch.no_grad():
+            self._outputs()
+        if self._shards is not None:
+            self._shards.reshard()
+        return self._count.peak
+
+    def _pass(self) -> tuple[int, int, int, dict[str, int]]:
+        """Return the forward pass's peak and what it leaves, the backward's peak, bytes moved."""
+        count = self._count
+        before, moved = count.live, dict(count.moved)
+        count.forget_peak()
+        if self._shards is not None:
+            self._shards.sum_gradients(wanted=True)
+        logprobs = self._outputs()
+        forward, kept = count.peak, count.live - before
+        count.forget_peak()
+        logprobs.sum().backward()
+        return (
+            forward,
+            kept,
+            count.peak,
+            {kind: size - moved.get(kind, 0) for kind, size in count.moved.items()},
+        )
+
+    def _outputs(self) -> Tensor:
+        return token_outputs(
+            self._model,
+            self._micro_batch,
+            temperature=self._config.actor_rollout_ref.rollout.temperature,
+            entropy=self._entropy,
+            routing=balanced_routing(self._model, self._micro_batch.input_ids.shape[1]),
+        ).logprobs
+
+
+def largest_micro_batch(config: RunConfig, share: SequenceShare | None) -> MicroBatch:
+    """Return the micro-batch of most tokens that the run can make: rows of the longest length."""
+    cut = update_settings(config, vocab_size=1).cut
+    data, longest = config.data, max_row_tokens(config.data)
+    if cut.token_budget is None:
+        assert cut.rows_per_micro is not None
+        lengths = [longest] * cut.rows_per_micro
+    else:
+        whole, rest = divmod(max(cut.token_budget, longest), longest)
+        lengths = [longest] * whole + ([rest] if rest > 1 else [])
+    rows = [
+        _row(number, 0 if cut.whole_groups else number, length, data.max_prompt_length)
+        for number, length in enumerate(lengths)
+    ]
+    (plan,) = plan_micro_batches(
+        [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
+    )
+    found = build_micro_batch(rows, plan, _CPU, share=share)
+    assert found is not None
+    return found
+
+
+def _row(number: int, group: int, tokens: int, longest_prompt: int) -> TrainingRow:
+    prompt = min(longest_prompt, tokens - 1)
+    response = tokens - prompt
+    return TrainingRow(
+        number,
+        group,
+        np.zeros(prompt, np.uint32),
+        np.zeros(response, np.uint32),
+        np.zeros(response, np.float32),
+    )

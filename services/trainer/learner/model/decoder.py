@@ -1,0 +1,256 @@
+"""The trainer's own decoder layers, in place of those of transformers.
+
+transformers builds, reads and saves a model, which keeps its class, configuration, embeddings,
+rotation of positions, last norm and head. `use_own_layers` puts a `DecoderLayer` where each decoder
+layer was, and the layer takes over the parameters: names, tied weights and weight files stay those
+of transformers. One class computes all `FAMILIES`, because biases, and norms of queries and keys,
+are there or not. Vision towers keep their layers.
+
+The own layers give attention its layout without a detour, never make the host wait for a device,
+and are cut around attention into parts that can be compiled. A test compares their logprobs and
+gradients with those of transformers' layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from services.trainer.learner.model.attention import packed_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from services.trainer.learner.batch.micro_batch import PackedLayout
+
+logger = logging.getLogger(__name__)
+
+FAMILIES = frozenset(
+    {
+        "llama.modeling_llama.LlamaDecoderLayer",
+        "qwen2.modeling_qwen2.Qwen2DecoderLayer",  # and Qwen2.5
+        "qwen3.modeling_qwen3.Qwen3DecoderLayer",
+        "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer",
+        "qwen2_vl.modeling_qwen2_vl.Qwen2VLDecoderLayer",
+        "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLDecoderLayer",
+        "qwen3_vl.modeling_qwen3_vl.Qwen3VLTextDecoderLayer",
+        "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer",
+    }
+)
+"""transformers' decoder layers that have an own one, by class below ``transformers.models``."""
+
+_MODELS = "transformers.models."
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def use_own_layers(model: PreTrainedModel, *, compiled: bool = False) -> None:
+    """Replace the decoder layers of a model in place; leave a model of another family as it is.
+
+    Args:
+        model: built by transformers, its weights read or not; not sharded yet.
+        compiled: compile what a layer does before and after attention.
+    """
+    found = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if _class(layer) in FAMILIES
+    ]
+    unknown = sorted({part for _, _, layer in found for part in _unknown(layer)})
+    if not found or unknown:
+        reason = f"their {', '.join(unknown)} is new" if unknown else "the family has no own ones"
+        reason += "; use_torch_compile has no effect" if compiled else ""
+        logger.info("%s trains with transformers' layers: %s", type(model).__name__, reason)
+        return
+    for parent, name, layer in found:
+        own = DecoderLayer(layer)
+        if compiled:
+            own.compile_parts()
+        parent.register_module(name, own)
+    # Shards and recomputing go by the names of layers.
+    model._no_split_modules = {*(model._no_split_modules or ()), DecoderLayer.__name__}
+
+
+def _class(module: nn.Module) -> str:
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix(_MODELS)
+
+
+def _unknown(layer: Any) -> set[str]:  # noqa: ANN401 - transformers' layers have no common type
+    """Return the parts of a layer that the own one would not compute."""
+    parts = {name for name, _ in layer.named_children()}
+    inner = dict(layer.self_attn.named_children())
+    foreign = {name for name in _PROJECTIONS if type(inner.get(name)) is not nn.Linear}
+    return (parts ^ _LAYER) | foreign | (inner.keys() - _PROJECTIONS - _HEAD_NORMS)
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """Attention, then the multilayer perceptron or the experts, each after a norm and added.
+
+    Args:
+        theirs: the layer of transformers; its parameters become this one's.
+    """
+
+    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+        super().__init__()
+        self.self_attn = Attention(theirs.self_attn)
+        self.mlp = _mlp(theirs.mlp)
+        self.input_layernorm = RmsNorm(theirs.input_layernorm)
+        self.post_attention_layernorm = RmsNorm(theirs.post_attention_layernorm)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        packed_layout: PackedLayout | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Return the hidden states after this layer, [1, T, width] like `hidden`.
+
+        Args:
+            hidden: [1, T, width].
+            attention_mask: ``None``, or packed attention refuses it.
+            position_embeddings: cosines and sines, [1, T, head dim] each.
+            packed_layout: of the T tokens.
+        """
+        states = self._heads(hidden, *position_embeddings)
+        attended = self.self_attn.attend(*states, attention_mask, packed_layout)
+        return self._after_attention(hidden, attended)
+
+    def compile_parts(self) -> None:
+        """Compile the layer but attention, whose blocks differ from pass to pass, and experts.
+
+        Layers share compiled code. A second number of tokens makes the code one for any number.
+        """
+        self._heads = torch.compile(self._heads)  # type: ignore[method-assign]
+        if isinstance(self.mlp, GatedMlp):
+            self._after_attention = torch.compile(self._after_attention)  # type: ignore[method-assign]
+
+    def _heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.heads(self.input_layernorm(hidden), cos, sin)
+
+    def _after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(2))
+        found: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return found
+
+
+class Attention(nn.Module):
+    """Causal attention with rotated queries and keys; several query heads may share a key head.
+
+    Args:
+        theirs: the attention of transformers.
+    """
+
+    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+        super().__init__()
+        self.head_dim: int = theirs.head_dim
+        self.scaling: float = theirs.scaling
+        self.sliding_window: int | None = getattr(theirs, "sliding_window", None)
+        self.q_proj: nn.Linear = theirs.q_proj
+        self.k_proj: nn.Linear = theirs.k_proj
+        self.v_proj: nn.Linear = theirs.v_proj
+        self.o_proj: nn.Linear = theirs.o_proj
+        self.q_norm = self.k_norm = None
+        if hasattr(theirs, "q_norm"):
+            self.q_norm, self.k_norm = RmsNorm(theirs.q_norm), RmsNorm(theirs.k_norm)
+
+    def heads(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, [1, heads, T, head dim] each.
+
+        Args:
+            hidden: [1, T, width].
+            cos: [1, T, head dim]; equal halves.
+            sin: the same.
+        """
+        query, key, value = (
+            project(hidden).unflatten(-1, (-1, self.head_dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        # The sign goes to the sines, which all heads share.
+        first, second = sin.unsqueeze(-2).chunk(2, dim=-1)
+        cos, sin = cos.unsqueeze(-2), torch.cat((-first, second), dim=-1)
+        query, key = (_rotated(states, cos, sin).transpose(1, 2) for states in (query, key))
+        return query, key, value.transpose(1, 2)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_layout: PackedLayout | None,
+    ) -> Tensor:
+        """Return [1, T, heads, head dim]; see `packed_attention`."""
+        attended, _ = packed_attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            packed_layout=packed_layout,
+            sliding_window=self.sliding_window,
+        )
+        return attended
+
+
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [1, T, heads, head dim] by position (Su et al. 2021, halves as in Llama)."""
+    return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
+
+
+class RmsNorm(nn.Module):
+    """Divide by the root mean square, computed in float32, and weigh (Zhang and Sennrich 2019).
+
+    Args:
+        theirs: the norm of transformers.
+    """
+
+    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+        super().__init__()
+        self.weight: nn.Parameter = theirs.weight
+        self.eps: float = theirs.variance_epsilon
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [..., width] like `hidden`."""
+        return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class GatedMlp(nn.Module):
+    """A multilayer perceptron with a gate (Shazeer 2020).
+
+    Args:
+        theirs: the one of transformers.
+    """
+
+    def __init__(self, theirs: Any) -> None:  # noqa: ANN401
+        super().__init__()
+        self.gate_proj: nn.Linear = theirs.gate_proj
+        self.up_proj: nn.Linear = theirs.up_proj
+        self.down_proj: nn.Linear = theirs.down_proj
+        self.act_fn: nn.Module = theirs.act_fn
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [1, T, width] like `hidden`."""
+        gated = self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden)
+        found: Tensor = self.down_proj(gated)
+        return found
+
+
+def _mlp(theirs: nn.Module) -> nn.Module:
+    """Return the own perceptron; experts stay those of transformers."""
+    parts = {name for name, _ in theirs.named_children()}
+    return GatedMlp(theirs) if parts == _GATED_MLP else theirs

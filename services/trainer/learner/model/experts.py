@@ -1,0 +1,432 @@
+"""Mixture of experts: the block of Qwen3-MoE, whose experts may lie on several ranks.
+
+    probabilities = softmax(tokens @ gate.weight.T)    float32 [tokens, experts]
+    output        = sum over the k best experts of weight * expert(token)
+
+(Shazeer et al. 2017, "Outrageously Large Neural Networks"; Qwen3 technical report, 2025.)
+Parameters have transformers' names: ``gate.weight``, ``experts.gate_up_proj``,
+``experts.down_proj``.
+
+Where ranks divide the experts, two all-to-alls send counts and tokens to the experts' ranks and one
+brings the results back. The counts are the only values that a layer reads on the host. A layer's
+choices and counts are kept for as long as its pass: the backward pass may run a layer again and
+must neither choose nor read anything else. Choices that are given to a later pass are routing
+replay: counts of all its layers travel at once, as other ranks' rows are those of another pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.distributed.tensor import DTensor, Shard
+from transformers.activations import ACT2FN
+
+from sluice.config.parallel_layout import EXPERT_KEY, check_experts
+from sluice.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_BLOCKS = frozenset({"Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock"})
+_TAPE = "sluice_routing"
+_MOST_BYTES = 256
+_GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # torch 2.9 has none
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Where a layer's rows go: a row is a token at one of its experts.
+
+    Args:
+        counts: int64 [ranks, experts / ranks], rows for each of this rank's experts, by sender.
+        sent: rows for each rank.
+        received: rows from each rank.
+    """
+
+    counts: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Routing:
+    """The choices of one pass, by the layer's place among the layers with experts.
+
+    Without any, layers choose by their routers, and note it here.
+
+    Args:
+        experts: [tokens, k] each, of a small integer dtype: numbers of experts.
+    """
+
+    experts: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[int, _Rows] = field(default_factory=dict)
+
+
+class RoutingTape:
+    """The routing of a model's current pass, and how much work each expert got.
+
+    Every pass begins with a new routing, unless `follow` has given it one.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.current = Routing()
+        self.group: ProcessGroup | None = None
+        """Of the ranks that divide the experts; None: each has all."""
+        self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
+        """Exchanges counts [ranks, ...] by receiver for those by sender; a plan has another."""
+        self._num_experts = num_experts
+        self._given: Routing | None = None
+        self._load: dict[int, Tensor] = {}
+
+    def follow(self, routing: Routing | None) -> None:
+        """Give the next pass its routing; all ranks of the group must have choices, or none."""
+        self._given = routing
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self.current, self._given = self._given or Routing(), None
+        self.current.rows.clear()
+        if experts := self.current.experts:
+            counts = torch.stack([self._counted(experts[layer]) for layer in range(len(experts))])
+            self.current.rows.update(enumerate(self._exchanged(counts)))
+
+    def note(self, layer: int, experts: Tensor) -> None:
+        """Note what a layer has chosen, int64 [tokens, k]."""
+        # Kept for a whole batch where passes replay: bytes count.
+        small = torch.uint8 if self._num_experts <= _MOST_BYTES else torch.int16
+        self.current.experts[layer] = experts.to(small)
+        counts = self._counted(experts)
+        before = self._load.get(layer)
+        self._load[layer] = counts if before is None else before + counts
+        (self.current.rows[layer],) = self._exchanged(counts[None])
+
+    def take_load(self) -> Tensor | None:
+        """Return rows by layer and expert since the last call, int64 [layers, experts]."""
+        load, self._load = self._load, {}
+        return torch.stack([load[layer] for layer in sorted(load)]) if load else None
+
+    def _counted(self, experts: Tensor) -> Tensor:
+        """Return rows by expert, int64 [experts]."""
+        chosen = experts.flatten().long()
+        counts = chosen.new_zeros(self._num_experts)
+        return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+    def _exchanged(self, counts: Tensor) -> list[_Rows]:
+        """Return where rows go, of layers whose counts are int64 [layers, experts]."""
+        if self.group is None:
+            return [_Rows(one[None], [], []) for one in counts]
+        # [layers, experts] -> [ranks, layers, experts / ranks]
+        parts = counts.unflatten(1, (self.group.size(), -1)).transpose(0, 1).contiguous()
+        received = self.receive(parts, self.group)
+        # The only wait for the device.
+        sent, got = torch.stack((parts.sum(-1).t(), received.sum(-1).t())).tolist()
+        return [_Rows(*one) for one in zip(received.unbind(1), sent, got, strict=True)]
+
+
+class Router(nn.Module):
+    """The router's weight [experts, hidden]; computes in float32 whatever its dtype."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return probabilities, float32 [tokens, experts], of tokens [tokens, hidden]."""
+        logits = nn.functional.linear(tokens.float(), self.weight.float())
+        return logits.softmax(-1)
+
+
+class Experts(nn.Module):
+    """Gated feed-forward networks of equal shapes; on each rank its own of them."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        experts, width, hidden = (
+            config.num_experts,
+            config.moe_intermediate_size,
+            config.hidden_size,
+        )
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return each row's output [n, hidden].
+
+        Args:
+            rows: [n, hidden], in the order of their experts.
+            counts: int64 [experts of this rank], their rows.
+        """
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = _products(rows, _local(self.gate_up_proj), ends).chunk(2, dim=-1)
+        return _products(self.activation(gate) * up, _local(self.down_proj), ends)
+
+
+class SparseExperts(nn.Module):
+    """The block of a decoder layer: router and experts.
+
+    Args:
+        config: with transformers' names: ``num_experts``, ``num_experts_per_tok``,
+            ``moe_intermediate_size``, ``norm_topk_prob`` (true where it is missing).
+        layer: its place among the blocks of the model.
+        tape: shared by all of them.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer: int, tape: RoutingTape) -> None:
+        super().__init__()
+        self.experts, self.gate = Experts(config), Router(config)  # in transformers' order
+        self.num_experts: int = config.num_experts
+        self.num_chosen: int = config.num_experts_per_tok
+        self._normalizes: bool = getattr(config, "norm_topk_prob", True)
+        self._layer, self._tape = layer, tape
+
+    def divide(self, mesh: DeviceMesh) -> None:
+        """Keep only this rank's experts: rows of the parameters, over a mesh of one dimension."""
+        self._tape.group = mesh.get_group()
+        each = self.num_experts // mesh.size()
+        first = mesh.get_local_rank() * each
+        for name, whole in list(self.experts.named_parameters()):
+            rows = whole.detach()[first : first + each].to(mesh.device_type)
+            own = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)
+            self.experts.register_parameter(name, nn.Parameter(own, whole.requires_grad))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the experts' weighted output [..., hidden], of the input's shape and dtype."""
+        tokens = hidden_states.flatten(0, -2)
+        probabilities = self.gate(tokens)
+        experts, rows = self._routed(probabilities)
+        weights = probabilities.gather(1, experts)
+        if self._normalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = experts.flatten().argsort(stable=True)
+        spread: Tensor = _Spread.apply(tokens, order, self.num_chosen)  # type: ignore[no-untyped-call]
+        found = self._computed(spread, rows)
+        combined: Tensor = _Combine.apply(found, order, weights)  # type: ignore[no-untyped-call]
+        return combined.view(hidden_states.shape)
+
+    @torch.no_grad()
+    def _routed(self, probabilities: Tensor) -> tuple[Tensor, _Rows]:
+        """Return the experts of each token, int64 [tokens, k], and where its rows go."""
+        if self._layer not in self._tape.current.rows:
+            best = probabilities.topk(self.num_chosen, dim=-1).indices
+            self._tape.note(self._layer, best)
+        routing = self._tape.current
+        return routing.experts[self._layer].long(), routing.rows[self._layer]
+
+    def _computed(self, spread: Tensor, rows: _Rows) -> Tensor:
+        """Return the output of every row of this rank's tokens, [tokens * k, hidden]."""
+        counts, group = rows.counts, self._tape.group
+        if group is None:
+            computed: Tensor = self.experts(spread, counts[0])
+            return computed
+        there = _exchange(spread, rows.sent, rows.received, group)
+        # What came is in order of sender, then expert.
+        number = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+        by_row = number.repeat_interleave(counts.flatten(), output_size=there.shape[0])
+        order = by_row.argsort(stable=True)
+        found = self.experts(there.index_select(0, order), counts.sum(0))
+        back = torch.empty_like(found).index_copy(0, order, found)
+        return _exchange(back, rows.received, rows.sent, group)
+
+
+def use_own_experts(model: PreTrainedModel) -> None:
+    """Replace the blocks of a model of transformers, if its family is known; keep the weights."""
+    config = model.config.get_text_config()
+    tape, layer = RoutingTape(getattr(config, "num_experts", 0)), 0
+    for owner in list(model.modules()):
+        for name, block in list(owner.named_children()):
+            if type(block).__name__ not in _BLOCKS:
+                continue
+            with torch.device("meta"):
+                own = SparseExperts(config, layer, tape)
+            own.gate.weight = block.gate.weight  # type: ignore[union-attr,assignment]
+            for weight, parameter in block.experts.named_parameters():  # type: ignore[union-attr]
+                own.experts.register_parameter(weight, parameter)
+            owner.register_module(name, own)
+            layer += 1
+    if not layer:
+        return
+    setattr(model, _TAPE, tape)
+    for owner in list(model.modules()):
+        layers = getattr(owner, "layers", None)
+        if isinstance(layers, nn.ModuleList) and any(True for _ in expert_blocks(layers)):
+            owner.register_forward_pre_hook(lambda *_: tape.begin())
+
+
+def check_own_experts(model: PreTrainedModel, setting: str, otherwise: object) -> None:
+    """Refuse a setting for a model without own experts.
+
+    Args:
+        setting: key and value.
+        otherwise: the value that such a model takes.
+
+    Raises:
+        ConfigError: names family, setting and remedy.
+    """
+    if routing_tape(model) is None:
+        raise ConfigError(
+            f"{setting}: the trainer has own experts for qwen3_moe and qwen3_vl_moe, and none for "
+            f"a {model.config.model_type} model; set it to {otherwise}"
+        )
+
+
+def check_dividable(model: PreTrainedModel, size: int) -> None:
+    """Refuse ranks that cannot divide a model's experts evenly.
+
+    Raises:
+        ConfigError: names family, numbers and remedy.
+    """
+    if size > 1:
+        check_own_experts(model, f"{EXPERT_KEY}={size}", 1)
+        config = model.config.get_text_config()
+        check_experts(size, config.num_experts, model.config.model_type)
+
+
+def expert_blocks(module: nn.Module) -> Iterator[SparseExperts]:
+    """Yield the blocks inside a module."""
+    return (one for one in module.modules() if isinstance(one, SparseExperts))
+
+
+def idle_routing(model: nn.Module, tokens: int) -> Routing | None:
+    """Return choices for a pass over made-up tokens, beside ranks whose passes have theirs."""
+    blocks = list(expert_blocks(model))
+    if not blocks:
+        return None
+    device = blocks[0].gate.weight.device
+    first = torch.arange(blocks[0].num_chosen, device=device).expand(tokens, -1)
+    return Routing(dict.fromkeys(range(len(blocks)), first))
+
+
+def routing_tape(model: nn.Module) -> RoutingTape | None:
+    """Return the tape of a model with own experts."""
+    tape: RoutingTape | None = getattr(model, _TAPE, None)
+    return tape
+
+
+def balance_metrics(load: Tensor) -> Mapping[str, float]:
+    """Return how unevenly experts are loaded, by verl's formulas of ``rollout/moe``.
+
+    A layer's violation is an expert's load over the mean load, less 1: 0 if all have the same.
+
+    Args:
+        load: [layers, experts], rows of all ranks.
+    """
+    violation = load / load.float().mean(1, keepdim=True).clamp_min(1e-9) - 1.0
+    most = violation.amax(1)
+    return {
+        "actor/moe/max_vio/avg": float(most.mean()),
+        "actor/moe/max_vio/max": float(most.max()),
+        "actor/moe/avg_vio/avg": float(violation.abs().mean()),
+    }
+
+
+def _received(parts: Tensor, group: ProcessGroup) -> Tensor:
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _products(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows [n, in] of each expert by its weight: [experts, out, in] -> [n, out]."""
+    rows = rows.to(weights.dtype)
+    if _grouped_mm is not None and weights.dtype in _GROUPED_DTYPES:
+        found: Tensor = _grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+        return found
+    parts = rows.tensor_split(ends.tolist()[:-1])
+    return torch.cat([part @ one.t() for part, one in zip(parts, weights, strict=True)])
+
+
+class _Context(FunctionCtx):
+    group: Any
+    chosen: int
+    sent: list[int]
+    received: list[int]
+    saved_tensors: tuple[Tensor, ...]
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Send the first rows to the group's first rank and so on; return what came, by sender."""
+    found: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of unequal parts, whose gradient goes back where its row came from."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: _Context, of_output: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(of_output, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    found = rows.new_empty((sum(received), rows.shape[1]))
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens [tokens, hidden] to rows [tokens * k, hidden]; gradients add up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: _Context, tokens: Tensor, order: Tensor, chosen: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.chosen = chosen
+        return tokens.index_select(0, order // chosen)
+
+    @staticmethod
+    def backward(ctx: _Context, of_rows: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        return _by_token(of_rows, order, ctx.chosen).sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows to tokens: sums in float32, weighted by float32 [tokens, k], in the rows' dtype.
+
+    One expert of every token at a time, or float32 rows would take several times their memory.
+    """
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, order, weights)
+        total = weights.new_zeros((weights.shape[0], rows.shape[1]))
+        parts = _by_token(rows, order, weights.shape[1]).unbind(1)
+        for part, weight in zip(parts, weights.unbind(1), strict=True):
+            total.addcmul_(part.float(), weight[:, None])
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: _Context, of_tokens: Tensor) -> tuple[Tensor, None, Tensor]:
+        rows, order, weights = ctx.saved_tensors
+        by_token = _by_token(rows, order, weights.shape[1])
+        of_rows, of_weights = torch.empty_like(by_token), torch.empty_like(weights)
+        gradient = of_tokens.float()
+        for number, part in enumerate(by_token.unbind(1)):
+            of_rows[:, number] = gradient * weights[:, number, None]
+            of_weights[:, number] = torch.linalg.vecdot(gradient, part.float())
+        return of_rows.flatten(0, 1).index_select(0, order), None, of_weights
+
+
+def _by_token(rows: Tensor, order: Tensor, chosen: int) -> Tensor:
+    """Return rows, which are in the order of experts, as [tokens, k, hidden]."""
+    by_token = torch.empty_like(rows).index_copy_(0, order, rows)
+    return by_token.view(-1, chosen, rows.shape[1])

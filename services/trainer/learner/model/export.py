@@ -1,0 +1,203 @@
+"""Write a model as a Hugging Face folder, all ranks together, in any layout.
+
+Each rank writes one file: a share of the tensors, whole and by their published names, whose rows it
+gets bucket by bucket. So no rank holds more than two buckets beside its own parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+
+from services.trainer.learner.model.weight_files import expert_names
+from services.trainer.learner.places import Directory, Sizes
+from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.sharded_state import TensorFile, file_name
+from services.trainer.learner.weight_stream import (
+    BUCKET_BYTES,
+    Rows,
+    cut_buckets,
+    exchange_rows,
+    stream_rows,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_STEM = "model"
+_INDEX = "model.safetensors.index.json"
+_PHASE = "writing the model's files"
+
+Published = Sequence[tuple[str, Sizes]]
+"""Published tensors, in the order of the bytes of the parameter that they make."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A file of a model: parameters, and the tensors that stand in it."""
+
+    parameters: tuple[str, ...]
+    tensors: Mapping[str, tuple[Sizes, torch.dtype]]
+
+
+def write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    parts: Mapping[str, Tensor],
+    directory: Directory,
+    parallel: DataParallel,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[None]:
+    """Write configuration and weights, a bucket at a time; equally many parts on all ranks.
+
+    Tensors that transformers publishes in another form than that of its parameters (but for
+    experts, one tensor each) are made on rank 0, which then holds the whole model.
+
+    Args:
+        folder: exists.
+        model: its own weights are not read.
+        parts: this rank's `local_part` of every tensor of the files.
+        directory: of the same, on all ranks.
+        parallel: all ranks.
+        bucket_bytes: rows that a rank gets at once.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+        DeadlineError, PeerError: a rank did not take part.
+    """
+    transformers_logging.disable_progress_bar()
+    if parallel.rank == 0:
+        model.save_pretrained(folder, state_dict={})  # configuration, generation, custom code
+    yield
+    names = published_names(model, directory)
+    if names is None:
+        yield from _write_converted(folder, model, parts, directory, parallel)
+        return
+    files = share_files(directory, names, parallel.world_size)
+    buckets = [list(cut_buckets(directory, file.parameters, bucket_bytes)) for file in files]
+    if parallel.rank == 0 and len(files) > 1:
+        _write_index(folder, files)
+    if parallel.rank >= len(files):
+        yield from _exchange(buckets, parts, directory, parallel, None)
+        return
+    name = file_name(_STEM, parallel.rank, len(files))
+    with TensorFile(folder / name, files[parallel.rank].tensors) as file:
+        yield from _exchange(buckets, parts, directory, parallel, file)
+
+
+def published_names(model: PreTrainedModel, directory: Directory) -> Mapping[str, Published] | None:
+    """Return the tensors of a model's files by parameter; None: they are made in another way.
+
+    Empty tensors stand for the weights while transformers names them.
+    """
+    meta = _empty(directory)
+    storages = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
+    written = revert_weight_conversion(model, dict(meta))
+    renamed = {
+        storages[tensor.untyped_storage()._cdata]: (name, tuple(tensor.shape))
+        for name, tensor in written.items()
+        if tensor.untyped_storage()._cdata in storages
+        and tensor.is_contiguous()
+        and tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize
+    }
+    found: dict[str, Published] = {}
+    for name, placed in directory.items():
+        experts = [one for parts in expert_names(name, placed.shape[0]) for one in parts]
+        if experts and all(one in written for one in experts):
+            found[name] = [(one, tuple(written[one].shape)) for one in experts]
+        elif name in renamed:
+            found[name] = [renamed[name]]
+        else:
+            return None
+    return found if sum(map(len, found.values())) == len(written) else None
+
+
+def _empty(directory: Directory) -> dict[str, Tensor]:
+    return {
+        name: torch.empty(one.own_shape, dtype=one.dtype, device="meta")
+        for name, one in directory.items()
+    }
+
+
+def share_files(
+    directory: Directory, names: Mapping[str, Published], count: int
+) -> list[ModelFile]:
+    """Share parameters among at most `count` files of about equal sizes, in order."""
+    total = sum(one.num_bytes for one in directory.values())
+    shares: dict[int, list[str]] = {}
+    start = 0
+    for name, one in directory.items():
+        shares.setdefault(start * count // max(1, total), []).append(name)
+        start += one.num_bytes
+    return [
+        ModelFile(
+            tuple(own),
+            {t: (shape, directory[n].dtype) for n in own for t, shape in names[n]},
+        )
+        for own in shares.values()
+    ]
+
+
+def _exchange(
+    buckets: Sequence[Sequence[Sequence[Rows]]],
+    parts: Mapping[str, Tensor],
+    directory: Directory,
+    parallel: DataParallel,
+    file: TensorFile | None,
+) -> Iterator[None]:
+    for number in range(max(map(len, buckets), default=0)):
+        wanted = [
+            (rank, rows)
+            for rank, own in enumerate(buckets)
+            for rows in (own[number] if number < len(own) else ())
+        ]
+        found = exchange_rows(wanted, parts, directory, parallel, _PHASE)
+        while found:
+            assert file is not None
+            file.append(found.pop(0))
+        yield
+
+
+def _write_index(folder: Path, files: Sequence[ModelFile]) -> None:
+    weight_map = {
+        name: file_name(_STEM, number, len(files))
+        for number, file in enumerate(files)
+        for name in file.tensors
+    }
+    sizes = [t for file in files for t in file.tensors.values()]
+    total = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in sizes)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_converted(
+    folder: Path,
+    model: PreTrainedModel,
+    parts: Mapping[str, Tensor],
+    directory: Directory,
+    parallel: DataParallel,
+) -> Iterator[None]:
+    whole: dict[str, list[Tensor]] = {}
+    for name, rows in stream_rows(parts, directory, parallel, _PHASE):
+        whole.setdefault(name, []).append(rows.cpu())
+    yield
+    if parallel.rank:
+        # As many parts as rank 0 makes: the ranks' next exchange must come at the same time.
+        yield from (None for _ in revert_weight_conversion(model, _empty(directory)))
+        return
+    state = {name: torch.cat(rows).view(directory[name].own_shape) for name, rows in whole.items()}
+    written = revert_weight_conversion(model, state)
+    specs = {name: (tuple(one.shape), one.dtype) for name, one in written.items()}
+    with TensorFile(folder / file_name(_STEM, 0, 1), specs) as file:
+        for tensor in written.values():
+            file.append(tensor)
+            yield

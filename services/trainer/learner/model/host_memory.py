@@ -1,0 +1,74 @@
+"""Keep tensors in host memory while nothing computes with them.
+
+A tensor stays the same object: only its storage is emptied and filled again, as FSDP2 does with
+gathered weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class HostMemory:
+    """Copies of tensors that are away from their device."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def move_out(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors to the host and free their memory on the device; twice does no harm.
+
+        Args:
+            tensors: whole or sharded, each with storage of its own.
+        """
+        for tensor in tensors:
+            own = _local(tensor)
+            storage = own.untyped_storage()
+            # On the CPU, numpy may have taken hold of it to write a checkpoint: it stays.
+            if id(tensor) in self._copies or not storage.nbytes() or not storage.resizable():
+                continue
+            content = _bytes(own)
+            # Pinned, so that copies run at the speed of the bus.
+            pinned = own.device.type == "cuda"
+            copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=pinned)
+            copy.copy_(content)
+            self._copies[id(tensor)] = (tensor, copy)  # the tensor too: its id stays taken
+            storage.resize_(0)
+
+    def bring_back(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors their memory and values again; those that are not away stay as they are."""
+        for tensor in tensors:
+            if id(tensor) in self._copies:
+                _, copy = self._copies.pop(id(tensor))
+                own = _local(tensor)
+                own.untyped_storage().resize_(copy.numel())
+                _bytes(own).copy_(copy)
+
+    @contextmanager
+    def without(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Keep tensors on the host inside the block."""
+        self.move_out(tensors)
+        try:
+            yield
+        finally:
+            self.bring_back(tensors)
+
+    def forget(self) -> None:
+        """Drop all copies, of tensors that are no longer used."""
+        self._copies.clear()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    found = tensor.detach()
+    return found.to_local() if isinstance(found, DTensor) else found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return all bytes of a tensor's storage, a view."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())

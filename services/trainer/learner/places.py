@@ -1,0 +1,154 @@
+"""Where each rank's part of a tensor lies in the whole tensor, and the directory of all ranks'.
+
+A place is read from the DTensor, whatever mesh dimensions cut it. A scalar counts as one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from services.trainer.learner.ranks import DataParallel
+from sluice.errors import ConfigError
+
+Sizes: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor, and the ranks that hold it, in rising order."""
+
+    offset: Sizes
+    shape: Sizes
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor and the pieces that make it, none of them empty unless it is.
+
+    `shape` has a dimension at least; `is_scalar` says that the tensor has none.
+    """
+
+    shape: Sizes
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    is_scalar: bool = False
+
+    @property
+    def own_shape(self) -> Sizes:
+        """Return the tensor's shape."""
+        return () if self.is_scalar else self.shape
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one row: of an element of the first dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Directory: TypeAlias = Mapping[str, Placed]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part, at least one-dimensional, without a copy."""
+    part = tensor.detach()
+    if isinstance(part, DTensor):
+        part = part.to_local()
+    return part.reshape(lined(part.shape))
+
+
+def place(tensor: Tensor) -> tuple[Sizes, Sizes]:
+    """Return the offset and the shape of this rank's part of a tensor, whole or sharded."""
+    if not isinstance(tensor, DTensor):
+        shape = lined(tensor.shape)
+        return (0,) * len(shape), shape
+    local, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(offset), tuple(local)
+
+
+def lined(shape: Sequence[int]) -> Sizes:
+    """Return a shape in which a scalar is one row."""
+    return tuple(shape) or (1,)
+
+
+def region(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a part in a whole tensor."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def exchange_places(tensors: Mapping[str, Tensor], parallel: DataParallel) -> Directory:
+    """Tell all ranks where each has which part. Collective.
+
+    Args:
+        tensors: the same names in the same order on every rank.
+        parallel: all ranks.
+
+    Raises:
+        ConfigError: the parts of a tensor do not make it.
+    """
+    phase = "exchanging the places of weights"
+    devices = {local_part(tensor).device for tensor in tensors.values()}
+    for device in sorted(devices, key=str):
+        # NCCL connects the ranks of a group in a collective of all of them; sends are not.
+        parallel.all_reduce_sum([torch.zeros(1, device=device)], phase)
+    own = [float(n) for t in tensors.values() for part in place(t) for n in part]
+    every = parallel.all_gather(own, phase)
+    found: dict[str, Placed] = {}
+    start = 0
+    for name, tensor in tensors.items():
+        shape = lined(tensor.shape)
+        middle, start = start + len(shape), start + 2 * len(shape)
+        if not tensor.numel():
+            found[name] = held_by_all(tensor, parallel.world_size)
+            continue
+        holders: dict[tuple[Sizes, Sizes], list[int]] = {}
+        for rank, numbers in enumerate(every):
+            offset, size = (
+                _whole(numbers[middle - len(shape) : middle]),
+                _whole(numbers[middle:start]),
+            )
+            if math.prod(size):
+                holders.setdefault((offset, size), []).append(rank)
+        pieces = tuple(Piece(o, s, tuple(ranks)) for (o, s), ranks in sorted(holders.items()))
+        if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
+            raise ConfigError(
+                f"{name}: the ranks' parts {[(p.offset, p.shape) for p in pieces]} do not make "
+                f"its shape {shape}; choose another layout of trainer ranks"
+            )
+        found[name] = Placed(shape, tensor.dtype, pieces, is_scalar=not tensor.ndim)
+    return found
+
+
+def _whole(numbers: Sequence[float]) -> Sizes:
+    return tuple(map(int, numbers))
+
+
+def is_held(directory: Directory, rank: int) -> bool:
+    """Return whether a rank holds every piece of every tensor."""
+    return all(rank in piece.holders for one in directory.values() for piece in one.pieces)
+
+
+def held_by_all(tensor: Tensor, world_size: int) -> Placed:
+    """Return the entry of a tensor that every rank holds whole."""
+    shape = lined(tensor.shape)
+    whole = Piece((0,) * len(shape), shape, tuple(range(world_size)))
+    return Placed(shape, tensor.dtype, (whole,), is_scalar=not tensor.ndim)
+
+
+def with_dtype(placed: Placed, dtype: torch.dtype) -> Placed:
+    """Return the same places of a tensor in another dtype."""
+    return replace(placed, dtype=dtype)

@@ -1,0 +1,272 @@
+"""A state that all ranks save, each its pieces, and that any other layout of ranks reads back.
+
+torch.distributed.checkpoint is not used: its ``.metadata`` is a pickle, and its ranks plan by
+pickled messages. Here a file of safetensors holds a rank's pieces by the names of their tensors,
+and an index in JSON says where each piece lies. One rank writes one file of whole tensors and no
+index.
+
+    optimizer.index.json                  {"files": [...], "tensors": {name: {"shape": [...],
+                                          "pieces": [[number of the file, offset...], ...]}}}
+    optimizer-00002-of-00004.safetensors  the pieces of rank 1
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from services.trainer.learner.places import Directory, Piece, Sizes, region
+from services.trainer.learner.ranks import DataParallel
+from services.trainer.learner.weight_stream import BUCKET_BYTES
+from sluice.concurrency.waits import advance
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_HEADER_ALIGNMENT = 8
+_DONE, _MORE, _FAILED = 0.0, 1.0, 2.0
+
+
+class TensorFile:
+    """A file of safetensors, written in the order of its header and never held in memory.
+
+    Args:
+        file: new.
+        tensors: shape and dtype by name.
+    """
+
+    def __init__(self, file: Path, tensors: Mapping[str, tuple[Sizes, torch.dtype]]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, (shape, dtype) in tensors.items():
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % _HEADER_ALIGNMENT)
+        self._file = file.open("wb")
+        self._file.write(len(encoded).to_bytes(8, "little") + encoded)
+
+    def append(self, tensor: Tensor) -> None:
+        """Write the next tensor, or the next rows of one."""
+        flat = tensor.detach().contiguous().flatten().cpu()
+        self._file.write(flat.view(torch.uint8).numpy().data)
+        advance()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._file:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def file_name(stem: str, number: int, count: int) -> str:
+    """Return the name of one of `count` files, as Hugging Face names them; `number` from 0."""
+    if count == 1:
+        return f"{stem}.safetensors"
+    return f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def keep_step(work: Iterable[object], parallel: DataParallel, phase: str) -> None:
+    """Run each rank's work, one part at a time on all ranks. Collective.
+
+    So no rank waits long for another, and a failure of one ends the work of all.
+
+    Args:
+        work: of this rank; parts that exchange rows come first, equally many on every rank.
+        parallel: all ranks.
+        phase: named in errors.
+
+    Raises:
+        OSError: this or another rank cannot write.
+        DeadlineError, PeerError: a rank did not take part.
+    """
+    parts = iter(work)
+    states = [[_MORE]]
+    while any(state == [_MORE] for state in states):
+        failure: OSError | None = None
+        state = _DONE
+        try:
+            if next(parts, parts) is not parts:
+                state = _MORE
+        except OSError as error:
+            failure, state = error, _FAILED
+        states = parallel.all_gather([state], phase)
+        if failure is not None:
+            raise failure
+        if [_FAILED] in states:
+            rank = states.index([_FAILED])
+            raise OSError(f"trainer rank {rank} could not write its part; see its log")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece in a state's files: which rank writes it."""
+
+    name: str
+    piece: Piece
+    writer: int
+
+
+def write_state(
+    folder: Path,
+    stem: str,
+    parts: Mapping[str, Tensor],
+    directory: Directory,
+    parallel: DataParallel,
+) -> Iterator[None]:
+    """Write this rank's pieces, and on rank 0 the index, a bucket at a time.
+
+    Args:
+        folder: exists.
+        stem: names the files.
+        parts: this rank's `local_part` of every tensor.
+        directory: of all ranks.
+        parallel: all ranks; nothing is sent.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    count = parallel.world_size
+    pieces = ((name, piece) for name, one in directory.items() for piece in one.pieces)
+    # Copies of a piece take turns, so that ranks write equally much.
+    placed = [
+        _Part(name, piece, piece.holders[turn % len(piece.holders)])
+        for turn, (name, piece) in enumerate(pieces)
+    ]
+    own = [part for part in placed if part.writer == parallel.rank]
+    header = {
+        one.name: (
+            () if directory[one.name].is_scalar else one.piece.shape,
+            directory[one.name].dtype,
+        )
+        for one in own
+    }
+    with TensorFile(folder / file_name(stem, parallel.rank, count), header) as file:
+        for one in own:
+            part = parts[one.name]
+            step = max(1, BUCKET_BYTES // max(1, part[:1].nbytes))
+            for start in range(0, part.shape[0], step):
+                file.append(part[start : start + step])
+                yield
+    if parallel.rank == 0 and count > 1:
+        _write_index(folder / f"{stem}.index.json", stem, count, placed, directory)
+
+
+def _write_index(
+    file: Path, stem: str, count: int, placed: Sequence[_Part], directory: Directory
+) -> None:
+    tensors: dict[str, Any] = {
+        name: {"shape": one.own_shape, "pieces": []} for name, one in directory.items()
+    }
+    for part in placed:
+        tensors[part.name]["pieces"].append([part.writer, *part.piece.offset])
+    files = [file_name(stem, number, count) for number in range(count)]
+    text = json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
+    file.write_text(text, encoding="utf-8")
+
+
+class StateFiles:
+    """What `write_state` wrote, on any number of ranks; read by parts.
+
+    Raises (all methods):
+        OSError, SafetensorError, ValueError, KeyError, TypeError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self._pieces: dict[str, list[tuple[Path, Sizes]]] = {}
+        self._shapes: dict[str, Sizes] = {}
+        self._opened: dict[Path, Any] = {}
+        index = folder / f"{stem}.index.json"
+        if not index.is_file():
+            whole = folder / file_name(stem, 0, 1)
+            for name in self._open(whole).keys():  # noqa: SIM118 - safetensors' handle is no mapping
+                self._shapes[name] = self._shape(whole, name)
+                self._pieces[name] = [(whole, (0,) * max(1, len(self._shapes[name])))]
+            return
+        found = json.loads(index.read_text(encoding="utf-8"))
+        files = [folder / name for name in found["files"]]
+        for name, one in found["tensors"].items():
+            self._shapes[name] = tuple(one["shape"])
+            self._pieces[name] = [(files[number], tuple(o)) for number, *o in one["pieces"]]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of all tensors."""
+        return frozenset(self._pieces)
+
+    def spec(self, name: str) -> tuple[Sizes, torch.dtype]:
+        """Return a tensor's shape and dtype."""
+        file, _ = self._pieces[name][0]
+        return self._shapes[name], _DTYPES[self._open(file).get_slice(name).get_dtype()]
+
+    def fill(self, target: Tensor, name: str, offset: Sequence[int]) -> None:
+        """Copy a part of a tensor into `target`; read nothing else.
+
+        Args:
+            target: of the part's shape, at least one-dimensional.
+            name: of the tensor.
+            offset: where the part begins, by dimension.
+        """
+        for file, begin in self._pieces[name]:
+            shape = self._shape(file, name) or (1,)
+            start = [max(a, b) for a, b in zip(offset, begin, strict=True)]
+            size = [
+                min(a + n, b + m) - s
+                for a, n, b, m, s in zip(offset, target.shape, begin, shape, start, strict=True)
+            ]
+            if min(size) > 0:
+                into = target[region(_less(start, offset), size)]
+                self._copy(into, file, name, _less(start, begin))
+
+    def _copy(self, into: Tensor, file: Path, name: str, offset: Sizes) -> None:
+        opened = self._open(file)
+        if not self._shape(file, name):
+            into.copy_(opened.get_tensor(name).reshape(1))
+            return
+        found = opened.get_slice(name)
+        step = max(1, BUCKET_BYTES // max(1, into[:1].nbytes))
+        for first in range(0, into.shape[0], step):
+            rows = into[first : first + step]
+            rows.copy_(found[region((offset[0] + first, *offset[1:]), rows.shape)])
+
+    def _shape(self, file: Path, name: str) -> Sizes:
+        return tuple(self._open(file).get_slice(name).get_shape())
+
+    def _open(self, file: Path) -> Any:  # noqa: ANN401 - safetensors has no types
+        if file not in self._opened:
+            self._opened[file] = safe_open(file, framework="pt")
+        return self._opened[file]
+
+
+def _less(one: Sequence[int], other: Sequence[int]) -> Sizes:
+    return tuple(a - b for a, b in zip(one, other, strict=True))

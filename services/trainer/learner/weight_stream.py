@@ -1,0 +1,213 @@
+"""Assemble tensors from the ranks' parts, bucket by bucket, in any layout.
+
+The directory says which rank holds which piece. For each bucket, owners send what falls into it,
+from rank to rank, and its receiver puts it together: the receiver holds one bucket, and a second
+one of pieces that do not lie in one stretch of it. No backend's gather is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer.learner.places import Directory, Piece, Placed, is_held, region
+from services.trainer.learner.ranks import DataParallel
+from sluice.concurrency.waits import advance
+
+BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ``[start, stop)`` of a tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def cut_buckets(
+    directory: Directory, names: Iterable[str], bucket_bytes: int, dtype: torch.dtype | None = None
+) -> Iterator[list[Rows]]:
+    """Cut tensors into buckets of whole rows; every tensor is in one, an empty one too.
+
+    Args:
+        directory: has all `names`.
+        names: in order.
+        bucket_bytes: of a bucket; one that holds a longer row holds nothing else.
+        dtype: as in `stream_rows`.
+    """
+    bucket: list[Rows] = []
+    left = bucket_bytes
+    for name in names:
+        placed = directory[name]
+        row_bytes = max(
+            1, placed.row_bytes // placed.dtype.itemsize * _wire(placed, dtype).itemsize
+        )
+        start, rows = 0, placed.shape[0]
+        while start < rows or not rows:
+            if bucket and left < row_bytes:
+                yield bucket
+                bucket, left = [], bucket_bytes
+            stop = min(rows, start + max(1, left // row_bytes))
+            bucket.append(Rows(name, start, stop))
+            left -= (stop - start) * row_bytes
+            start = stop
+            if not rows:
+                break
+    if bucket:
+        yield bucket
+
+
+@torch.no_grad()
+def exchange_rows(
+    wanted: Sequence[tuple[int, Rows]],
+    parts: Mapping[str, Tensor],
+    directory: Directory,
+    parallel: DataParallel,
+    phase: str,
+    *,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Bring rows to the ranks that want them. Collective.
+
+    Args:
+        wanted: receiving rank and rows; the same on every rank.
+        parts: this rank's `local_part` of every tensor.
+        directory: of all ranks.
+        parallel: all ranks.
+        phase: named in errors.
+        dtype: of floating-point tensors on the wire and in the result; ``None``: their own.
+
+    Returns:
+        the rows that this rank wants, in order; views of its own part where that has them.
+
+    Raises:
+        DeadlineError, PeerError: a rank did not take part.
+    """
+    batch = _Batch(parallel.rank, parts, dtype)
+    found = [
+        tensor
+        for receiver, rows in wanted
+        if (tensor := batch.take(receiver, rows, directory[rows.name])) is not None
+    ]
+    parallel.exchange(batch.sends, batch.receives, phase)
+    for target, values in batch.scattered:
+        target.copy_(values)
+    return found
+
+
+class _Batch:
+    """What one rank sends and receives for one bucket of each receiver.
+
+    Args:
+        rank: this one.
+        parts: this rank's part of every tensor.
+        dtype: of floating-point tensors on the wire.
+    """
+
+    def __init__(self, rank: int, parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+        self.sends: list[tuple[Tensor, int]] = []
+        self.receives: list[tuple[Tensor, int]] = []
+        self.scattered: list[tuple[Tensor, Tensor]] = []
+        self._rank = rank
+        self._parts = parts
+        self._dtype = dtype
+
+    def take(self, receiver: int, rows: Rows, placed: Placed) -> Tensor | None:
+        """Return the rows on their receiver, to be filled by the exchange; None on the others."""
+        part, wire = self._parts[rows.name], _wire(placed, self._dtype)
+        pieces = [piece for piece in placed.pieces if _common(piece, rows) is not None]
+        is_here = len(pieces) == 1 and receiver in pieces[0].holders
+        if receiver != self._rank:
+            for piece in pieces if not is_here else ():
+                if _source(piece, receiver) == self._rank:
+                    own, _ = _within(piece, rows)
+                    self.sends.append((part[own].to(wire).contiguous(), receiver))
+            return None
+        if is_here:
+            return part[_within(pieces[0], rows)[0]].to(wire)
+        whole = part.new_empty((rows.stop - rows.start, *placed.shape[1:]), dtype=wire)
+        for piece in pieces:
+            own, target = _within(piece, rows)
+            if (source := _source(piece, receiver)) == receiver:
+                whole[target].copy_(part[own])
+            else:
+                self._receive(whole[target], source)
+        return whole
+
+    def _receive(self, target: Tensor, source: int) -> None:
+        values = target
+        if not target.is_contiguous():
+            values = torch.empty_like(target, memory_format=torch.contiguous_format)
+            self.scattered.append((target, values))
+        self.receives.append((values, source))
+
+
+def stream_rows(
+    parts: Mapping[str, Tensor],
+    directory: Directory,
+    parallel: DataParallel,
+    phase: str,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors on rank 0, and nothing on the others. Collective to its end.
+
+    A tensor comes in one or several parts: its rows in order, ``[rows, ...]``. Drop a part before
+    the next one is read.
+
+    Args:
+        parts: as in `exchange_rows`.
+        directory: of the same tensors, on all ranks.
+        parallel: all ranks.
+        phase: named in errors.
+        dtype: as in `exchange_rows`.
+        bucket_bytes: rows of a bucket; rank 0 holds at most two buckets beside its own parts.
+
+    Raises:
+        DeadlineError: a rank did not take part in time.
+        PeerError: a rank failed.
+    """
+    is_alone = is_held(directory, 0)  # the other ranks are not needed
+    if is_alone and parallel.rank:
+        return
+    for bucket in cut_buckets(directory, directory, bucket_bytes, dtype):
+        advance()
+        if not is_alone:
+            # All ranks keep step: for a rank whose rows come late, or never, the deadline of one
+            # send, or of the next command, is too short for the whole stream.
+            parallel.all_gather([0.0], phase)
+        wanted = [(0, rows) for rows in bucket]
+        found = exchange_rows(wanted, parts, directory, parallel, phase, dtype=dtype)
+        for rows in bucket[: len(found)]:
+            yield rows.name, found.pop(0)  # the next bucket must not find this one in memory
+
+
+def _wire(placed: Placed, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and placed.dtype.is_floating_point else placed.dtype
+
+
+def _source(piece: Piece, receiver: int) -> int:
+    """Return the rank that gives a piece: the receiver itself, or each holder for its share."""
+    if receiver in piece.holders:
+        return receiver
+    return piece.holders[receiver % len(piece.holders)]
+
+
+def _common(piece: Piece, rows: Rows) -> tuple[int, int] | None:
+    start = max(rows.start, piece.offset[0])
+    stop = min(rows.stop, piece.offset[0] + piece.shape[0])
+    return (start, stop) if start < stop else None
+
+
+def _within(piece: Piece, rows: Rows) -> tuple[slice, tuple[slice, ...]]:
+    """Return where the common rows lie in the piece, and where in `rows`."""
+    start, stop = _common(piece, rows) or (0, 0)
+    own = slice(start - piece.offset[0], stop - piece.offset[0])
+    offset = (start - rows.start, *piece.offset[1:])
+    return own, region(offset, (stop - start, *piece.shape[1:]))

@@ -1,0 +1,146 @@
+"""`sluice plan`: whether a launch fits its devices, and if not, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sluice.cli.arguments import AsJson, LaunchArguments, TrustScript, configuration_parts
+from sluice.cli.terminal import output_console, print_json, print_line, print_table
+from sluice.config.loading.loader import read_run
+from sluice.config.memory.devices import device_kind
+from sluice.config.memory.rollout import GIB
+from sluice.errors import ConfigError
+from sluice.plan.launch_plan import PlannedLaunch, launch_plan, planned_model
+
+
+def plan(
+    arguments: LaunchArguments = None,
+    *,
+    device: Annotated[str, typer.Option(help="Memory of one device, such as 24GB, 64GB, 80GB.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder with a config.json, or the name of a published Qwen model. Default: "
+            "actor_rollout_ref.model.path."
+        ),
+    ] = None,
+    trust_script: TrustScript = False,
+    as_json: AsJson = False,
+) -> None:
+    """Divide a launch's devices into trainer and rollouts, and count by phase what each holds.
+
+    The trainer's own code runs for one rank, without memory, devices or weights. If the launch does
+    not fit, the smallest change that does is printed as overrides: of layout, recompute, offload,
+    dtypes and split only. The exit code is 1 if it does not fit as written.
+
+    \b
+    Examples:
+      sluice plan run.yaml --device 80GB
+      sluice plan launch.overrides --device 64GB --model Qwen3-32B
+    """
+    file, overrides = configuration_parts(arguments or [], trust_script=trust_script)
+    name = model or read_run(file, overrides).config.actor_rollout_ref.model.path
+    if not name:
+        raise ConfigError(
+            "actor_rollout_ref.model.path is not set, so no model is known; give --model"
+        )
+    found = launch_plan(file, overrides, planned_model(name), device_kind(device))
+    if as_json:
+        print_json(plan_as_json(found))
+    else:
+        print_plan(output_console(), found)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
+    """Return the plan for programs; bytes are bytes."""
+    trainer, engine = found.trainer, found.engine
+    return {
+        "fits": found.fits,
+        "fits_with": None if found.fits_with is None else list(found.fits_with),
+        "closest": None if found.closest is None else list(found.closest[0]),
+        "split": {
+            "trainer": found.split.trainer,
+            "rollout": found.split.rollout,
+            "replicas": found.split.replicas,
+            "overrides": list(found.split.overrides),
+        },
+        "peaks": {"trainer": dict(trainer.phases), "rollout": dict(engine.phases)},
+        "host": {"trainer": trainer.host, "rollout": engine.host},
+        "layout": {
+            "ranks": trainer.layout.ranks,
+            "shard": trainer.layout.shard,
+            "sequence": trainer.layout.sequence,
+            "experts": trainer.layout.experts,
+        },
+        "collectives": dict(trainer.moved),
+        "step_floor_s": trainer.floor_s,
+        "device_bytes": found.device.gib * GIB,
+        "usable_bytes": found.device.usable_bytes,
+        "seconds": round(found.seconds, 1),
+    }
+
+
+def print_plan(console: Console, found: PlannedLaunch) -> None:
+    """Print split, pools and verdict."""
+    trainer, engine, split, device = found.trainer, found.engine, found.split, found.device
+    print_line(
+        console,
+        f"{found.model.name}: {split.trainer} device(s) train, {split.rollout} generate "
+        f"({split.replicas} replica(s) of {split.per_replica}), {device.gib:g} GiB each; "
+        f"a plan fills {device.usable_bytes / GIB:.1f}",
+    )
+    print_line(console, f"as keys: {' '.join(split.overrides)}")
+    layout = trainer.layout
+    print_line(
+        console,
+        f"trainer: {layout.ranks} ranks, {layout.shard} share a copy, {layout.sequence} share a "
+        f"sequence, {layout.experts} divide the experts\n",
+    )
+    _print_phases(console, "GiB on a trainer's device, peak by phase", trainer.phases)
+    _print_phases(console, f"GiB on an engine's device, TP {engine.tp}", engine.phases)
+    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in trainer.moved.items() if size)
+    print_line(
+        console,
+        f"host, GiB: {_gib(trainer.host)} for a trainer's machine, {_gib(engine.host)} for a "
+        "replica during an update",
+    )
+    print_line(console, f"collectives of a micro-batch, GiB: {kinds or 'none'}")
+    print_line(
+        console,
+        f"a step trains at least {trainer.floor_s:.0f} s (computing {trainer.compute_s:.0f} s, "
+        f"moving {trainer.moving_s:.0f} s, {device.name} at full rate)\n",
+    )
+    print_line(console, _verdict(found))
+
+
+def _print_phases(console: Console, title: str, phases: Mapping[str, float]) -> None:
+    rows = [(name, _gib(size)) for name, size in phases.items()]
+    print_table(console, title, ("phase", "GiB"), rows, right=("GiB",))
+
+
+def _verdict(found: PlannedLaunch) -> str:
+    if found.fits:
+        return "It fits."
+    if found.fits_with is None:
+        text = (
+            "It does not fit, and no change of layout, recompute, offload, dtypes or split was "
+            "found that makes it fit; use more or larger devices, or a smaller micro-batch."
+        )
+        if found.closest is not None:
+            overrides, peak = found.closest
+            text += f" The closest takes {_gib(peak)} GiB: {' '.join(overrides)}"
+        return text
+    text = f"It does not fit as written; it fits (as above) with: {' '.join(found.fits_with)}"
+    if any(one.endswith("model_dtype=bfloat16") for one in found.fits_with):
+        text += "\nSmall updates vanish in bfloat16 weights; more devices avoid that."
+    return text
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"

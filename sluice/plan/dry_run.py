@@ -1,0 +1,51 @@
+"""What `services.trainer.dry_run` is asked and answers, in a process of its own: it loads torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+COMMAND = "services.trainer.dry_run"
+
+
+class DryRunAsked(msgspec.Struct, frozen=True):
+    """One trainer layout to run with a model of a few layers.
+
+    Attributes:
+        config: of the run, as builtins.
+        model: the content of its config.json.
+        ranks: trainer ranks.
+        layers: numbers of layers, one run for each.
+    """
+
+    config: Mapping[str, object]
+    model: Mapping[str, object]
+    ranks: int
+    layers: Sequence[int]
+
+
+class PassBytes(msgspec.Struct, frozen=True):
+    """Bytes on rank 0's device, for the largest micro-batch that the run can make.
+
+    Attributes:
+        parameters: this rank's shards.
+        gradients: of all micro-batches of a step.
+        moments: of the optimizer.
+        log_prob: peak of a pass without gradients, beside the parameters alone.
+        kept: bytes that a forward pass leaves for its backward pass.
+        forward: peak of a forward pass, gradients there, moments not.
+        backward: peak of its backward pass, gradients there, moments not.
+        step: peak of an optimizer step, moments there.
+        moved: bytes that collectives bring to this rank in one micro-batch, by kind.
+    """
+
+    parameters: int
+    gradients: int
+    moments: int
+    log_prob: int
+    kept: int
+    forward: int
+    backward: int
+    step: int
+    moved: Mapping[str, int]

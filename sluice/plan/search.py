@@ -1,0 +1,211 @@
+"""The smallest change that makes a launch fit: of layout, recompute, offload, dtypes and split.
+
+Of what can be offloaded, moments are: parameters and gradients stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+
+import msgspec
+
+from sluice.config.derived import world_size
+from sluice.config.device_split import DeviceSplit
+from sluice.config.memory.devices import DeviceKind
+from sluice.config.memory.layouts import own_training_layout
+from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.training import training_memory
+from sluice.config.parallel_layout import (
+    EXPERT_KEY,
+    SEQUENCE_KEY,
+    SHARD_KEY,
+    shares_heads,
+    trainer_layout,
+)
+from sluice.config.run import RunConfig
+from sluice.errors import ConfigError
+
+_FSDP = "actor_rollout_ref.actor.fsdp_config"
+_RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
+_SUMS_ONCE = f"{_FSDP}.use_no_sync_for_gradient_accumulation"
+_RESHARD, _OFFLOAD = f"{_FSDP}.reshard_after_forward", f"{_FSDP}.optimizer_offload"
+_DTYPE, _TENSOR = f"{_FSDP}.model_dtype", "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_LARGEST_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Overrides, and what they cost: 1 is a change that few would mind, 8 one that may harm."""
+
+    overrides: tuple[str, ...] = ()
+    price: float = 0.0
+
+
+def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration with typed keys set, which is faster than to read it again."""
+    tree = msgspec.to_builtins(config)
+    for text in overrides:
+        key, _, value = text.partition("=")
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        with suppress(msgspec.DecodeError):
+            node[name] = value
+            node[name] = msgspec.json.decode(value)
+    return msgspec.convert(tree, RunConfig)
+
+
+def engine_change(config: RunConfig, holds: Callable[[RunConfig], bool]) -> Change | None:
+    """Return the smallest tensor parallel size at which an engine fits; `None`: none does."""
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    while tp <= _LARGEST_GROUP:
+        overrides = (
+            ()
+            if tp == config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            else (f"{_TENSOR}={tp}",)
+        )
+        if holds(changed(config, overrides)):
+            return Change(overrides, float(len(overrides)))
+        tp *= 2
+    return None
+
+
+def trainer_changes(
+    config: RunConfig, shape: ModelShape, split: DeviceSplit, splits: Sequence[DeviceSplit]
+) -> list[Change]:
+    """Return all combinations of changes to a trainer, the cheapest first.
+
+    Args:
+        split: the trainer's, from which another costs as much as it makes a pool smaller.
+        splits: those that are possible.
+    """
+    dimensions = [
+        list(_splits(split, splits)),
+        list(_recompute(config)),
+        list(_shards(config)),
+        list(_experts(config, shape)),
+        list(_sequences(config, shape)),
+        list(_offload(config)),
+        list(_dtypes(config)),
+    ]
+    found = [
+        Change(sum((one.overrides for one in parts), ()), sum(one.price for one in parts))
+        for parts in product(*dimensions)
+    ]
+    return sorted(found, key=lambda change: change.price)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes of an update, by formulas: of weights, gradients and moments, and of the rest."""
+
+    state: float
+    rest: float
+
+    def corrected(self, correction: float) -> float:
+        """Return the peak, if so many bytes of the rest were counted for one estimated."""
+        return self.state + self.rest * correction
+
+    def correction(self, peak: float) -> float:
+        """Return that ratio, from the counted peak."""
+        return (peak - self.state) / self.rest
+
+
+def estimate(config: RunConfig, shape: ModelShape) -> Estimate | None:
+    """Return an estimate of the update; `None`: the sizes do not divide."""
+    try:
+        trainer_layout(config, world_size(config))
+    except ConfigError:
+        return None
+    memory = training_memory(shape, own_training_layout(config))
+    state = memory.parameters + memory.gradients + memory.optimizer
+    return Estimate(state, memory.update - state)
+
+
+def promising(
+    changes: Sequence[Change],
+    shape: ModelShape,
+    device: DeviceKind,
+    config: RunConfig,
+    correction: float,
+) -> Iterator[tuple[Change, RunConfig]]:
+    """Yield the changes that should fit.
+
+    Args:
+        config: without them.
+        correction: see `Estimate`.
+    """
+    for change in changes:
+        other = changed(config, change.overrides)
+        found = estimate(other, shape)
+        if found is not None and found.corrected(correction) <= device.usable_bytes:
+            yield change, other
+
+
+def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]:
+    for split in splits:
+        if split == own:
+            yield Change()
+        else:
+            slower = max(own.rollout / split.rollout, own.trainer / split.trainer)
+            yield Change(split.overrides, slower)
+
+
+def _recompute(config: RunConfig) -> Iterator[Change]:
+    yield Change()
+    if not own_training_layout(config).gradient_checkpointing:
+        yield Change((f"{_RECOMPUTE}=true",), 1.0)
+
+
+def _shards(config: RunConfig) -> Iterator[Change]:
+    sharding = config.actor_rollout_ref.actor.fsdp_config
+    yield Change()
+    overrides = []
+    if sharding.fsdp_size > 0:
+        overrides.append(f"{SHARD_KEY}=-1")
+    if sharding.use_no_sync_for_gradient_accumulation:
+        overrides.append(f"{_SUMS_ONCE}=false")
+    if not sharding.reshard_after_forward:
+        overrides.append(f"{_RESHARD}=true")
+    if overrides:
+        yield Change(tuple(overrides), float(len(overrides)))
+
+
+def _experts(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
+    own = config.actor_rollout_ref.actor.fsdp_config.expert_parallel_size
+    yield Change()
+    if not shape.experts:
+        return
+    for size in _doubles(max(own, 1) * 2):
+        if shape.experts % size == 0:
+            yield Change((f"{EXPERT_KEY}={size}",), 1.0 + size / 1000)
+
+
+def _sequences(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
+    own = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    yield Change()
+    for doublings, size in enumerate(_doubles(own * 2), 1):
+        if shares_heads(size, shape.heads, shape.kv_heads):
+            yield Change((f"{SEQUENCE_KEY}={size}",), 1.0 + doublings / 4)
+
+
+def _offload(config: RunConfig) -> Iterator[Change]:
+    yield Change()
+    if not config.actor_rollout_ref.actor.fsdp_config.optimizer_offload:
+        yield Change((f"{_OFFLOAD}=true",), 4.0)
+
+
+def _dtypes(config: RunConfig) -> Iterator[Change]:
+    yield Change()
+    if config.actor_rollout_ref.actor.fsdp_config.model_dtype == "float32":
+        yield Change((f"{_DTYPE}=bfloat16",), 8.0)
+
+
+def _doubles(first: int) -> Iterator[int]:
+    while first <= _LARGEST_GROUP:
+        yield first
+        first *= 2

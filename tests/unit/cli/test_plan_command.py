@@ -1,0 +1,70 @@
+"""`sluice plan` prints one object for programs, and exits with 1 if a launch does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sluice.cli.main import commands
+from sluice.plan import launch_plan
+from sluice.plan.dry_run import DryRunAsked, PassBytes
+
+LAUNCH = Path(__file__).resolve().parents[2] / "data" / "launches" / "grpo-8xa100.overrides"
+GIB = 1 << 30
+
+
+@pytest.fixture
+def dry_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The backward pass's peak of all dry runs, GiB."""
+    peak = [1]
+
+    def answer_of(_: str, asked: DryRunAsked, *__: object, **___: object) -> tuple[Any, str]:
+        size = peak[0] * GIB
+        counted = PassBytes(
+            parameters=0,
+            gradients=0,
+            moments=0,
+            log_prob=0,
+            kept=0,
+            forward=0,
+            backward=size,
+            step=0,
+            moved={"all_gather": GIB},
+        )
+        return [counted for _ in asked.layers], ""
+
+    monkeypatch.setattr(launch_plan, "answer_of", answer_of)
+    return peak
+
+
+def planned(*arguments: str) -> tuple[int, str]:
+    given = ["plan", str(LAUNCH), "--device", "80GB", *arguments]
+    result = CliRunner().invoke(commands, given)
+    return result.exit_code, result.output
+
+
+def test_programs_get_one_object(dry_run: list[int]) -> None:
+    code, output = planned("--model", "Qwen2.5-7B", "--json")
+    found = json.loads(output.splitlines()[-1])
+    assert code == 0
+    assert (found["fits"], found["fits_with"]) == (True, [])
+    assert found["peaks"]["trainer"]["backward"] == GIB
+    assert set(found["peaks"]["rollout"]) == {"start", "generating", "update"}
+    assert found["split"]["trainer"] + found["split"]["rollout"] == 8
+
+
+def test_a_launch_that_does_not_fit_is_an_exit_code_of_1(dry_run: list[int]) -> None:
+    dry_run[0] = 100
+    code, output = planned("--model", "Qwen2.5-7B")
+    assert code == 1
+    assert "It does not fit" in output
+
+
+def test_a_launch_without_a_model_needs_one(dry_run: list[int]) -> None:
+    result = CliRunner().invoke(commands, ["plan", str(LAUNCH), "--device", "80GB"])
+    assert result.exit_code == 1
+    assert "give --model" in str(result.exception)

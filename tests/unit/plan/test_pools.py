@@ -1,0 +1,94 @@
+"""Both pools of a run: bytes by phase, and what a step takes at least."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from sluice.config.loading.loader import load_config
+from sluice.config.memory.devices import device_kind
+from sluice.config.memory.published import published_shape
+from sluice.plan.dry_run import PassBytes
+from sluice.plan.pools import TrainerPool, engine_pool, extrapolated, layer_counts, trainer_pool
+
+ACTOR = "actor_rollout_ref.actor"
+SHAPE, DEVICE = published_shape("Qwen3-8B"), device_kind("80GB")
+COUNTED = PassBytes(
+    parameters=10,
+    gradients=10,
+    moments=20,
+    log_prob=15,
+    kept=7,
+    forward=30,
+    backward=33,
+    step=40,
+    moved={"all_gather": 100},
+)
+
+
+def pool(*overrides: str, encoder: int = 0) -> TrainerPool:
+    config = load_config(None, [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", *overrides])
+    return trainer_pool(config, SHAPE, DEVICE, COUNTED, encoder)
+
+
+def test_bytes_of_all_layers_follow_from_those_of_a_few() -> None:
+    more = msgspec.structs.replace(COUNTED, backward=35, moved={"all_gather": 110})
+    found = extrapolated(COUNTED, more, 1, layers=36, few_layers=3)
+    assert (found.backward, found.parameters) == (33 + 33 * 2, 10)
+    assert found.moved == {"all_gather": 100 + 33 * 10}
+
+
+def test_a_model_of_a_few_layers_is_counted_as_it_is() -> None:
+    assert list(layer_counts(2)) == [2]
+    assert list(layer_counts(64)) == [3, 4]
+
+
+def test_offloaded_moments_are_on_the_host_and_adapters_need_no_second_model() -> None:
+    phases = pool(f"{ACTOR}.fsdp_config.optimizer_offload=true").phases
+    assert phases["backward"] == COUNTED.backward
+    assert phases["optimizer step"] == COUNTED.step
+    kl = f"{ACTOR}.use_kl_loss=true"
+    assert pool(kl).phases["logprobs"] == COUNTED.log_prob + COUNTED.moments + COUNTED.parameters
+    assert pool(kl, f"{ACTOR}.fsdp_config.param_offload=true").phases["logprobs"] == (
+        COUNTED.log_prob + COUNTED.moments
+    )
+    adapted = pool(kl, "actor_rollout_ref.model.lora_rank=8")
+    assert adapted.phases["logprobs"] == COUNTED.log_prob + COUNTED.moments
+
+
+def test_moments_are_there_in_every_phase() -> None:
+    phases = pool().phases
+    assert phases["idle"] == COUNTED.parameters + COUNTED.moments
+    assert phases["backward"] == COUNTED.backward + COUNTED.moments
+    assert pool().peak == 53
+
+
+def test_the_reference_is_on_the_device_while_logprobs_are_computed_and_else_on_the_host() -> None:
+    plain, with_kl = pool(), pool(f"{ACTOR}.use_kl_loss=true")
+    assert with_kl.phases["logprobs"] - plain.phases["logprobs"] == COUNTED.parameters
+    assert with_kl.phases["backward"] == plain.phases["backward"]
+    assert with_kl.host > plain.host
+
+
+def test_an_image_encoder_is_trained_beside_the_language_model() -> None:
+    assert pool(encoder=5).phases["backward"] - pool().phases["backward"] == 4 * 4 * 5
+
+
+def test_a_step_takes_as_long_as_its_collectives_and_its_operations_at_least() -> None:
+    found = pool("data.train_batch_size=32")
+    assert found.floor_s == max(found.compute_s, found.moving_s)
+    assert pool("data.train_batch_size=64").compute_s == pytest.approx(2 * found.compute_s)
+    assert pool("data.train_batch_size=64").micro_batches == 2 * found.micro_batches
+
+
+def test_an_engine_must_hold_weights_and_one_longest_row() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    fitting = engine_pool(load_config(None, []), SHAPE, DEVICE)
+    assert fitting.fits(DEVICE)
+    assert fitting.phases["update"] > fitting.phases["generating"] > fitting.phases["start"]
+    small = device_kind("24GB")
+    full = load_config(None, [f"{rollout}.gpu_memory_utilization=0.5"])
+    assert not engine_pool(full, SHAPE, small).fits(small)
+    long = load_config(None, ["data.max_response_length=4000000"])
+    assert engine_pool(long, SHAPE, DEVICE).longest_rows == 0
+    assert not engine_pool(long, SHAPE, DEVICE).fits(DEVICE)

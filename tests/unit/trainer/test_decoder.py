@@ -1,0 +1,197 @@
+"""The trainer's own decoder layers compute what those of transformers do."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from services.trainer.learner.model.attention import PACKED_ATTENTION, register_packed_attention
+from services.trainer.learner.model.decoder import DecoderLayer, use_own_layers
+from services.trainer.learner.model.forward import response_values, token_outputs
+from services.trainer.learner.model.loading import load_critic, load_policy
+from sluice.config.schema.actor import FsdpConfig
+from sluice.config.schema.actor_rollout_ref import ModelConfig
+from tests.support.layer_parity import (
+    MOST_ERROR,
+    TEMPERATURE,
+    gradients,
+    pack,
+    parity_rows,
+    plain,
+    weighed,
+    worst_error,
+)
+from tests.support.tiny_policy import make_model, save_model
+from tests.unit.trainer.test_packed_parity import use_ragged_kernel
+
+FLOAT32 = FsdpConfig(dtype="float32")
+_ORIGINAL = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "Llama 3": ("llama", {"rope_parameters": _ORIGINAL | _LLAMA3 | {"factor": 4.0}}),
+    "Llama, linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "Qwen2.5": ("qwen2", {}),
+    "Qwen2.5, yarn": (
+        "qwen2",
+        {"rope_parameters": _ORIGINAL | {"rope_type": "yarn", "factor": 4.0}},
+    ),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3, yarn": (
+        "qwen3",
+        {"rope_parameters": _ORIGINAL | {"rope_type": "yarn", "factor": 4.0}},
+    ),
+    "Qwen3, untied": ("qwen3", {"tie_word_embeddings": False}),
+    "Qwen3-MoE": ("qwen3_moe", {}),
+}
+
+
+def own_layers(model: nn.Module) -> list[DecoderLayer]:
+    return [one for one in model.modules() if isinstance(one, DecoderLayer)]
+
+
+def random_norms(model: nn.Module) -> None:
+    """Norms and biases begin as 1 and 0, which would hide what is left out."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_and_gradients_are_those_of_transformers_layers(
+    name: str, recomputes: bool, tmp_path: Path
+) -> None:
+    family, changes = MODELS[name]
+    model = make_model(family, **changes)
+    random_norms(model)
+    model.save_pretrained(tmp_path)
+    expected, of_plain = plain(model)
+    settings = ModelConfig(path=str(tmp_path), enable_gradient_checkpointing=recomputes)
+    own = load_policy(settings, FLOAT32, max_tokens=28).model
+    assert len(own_layers(own)) == model.config.num_hidden_layers
+    micro_batch = pack(parity_rows())
+    logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+
+
+@pytest.mark.parametrize("attention", ["blocks", "end to end"])
+def test_padding_changes_nothing(
+    attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attention == "end to end":
+        use_ragged_kernel(monkeypatch)
+    model = make_model("qwen3")
+    model.save_pretrained(tmp_path)
+    own = load_policy(ModelConfig(path=str(tmp_path)), FLOAT32, max_tokens=28).model
+    expected, of_plain = plain(model)
+    micro_batch = pack(parity_rows(), pad_to=256)
+    assert micro_batch.input_ids.shape == micro_batch.position_ids.shape == (1, 256)
+    logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at inputs
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_compiled_layers_compute_the_same_and_share_their_code(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is captured and differentiated is the rule here, and kernels take minutes to build.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    graphs = []
+    for layers in (2, 3):
+        torch._dynamo.reset()
+        counters.clear()
+        model = make_model(family, num_hidden_layers=layers)
+        model.save_pretrained(tmp_path / str(layers))
+        settings = ModelConfig(path=str(tmp_path / str(layers)), enable_gradient_checkpointing=True)
+        own = load_policy(settings, FsdpConfig(dtype="float32", use_torch_compile=True), 28).model
+        expected, of_plain = plain(model)
+        micro_batch = pack(parity_rows())
+        logprobs = token_outputs(own, micro_batch, temperature=TEMPERATURE).logprobs
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+        assert worst_error(gradients(own, weighed(logprobs, micro_batch)), of_plain) <= MOST_ERROR
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+    torch._dynamo.reset()
+
+
+def test_a_critic_has_the_values_of_transformers_layers(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    torch.manual_seed(0)
+    own = load_critic(ModelConfig(path=str(folder)), FLOAT32, max_tokens=28).model
+    assert own_layers(own)
+    micro_batch = pack(parity_rows())
+    values = response_values(own, micro_batch)
+    plain_critic = type(own).from_pretrained(folder, num_labels=1, attn_implementation="eager")
+    plain_critic.load_state_dict(own.state_dict())
+    plain_critic.eval()
+    row = parity_rows()[2]
+    tokens = torch.tensor([[*row.prompt_token_ids.tolist(), *row.token_ids.tolist()]])
+    expected = plain_critic(input_ids=tokens, use_cache=False).logits[0, :, 0]
+    found = values[micro_batch.rows == 2]
+    torch.testing.assert_close(found, expected[row.prompt_token_ids.size - 1 : -1])
+
+
+def test_names_and_saved_files_are_those_of_transformers(tmp_path: Path) -> None:
+    for family in ("qwen3", "qwen3_moe"):
+        folder = save_model(tmp_path / family, family)
+        own = load_policy(ModelConfig(path=str(folder)), FLOAT32, max_tokens=28).model
+        plain_names = {n for n, _ in make_model(family).named_parameters()}
+        assert {n for n, _ in own.named_parameters()} == plain_names
+        own.save_pretrained(tmp_path / "again")
+        for file in ("config.json", "model.safetensors"):
+            assert (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes(), file
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("mistral", "MistralForCausalLM .* the family has no own ones"), ("qwen3", "their gate is n")],
+)
+def test_what_the_own_layers_do_not_compute_trains_with_transformers_layers(
+    family: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(family)
+    if family == "qwen3":  # as a later release may add
+        model.base_model.layers[1].self_attn.gate = nn.Linear(32, 4)
+    before = list(model.modules())
+    with caplog.at_level(logging.INFO):
+        use_own_layers(model)
+    assert list(model.modules()) == before
+    (record,) = caplog.records
+    assert re.search(reason, record.getMessage())
+
+
+def test_in_bfloat16_they_are_as_close_to_float32_as_transformers_layers() -> None:
+    register_packed_attention()
+    exact = make_model("qwen3")
+    random_norms(exact)
+    exact.set_attn_implementation(PACKED_ATTENTION)
+    theirs = copy.deepcopy(exact).bfloat16()
+    own = copy.deepcopy(theirs)
+    use_own_layers(own)
+    micro_batch = pack(parity_rows())
+    with torch.no_grad():
+        expected, *found = (
+            token_outputs(one, micro_batch, temperature=TEMPERATURE).logprobs
+            for one in (exact, own, theirs)
+        )
+    of_own, of_theirs = ((one - expected).square().mean().sqrt() for one in found)
+    assert of_own <= 1.1 * of_theirs

@@ -1,0 +1,258 @@
+"""A run with adapters trains these and nothing else, by the formula, and its files are peft's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.trainer.learner.learner import Learner
+from services.trainer.learner.model.forward import token_outputs
+from services.trainer.learner.model.lora import (
+    adapted_layers,
+    adapter_parameters,
+    add_adapters,
+    on_the_wire,
+    without_adapters,
+)
+from services.trainer.learner.model.sharding import idle_micro_batch
+from services.trainer.learner.ranks import DataParallel
+from sluice.checkpoint.merge import MergeOptions, merge_checkpoint
+from sluice.checkpoint.source import find_source
+from sluice.config.schema.actor_rollout_ref import ModelConfig
+from sluice.errors import CheckpointError, ConfigError
+from sluice.weights.adapters import merge_adapters
+from tests.support.streamed_weights import streamed
+from tests.support.tiny_policy import adapting, make_batch, make_config, make_model, save_model
+
+CPU = torch.device("cpu")
+PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def make_learner(folder: Path, model: dict[str, Any] | None = None, **actor: Any) -> Learner:
+    config = adapting(make_config(folder, **actor), **{"lora_rank": 4, **(model or {})})
+    return Learner(config, DataParallel(), total_steps=10)
+
+
+def adapted_model(family: str = "qwen3", **keys: Any) -> Any:
+    """A tiny model with adapters whose B is not 0."""
+    model = make_model(family)
+    add_adapters(model, msgspec.convert({"lora_rank": 4, **keys}, ModelConfig), torch.float32)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.normal_(std=0.2)
+    return model
+
+
+def copies(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in learner.named_weights()}
+
+
+def served(learner: Learner) -> dict[str, torch.Tensor]:
+    """The weights that an engine computes with."""
+    return dict(merge_adapters(streamed(learner)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt_neox"])
+def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(family: str) -> None:
+    model = adapted_model(family, lora_alpha=12.0)
+    ids = torch.arange(3, 20)[None]
+    model(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
+    plain = make_model(family)
+    weights = merge_adapters(on_the_wire(model, dict(model.named_parameters())))
+    plain.load_state_dict({n: w.detach() for n, w in weights.items()}, strict=False)
+    plain(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
+    layers = adapted_layers(model)
+    assert layers
+    for name, layer in layers.items():
+        # W' = W + s B A, so dA = s B^T dW' and dB = s dW' A^T.
+        change = plain.get_parameter(f"{name}.weight").grad
+        scale, a, b = 12.0 / 4, layer.lora_A.weight, layer.lora_B.weight
+        for found, expected in (
+            (a.grad, scale * b.T @ change),
+            (b.grad, scale * change @ a.T),
+        ):
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert layer.weight.grad is None
+
+
+def test_the_first_policy_is_the_model_and_only_adapters_change(folder: Path) -> None:
+    learner = make_learner(folder)
+    before, base = copies(learner), dict(make_model().named_parameters())
+    assert all(torch.equal(one, base[name].bfloat16()) for name, one in served(learner).items())
+    learner.train_step(make_batch(), 1)
+    changed = {n for n, one in learner.named_weights() if not torch.equal(one, before[n])}
+    assert changed == {name for name in before if ".lora_" in name}
+    moments = {n.rpartition(".")[0] for n in learner._optimizer.state_tensors()}
+    assert moments == changed
+
+
+def test_the_reference_is_the_model_without_adapters(folder: Path) -> None:
+    learner = make_learner(folder, use_kl_loss=True, kl_loss_coef=0.1)
+    first = learner.train_step(make_batch(), 1)
+    second = learner.train_step(make_batch(seed=2), 2)
+    assert first["actor/kl_loss"] < second["actor/kl_loss"]
+    whole = make_learner(folder, use_kl_loss=True, kl_loss_coef=0.1)
+    whole.train_step(make_batch(), 1)
+    model, tokens = whole._model, idle_micro_batch(CPU)
+    with torch.no_grad(), without_adapters(model):
+        found = token_outputs(model, tokens, temperature=1.0).logprobs
+    assert torch.equal(
+        found, token_outputs(make_learner(folder)._model, tokens, temperature=1.0).logprobs
+    )
+
+
+def test_frozen_weights_have_the_dtype_of_the_passes_and_adapters_that_of_masters(
+    folder: Path,
+) -> None:
+    learner = make_learner(folder, fsdp_config={"dtype": "bfloat16", "model_dtype": "float32"})
+    learner.train_step(make_batch(), 1)
+    dtypes = {name: one.dtype for name, one in learner.named_weights()}
+    for name, dtype in dtypes.items():
+        assert dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, PROJECTIONS),
+        ({"target_modules": ["q_proj", "v_proj"]}, {"q_proj", "v_proj"}),
+        ({"target_modules": r".*\.(up|down)_proj"}, {"up_proj", "down_proj"}),
+        ({"exclude_modules": ["q_proj", "mlp.up_proj"]}, PROJECTIONS - {"q_proj", "up_proj"}),
+        ({"exclude_modules": r".*self_attn.*"}, {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_layers_are_chosen_as_peft_does(keys: dict[str, Any], expected: set[str]) -> None:
+    names = adapted_layers(adapted_model(**keys))
+    assert {name.rpartition(".")[2] for name in names} == expected
+    assert len(names) == 2 * len(expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("qwen3", {"target_modules": ["qproj"]}, r"'qproj' matches no linear layer .*q_proj"),
+        ("qwen3", {"target_modules": "q_proj"}, r"'q_proj' matches no linear layer"),
+        ("llama", {"target_modules": ["lm_head"]}, r"'lm_head' takes no adapter"),
+        ("qwen3", {"target_modules": ["embed_tokens"]}, r"'embed_tokens' takes no adapter"),
+        ("qwen3_moe", {"target_modules": ["up_proj"]}, r"'up_proj' names the experts, whose"),
+        ("qwen3", {"exclude_modules": ".*"}, r"exclude_modules='\.\*' leaves no layer"),
+        ("qwen3", {"target_modules": "(q"}, r"target_modules='\(q' is no regular expression"),
+    ],
+)
+def test_names_that_fit_no_layer_are_refused_with_those_that_do(
+    family: str, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adapted_model(family, **keys)
+
+
+def test_resuming_continues_bit_for_bit_from_files_without_the_model(
+    folder: Path, tmp_path: Path
+) -> None:
+    straight = make_learner(folder, use_kl_loss=True)
+    straight.train_step(make_batch(), 1)
+    straight.save(tmp_path / "actor")
+    weight_files = {f.relative_to(tmp_path).as_posix() for f in tmp_path.rglob("*.safetensors")}
+    adapter = "actor/lora_adapter/adapter_model.safetensors"
+    assert weight_files == {adapter, "actor/optimizer.safetensors"}
+    resumed = make_learner(folder, use_kl_loss=True)
+    resumed.load(tmp_path / "actor")
+    for step in (2, 3):
+        expected = straight.train_step(make_batch(seed=step), step)
+        found = resumed.train_step(make_batch(seed=step), step)
+        assert found["actor/grad_norm"] == expected["actor/grad_norm"]
+    after = copies(resumed)
+    assert all(torch.equal(one, after[name]) for name, one in copies(straight).items())
+
+
+def test_a_checkpoint_of_another_kind_of_run_is_refused(folder: Path, tmp_path: Path) -> None:
+    make_learner(folder).save(tmp_path / "adapters" / "actor")
+    whole = Learner(make_config(folder), DataParallel(), total_steps=10)
+    whole.save(tmp_path / "whole" / "actor")
+    with pytest.raises(CheckpointError, match=r"holds adapters and the run trains all weights"):
+        whole.load(tmp_path / "adapters" / "actor")
+    with pytest.raises(CheckpointError, match=r"lora_adapter holds no adapter that can be read"):
+        make_learner(folder).load(tmp_path / "whole" / "actor")
+    for keys in ({"lora_rank": 8}, {"lora_alpha": 4.0}, {"target_modules": ["q_proj"]}):
+        with pytest.raises(CheckpointError, match=r"does not fit the run.*resume with the same"):
+            make_learner(folder, keys).load(tmp_path / "adapters" / "actor")
+
+
+def test_a_saved_adapter_is_where_another_run_starts(folder: Path, tmp_path: Path) -> None:
+    first = make_learner(folder, {"lora_alpha": 12.0})
+    first.train_step(make_batch(), 1)
+    first.save(tmp_path / "actor")
+    path = tmp_path / "actor" / "lora_adapter"
+    second = make_learner(folder, {"lora_rank": 0, "lora_adapter_path": str(path)})
+    found, expected = served(second), served(first)
+    assert all(torch.equal(one, found[name]) for name, one in expected.items())
+    with pytest.raises(ConfigError, match=r"lora_rank=8: the adapter .* has rank 4; leave"):
+        make_learner(folder, {"lora_rank": 8, "lora_adapter_path": str(path)})
+    other = save_model(tmp_path / "other", hidden_size=64)
+    with pytest.raises(ConfigError, match=r"is the adapter of another model than .*has shape"):
+        make_learner(other, {"lora_rank": 0, "lora_adapter_path": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, r"use_dora=True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
+        ({"r": 8}, r"has shape .* but adapter_config\.json says r=8"),
+        ({"lora_alpha": "much"}, r"holds no adapter that can be read"),
+    ],
+)
+def test_an_adapter_that_is_more_or_less_than_a_and_b_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    make_learner(folder).save(tmp_path / "actor")
+    path = tmp_path / "actor" / "lora_adapter"
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | change), "utf-8")
+    with pytest.raises(ConfigError, match=message):
+        make_learner(folder, {"lora_rank": 0, "lora_adapter_path": str(path)})
+
+
+def test_the_merged_folder_loads_with_the_weights_that_engines_had(
+    folder: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(folder)
+    learner.train_step(make_batch(), 1)
+    learner.save(tmp_path / "actor")
+    wanted = on_the_wire(learner._model, dict(learner.named_weights()))
+    options = MergeOptions(dtype="float32")
+    merge_checkpoint(find_source(tmp_path), tmp_path / "out", options, lambda *_: None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    found, expected = dict(loaded.named_parameters()), merge_adapters(wanted)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name].detach(), weight, atol=1e-6, rtol=1e-6)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    named = json.loads((tmp_path / "actor/lora_adapter/adapter_config.json").read_text("utf-8"))
+    assert named["base_model_name_or_path"] == str(folder)
+    names = load_file(tmp_path / "actor/lora_adapter/adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
+
+
+def test_merging_without_the_adapted_model_says_where_its_folder_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    make_learner(folder).save(tmp_path / "actor")
+    file = tmp_path / "actor" / "lora_adapter" / "adapter_config.json"
+    moved = json.loads(file.read_text("utf-8")) | {"base_model_name_or_path": "gone"}
+    file.write_text(json.dumps(moved), "utf-8")
+    with pytest.raises(CheckpointError, match=r"model in 'gone'.*as base_model_name_or_path into"):
+        merge_checkpoint(find_source(tmp_path), tmp_path / "out", MergeOptions(), lambda *_: None)
+    assert not (tmp_path / "out").exists()
