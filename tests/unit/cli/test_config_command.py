@@ -206,11 +206,11 @@ def test_a_file_of_overrides_is_checked_with_verls_own_keys(
 ) -> None:
     file = tmp_path / name
     lines = [*SOUND, "# a comment", "", f"{ACTOR}.ulysses_sequence_parallel_size=3"]
-    lines.append(f"{ACTOR}.fsdp_config.forward_prefetch=true")
+    lines.append(f"{ACTOR}.fsdp_config.offload_policy=true")
     file.write_text("\n".join(lines))
     code, found = check_json(f"{mark}{file}", "trainer.n_gpus_per_node=4")
     assert code == 1
-    assert any("forward_prefetch = true has no effect" in n for n in found["notices"])
+    assert any("offload_policy = true has no effect" in n for n in found["notices"])
     assert [one["rule"] for one in found["violations"]] == ["world-divides"]
 
 

@@ -246,7 +246,7 @@ REFUSED: list[tuple[Check, Any, str]] = [
                     weights.TensorSpec(name="b"),
                 ]
             ),
-            "tensors: 'w'",
+            "tensors: 'w.weight'",
         )
         for shape in ([2**40], [-2, -3], [2], [2, 3, 1])
     ),

@@ -43,7 +43,8 @@ EXPORTED = {one.name for section in instruments().values() for one in section}
 READERS = ("sluice", "services", "benchmarks", "tools")
 PRODUCERS = ("services", "sluice/algorithm")
 OTHER_PATHS = {
-    *("actor/huggingface", "actor/perf/max_memory_*_gb", "reward/trace_key"),
+    *("actor/huggingface", "actor/lora_adapter", "actor/optimizer*"),
+    *("actor/perf/max_memory_*_gb", "reward/trace_key"),
     *("rollout/maxUnavailable", "trainer/backoffLimit", "trainer/ranks"),
     "trainer/resources/requests/memory",
 }
