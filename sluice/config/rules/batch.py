@@ -36,12 +36,9 @@ def verl_problems(sizes: VerlSizes) -> list[Problem]:
 
 def _world(sizes: VerlSizes) -> Iterator[Problem]:
     split = sizes.batch.split
-    if split.world % split.ranks_per_replica:
-        keys = (
-            f"{MEGATRON}: tensor {split.tp} * pipeline {split.pp} * context {split.cp}"
-            if split.megatron
-            else f"{SP} = {split.sp}"
-        )
+    # Ranks that share a sequence divide sluice's trainer too: `parallel-layout` says it.
+    if split.megatron and split.world % split.ranks_per_replica:
+        keys = f"{MEGATRON}: tensor {split.tp} * pipeline {split.pp} * context {split.cp}"
         step = split.ranks_per_replica // math.gcd(split.nodes, split.ranks_per_replica)
         yield verl_problem(
             "world-divides",

@@ -211,7 +211,7 @@ def test_a_file_of_overrides_is_checked_with_verls_own_keys(
     code, found = check_json(f"{mark}{file}", "trainer.n_gpus_per_node=4")
     assert code == 1
     assert any("offload_policy = true has no effect" in n for n in found["notices"])
-    assert [one["rule"] for one in found["violations"]] == ["world-divides"]
+    assert [one["rule"] for one in found["violations"]] == ["parallel-layout"]
 
 
 def test_a_key_is_explained_and_all_are_listed() -> None:

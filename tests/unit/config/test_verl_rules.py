@@ -62,7 +62,6 @@ def test_the_sound_variants_break_no_rule(more: tuple[str, ...]) -> None:
             [*CUT, f"{MEGATRON}.pipeline_model_parallel_size=3"],
             "8 ranks cannot be divided into replicas of 6 ranks",
         ),
-        ("world-divides", [f"{ACTOR}.ulysses_sequence_parallel_size=3"], "replicas of 3 ranks"),
         (
             "parallel-layout",
             [f"{ACTOR}.fsdp_config.fsdp_size=3"],
