@@ -267,7 +267,7 @@ async def test_a_stale_prompt_is_logged_with_its_replica_and_the_reason(
             await app.loop.batches.take(3, 2, 0.05)
         await settled(lambda: ends(app) == {"dropped_stale": 2})
     assert sorted(line for line in caplog.messages if "dropped" in line) == [
-        "prompt p0 dropped as stale (replica a): started under version 0, too old to be trained",
+        "prompt p0 dropped as stale (replica a): its oldest token is of version 0, too old to be trained",
         "prompt p1 dropped as stale (replica a): oldest token of version 0, batch of 2",
     ]
 
