@@ -35,7 +35,8 @@ def plan(
 
     The trainer's own code runs for one rank, without memory, devices or weights. If the launch does
     not fit, the smallest change that does is printed as overrides: of layout, recompute, offload,
-    dtypes and split only. The exit code is 1 if it does not fit as written.
+    dtypes and split only. The exit code is 1 if it does not fit as written; after an error it is 1
+    too, and no plan is printed.
 
     \b
     Examples:
@@ -62,6 +63,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
     trainer, engine = found.trainer, found.engine
     return {
         "fits": found.fits,
+        "lacks": dict(found.lacks),
         "fits_with": None if found.fits_with is None else list(found.fits_with),
         "closest": None if found.closest is None else list(found.closest[0]),
         "split": {
@@ -71,6 +73,12 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
             "overrides": list(found.split.overrides),
         },
         "peaks": {"trainer": dict(trainer.phases), "rollout": dict(engine.phases)},
+        "engine": {
+            "tensor_parallel": engine.tp,
+            "holds_weights": engine.holds_weights,
+            "longest_rows": engine.longest_rows,
+        },
+        "encoder_parameters": found.model.encoder,
         "host": {"trainer": trainer.host, "rollout": engine.host},
         "layout": {
             "ranks": trainer.layout.ranks,
@@ -80,7 +88,7 @@ def plan_as_json(found: PlannedLaunch) -> dict[str, object]:
         },
         "collectives": dict(trainer.moved),
         "step_floor_s": trainer.floor_s,
-        "device_bytes": found.device.gib * GIB,
+        "device_bytes": found.device.size,
         "usable_bytes": found.device.usable_bytes,
         "seconds": round(found.seconds, 1),
     }
@@ -95,6 +103,8 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
         f"({split.replicas} replica(s) of {split.per_replica}), {device.gib:g} GiB each; "
         f"a plan fills {device.usable_bytes / GIB:.1f}",
     )
+    if found.model.encoder is None:
+        print_line(console, "the model's image encoder is not counted")
     print_line(console, f"as keys: {' '.join(split.overrides)}")
     layout = trainer.layout
     print_line(
@@ -108,7 +118,7 @@ def print_plan(console: Console, found: PlannedLaunch) -> None:
     print_line(
         console,
         f"host, GiB: {_gib(trainer.host)} for a trainer's machine, {_gib(engine.host)} for a "
-        "replica during an update",
+        "replica during an update; not compared with a machine's memory",
     )
     print_line(console, f"collectives of a micro-batch, GiB: {kinds or 'none'}")
     print_line(
@@ -127,16 +137,19 @@ def _print_phases(console: Console, title: str, phases: Mapping[str, float]) -> 
 def _verdict(found: PlannedLaunch) -> str:
     if found.fits:
         return "It fits."
+    names = {"trainer": "a trainer's device", "rollout": "an engine's device"}
+    why = "; ".join(f"{names[pool]}: {lack}" for pool, lack in found.lacks.items())
+    text = f"It does not fit as written ({why})"
     if found.fits_with is None:
-        text = (
-            "It does not fit, and no change of layout, recompute, offload, dtypes or split was "
-            "found that makes it fit; use more or larger devices, or a smaller micro-batch."
+        text += (
+            ", and no change of layout, recompute, offload, dtypes or split was found that makes "
+            "it fit; use more or larger devices, or a smaller micro-batch."
         )
         if found.closest is not None:
             overrides, peak = found.closest
             text += f" The closest takes {_gib(peak)} GiB: {' '.join(overrides)}"
         return text
-    text = f"It does not fit as written; it fits (as above) with: {' '.join(found.fits_with)}"
+    text += f"; it fits (as above) with: {' '.join(found.fits_with)}"
     if any(one.endswith("model_dtype=bfloat16") for one in found.fits_with):
         text += "\nSmall updates vanish in bfloat16 weights; more devices avoid that."
     return text

@@ -10,20 +10,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sluice.config.derived import max_row_tokens, replica_devices, uses_reference, world_size
+from sluice.config.derived import max_row_tokens, replica_devices, world_size
 from sluice.config.loading.loader import KeySettings
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.layouts import own_training_layout, rollout_layout
 from sluice.config.memory.rollout import engine_weights, rollout_memory
 from sluice.config.memory.shape import ModelShape
 from sluice.config.memory.training import training_memory
+from sluice.config.memory.work import MEAN_RESPONSE, group_flops
+from sluice.config.parallel_layout import trainer_layout
 from sluice.config.run import RunConfig
 from sluice.errors import ConfigError
 
 PLACEMENT_KEY = "sluice.placement"
-_PLACEMENT = re.compile(r"^trainer:(\d+),rollout:(\d+)$")
-_MEAN_RESPONSE = 0.5
-"""Mean length of a response over the longest: unknown before a run."""
+_PLACEMENT = re.compile(r"^trainer: *(\d+) *, *rollout: *(\d+)$")
 _TRAINING_SHARE = 0.4
 """Share of a device's floating-point operations that training reaches."""
 _READING_SHARE = 0.6
@@ -39,12 +39,14 @@ class DeviceSplit:
         rollout: devices that generate.
         nodes: machines of the trainer's devices.
         per_replica: devices of one replica.
+        replaces: the launch has a ``sluice.placement``, whose place the overrides take.
     """
 
     trainer: int
     rollout: int
     nodes: int
     per_replica: int
+    replaces: bool = False
 
     @property
     def replicas(self) -> int:
@@ -63,6 +65,7 @@ class DeviceSplit:
             f"trainer.nnodes={self.nodes}",
             f"trainer.n_gpus_per_node={self.trainer // self.nodes}",
             f"sluice.rollout.replicas={self.replicas}",
+            *((f"{PLACEMENT_KEY}=auto",) if self.replaces else ()),
         )
 
 
@@ -70,8 +73,9 @@ def is_colocated(config: RunConfig, settings: KeySettings) -> bool:
     """Return whether the devices that are named must serve trainer and rollouts alike."""
     if config.sluice.placement != "auto":
         return True
-    separate = ("sluice.rollout.replicas", "actor_rollout_ref.rollout.nnodes")
-    return not any(settings.is_set(key) for key in separate)
+    if settings.is_set("sluice.rollout.replicas"):
+        return False
+    return not settings.whole_or_none("actor_rollout_ref.rollout.nnodes")  # verl's 0: colocated
 
 
 def device_split(
@@ -80,37 +84,67 @@ def device_split(
     """Return the split of a launch: as ``sluice.placement`` says, or the fastest by estimate.
 
     Raises:
-        ConfigError: the devices are too few, or the placement is not of this launch.
+        ConfigError: no split is possible, or the placement is not of this launch.
     """
     if not is_colocated(config, settings):
         each = replica_devices(config)
         devices = each * config.sluice.rollout.replicas
         return DeviceSplit(world_size(config), devices, config.trainer.nnodes, each)
     possible = list(splits(config))
+    if not possible:
+        raise ConfigError(f"{PLACEMENT_KEY}={config.sluice.placement}: {_why_none(config)}")
     if config.sluice.placement != "auto":
         return _asked(config, possible)
-    if not possible:
-        each = replica_devices(config)
-        raise ConfigError(
-            f"{PLACEMENT_KEY}=auto: {world_size(config)} device(s) (trainer.nnodes * "
-            f"trainer.n_gpus_per_node) are too few for a trainer and a replica of {each} devices "
-            f"of their own; give at least {each + 1}"
-        )
     return by_speed(config, shape, device, possible)[0]
 
 
 def splits(config: RunConfig) -> Iterator[DeviceSplit]:
-    """Yield the possible splits: whole replicas, and a trainer on whole machines or on one."""
+    """Yield the possible splits: those whose trainer's ranks the layout's sizes divide."""
+    for split in _whole_replicas(config):
+        if _layout_error(config, split.trainer) is None:
+            yield split
+
+
+def _whole_replicas(config: RunConfig) -> Iterator[DeviceSplit]:
+    """Yield the splits into whole replicas, and a trainer on whole machines or on one."""
     devices, per_node = world_size(config), config.trainer.n_gpus_per_node
-    each, sharding = replica_devices(config), config.actor_rollout_ref.actor.fsdp_config
-    sharing, experts = sharding.ulysses_sequence_parallel_size, sharding.expert_parallel_size
+    each, replaces = replica_devices(config), config.sluice.placement != "auto"
     for trainer in range(1, devices):
-        nodes = max(1, trainer // per_node)
-        if trainer > per_node and trainer % per_node:
-            continue
-        if (devices - trainer) % each or trainer % sharing or trainer % experts:
-            continue
-        yield DeviceSplit(trainer, devices - trainer, nodes, each)
+        is_even = trainer <= per_node or trainer % per_node == 0
+        if is_even and (devices - trainer) % each == 0:
+            nodes = max(1, trainer // per_node)
+            yield DeviceSplit(trainer, devices - trainer, nodes, each, replaces)
+
+
+def _layout_error(config: RunConfig, trainer: int) -> ConfigError | None:
+    try:
+        trainer_layout(config, trainer)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _why_none(config: RunConfig) -> str:
+    """Return why no split is possible, and what to change."""
+    devices, each = world_size(config), replica_devices(config)
+    pool = f"{devices} device(s) (trainer.nnodes * trainer.n_gpus_per_node)"
+    if devices <= each:
+        return (
+            f"{pool} are too few for a trainer and a replica of {each} devices of their own; "
+            f"give at least {each + 1}"
+        )
+    found = [split.trainer for split in _whole_replicas(config)]
+    if not found:
+        return (
+            f"{pool} do not divide into replicas of {each} and a trainer that is a part of a "
+            f"machine, or whole machines of {config.trainer.n_gpus_per_node}; change the devices "
+            "of a replica (tensor_model_parallel_size * data_parallel_size)"
+        )
+    return (
+        f"beside whole replicas of {each}, {pool} leave the trainer "
+        f"{' or '.join(map(str, found))}, but with {found[-1]}: "
+        f"{_layout_error(config, found[-1])}"
+    )
 
 
 def by_speed(
@@ -136,21 +170,17 @@ def seconds_per_token(
 ) -> tuple[float, float]:
     """Return how long one device takes to train one response token, and to generate one.
 
-    Training: 2 operations a parameter and token for each forward pass, 4 for a backward pass.
-    Generating: a step of an engine reads its weights, and the keys and values of all sequences.
+    Training takes the operations of all passes. A step of an engine reads its weights, and the keys
+    and values of all sequences.
     """
     data, layout = config.data, rollout_layout(config)
-    response = data.max_response_length * _MEAN_RESPONSE
-    n = config.actor_rollout_ref.rollout.n
-    # A prompt is computed once for all rows that share it.
-    tokens = 1 + data.max_prompt_length / (n * response)
-    passes = 6 + 2 + 2 * uses_reference(config)
-    passes += 2 * own_training_layout(config).gradient_checkpointing
-    train = tokens * passes * shape.active_parameters / (device.flops * _TRAINING_SHARE)
+    response = data.max_response_length * MEAN_RESPONSE
+    tokens = config.actor_rollout_ref.rollout.n * response
+    train = group_flops(config, shape) / tokens / (device.flops * _TRAINING_SHARE)
     weights = engine_weights(shape, layout) * layout.tp
-    engine = rollout_memory(shape, layout, device.gib * (1 << 30))
+    engine = rollout_memory(shape, layout, device.size)
     context = data.max_prompt_length + response / 2
-    fitting = (engine.kv_tokens or 0) / max_row_tokens(data) / _MEAN_RESPONSE
+    fitting = (engine.kv_tokens or 0) / max_row_tokens(data) / MEAN_RESPONSE
     running = max(1.0, min(layout.max_num_seqs, fitting))
     read = weights + running * context * engine.kv_per_token * layout.tp
     step = read / (device.memory_rate * _READING_SHARE)
@@ -168,9 +198,10 @@ def _filtered(config: RunConfig) -> float:
 def _asked(config: RunConfig, possible: list[DeviceSplit]) -> DeviceSplit:
     value = config.sluice.placement
     matched = _PLACEMENT.match(value)
-    found = [one for one in possible if matched and one.placement == value]
+    asked = tuple(map(int, matched.groups())) if matched else None
+    found = [one for one in possible if (one.trainer, one.rollout) == asked]
     if not found:
-        choices = ", ".join(one.placement.replace(",", " ") for one in possible) or "none"
+        choices = "; ".join(f'"{one.placement}"' for one in possible)
         raise ConfigError(
             f'{PLACEMENT_KEY}="{value}" does not divide the {world_size(config)} devices '
             f"(trainer.nnodes * trainer.n_gpus_per_node) into a trainer and replicas of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,15 +11,15 @@ import msgspec
 
 from sluice.config.derived import world_size
 from sluice.config.device_split import DeviceSplit, device_split, is_colocated, splits
+from sluice.config.loading.conversions import names_set
 from sluice.config.loading.loader import KeySettings, ReadRun, read_run
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.layouts import own_training_layout
-from sluice.config.memory.published import encoder_parameters, published_model
-from sluice.config.memory.shape import ModelShape, shape_of
+from sluice.config.memory.published import ModelContent, encoder_parameters, published_model
+from sluice.config.memory.shape import ModelShape, read_model, shape_of
 from sluice.config.problems import raise_problems
 from sluice.config.run import RunConfig
 from sluice.doctor.trial import answer_of
-from sluice.errors import ConfigError
 from sluice.plan.dry_run import COMMAND, DryRunAsked, PassBytes
 from sluice.plan.pools import (
     EnginePool,
@@ -30,7 +30,6 @@ from sluice.plan.pools import (
     trainer_pool,
 )
 from sluice.plan.search import (
-    Change,
     changed,
     engine_change,
     estimate,
@@ -42,7 +41,6 @@ DEADLINE_S = 300.0
 _MOST_TRIES = 4
 _OPTIMISM = 0.9
 """Bytes counted over bytes estimated, before anything was counted with this change."""
-ModelContent = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,13 @@ class PlannedModel:
     Attributes:
         name: as it was given.
         content: of its config.json.
-        encoder: parameters of its image encoder.
+        encoder: parameters of its image encoder; `None`: it has one, which is not counted.
     """
 
     name: str
     content: ModelContent
     shape: ModelShape
-    encoder: int = 0
+    encoder: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,7 @@ class PlannedLaunch:
     Attributes:
         config: with `split` and `fits_with`.
         fits: as it was written.
+        lacks: why not, by pool.
         fits_with: overrides with which it fits; empty if it does as written, `None`: nothing was
             found.
         closest: if nothing was found, the overrides and the peak of the best that was counted.
@@ -81,6 +80,7 @@ class PlannedLaunch:
     trainer: TrainerPool
     engine: EnginePool
     fits: bool
+    lacks: Mapping[str, str]
     fits_with: tuple[str, ...] | None
     seconds: float
     closest: tuple[tuple[str, ...], float] | None = None
@@ -96,13 +96,8 @@ def planned_model(name: str) -> PlannedModel:
     if not file.is_file():
         content = published_model(name)
         return PlannedModel(name, content, shape_of(content), encoder_parameters(name))
-    try:
-        whole = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"model configuration {file}: {error}; give a config.json") from error
-    text = whole.get("text_config")
-    content = {**whole, **text} if isinstance(text, dict) else whole
-    return PlannedModel(name, content, shape_of(content))
+    content, shape = read_model(file)
+    return PlannedModel(name, content, shape, None if content.get("vision_config") else 0)
 
 
 def launch_plan(
@@ -117,53 +112,62 @@ def launch_plan(
         device: each of the launch's devices.
 
     Raises:
-        ConfigError: keys or values are wrong, or there are too few devices.
+        ConfigError: keys or values are wrong, or no split of the devices is possible.
     """
     began = time.monotonic()
-    written = _read(file, overrides)
-    reread = _rereader(file, overrides)
-    counted = _Counted(model)
-    settings = KeySettings(written.config, written.settings.by_key())
-
-    def holds(config: RunConfig) -> bool:
-        return engine_pool(config, model.shape, device).fits(device)
-
-    split = device_split(written.config, settings, model.shape, device)
-    config = reread(split.overrides)
+    launch = _Launch(file, tuple(overrides), model, device)
+    written = launch.read(())
+    split = launch.split_of(written)
+    is_split = is_colocated(written.config, _keys(written))
+    config = launch.read(split.overrides).config if is_split else written.config
+    trainer, engine = launch.trainer(config), engine_pool(config, model.shape, device)
+    lacks = {"trainer": trainer.lack(device), "rollout": engine.lack(device)}
     plan = PlannedLaunch(
         config,
         model,
         device,
         split,
-        counted.trainer(config, device),
-        engine_pool(config, model.shape, device),
-        fits=False,
+        trainer,
+        engine,
+        fits=not any(lacks.values()),
+        lacks={pool: lack for pool, lack in lacks.items() if lack is not None},
         fits_with=None,
         seconds=0.0,
     )
-    if plan.trainer.peak <= device.usable_bytes and plan.engine.fits(device):
-        plan = replace(plan, fits=True, fits_with=())
-    elif (engine := engine_change(written.config, holds)) is not None:
-        plan = _searched(
-            plan, engine, counted, reread, is_split=is_colocated(written.config, settings)
-        )
+    if plan.fits:
+        plan = replace(plan, fits_with=())
+    else:
+        plan = _searched(plan, launch, written, is_split=is_split)
     return replace(plan, seconds=time.monotonic() - began)
 
 
-class _Counted:
-    """Trainer pools by dry run."""
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """What is planned, read with overrides and counted."""
 
-    def __init__(self, model: PlannedModel) -> None:
-        self._model = model
+    file: Path | None
+    overrides: tuple[str, ...]
+    model: PlannedModel
+    device: DeviceKind
 
-    def trainer(self, config: RunConfig, device: DeviceKind) -> TrainerPool:
+    def read(self, more: Sequence[str]) -> ReadRun:
+        """Return the launch with more overrides, as a run would read it."""
+        run = read_run(self.file, [*self.overrides, *more])
+        raise_problems(run.problems, run.source)
+        return run
+
+    def split_of(self, run: ReadRun) -> DeviceSplit:
+        """Return the split that the launch says, or the fastest."""
+        return device_split(run.config, _keys(run), self.model.shape, self.device)
+
+    def trainer(self, config: RunConfig) -> TrainerPool:
         """Return the trainer's pool, from a dry run of a few layers."""
-        shape = self._model.shape
-        counts = layer_counts(shape.layers)
+        shape = self.model.shape
+        counts = layer_counts(config, shape.layers)
         found, _ = answer_of(
             COMMAND,
             DryRunAsked(
-                msgspec.to_builtins(config), self._model.content, world_size(config), counts
+                msgspec.to_builtins(config), self.model.content, world_size(config), counts
             ),
             list[PassBytes],
             what="the dry run of the trainer",
@@ -173,55 +177,63 @@ class _Counted:
         whole = found[0]
         if len(found) > 1:
             whole = extrapolated(found[0], found[1], counts[1] - counts[0], shape.layers, counts[0])
-        return trainer_pool(config, shape, device, whole, self._model.encoder)
+        return trainer_pool(config, shape, self.device, whole, self.model.encoder or 0)
+
+
+def _keys(run: ReadRun) -> KeySettings:
+    return KeySettings(run.config, run.settings.by_key())
 
 
 def _searched(
-    plan: PlannedLaunch,
-    engine: Change,
-    counted: _Counted,
-    reread: Callable[[Sequence[str]], RunConfig],
-    *,
-    is_split: bool,
+    plan: PlannedLaunch, launch: _Launch, written: ReadRun, *, is_split: bool
 ) -> PlannedLaunch:
     """Return the plan with the smallest change that fits, or as it was."""
     model, device = plan.model, plan.device
-    start = changed(reread(()), engine.overrides)
-    possible = list(splits(start)) if is_split else [plan.split]
-    own = min(possible, key=lambda one: abs(one.trainer - plan.split.trainer), default=plan.split)
-    base = changed(start, own.overrides)
 
-    correction, tries = _correction(plan.trainer, plan.config, model.shape), 0
-    if not own_training_layout(start).gradient_checkpointing:
+    def holds(config: RunConfig) -> bool:
+        return engine_pool(config, model.shape, device).fits(device)
+
+    engine = engine_change(written.config, model.shape, holds, is_split=is_split)
+    if engine is None:
+        return plan
+    start = changed(written.config, engine.overrides)
+    possible = list(splits(start)) if is_split else [plan.split]
+    if not possible:
+        return plan
+    own = min(possible, key=lambda one: abs(one.trainer - plan.split.trainer))
+    base = changed(start, own.overrides) if is_split else start
+    correction = _correction(plan.trainer, plan.config, model.shape)
+    if own_training_layout(start).recomputed_of(model.shape.layers) < model.shape.layers:
         correction = _OPTIMISM  # with recompute other bytes count
     changes = [
         one
-        for one in trainer_changes(start, model.shape, own, possible)
+        for one in trainer_changes(
+            start, model.shape, own, possible, reads_images=model.encoder != 0
+        )
         if one.overrides or engine.overrides
     ]
-    while tries < _MOST_TRIES:
-        found = next(promising(changes, model.shape, device, base, correction), None)
-        if found is None:
+    for _ in range(_MOST_TRIES):
+        change = next(promising(changes, model.shape, device, base, correction), None)
+        if change is None:
             break
-        change, config = found
-        trainer = counted.trainer(config, device)
-        tries += 1
-        split = next((one for one in possible if one.trainer == trainer.layout.ranks), own)
-        needed = _needed((*engine.overrides, *change.overrides), split, plan.split)
-        if plan.closest is None or trainer.peak < plan.closest[1]:
-            plan = replace(plan, closest=(needed, trainer.peak))
-        if trainer.peak <= device.usable_bytes:
-            pool = engine_pool(config, model.shape, device)
+        typed = (*engine.overrides, *(own.overrides if is_split else ()), *change.overrides)
+        overrides = _as_written(typed, written)
+        # What is counted is what a run would read.
+        run = launch.read(overrides)
+        trainer = launch.trainer(run.config)
+        if trainer.lack(device) is None and holds(run.config):
             return replace(
                 plan,
-                config=config,
-                split=split,
+                config=run.config,
+                split=launch.split_of(run),
                 trainer=trainer,
-                engine=pool,
-                fits_with=needed,
+                engine=engine_pool(run.config, model.shape, device),
+                fits_with=overrides,
                 closest=None,
             )
-        correction = _correction(trainer, config, model.shape)
+        if plan.closest is None or trainer.peak < plan.closest[1]:
+            plan = replace(plan, closest=(overrides, trainer.peak))
+        correction = _correction(trainer, run.config, model.shape)
         changes = changes[changes.index(change) + 1 :]
     return plan
 
@@ -232,22 +244,11 @@ def _correction(trainer: TrainerPool, config: RunConfig, shape: ModelShape) -> f
     return found.correction(trainer.peak)
 
 
-def _needed(overrides: Sequence[str], split: DeviceSplit, before: DeviceSplit) -> tuple[str, ...]:
-    """Return the overrides of a change, with another split as a placement."""
-    kept = [text for text in overrides if text not in split.overrides]
-    if split != before:
-        kept.append(f'sluice.placement="{split.placement}"')
-    return tuple(kept)
-
-
-def _read(file: Path | None, overrides: Sequence[str]) -> ReadRun:
-    run = read_run(file, list(overrides))
-    raise_problems(run.problems, run.source)
-    return run
-
-
-def _rereader(file: Path | None, overrides: Sequence[str]) -> Callable[[Sequence[str]], RunConfig]:
-    def reread(more: Sequence[str]) -> RunConfig:
-        return _read(file, [*overrides, *more]).config
-
-    return reread
+def _as_written(overrides: Sequence[str], written: ReadRun) -> tuple[str, ...]:
+    """Return the last override of each key, under the names that the launch gave it."""
+    values = dict(text.split("=", 1) for text in overrides)
+    return tuple(
+        f"{name}={value}"
+        for key, value in values.items()
+        for name in names_set(key, written.settings)
+    )

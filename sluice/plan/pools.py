@@ -16,9 +16,10 @@ from sluice.config.derived import (
 )
 from sluice.config.memory.devices import DeviceKind
 from sluice.config.memory.layouts import own_training_layout, rollout_layout
+from sluice.config.memory.rollout import GIB, rollout_memory
 from sluice.config.memory.rollout import fits as weights_fit
-from sluice.config.memory.rollout import rollout_memory
 from sluice.config.memory.shape import ModelShape
+from sluice.config.memory.work import MEAN_RESPONSE, group_flops
 from sluice.config.parallel_layout import ParallelLayout, trainer_layout
 from sluice.config.run import RunConfig
 from sluice.plan.dry_run import PassBytes
@@ -29,7 +30,8 @@ _BUCKETS = 2
 _WIRE_BYTES = {"float32": 4, "bfloat16": 2}
 _MODELS_ON_HOST = {"torch": 1}
 """Models that an engine's worker holds in host memory during an update; otherwise 2."""
-_MEAN_RESPONSE = 0.5
+_SNAPSHOTS = 2
+"""Copies of all weights on the host of trainer rank 0, in their wire dtype."""
 _STATES = 4
 """Weights, gradients and two moments, of a dtype each."""
 _MOMENTS_AT_ONCE = 512 * MIB
@@ -47,7 +49,7 @@ class TrainerPool:
         micro_batches: of a rank in one step, all passes with gradients.
         compute_s: seconds a step computes at the device's full rate.
         moving_s: seconds a step's collectives take at the full rate of the link.
-        host: bytes on one host.
+        host: bytes on the machine of rank 0.
     """
 
     layout: ParallelLayout
@@ -62,6 +64,16 @@ class TrainerPool:
     def peak(self) -> float:
         """Most bytes on the device."""
         return max(self.phases.values())
+
+    def lack(self, device: DeviceKind) -> str | None:
+        """Return why a trainer's device does not hold it; `None`: it does."""
+        if self.peak <= device.usable_bytes:
+            return None
+        phase = max(self.phases, key=lambda name: self.phases[name])
+        return (
+            f"{phase} takes {self.peak / GIB:.2f} GiB of the "
+            f"{device.usable_bytes / GIB:.1f} that a plan fills"
+        )
 
     @property
     def floor_s(self) -> float:
@@ -81,7 +93,6 @@ class EnginePool:
     """
 
     tp: int
-    replicas: int
     phases: Mapping[str, float]
     longest_rows: int
     host: float
@@ -92,10 +103,26 @@ class EnginePool:
         """Most bytes on the device."""
         return max(self.phases.values())
 
+    def lack(self, device: DeviceKind) -> str | None:
+        """Return why an engine does not fit; `None`: it does.
+
+        Its share of the device must hold the weights and a cache of at least one row, and the
+        device an update beside them.
+        """
+        if not self.holds_weights:
+            return (
+                "weights of 2 bytes a parameter exceed memory * gpu_memory_utilization * "
+                "tensor_model_parallel_size"
+            )
+        if self.longest_rows == 0:
+            return "the cache does not hold one row of the longest length"
+        if self.peak > device.size:
+            return f"an update takes {self.peak / GIB:.2f} GiB of {device.gib:g}"
+        return None
+
     def fits(self, device: DeviceKind) -> bool:
-        """Return whether the weights fit beside a cache of at least one row."""
-        has_memory = self.peak <= device.gib * 1024 * MIB
-        return self.holds_weights and self.longest_rows > 0 and has_memory
+        """Return whether it lacks nothing."""
+        return self.lack(device) is None
 
 
 def extrapolated(
@@ -144,12 +171,10 @@ def trainer_pool(
         "backward": counted.backward + held,
         "optimizer step": counted.step - away + min(away, _MOMENTS_AT_ONCE) + _STATES * state,
     }
-    tokens = _step_tokens(config)
-    micro_batches = _micro_batches(config, layout, tokens)
-    passes = 8 + 2 * uses_reference(config)
-    passes += 2 * own_training_layout(config).gradient_checkpointing
-    operations = passes * shape.active_parameters * tokens
+    micro_batches = _micro_batches(config, layout)
+    operations = config.data.train_batch_size * group_flops(config, shape)
     moved = {kind: float(size) for kind, size in counted.moved.items()}
+    host = config.trainer.n_gpus_per_node * (reference + away + largest_batch_mb(config) * MIB)
     return TrainerPool(
         layout,
         phases,
@@ -157,50 +182,49 @@ def trainer_pool(
         micro_batches,
         operations / layout.ranks / device.flops,
         sum(moved.values()) * micro_batches / device.link_rate,
-        config.trainer.n_gpus_per_node * (reference + away + largest_batch_mb(config) * MIB),
+        host + _SNAPSHOTS * _wire_bytes(config, shape),
     )
 
 
 def engine_pool(config: RunConfig, shape: ModelShape, device: DeviceKind) -> EnginePool:
     """Return an engine's pool: it fills its share of the device with the cache."""
-    layout, whole = rollout_layout(config), device.gib * 1024 * MIB
+    layout, whole = rollout_layout(config), device.size
     memory = rollout_memory(shape, layout, whole)
     assert memory.kv_cache is not None
     assert memory.longest_rows is not None
     staging = _BUCKETS * config.sluice.weights.bucket_mb * MIB
     generating = memory.weights + memory.activations + memory.kv_cache
-    rollout = config.actor_rollout_ref.rollout
-    models = _MODELS_ON_HOST.get(rollout.name, 2)
-    wire = shape.total_parameters * _WIRE_BYTES[rollout.dtype]
+    models = _MODELS_ON_HOST.get(config.actor_rollout_ref.rollout.name, 2)
     return EnginePool(
         layout.tp,
-        config.sluice.rollout.replicas,
         {"start": memory.weights, "generating": generating, "update": generating + staging},
         memory.longest_rows,
-        models * wire * layout.tp,
+        models * _wire_bytes(config, shape) * layout.tp,
         weights_fit(shape, layout, whole),
     )
 
 
-def _step_tokens(config: RunConfig) -> float:
-    """Return the tokens that one step trains: a prompt once, responses of half the limit."""
-    data, n = config.data, config.actor_rollout_ref.rollout.n
-    group = data.max_prompt_length + n * data.max_response_length * _MEAN_RESPONSE
-    return data.train_batch_size * group
+def _wire_bytes(config: RunConfig, shape: ModelShape) -> int:
+    return shape.total_parameters * _WIRE_BYTES[config.actor_rollout_ref.rollout.dtype]
 
 
-def _micro_batches(config: RunConfig, layout: ParallelLayout, tokens: float) -> int:
+def _micro_batches(config: RunConfig, layout: ParallelLayout) -> int:
     actor, data = config.actor_rollout_ref.actor, config.data
+    rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
     if actor.use_dynamic_bsz:
         budget = actor.ppo_max_token_len_per_gpu * layout.sequence
         each: float = max(budget, max_row_tokens(data))
-        number = tokens / each
+        prompts = data.train_batch_size * data.max_prompt_length  # a group computes its prompt once
+        number = (prompts + rows * data.max_response_length * MEAN_RESPONSE) / each
     else:
-        rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
         number = rows / (actor.ppo_micro_batch_size_per_gpu or 1)
     return math.ceil(number / layout.data_ranks) * actor.ppo_epochs
 
 
-def layer_counts(layers: int) -> Sequence[int]:
-    """Return the numbers of layers to count: from three on, each adds the same bytes."""
-    return (3, 4) if layers > 4 else (layers,)
+def layer_counts(config: RunConfig, layers: int) -> Sequence[int]:
+    """Return the numbers of layers to count: from three on, each adds the same bytes.
+
+    Not if only the first ones are recomputed: then all are counted.
+    """
+    recomputed = own_training_layout(config).recomputed_of(layers)
+    return (3, 4) if layers > 4 and recomputed in (0, layers) else (layers,)

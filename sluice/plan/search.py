@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 
 import msgspec
 
@@ -30,9 +30,11 @@ from sluice.errors import ConfigError
 
 _FSDP = "actor_rollout_ref.actor.fsdp_config"
 _RECOMPUTE = "actor_rollout_ref.model.enable_gradient_checkpointing"
+_MEGATRON = "actor_rollout_ref.actor.megatron.override_transformer_config"
 _SUMS_ONCE = f"{_FSDP}.use_no_sync_for_gradient_accumulation"
 _RESHARD, _OFFLOAD = f"{_FSDP}.reshard_after_forward", f"{_FSDP}.optimizer_offload"
-_DTYPE, _TENSOR = f"{_FSDP}.model_dtype", "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_DTYPE, _ROLLOUT = f"{_FSDP}.model_dtype", "actor_rollout_ref.rollout"
+_REPLICAS = "sluice.rollout.replicas"
 _LARGEST_GROUP = 32
 
 
@@ -59,36 +61,63 @@ def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     return msgspec.convert(tree, RunConfig)
 
 
-def engine_change(config: RunConfig, holds: Callable[[RunConfig], bool]) -> Change | None:
-    """Return the smallest tensor parallel size at which an engine fits; `None`: none does."""
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    while tp <= _LARGEST_GROUP:
-        overrides = (
-            ()
-            if tp == config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            else (f"{_TENSOR}={tp}",)
-        )
+def engine_change(
+    config: RunConfig,
+    shape: ModelShape,
+    holds: Callable[[RunConfig], bool],
+    *,
+    is_split: bool,
+) -> Change | None:
+    """Return the smallest tensor parallel size at which an engine fits; `None`: none does.
+
+    Args:
+        is_split: the number of replicas follows from a split; otherwise larger ones are fewer, on
+            as many devices.
+    """
+    rollout, replicas = config.actor_rollout_ref.rollout, config.sluice.rollout.replicas
+    own = rollout.tensor_model_parallel_size
+    if holds(config):
+        return Change()
+    if rollout.name == "torch":  # on one device
+        return None
+    for times in _doubles(2):
+        tp = own * times
+        if tp > _LARGEST_GROUP or (replicas % times and not is_split):
+            return None
+        if not shares_heads(tp, shape.heads, shape.kv_heads):
+            continue
+        overrides = [f"{_ROLLOUT}.tensor_model_parallel_size={tp}"]
+        if rollout.expert_parallel_size == own * rollout.data_parallel_size > 1:
+            experts = tp * rollout.data_parallel_size
+            overrides.append(f"{_ROLLOUT}.expert_parallel_size={experts}")
+        if not is_split:
+            overrides.append(f"{_REPLICAS}={replicas // times}")
         if holds(changed(config, overrides)):
-            return Change(overrides, float(len(overrides)))
-        tp *= 2
+            return Change(tuple(overrides), 1.0)
     return None
 
 
 def trainer_changes(
-    config: RunConfig, shape: ModelShape, split: DeviceSplit, splits: Sequence[DeviceSplit]
+    config: RunConfig,
+    shape: ModelShape,
+    split: DeviceSplit,
+    splits: Sequence[DeviceSplit],
+    *,
+    reads_images: bool,
 ) -> list[Change]:
     """Return all combinations of changes to a trainer, the cheapest first.
 
     Args:
+        reads_images: ranks cannot share the model's sequences.
         split: the trainer's, from which another costs as much as it makes a pool smaller.
         splits: those that are possible.
     """
     dimensions = [
         list(_splits(split, splits)),
-        list(_recompute(config)),
+        list(_recompute(config, shape)),
         list(_shards(config)),
         list(_experts(config, shape)),
-        list(_sequences(config, shape)),
+        [Change()] if reads_images else list(_sequences(config, shape)),
         list(_offload(config)),
         list(_dtypes(config)),
     ]
@@ -132,7 +161,7 @@ def promising(
     device: DeviceKind,
     config: RunConfig,
     correction: float,
-) -> Iterator[tuple[Change, RunConfig]]:
+) -> Iterator[Change]:
     """Yield the changes that should fit.
 
     Args:
@@ -143,7 +172,7 @@ def promising(
         other = changed(config, change.overrides)
         found = estimate(other, shape)
         if found is not None and found.corrected(correction) <= device.usable_bytes:
-            yield change, other
+            yield change
 
 
 def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]:
@@ -155,15 +184,24 @@ def _splits(own: DeviceSplit, splits: Sequence[DeviceSplit]) -> Iterator[Change]
             yield Change(split.overrides, slower)
 
 
-def _recompute(config: RunConfig) -> Iterator[Change]:
+def _recompute(config: RunConfig, shape: ModelShape) -> Iterator[Change]:
     yield Change()
-    if not own_training_layout(config).gradient_checkpointing:
+    if own_training_layout(config).recomputed_of(shape.layers) == shape.layers:
+        return
+    megatron = config.actor_rollout_ref.actor.megatron.override_transformer_config
+    if megatron.recompute_granularity is None:
         yield Change((f"{_RECOMPUTE}=true",), 1.0)
+        return
+    overrides = []
+    if megatron.recompute_granularity != "full":
+        overrides.append(f"{_MEGATRON}.recompute_granularity=full")
+    if megatron.recompute_method == "block":
+        overrides.append(f"{_MEGATRON}.recompute_method=uniform")
+    yield Change(tuple(overrides), 1.0)
 
 
 def _shards(config: RunConfig) -> Iterator[Change]:
     sharding = config.actor_rollout_ref.actor.fsdp_config
-    yield Change()
     overrides = []
     if sharding.fsdp_size > 0:
         overrides.append(f"{SHARD_KEY}=-1")
@@ -171,8 +209,9 @@ def _shards(config: RunConfig) -> Iterator[Change]:
         overrides.append(f"{_SUMS_ONCE}=false")
     if not sharding.reshard_after_forward:
         overrides.append(f"{_RESHARD}=true")
-    if overrides:
-        yield Change(tuple(overrides), float(len(overrides)))
+    for number in range(len(overrides) + 1):
+        for some in combinations(overrides, number):
+            yield Change(some, float(number))
 
 
 def _experts(config: RunConfig, shape: ModelShape) -> Iterator[Change]:

@@ -38,11 +38,6 @@ _COPIES = (
     (f"{_ACTOR}.optim.lr_decay_style", f"{_ACTOR}.optim.lr_scheduler_type"),
     (f"{_ACTOR}.optim.lr_decay_steps", f"{_ACTOR}.optim.total_training_steps"),
     (f"{_ACTOR}.megatron.param_offload", f"{_ACTOR}.fsdp_config.param_offload"),
-    (f"{_ACTOR}.megatron.optimizer_offload", f"{_ACTOR}.fsdp_config.optimizer_offload"),
-    (
-        f"{_ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
-        f"{_ACTOR}.fsdp_config.optimizer_offload",
-    ),
     ("critic.optim.lr_decay_style", "critic.optim.lr_scheduler_type"),
     ("critic.optim.lr_decay_steps", "critic.optim.total_training_steps"),
 )
@@ -61,6 +56,12 @@ SAME_SIZES = {
     f"{_SHARDING}.fsdp_size": (f"{_ACTOR}.veomni.fsdp_size",),
 }
 """Sizes of the trainer's layout, and their names in other backends of verl."""
+
+_OPTIMIZER_OFFLOADS = (
+    f"{_ACTOR}.megatron.optimizer_offload",
+    f"{_ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload",
+)
+"""Megatron's keys that move the optimizer's state to the host, each enough."""
 
 
 def _words(words: Mapping[str, str]) -> Callable[[object], object]:
@@ -250,6 +251,21 @@ def _layout(settings: _Settings) -> None:
             settings.put(target, next(iter(present.values())))
 
 
+def names_set(key: str, settings: SettingsTree) -> tuple[str, ...]:
+    """Return the names under which a launch sets a size of the layout, else `key` itself.
+
+    All of them must change with the size, since two that differ are a problem.
+    """
+    names = (key, *SAME_SIZES.get(key, ()))
+    return tuple(name for name in names if settings.get(name) not in (UNSET, None)) or (key,)
+
+
+def _optimizer_offload(settings: _Settings) -> None:
+    given = [value for key in _OPTIMIZER_OFFLOADS if (value := settings.given(key)) is not None]
+    if given:
+        settings.put(f"{_SHARDING}.optimizer_offload", any(given))
+
+
 def _transport(settings: _Settings) -> None:
     backend = settings.given(f"{_ENGINE}.backend")
     if backend in ("nccl", "hccl"):
@@ -365,6 +381,7 @@ _CONVERSIONS: tuple[Callable[[_Settings], None], ...] = (
     _replicas,
     _copies,
     _layout,
+    _optimizer_offload,
     _transport,
     _asynchrony,
     _least_rate,

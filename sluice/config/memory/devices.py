@@ -32,9 +32,14 @@ class DeviceKind:
     link_rate: float
 
     @property
+    def size(self) -> float:
+        """Its memory, bytes."""
+        return self.gib * GIB
+
+    @property
     def usable_bytes(self) -> float:
-        """Bytes that a plan may fill."""
-        return self.gib * GIB * USABLE
+        """Bytes that a trainer's plan may fill."""
+        return self.size * USABLE
 
 
 _KINDS = (

@@ -33,7 +33,8 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
     """Return the trainer as sluice lays it out: ``fsdp_size`` ranks share."""
     world, sharding = world_size(config), config.actor_rollout_ref.actor.fsdp_config
     model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
-    granularity = megatron.override_transformer_config.recompute_granularity
+    recompute = megatron.override_transformer_config
+    granularity, is_block = recompute.recompute_granularity, recompute.recompute_method == "block"
     shard = sharding.fsdp_size if 0 < sharding.fsdp_size < world else world
     return TrainingLayout(
         backend="replicated" if is_whole(sharding, shard) else "fsdp",
@@ -50,6 +51,9 @@ def own_training_layout(config: RunConfig) -> TrainingLayout:
         compute_bytes=_BYTES[sharding.dtype],
         gradient_checkpointing=granularity == "full"
         or (granularity is None and model.enable_gradient_checkpointing),
+        recomputed_layers=recompute.recompute_num_layers
+        if granularity == "full" and is_block
+        else None,
         activation_offload=model.enable_activation_offload,
         # Not only between updates: passes run without the moments.
         optimizer_host_share=1.0 if sharding.optimizer_offload else 0.0,

@@ -159,6 +159,15 @@ def read_shape(file: Path) -> ModelShape:
     Raises:
         ConfigError: naming the file and what it lacks.
     """
+    return read_model(file)[1]
+
+
+def read_model(file: Path) -> tuple[dict[str, object], ModelShape]:
+    """Return the content of a config.json, a vision model's language model on top, and its shape.
+
+    Raises:
+        ConfigError: naming the file and what it lacks.
+    """
     try:
         content = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
@@ -168,7 +177,7 @@ def read_shape(file: Path) -> ModelShape:
     text = content.get("text_config")  # vision models keep their language model here
     own = {**content, **text} if isinstance(text, dict) else content
     try:
-        return shape_of(own)
+        return own, shape_of(own)
     except ConfigError as error:
         raise ConfigError(f"model configuration {file}: {error}") from error
 

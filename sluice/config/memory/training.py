@@ -42,6 +42,7 @@ class TrainingLayout:
         head_bytes: bytes per weight of the head that its gradient takes then.
         adapter_rank: of adapters beside frozen weights, which are stored in `compute_bytes`; 0: all
             weights are trained.
+        recomputed_layers: layers, from the first, that are recomputed then; `None`: all.
         whole_gradients: FSDP's gradients are added up whole on each rank before they are summed.
     """
 
@@ -63,6 +64,7 @@ class TrainingLayout:
     streamed_offload: bool = False
     optimizer_host_share: float = 0.0
     gradient_checkpointing: bool = False
+    recomputed_layers: int | None = None
     activation_offload: bool = False
     fused_logits: bool = False
     head_bytes: int = 0
@@ -75,6 +77,12 @@ class TrainingLayout:
         """Ranks that train different rows."""
         cut = {"fsdp": self.sp, "megatron": self.tp * self.pp * self.cp, "replicated": 1}
         return max(self.world // cut[self.backend], 1)
+
+    def recomputed_of(self, layers: int) -> int:
+        """Return how many of so many layers the backward pass recomputes."""
+        if not self.gradient_checkpointing:
+            return 0
+        return layers if self.recomputed_layers is None else min(self.recomputed_layers, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +249,9 @@ def _activations(shape: ModelShape, layout: TrainingLayout) -> float:
     if layout.activation_offload:
         # The layer at work and the inputs that are on their way to and from the host.
         return layer + 2 * inputs
-    if layout.gradient_checkpointing:
-        return shape.layers * inputs + layer
-    return shape.layers * layer
+    recomputed = layout.recomputed_of(shape.layers)
+    kept = shape.layers - recomputed
+    return recomputed * inputs + kept * layer + (layer if recomputed else 0.0)
 
 
 def _logits(shape: ModelShape, layout: TrainingLayout) -> float:
