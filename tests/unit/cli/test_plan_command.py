@@ -55,6 +55,9 @@ def test_programs_get_one_object(dry_run: list[int]) -> None:
     assert found["peaks"]["trainer"]["backward"] == GIB
     assert set(found["peaks"]["rollout"]) == {"start", "generating", "update"}
     assert found["split"]["trainer"] + found["split"]["rollout"] == 8
+    assert found["lacks"] == {}
+    assert found["engine"]["holds_weights"] is True
+    assert found["engine"]["longest_rows"] > 0
 
 
 def test_a_launch_that_does_not_fit_is_an_exit_code_of_1(dry_run: list[int]) -> None:
@@ -62,6 +65,7 @@ def test_a_launch_that_does_not_fit_is_an_exit_code_of_1(dry_run: list[int]) -> 
     code, output = planned("--model", "Qwen2.5-7B")
     assert code == 1
     assert "It does not fit" in output
+    assert "a trainer's device: backward takes 100.00 GiB of the 72.0" in " ".join(output.split())
 
 
 def test_a_launch_without_a_model_needs_one(dry_run: list[int]) -> None:

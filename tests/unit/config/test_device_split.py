@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sluice.config.device_split import DeviceSplit, device_split, seconds_per_token
-from sluice.config.loading.loader import KeySettings, read_run
+from sluice.config.device_split import DeviceSplit, device_split, seconds_per_token, splits
+from sluice.config.loading.loader import KeySettings, load_config, read_run
 from sluice.config.memory.devices import device_kind
 from sluice.config.memory.published import PUBLISHED, published_model, published_shape
+from sluice.config.parallel_layout import trainer_layout
 from sluice.errors import ConfigError
 
 LAUNCHES = Path(__file__).resolve().parents[2] / "data" / "launches"
@@ -78,8 +79,49 @@ def test_a_placement_is_obeyed() -> None:
 
 @pytest.mark.parametrize("placement", ["trainer:5,rollout:3", "trainer:8,rollout:8", "half"])
 def test_a_placement_that_is_not_possible_names_those_that_are(placement: str) -> None:
-    with pytest.raises(ConfigError, match=r"8 devices .* replicas of 2; .*trainer:2 rollout:6"):
+    with pytest.raises(
+        ConfigError, match=r"8 devices .* replicas of 2; .*: \"trainer:2,rollout:6\"; "
+    ):
         split(f'sluice.placement="{placement}"')
+
+
+def test_a_placement_is_taken_as_the_error_names_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        split('sluice.placement="half"')
+    for choice in str(caught.value).rpartition(": ")[2].split("; "):
+        assert split(f"sluice.placement={choice}").placement == choice.strip('"')
+    assert split('sluice.placement="trainer:6, rollout: 2"').trainer == 6
+
+
+def test_the_keys_of_a_placed_split_take_the_placement_s_place() -> None:
+    placed = split('sluice.placement="trainer:6,rollout:2"')
+    again = split('sluice.placement="trainer:6,rollout:2"', *placed.overrides)
+    assert (again.trainer, again.rollout) == (6, 2)
+
+
+@pytest.mark.parametrize("size", ["fsdp_size=8", "fsdp_size=3", "expert_parallel_size=4"])
+def test_the_layout_s_sizes_divide_every_trainer_that_is_possible(size: str) -> None:
+    config = load_config(
+        None, [*EIGHT, VLLM, "trainer.nnodes=4", f"actor_rollout_ref.actor.fsdp_config.{size}"]
+    )
+    found = [one.trainer for one in splits(config)]
+    assert found
+    for trainer in found:
+        trainer_layout(config, trainer)
+
+
+def test_a_size_that_divides_no_trainer_is_named_with_the_trainers() -> None:
+    size = "ulysses_sequence_parallel_size=8"
+    with pytest.raises(ConfigError, match=rf"trainer 2 or 4 or 6, but with 6: .*{size} does not"):
+        split(f"actor_rollout_ref.actor.{size}")
+    with pytest.raises(ConfigError, match=r"do not divide .* whole machines of 2"):
+        five = (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.data_parallel_size=5")
+        split("trainer.n_gpus_per_node=2", "trainer.nnodes=4", *five)
+
+
+def test_no_machines_for_rollouts_are_a_colocated_launch() -> None:
+    assert split(f"{ROLLOUT}.nnodes=0") == split()
+    assert split(f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4").trainer == 8
 
 
 def test_ranks_that_share_a_sequence_stay_together() -> None:

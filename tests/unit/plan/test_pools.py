@@ -8,6 +8,7 @@ import pytest
 from sluice.config.loading.loader import load_config
 from sluice.config.memory.devices import device_kind
 from sluice.config.memory.published import published_shape
+from sluice.config.memory.work import group_flops
 from sluice.plan.dry_run import PassBytes
 from sluice.plan.pools import TrainerPool, engine_pool, extrapolated, layer_counts, trainer_pool
 
@@ -39,8 +40,16 @@ def test_bytes_of_all_layers_follow_from_those_of_a_few() -> None:
 
 
 def test_a_model_of_a_few_layers_is_counted_as_it_is() -> None:
-    assert list(layer_counts(2)) == [2]
-    assert list(layer_counts(64)) == [3, 4]
+    assert list(layer_counts(load_config(None, []), 2)) == [2]
+    assert list(layer_counts(load_config(None, []), 64)) == [3, 4]
+
+
+def test_all_layers_are_counted_if_only_the_first_are_recomputed() -> None:
+    megatron = f"{ACTOR}.megatron.override_transformer_config"
+    block = [f"{megatron}.recompute_granularity=full", f"{megatron}.recompute_method=block"]
+    some = load_config(None, [*block, f"{megatron}.recompute_num_layers=6"])
+    assert list(layer_counts(some, 64)) == [64]
+    assert list(layer_counts(some, 6)) == [3, 4]
 
 
 def test_offloaded_moments_are_on_the_host_and_adapters_need_no_second_model() -> None:
@@ -79,6 +88,39 @@ def test_a_step_takes_as_long_as_its_collectives_and_its_operations_at_least() -
     assert found.floor_s == max(found.compute_s, found.moving_s)
     assert pool("data.train_batch_size=64").compute_s == pytest.approx(2 * found.compute_s)
     assert pool("data.train_batch_size=64").micro_batches == 2 * found.micro_batches
+
+
+def test_a_step_computes_every_epoch_and_the_passes_that_the_run_needs() -> None:
+    plain = pool().compute_s
+    epochs = pool(f"{ACTOR}.ppo_epochs=3").compute_s
+    assert epochs == pytest.approx(plain * (3 * 3 + 1) / 4)  # a pass for old logprobs once
+    assert pool(f"{ACTOR}.use_rollout_log_probs=true").compute_s == pytest.approx(plain * 3 / 4)
+    assert pool(f"{ACTOR}.use_kl_loss=true").compute_s == pytest.approx(plain * 5 / 4)
+    assert pool("actor_rollout_ref.model.enable_gradient_checkpointing=true").compute_s > plain
+    assert pool("actor_rollout_ref.model.lora_rank=8").compute_s == pytest.approx(plain * 3 / 4)
+
+
+def test_prompts_do_not_pass_the_head_and_embeddings_are_only_read() -> None:
+    config = load_config(None, [f"{ACTOR}.use_rollout_log_probs=true"])
+    data, n = config.data, config.actor_rollout_ref.rollout.n
+    tokens = data.max_prompt_length + n * data.max_response_length / 2
+    every_weight = 6 * SHAPE.active_parameters * tokens
+    attention = (
+        12
+        * SHAPE.layers
+        * SHAPE.query_width
+        * tokens
+        * (data.max_prompt_length + data.max_response_length)
+    )
+    assert group_flops(config, SHAPE) < every_weight + attention
+    body = SHAPE.active_parameters - SHAPE.vocabulary_parameters
+    assert group_flops(config, SHAPE) > 6 * body * tokens
+
+
+def test_the_first_rank_s_machine_holds_two_snapshots_in_the_dtype_of_the_wire() -> None:
+    narrow = pool().host
+    wide = pool("actor_rollout_ref.rollout.dtype=float32").host
+    assert wide - narrow == 2 * SHAPE.total_parameters * (4 - 2)
 
 
 def test_an_engine_must_hold_weights_and_one_longest_row() -> None:

@@ -1,0 +1,59 @@
+"""Changes of a search: each is possible, has an effect, and is offered alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sluice.config.device_split import DeviceSplit
+from sluice.config.loading.loader import load_config
+from sluice.config.memory.published import published_shape
+from sluice.config.run import RunConfig
+from sluice.plan.search import engine_change, trainer_changes
+
+FSDP, ROLLOUT = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.rollout"
+SPLIT = DeviceSplit(8, 8, 1, 1)
+
+
+def changes(*overrides: str, reads_images: bool = False) -> Sequence[tuple[str, ...]]:
+    config = load_config(None, overrides)
+    shape = published_shape("Qwen3-8B")
+    found = trainer_changes(config, shape, SPLIT, [SPLIT], reads_images=reads_images)
+    return [change.overrides for change in found]
+
+
+def engine(model: str, tp: int, *overrides: str) -> tuple[str, ...] | None:
+    """The change after which an engine of `tp` devices or more fits."""
+    config = load_config(None, [f"{ROLLOUT}.name=vllm", *overrides])
+
+    def holds(one: RunConfig) -> bool:
+        return one.actor_rollout_ref.rollout.tensor_model_parallel_size >= tp
+
+    found = engine_change(config, published_shape(model), holds, is_split=True)
+    return None if found is None else found.overrides
+
+
+def test_a_part_of_what_shards_a_copy_is_enough() -> None:
+    found = changes(f"{FSDP}.fsdp_size=2", f"{FSDP}.reshard_after_forward=false")
+    assert (f"{FSDP}.fsdp_size=-1",) in found
+    assert (f"{FSDP}.reshard_after_forward=true",) in found
+    assert (f"{FSDP}.fsdp_size=-1", f"{FSDP}.reshard_after_forward=true") in found
+
+
+def test_sequences_with_images_are_not_shared() -> None:
+    shared = f"{FSDP}.ulysses_sequence_parallel_size=2"
+    assert any(shared in change for change in changes())
+    assert not any(shared in change for change in changes(reads_images=True))
+
+
+def test_an_engine_has_devices_that_divide_its_heads() -> None:
+    assert engine("Qwen2.5-7B", 4) == (f"{ROLLOUT}.tensor_model_parallel_size=4",)
+    assert engine("Qwen2.5-7B", 8) is None  # 28 heads
+    assert engine("Qwen2.5-7B", 2, f"{ROLLOUT}.name=torch") is None
+
+
+def test_an_engine_that_divides_its_experts_goes_on_doing_so() -> None:
+    both = (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2")
+    assert engine("Qwen3-30B-A3B", 4, *both) == (
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        f"{ROLLOUT}.expert_parallel_size=4",
+    )
