@@ -9,6 +9,7 @@ from sluice.config.run import RunConfig, value_at
 from sluice.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+HOST_OPTIMIZER = f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload"
 FILTER, STALENESS = "algorithm.filter_groups", "sluice.asynchrony.max_staleness"
 
 
@@ -126,6 +127,16 @@ def test_our_own_key_wins_wherever_it_stands(theirs: str, ours: str, expected: o
     key = ours.partition("=")[0]
     assert value(load_config(None, [theirs, ours]), key) == expected
     assert value(load_config(None, [ours, theirs]), key) == expected
+
+
+@pytest.mark.parametrize("away", [f"{ACTOR}.megatron.optimizer_offload", HOST_OPTIMIZER])
+def test_either_of_megatrons_keys_moves_the_optimizer_to_the_host(away: str) -> None:
+    both = (f"{ACTOR}.megatron.optimizer_offload", HOST_OPTIMIZER)
+    ours = f"{ACTOR}.fsdp_config.optimizer_offload"
+    one_of_two = [f"{key}={'true' if key == away else 'false'}" for key in both]
+    assert value(load_config(None, one_of_two), ours) is True
+    assert value(load_config(None, [*one_of_two, f"{ours}=false"]), ours) is False
+    assert value(load_config(None, [f"{key}=false" for key in both]), ours) is False
 
 
 def test_a_value_that_does_not_fit_after_conversion_is_an_error() -> None:

@@ -114,8 +114,8 @@ def test_a_size_that_divides_no_trainer_is_named_with_the_trainers() -> None:
     size = "ulysses_sequence_parallel_size=8"
     with pytest.raises(ConfigError, match=rf"trainer 2 or 4 or 6, but with 6: .*{size} does not"):
         split(f"actor_rollout_ref.actor.{size}")
+    five = (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.data_parallel_size=5")
     with pytest.raises(ConfigError, match=r"do not divide .* whole machines of 2"):
-        five = (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.data_parallel_size=5")
         split("trainer.n_gpus_per_node=2", "trainer.nnodes=4", *five)
 
 

@@ -51,7 +51,7 @@ def test_an_engine_has_devices_that_divide_its_heads() -> None:
     assert engine("Qwen2.5-7B", 2, f"{ROLLOUT}.name=torch") is None
 
 
-def test_an_engine_that_divides_its_experts_goes_on_doing_so() -> None:
+def test_an_engine_that_divides_its_experts_divides_them_still() -> None:
     both = (f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2")
     assert engine("Qwen3-30B-A3B", 4, *both) == (
         f"{ROLLOUT}.tensor_model_parallel_size=4",
