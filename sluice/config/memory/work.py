@@ -19,8 +19,8 @@ def group_flops(config: RunConfig, shape: ModelShape) -> float:
     """Return the operations of all passes over one group: a prompt once, and its responses.
 
     Each epoch has a forward and a backward pass, which computes recomputed layers again. Passes
-    without gradients compute old logprobs, unless the behavior policy's are taken, and the
-    reference's. Critic and images do not count.
+    without gradients compute the reference's logprobs, and old ones of all mini-batches but the
+    first, unless the behavior policy's are taken. Critic and images do not count.
     """
     data, actor = config.data, config.actor_rollout_ref.actor
     n, prompt = config.actor_rollout_ref.rollout.n, data.max_prompt_length
@@ -32,8 +32,10 @@ def group_flops(config: RunConfig, shape: ModelShape) -> float:
     layout = own_training_layout(config)
     again = layout.recomputed_of(shape.layers) / shape.layers
     update += again * shape.training_flops(tokens, 0, pairs) * _FORWARD
-    computes_old = not (actor.use_rollout_log_probs or is_bypassed(config))
-    return actor.ppo_epochs * update + (computes_old + uses_reference(config)) * both * _FORWARD
+    old = 0.0
+    if not (actor.use_rollout_log_probs or is_bypassed(config)):
+        old = max(0.0, 1 - actor.ppo_mini_batch_size / data.train_batch_size)
+    return actor.ppo_epochs * update + (old + uses_reference(config)) * both * _FORWARD
 
 
 def _causal(tokens: float) -> float:

@@ -91,13 +91,19 @@ def test_a_step_takes_as_long_as_its_collectives_and_its_operations_at_least() -
 
 
 def test_a_step_computes_every_epoch_and_the_passes_that_the_run_needs() -> None:
-    plain = pool().compute_s
-    epochs = pool(f"{ACTOR}.ppo_epochs=3").compute_s
-    assert epochs == pytest.approx(plain * (3 * 3 + 1) / 4)  # a pass for old logprobs once
-    assert pool(f"{ACTOR}.use_rollout_log_probs=true").compute_s == pytest.approx(plain * 3 / 4)
-    assert pool(f"{ACTOR}.use_kl_loss=true").compute_s == pytest.approx(plain * 5 / 4)
-    assert pool("actor_rollout_ref.model.enable_gradient_checkpointing=true").compute_s > plain
-    assert pool("actor_rollout_ref.model.lora_rank=8").compute_s == pytest.approx(plain * 3 / 4)
+    mini = ("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
+
+    def times(*overrides: str) -> float:
+        return pool(*mini, *overrides).compute_s / pool(*mini).compute_s
+
+    assert times(f"{ACTOR}.ppo_epochs=3") == pytest.approx(3)
+    assert times(f"{ACTOR}.use_kl_loss=true") == pytest.approx(4 / 3)
+    assert times("actor_rollout_ref.model.lora_rank=8") == pytest.approx(2 / 3)
+    assert 1 < times("actor_rollout_ref.model.enable_gradient_checkpointing=true") < 4 / 3
+    # The first of four mini-batches has the old logprobs from its own forward pass.
+    quarter = f"{ACTOR}.ppo_mini_batch_size=16"
+    assert times(quarter) == pytest.approx(1 + 3 / 4 / 3)
+    assert times(quarter, f"{ACTOR}.use_rollout_log_probs=true") == pytest.approx(1)
 
 
 def test_prompts_do_not_pass_the_head_and_embeddings_are_only_read() -> None:
