@@ -2,13 +2,13 @@
 
 All ranks wait for a line ``go`` once they are ready, so that none runs into a short deadline while
 another one still loads. Rank 0's further lines are ``train STEP`` (answers with the metrics),
-``weights FILE``, ``save FOLDER`` (answers with the memory it took, or with the error), ``load FOLDER``, ``publish
-VERSION`` (to a replica in this process; answers with what arrived), ``fail READER`` (at its first
-tensor), ``uniform STEP`` (trains on a batch whose last groups have no advantages), ``begin
-FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other commands), ``resume
-FOLDER`` (from the latest of a run; answers with its step); the end of input stops all ranks, which
-then answer with the bytes that they hold. Every answer is one line of JSON; an error ends the
-process with its text as the last line.
+``weights FILE``, ``save FOLDER`` (answers with the memory it took, or with the error), ``load
+FOLDER``, ``publish VERSION`` (to a replica in this process; answers with what arrived), ``fail
+READER`` (at its first tensor), ``uniform STEP`` (trains on a batch whose last groups have no
+advantages), ``begin FOLDER`` and ``finish FOLDER`` (a checkpoint ``global_step_N`` beside other
+commands), ``resume FOLDER`` (from the latest of a run; answers with its step); the end of input
+stops all ranks, which then answer with the bytes that they hold. Every answer is one line of JSON;
+an error ends the process with its text as the last line.
 """
 
 from __future__ import annotations

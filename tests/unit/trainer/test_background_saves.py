@@ -156,7 +156,7 @@ class Following:
         self.copies.append(weakref.ref(copies))
 
         def write() -> None:
-            assert copies
+            assert copies is not None
             self.write()
 
         return write
