@@ -163,6 +163,11 @@ def read_adapter(folder: Path) -> Adapter:
             f"{folder} holds no adapter that can be read ({error!r}); give a folder with "
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft saves them"
         ) from error
+    if rank < 1 or not math.isfinite(alpha):
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG}: r={rank} and lora_alpha={alpha} make no adapter; give a "
+            "rank of at least 1 and a finite number"
+        )
     for key, plain in _PLAIN.items():
         if key in config and config[key] not in plain:
             raise CheckpointError(

@@ -165,7 +165,7 @@ def largest_micro_batch(config: RunConfig, share: SequenceShare | None) -> Micro
     (plan,) = plan_micro_batches(
         [row.size for row in rows], range(len(rows)), rows_per_micro=len(rows)
     )
-    found = build_micro_batch(rows, plan, _CPU, share=share)
+    found = build_micro_batch(rows, plan, _CPU, share=share, pad_to=cut.pad_to)
     assert found is not None
     return found
 

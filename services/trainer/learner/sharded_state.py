@@ -237,6 +237,7 @@ class StateFiles:
             name: of the tensor.
             offset: where the part begins, by dimension.
         """
+        left = target.numel()
         for file, begin in self._pieces[name]:
             shape = self._shape(file, name) or (1,)
             start = [max(a, b) for a, b in zip(offset, begin, strict=True)]
@@ -247,6 +248,9 @@ class StateFiles:
             if min(size) > 0:
                 into = target[region(_less(start, offset), size)]
                 self._copy(into, file, name, _less(start, begin))
+                left -= into.numel()
+        if left:
+            raise ValueError(f"{name}: the pieces do not make the whole tensor")
 
     def _copy(self, into: Tensor, file: Path, name: str, offset: Sizes) -> None:
         opened = self._open(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,8 @@ def test_a_saved_adapter_is_where_another_run_starts(folder: Path, tmp_path: Pat
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
         ({"r": 8}, r"has shape .* but adapter_config\.json says r=8"),
         ({"lora_alpha": "much"}, r"holds no adapter that can be read"),
+        ({"lora_alpha": math.nan}, r"lora_alpha=nan make no adapter"),
+        ({"r": 0}, r"r=0 and .* make no adapter"),
     ],
 )
 def test_an_adapter_that_is_more_or_less_than_a_and_b_is_refused(

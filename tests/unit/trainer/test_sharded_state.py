@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,20 @@ def test_a_rank_reads_the_bytes_of_its_part_and_no_others(
     StateFiles(tmp_path, "state").fill(part, "w", (5, 1, 0))
     assert torch.equal(part, whole[5:8, 1:3])
     assert Counting.read_bytes == part.nbytes
+
+
+def test_pieces_that_leave_a_hole_in_a_tensor_are_refused(tmp_path: Path) -> None:
+    with TensorFile(
+        tmp_path / "state-00001-of-00002.safetensors", {"w": ((2, 3), torch.float32)}
+    ) as file:
+        file.append(torch.ones(2, 3))
+    index = {
+        "files": ["state-00001-of-00002.safetensors"],
+        "tensors": {"w": {"shape": [4, 3], "pieces": [[0, 0, 0]]}},
+    }
+    (tmp_path / "state.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ValueError, match="w: the pieces do not make the whole tensor"):
+        StateFiles(tmp_path, "state").fill(torch.zeros(4, 3), "w", (0, 0))
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]

@@ -79,6 +79,8 @@ class RoutingTape:
 
     def __init__(self, num_experts: int) -> None:
         self.current = Routing()
+        self.num_layers = 0
+        """With experts."""
         self.group: ProcessGroup | None = None
         """Of the ranks that divide the experts; None: each has all."""
         self.receive: Callable[[Tensor, ProcessGroup], Tensor] = _received
@@ -109,10 +111,14 @@ class RoutingTape:
         self._load[layer] = counts if before is None else before + counts
         (self.current.rows[layer],) = self._exchanged(counts[None])
 
-    def take_load(self) -> Tensor | None:
-        """Return rows by layer and expert since the last call, int64 [layers, experts]."""
+    def take_load(self, device: torch.device) -> Tensor:
+        """Return rows by layer and expert since the last call, int64 [layers, experts].
+
+        A rank without rows has had none.
+        """
         load, self._load = self._load, {}
-        return torch.stack([load[layer] for layer in sorted(load)]) if load else None
+        none = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
+        return torch.stack([load.get(layer, none) for layer in range(self.num_layers)])
 
     def _counted(self, experts: Tensor) -> Tensor:
         """Return rows by expert, int64 [experts]."""
@@ -255,6 +261,7 @@ def use_own_experts(model: PreTrainedModel) -> None:
             layer += 1
     if not layer:
         return
+    tape.num_layers = layer
     setattr(model, _TAPE, tape)
     for owner in list(model.modules()):
         layers = getattr(owner, "layers", None)

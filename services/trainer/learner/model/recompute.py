@@ -118,6 +118,8 @@ class _HostInput:
 def _on_host(
     recomputed: Callable[..., Any], layer: Callable[..., Any], hidden: Tensor, *others: object
 ) -> Any:  # noqa: ANN401 - a layer's output
+    if not torch.is_grad_enabled():
+        return layer(hidden, *others)
     # torch's checkpoint keeps the arguments that it calls with. Gradients flow through the first
     # call, so the second one only needs equal values.
     held = _HostInput(hidden)

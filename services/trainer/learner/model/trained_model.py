@@ -71,6 +71,8 @@ HUGGINGFACE_FOLDER = "huggingface"
 OPTIMIZER_STEM = "optimizer"
 OPTIMIZER_INDEX = "optimizer.index.json"
 EXTRA_STATE_FILE = "extra_state.json"
+# What reading a damaged or hostile file of numbers and names may raise.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 TOKENIZER_FILES = (
     "tokenizer*",
     "vocab*",
@@ -241,7 +243,7 @@ def load_policy_state(directory: Path, trained: TrainedModel) -> float:
         total = _load_weights(directory / HUGGINGFACE_FOLDER, trained.model, trained.parameters)
     try:
         trained.optimizer.load_state(StateFiles(directory, OPTIMIZER_STEM))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
+    except (*_UNREADABLE, SafetensorError) as error:
         raise CheckpointError(
             f"{_damaged_file(directory) or directory / OPTIMIZER_INDEX} cannot be read ({error}); "
             f"{resume_remedy(directory.parent)}"

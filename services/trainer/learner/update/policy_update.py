@@ -395,9 +395,9 @@ class PolicyUpdate:
     def _balance(self) -> Mapping[str, float]:
         """Return how evenly the passes since the last call used a model's experts."""
         tape = routing_tape(self._model)
-        load = None if tape is None else tape.take_load()
-        if load is None:
+        if tape is None:
             return {}
+        load = tape.take_load(self._device.torch_device)
         self._parallel.all_reduce_sum([load], "summing the experts' loads")
         return balance_metrics(load)
 

@@ -72,7 +72,7 @@ class ReferencePolicy:
 
 
 class AdapterReference:
-    """The policy without its adapters, which is the model at step 0: no second model is needed."""
+    """The policy without its adapters: the model at model.path, and no second one."""
 
     def __init__(self, policy: TrainedModel, device: Device, parallel: DataParallel) -> None:
         self._model = policy.model
